@@ -20,7 +20,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kit"), str(ROOT / "tests" / "to
 
 import structlog  # noqa: E402
 from chat_kit import make_tokenizer  # noqa: E402
-from exactness import SCENARIOS, SIGNS, all_cases, load_case, play, signs  # noqa: E402
+from exactness import SIGNS, all_cases, load_case, play, signs  # noqa: E402
+from exactness_scenarios import SCENARIOS  # noqa: E402
 
 from engine.errors import RenderError  # noqa: E402
 

@@ -48,8 +48,9 @@ def make(folder: Path, model: str, episodes: int, parts: int) -> None:
 
     from engine.store.find import list_runs
     from engine.store.places import Place
-    from engine.store.reader import own_header
-    from engine.store.shards import Part, Publisher, create_shards
+    from engine.store.publisher import Publisher
+    from engine.store.reading import own_header
+    from engine.store.shards import Part, create_shards
 
     spec = {
         "spec": "episode/v1",

@@ -13,6 +13,7 @@ from engine.schemas.critic import CriticSpec
 from engine.schemas.loss import CrossEntropyLoss, DrGrpoLoss, LossSpec
 from engine.schemas.plan import PlanSpec
 from engine.schemas.sft import SftDataSpec
+from engine.schemas.train_eval import TrainEvalSpec
 
 Level = Literal["token", "turn", "sequence"]
 """Level at which a probability ratio is taken: one token, the tokens of a turn, or the tokens of a row."""
@@ -214,75 +215,6 @@ class CheckpointsSpec(Contract):
     """After SIGTERM the process exits after this time at the latest. Within it, a running update is finished and a checkpoint is
     written. Set it below the time after which your scheduler sends SIGKILL. What is not saved in time is repeated by
     `--resume` without sampling."""
-
-
-class EvalSetSpec(Contract):
-    """One of several evaluations during training. Keys that are not set are those of `eval`."""
-
-    tasks: dict[str, Any]
-    """Tasks of the evaluation, in the form of the spec's `tasks`."""
-    every: int | None = Field(default=None, ge=1)
-    """Steps between evaluations."""
-    limit: int | None = Field(default=None, ge=1)
-    """Use only the first `limit` tasks."""
-    samples: int | None = Field(default=None, ge=1)
-    """Episodes per task."""
-    sampling: dict[str, Any] = Field(default_factory=dict)
-    """Overrides of the spec's `sampling`, in addition to those of `eval`."""
-
-
-class TrainEvalSpec(Contract):
-    """Evaluation during training: the same environment and users, with other tasks if `tasks` or `sets` is set."""
-
-    every: int = Field(default=10, ge=1)
-    """Steps between evaluations. There is also one before the first step and one after the last step."""
-    tasks: dict[str, Any] | None = None
-    """Tasks of the evaluation, in the form of the spec's `tasks`. Default: the training tasks."""
-    limit: int | None = Field(default=None, ge=1)
-    """Use only the first `limit` tasks."""
-    samples: int = Field(default=1, ge=1)
-    """Episodes per task."""
-    sampling: dict[str, Any] = Field(default_factory=dict)
-    """Overrides of the spec's `sampling`, such as `temperature: 0`."""
-    metric: str = "reward"
-    """The metric of `engine eval` that selects the best checkpoint, such as `success`, `reward`, `pass@4`."""
-    sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")], EvalSetSpec] = Field(default_factory=dict)
-    """Several evaluations instead of one, by name. The metrics are `eval/<name>/<measure>`."""
-    best: str | None = None
-    """With `sets`: the set whose `metric` selects the best checkpoint. Default: the first."""
-
-    @model_validator(mode="after")
-    def _sets(self) -> Self:
-        if self.sets and self.tasks is not None:
-            raise ValueError("`tasks` has no effect beside `sets`; make it one of the sets")
-        if self.best is not None and self.best not in self.sets:
-            raise ValueError(f"`best: {self.best}` is none of the sets: {', '.join(self.sets) or 'there are none'}")
-        return self
-
-    def by_name(self) -> dict[str, TrainEvalSpec]:
-        """The evaluations by name, with all of their keys. Without `sets` there is one, and its name is empty."""
-        if not self.sets:
-            return {"": self}
-        return {
-            name: self.model_copy(
-                update={
-                    "tasks": one.tasks,
-                    "every": one.every or self.every,
-                    "limit": one.limit if one.limit is not None else self.limit,
-                    "samples": one.samples or self.samples,
-                    "sampling": {**self.sampling, **one.sampling},
-                    "sets": {},
-                    "best": None,
-                }
-            )
-            for name, one in self.sets.items()
-        }
-
-    @property
-    def best_metric(self) -> str:
-        """Name in `metrics.jsonl` of the metric that selects the best checkpoint."""
-        name = self.best or next(iter(self.sets), None)
-        return f"eval/{self.metric}" if name is None else f"eval/{name}/{self.metric}"
 
 
 class TrackingSpec(Contract):

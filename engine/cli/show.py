@@ -11,7 +11,8 @@ from engine.cli.exits import wrong_usage
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
-    from engine.store.reader import EpisodeRow, RunReader
+    from engine.store.reader import RunReader
+    from engine.store.reading import EpisodeRow
 
 
 def show(

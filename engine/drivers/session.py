@@ -281,7 +281,7 @@ def open_driver_store(stores: Path, name: str, header: RunHeader, *, existing: b
 def _publisher(setup: Setup, store: RunStore, name: str) -> Callable[[list[str]], Awaitable[None]] | None:
     if setup.shards is None:
         return None
-    from engine.store.shards import Publisher
+    from engine.store.publisher import Publisher
 
     publisher = Publisher(store.folder, setup.shards, driver=name)
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import LedgerError
+from engine.rewards.accounts import Account
 from engine.rewards.address import Locate, TurnPart, resolve_address, resolve_part
 from engine.schemas.reward import Posting, RewardEvent
 
@@ -45,33 +46,6 @@ _BLAME: Mapping[str, Blame] = {
 def blame_of(source: str) -> Blame:
     """The blame for an event that cannot be applied, by its `source`: the spec, unless an environment, user or tool wrote it."""
     return _BLAME.get(source.partition(":")[0], "spec")
-
-
-class _Account:
-    """The sum of one reward of one turn: exact, and rounded only when it is read.
-
-    The partials are Shewchuk's non-overlapping floats (Discrete & Computational Geometry 18, 1997, fig. 7), as in `math.fsum`.
-    Their sum is exact, so the order of postings does not matter.
-    """
-
-    __slots__ = ("held", "partials")
-
-    def __init__(self, partials: Sequence[float] = (0.0,)) -> None:
-        self.partials = list(partials)
-        self.held = math.fsum(partials)
-
-    def plus(self, delta: float) -> _Account:
-        """The account after one more posting."""
-        partials = []
-        for partial in self.partials:
-            high, low = (delta, partial) if abs(delta) >= abs(partial) else (partial, delta)
-            delta = high + low
-            rest = low - (delta - high)
-            if rest:
-                partials.append(rest)
-        if delta or not partials:
-            partials.append(delta)
-        return _Account(partials)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +136,8 @@ class Ledger:
     __slots__ = ("_accounts", "_parts", "_postings", "_sealed", "_totals")
 
     def __init__(self) -> None:
-        self._accounts: dict[int, dict[str, _Account]] = {}
-        self._parts: dict[int, dict[tuple[str, TurnPart], _Account]] = {}
+        self._accounts: dict[int, dict[str, Account]] = {}
+        self._parts: dict[int, dict[tuple[str, TurnPart], Account]] = {}
         """By turn: the accounts of its parts. `_accounts` does not contain them."""
         self._totals: dict[int, float] = {}
         self._postings: list[Posting] = []
@@ -269,7 +243,7 @@ class Ledger:
             raise LedgerError(f"{who} {verb} {what}{there}. Add to it before it pays, or transfer another")
         return payments
 
-    def _of(self, turn: int, part: TurnPart | None) -> dict[str, _Account]:
+    def _of(self, turn: int, part: TurnPart | None) -> dict[str, Account]:
         """The accounts of a turn as a whole, or of one of its parts, by name."""
         if part is None:
             return self._accounts.get(turn, {})
@@ -280,7 +254,7 @@ class Ledger:
 
     def _write(self, changes: list[_Change], event: RewardEvent, at_turn: int) -> list[Posting]:
         """Write all postings of an event, or none."""
-        after: dict[tuple[int, str, TurnPart | None], _Account] = {}
+        after: dict[tuple[int, str, TurnPart | None], Account] = {}
         postings: list[Posting] = []
         for change in changes:
             key = (change.turn, change.name, change.part)
@@ -288,7 +262,7 @@ class Ledger:
             if not abs(change.value) <= LARGEST or not abs(before.held + change.value) <= LARGEST:
                 raise LedgerError(f"{change.value} on top of {before.held} is beyond {LARGEST}; check the value")
             # After a set the sum is exactly the given value, however its delta was rounded.
-            account = _Account([change.value]) if event.op == "set" else before.plus(change.value)
+            account = Account([change.value]) if event.op == "set" else before.plus(change.value)
             after[key] = account
             postings.append(
                 Posting(
@@ -311,25 +285,25 @@ class Ledger:
         self._postings += postings
         return postings
 
-    def _account(self, turn: int, name: str, part: TurnPart | None) -> _Account:
+    def _account(self, turn: int, name: str, part: TurnPart | None) -> Account:
         if part is None:
-            return self._accounts.get(turn, {}).get(name) or _Account()
-        return self._parts.get(turn, {}).get((name, part)) or _Account()
+            return self._accounts.get(turn, {}).get(name) or Account()
+        return self._parts.get(turn, {}).get((name, part)) or Account()
 
-    def _set_delta(self, change: _Change, before: _Account) -> float:
+    def _set_delta(self, change: _Change, before: Account) -> float:
         """What a `set` adds to what the turn holds under the name: without a part it replaces the rewards of parts too."""
         if change.part is None and change.turn in self._parts:
             return change.value - self._held(change.turn, change.name)
         return change.value - before.held
 
-    def _put(self, turn: int, name: str, part: TurnPart | None, account: _Account, *, replaces: bool) -> None:
+    def _put(self, turn: int, name: str, part: TurnPart | None, account: Account, *, replaces: bool) -> None:
         accounts = self._accounts.setdefault(turn, {})
         if part is None:
             accounts[name] = account
             if replaces and turn in self._parts:
                 self._parts[turn] = {key: held for key, held in self._parts[turn].items() if key[0] != name}
         else:
-            accounts.setdefault(name, _Account())
+            accounts.setdefault(name, Account())
             self._parts.setdefault(turn, {})[name, part] = account
         self._totals.pop(turn, None)
 
@@ -338,7 +312,7 @@ class Ledger:
         whole = posting.start is None or posting.end is None
         part = None if whole else TurnPart(posting.start or 0, posting.end or 0, posting.call)
         before = self._account(posting.turn, posting.name, part)
-        account = _Account([posting.after]) if posting.op == "set" else before.plus(posting.delta)
+        account = Account([posting.after]) if posting.op == "set" else before.plus(posting.delta)
         self._put(posting.turn, posting.name, part, account, replaces=posting.op == "set")
         self._postings.append(posting)
 

@@ -22,7 +22,8 @@ from engine.store.sft_rows import reply_numbers, shown_messages
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory, Turn
-    from engine.store.reader import EpisodeRow, RunReader
+    from engine.store.reader import RunReader
+    from engine.store.reading import EpisodeRow
 
 OUTCOME = Variable(
     "How the episode ended.",

@@ -14,11 +14,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -32,9 +31,12 @@ from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
 from engine.executor import RestartNeededError, never_built, until_end
 from engine.factory import EpisodeFactory
 from engine.runner.causes import Causes, Verdict, places
-from engine.runner.spending import open_budget
+from engine.runner.crew import rare_collections, run_crew
+from engine.runner.finishing import Finisher
+from engine.runner.source import Episodes, InOrder, unfinished
+from engine.runner.spending import paying
 from engine.runner.stats import Live, Summary
-from engine.runner.suspects import APART, Suspects
+from engine.runner.suspects import Suspects
 from engine.storable import words_of
 from engine.store.fork import shared_entries
 from engine.store.images import stored_images
@@ -46,12 +48,10 @@ if TYPE_CHECKING:
     from engine.agents.program import ProgramBodies
     from engine.backends.base import Backend
     from engine.backends.budget import Budget
-    from engine.episode import Episode
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
-    from engine.store.codec import Ending
     from engine.store.store import RunStore
     from engine.tokens.format import ChatFormat
 
@@ -59,33 +59,6 @@ log = structlog.get_logger(__name__)
 
 MAX_LOSSES = 12
 """How often an episode is resumed because other code blocked the event loop that its objects were bound to."""
-FINISHING = 64
-"""Maximum number of trajectories in memory that wait to be written; each is several times as large as its episode."""
-
-
-class Episodes(Protocol):
-    """Gives a runner its episodes, one after another."""
-
-    async def next(self) -> tuple[Task, int, int] | None:
-        """Return the next episode: its task, its index in the group, and the number of its first attempt; None: no more."""
-
-    def ended(self, task: Task, sample: int, *, finished: bool) -> None:
-        """Count an episode that has ended. finished: it is stored; else the engine could not finish it."""
-
-
-class _InOrder:
-    """Gives episodes in the order of an iterator."""
-
-    def __init__(self, episodes: Iterator[tuple[Task, int]]) -> None:
-        self._episodes = episodes
-
-    async def next(self) -> tuple[Task, int, int] | None:
-        """Return the next one."""
-        found = next(self._episodes, None)
-        return None if found is None else (*found, 0)
-
-    def ended(self, task: Task, sample: int, *, finished: bool) -> None:
-        """Nothing depends on it."""
 
 
 @dataclass(slots=True)
@@ -144,15 +117,9 @@ class Runner:
         self._workers = Workers()
         self._clocks = PausableClocks()
         self._suspects = Suspects(store.crashes())
-        self._finishing = asyncio.Semaphore(FINISHING)
+        slots = spec.rollout.concurrency
         self._factory = EpisodeFactory(
-            loaded,
-            format,
-            backend,
-            self._workers,
-            slots=spec.rollout.concurrency,
-            training=training,
-            programs=programs,
+            loaded, format, backend, self._workers, slots=slots, training=training, programs=programs
         )
         self._object_builder = self._factory.object_builder
         self._roles = self._factory.roles
@@ -164,6 +131,7 @@ class Runner:
         )
         self._tool_schemas = ToolSchemas(store.folder)
         self._traces = TraceWriter(spec, store.folder, store.header) if spec.traces.active else None
+        self._finisher = Finisher(store, self._traces, exact=backend.declared.exact_ids)
         self._shared_budget = budget
         self._elsewhere = programs
         self.budget: Budget | None = None
@@ -185,11 +153,13 @@ class Runner:
             StoreError: a record cannot be stored.
         """
         async with self.serving():
-            await self._store.plan(self.tasks, self.spec.rollout.samples_per_task)
+            samples = self.spec.rollout.samples_per_task
+            await self._store.plan(self.tasks, samples)
             for trajectory in self._store.trajectories():
                 self.summary.add(trajectory)
                 self.live.before += 1
-            await self._run_all(_InOrder(self._unfinished(self._store.finished())), stop)
+            rest = unfinished(self.tasks, samples, self._store.finished(), self._suspects)
+            await self._run_all(InOrder(rest), stop)
         interrupted = stop is not None and stop.is_set() and self.summary.episodes < self.live.total
         return RunResult(self.summary, interrupted, self._faults, self._stopped)
 
@@ -313,7 +283,7 @@ class Runner:
             else:
                 await self._executor.restore(episode, objects, journal)
                 ending = None if ended else await self._executor.run(episode, objects)
-            trajectory = await self._finish(episode, ending)
+            trajectory = await self._finisher.finish(episode, ending)
             self.live.end(trajectory)
             return trajectory
         finally:
@@ -358,7 +328,11 @@ class Runner:
         for outage in outages:
             outage.clocks.add(self._clocks)
         try:
-            with _rare_collections(), self._paying():
+            backends = [self._backend, *self._roles.backends]
+            with (
+                rare_collections(),
+                paying(self.spec, self._store.folder, backends, self._shared_budget) as self.budget,
+            ):
                 yield
         finally:
             for outage in outages:
@@ -369,41 +343,12 @@ class Runner:
             self.role_stats = self._roles.stats()
             await self._roles.close()
 
-    @contextmanager
-    def _paying(self) -> Iterator[None]:
-        """Count the cost of the run in its folder, if one of its backends has prices."""
-        budget = self._shared_budget or open_budget(self.spec, self._store.folder)
-        self.budget = budget
-        backends = [self._backend, *self._roles.backends]
-        for backend in backends:
-            backend.budget = budget
-        try:
-            yield
-        finally:
-            for backend in backends:
-                backend.budget = None
-            if budget is not None and self._shared_budget is None:
-                budget.close()
-
     async def _run_all(self, episodes: Episodes, stop: asyncio.Event | None) -> None:
         """Run episodes, a bounded number at a time, until none is left or `stop` or `_halt` is set."""
         alive = self.spec.rollout.live_episodes or 2 * self.spec.rollout.concurrency
         count = min(alive, self.live.total or 1)
-        crew = [asyncio.create_task(self._run_next(episodes), name=f"crew-{n}") for n in range(count)]
-        watchers = [asyncio.create_task(_cancel_on(event, crew)) for event in (stop, self._halt) if event is not None]
-        try:
-            finished = await asyncio.gather(*crew, return_exceptions=True)
-        except asyncio.CancelledError:
-            for member in crew:
-                member.cancel()
-            await asyncio.gather(*crew, return_exceptions=True)
-            raise
-        finally:
-            for watcher in watchers:
-                watcher.cancel()
-        for fault in finished:
-            if isinstance(fault, BaseException) and not isinstance(fault, asyncio.CancelledError):
-                raise fault
+        stops = [self._halt] if stop is None else [stop, self._halt]
+        await run_crew(lambda: self._run_next(episodes), count, stops)
 
     async def _run_next(self, episodes: Episodes) -> None:
         """Run one episode after another, until none is left."""
@@ -421,21 +366,6 @@ class Runner:
                     self._halt.set()
                 return
             episodes.ended(task, sample, finished=trajectory is not None)
-
-    def _unfinished(self, done: set[str]) -> Iterator[tuple[Task, int]]:
-        """Yield the unfinished episodes, task by task; last those that may have killed the engine, fewest crashes first."""
-        suspects: list[tuple[int, Task, int]] = []
-        for task in self.tasks:
-            for sample in range(self.spec.rollout.samples_per_task):
-                episode_id = episode_id_of(task.id, sample)
-                if episode_id in done:
-                    continue
-                if (crashes := self._suspects.crashes(episode_id)) >= APART:
-                    suspects.append((crashes, task, sample))
-                else:
-                    yield task, sample
-        for _, task, sample in sorted(suspects, key=lambda suspect: suspect[0]):
-            yield task, sample
 
     def _shared(self, episode_id: str) -> Sequence[JournalEntry]:
         """Return the entries that the episode shares with the run from which this one was forked."""
@@ -464,59 +394,3 @@ class Runner:
                 lost, journal = error, self._store.journal(episode_id)
         SCOPE.set(EpisodeScope(episode_id, 1 + MAX_LOSSES, last=True))
         return await self.execute(task, sample, journal, alone=alone, lost=lost)
-
-    async def _finish(self, episode: Episode, ending: Ending | None) -> Trajectory:
-        """Write the end of an episode, in one commit.
-
-        Its last action is never performed again: if this is cancelled, the episode is written first, and if the trajectory
-        cannot be written, the last entry is.
-        """
-        cancelled: asyncio.CancelledError | None = None
-        while True:
-            try:
-                await self._finishing.acquire()
-                break
-            except asyncio.CancelledError as error:
-                cancelled = error
-        try:
-            trajectory = episode.trajectory(self._store.run_id, exact=self._backend.declared.exact_ids)
-            await self._store.finish(trajectory, ending)
-            if self._traces is not None:
-                self._traces.add(trajectory)
-        except StoreError:
-            raise
-        except Exception:
-            if ending is not None:
-                await self._store.append(episode.id, *ending)
-            raise
-        finally:
-            self._finishing.release()
-        if cancelled is not None:
-            raise cancelled
-        return trajectory
-
-
-async def _cancel_on(event: asyncio.Event, crew: Sequence[asyncio.Task[None]]) -> None:
-    await event.wait()
-    for member in crew:
-        member.cancel()
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Collect garbage rarely while many episodes are running.
-
-    An episode's objects are freed by their reference counts. The cyclic collector only visits the live ones, at a cost that
-    grows with their number. Objects that the caller has frozen stay frozen: nothing else is frozen then.
-    """
-    before = gc.get_threshold()
-    frozen_by_caller = gc.get_freeze_count() > 1_000  # Python 3.12 freezes a few hundred when it starts
-    if not frozen_by_caller:
-        gc.freeze()
-    gc.set_threshold(50_000, 50, 1_000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        if not frozen_by_caller:
-            gc.unfreeze()

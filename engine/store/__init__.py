@@ -3,7 +3,7 @@
 from engine.store.find import find_run, list_runs
 from engine.store.header import RunHeader, new_run_id
 from engine.store.images import StoredImage
-from engine.store.reader import EpisodeRow
+from engine.store.reading import EpisodeRow
 from engine.store.store import RunStore, episode_id_of
 
 __all__ = [

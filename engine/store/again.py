@@ -15,7 +15,7 @@ from engine.store import codec
 from engine.store.dropped import forget
 from engine.store.episode_rows import mark_pending
 from engine.store.fork import shared_entries
-from engine.store.reader import ENTRY
+from engine.store.reading import ENTRY
 
 if TYPE_CHECKING:
     from engine.store.header import Fork

@@ -26,7 +26,7 @@ from engine.store import codec, database
 from engine.store.header import RunHeader
 from engine.store.places import Place
 from engine.store.private import private_folder
-from engine.store.reader import reading
+from engine.store.reading import reading
 from engine.store.shards import SUMMARY, Part, list_parts, read_summaries
 from engine.tokens.catalogue import cache_root
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import StoreError
 from engine.storable import stored_fields
 from engine.store import codec, crashes, database, dropped
-from engine.store.reader import ENTRY, journal_rows
+from engine.store.reading import ENTRY, journal_rows
 
 if TYPE_CHECKING:
     from engine.schemas.environment import Task

@@ -11,20 +11,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic_core import from_json
 
 from engine.errors import StoreError
 from engine.schemas.environment import Task
 from engine.schemas.journal import JournalEntry
-from engine.schemas.trajectory import Branch, Trajectory
+from engine.schemas.trajectory import Trajectory
 from engine.store import codec, database
 from engine.store.dropped import Dropped, Space, read_dropped, read_dropped_ids, refuse_dropped, space
 from engine.store.header import RunHeader
 from engine.store.images import StoredImage
 from engine.store.lock import is_held
-from engine.store.routing import routed_generations, with_experts
+from engine.store.reading import EPISODE, EpisodeRow, decoding, episode_row, journal_rows, read_trajectory, reading
 from engine.store.scores import ScoreHead, read_heads, require
 from engine.store.tool_schemas import ToolSchemas
 from engine.tokens.images import digest_of
@@ -35,57 +35,9 @@ if TYPE_CHECKING:
 RunStatus = Literal["running", "stopped", "interrupted", "done"]
 """`running`: a writer has it open; `stopped`: its writer died; `interrupted` and `done` are written when it is closed."""
 
-ENTRY = "seq, state, event, dest, kind, payload, tokens, at, seconds"
-_BRANCH = "branch, reason, tokens, spans, input_ids, logprobs, weight_versions"
-_POSTING = 'seq, turn, name, delta, after, at_turn, op, cause, source, start, "end", "call"'
-_EPISODE = (
-    "number, id, task_id, task_index, sample_index, seed, status, attempt, state, event, "
-    '"limit", failure, blame, solved, trainable, reward, turns, tokens, started, ended'
-)
 _SCORED = "SELECT e.id, s.score FROM scored s JOIN episodes e ON e.number = s.episode WHERE s.label = ?"
 _PAGE = 64
 """Number of trajectories that are read at a time: a long read would prevent the writer from resetting its WAL."""
-
-
-class EpisodeRow(NamedTuple):
-    """Summary of one episode. The fields after `attempt` are None until the episode is done (`started`: until it has begun)."""
-
-    number: int
-    id: str
-    task_id: str
-    task_index: int
-    sample_index: int
-    seed: int | None
-    status: Literal["pending", "running", "done"]
-    attempt: int
-    """From 0; it increases by one each time the episode begins again."""
-    state: str | None
-    event: str | None
-    limit: str | None
-    failure: str | None
-    """The kind of the failure."""
-    blame: str | None
-    solved: bool | None
-    trainable: bool | None
-    reward: float | None
-    turns: int | None
-    tokens: int | None
-    """Sampled tokens."""
-    started: float | None
-    ended: float | None
-
-
-def own_header(folder: Path) -> RunHeader:
-    """Return the header of the run in `folder`.
-
-    Raises:
-        StoreError: there is no run, or it has another version or is damaged.
-    """
-    path = folder / database.FILE
-    with closing(database.connect_reader(path)) as connection, reading(path):
-        row = connection.execute("SELECT header FROM run").fetchone()
-    with decoding(path, "run"), codec.damaged("the header"):
-        return RunHeader.model_validate_json(row[0])
 
 
 class RunReader:
@@ -183,9 +135,9 @@ class RunReader:
         Raises:
             StoreError: the run has no such score.
         """
-        query = f"SELECT {_EPISODE} FROM episodes ORDER BY task_index, sample_index, number"
+        query = f"SELECT {EPISODE} FROM episodes ORDER BY task_index, sample_index, number"
         with self._reader() as connection:
-            rows = [_episode(row) for row in connection.execute(query)]
+            rows = [episode_row(row) for row in connection.execute(query)]
             if score is None:
                 return rows
             require(connection, score, self.run_id)
@@ -204,11 +156,11 @@ class RunReader:
     def samples(self, task_id: str) -> list[EpisodeRow]:
         """Return a summary of every episode of one task, in the order of samples."""
         query = (
-            f"SELECT {_EPISODE} FROM episodes WHERE task_id = ? AND "
+            f"SELECT {EPISODE} FROM episodes WHERE task_id = ? AND "
             "task_index = (SELECT position FROM tasks WHERE id = ?) ORDER BY sample_index, number"
         )
         with self._reader() as connection:
-            return [_episode(row) for row in connection.execute(query, (task_id, task_id))]
+            return [episode_row(row) for row in connection.execute(query, (task_id, task_id))]
 
     def task(self, task_id: str) -> Task:
         """Return a task for which an episode was begun or planned.
@@ -326,7 +278,7 @@ class RunReader:
 
     def _decoded(self, connection: sqlite3.Connection, episode_id: str, number: int, text: str) -> Trajectory:
         with decoding(self._path, episode_id):
-            return _trajectory(connection, number, text)
+            return read_trajectory(connection, number, text)
 
     def _rescored(self, row: EpisodeRow, text: str) -> EpisodeRow:
         with decoding(self._path, row.id):
@@ -371,12 +323,12 @@ class RunReader:
         return image
 
     def _row(self, connection: sqlite3.Connection, episode_id: str) -> EpisodeRow:
-        row = connection.execute(f"SELECT {_EPISODE} FROM episodes WHERE id = ?", (episode_id,)).fetchone()
+        row = connection.execute(f"SELECT {EPISODE} FROM episodes WHERE id = ?", (episode_id,)).fetchone()
         if row is None:
             raise StoreError(
                 f"{self.run_id} has no episode `{episode_id}`; `engine show {self.shards_only or self.run_id}` lists them"
             )
-        return _episode(row)
+        return episode_row(row)
 
     @contextmanager
     def snapshot(self) -> Iterator[sqlite3.Connection]:
@@ -425,50 +377,3 @@ class RunReader:
         with closing(database.connect_reader(self._path)) as connection, reading(self._path):
             connection.execute("BEGIN")  # one snapshot for everything that is read with this connection
             yield connection
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Convert errors of SQLite to StoreError with the file's name."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        raise StoreError(f"{path}: {error}{database.advice(error)}") from error
-
-
-@contextmanager
-def decoding(path: Path, whose: str) -> Iterator[None]:
-    """Add the file and the record's owner to the message of a StoreError about a damaged record."""
-    try:
-        yield
-    except StoreError as error:
-        raise StoreError(f"{path}: {whose}: {error}; restore the file from a copy, or leave it out") from error
-
-
-def _episode(row: tuple[Any, ...]) -> EpisodeRow:
-    found = EpisodeRow(*row)
-    return found._replace(
-        solved=None if found.solved is None else bool(found.solved),
-        trainable=None if found.trainable is None else bool(found.trainable),
-    )
-
-
-def journal_rows(connection: sqlite3.Connection, number: int, attempt: int) -> list[Any]:
-    """Return the rows of one attempt's journal, in order, for `codec.read_entry`."""
-    return connection.execute(
-        f"SELECT {ENTRY} FROM journal WHERE episode = ? AND attempt = ? ORDER BY seq", (number, attempt)
-    ).fetchall()
-
-
-def _trajectory(connection: sqlite3.Connection, number: int, text: str) -> Trajectory:
-    rows = connection.execute(f"SELECT {_BRANCH} FROM branches WHERE episode = ? ORDER BY branch", (number,)).fetchall()
-    branches: list[Branch] = [codec.read_branch(row) for row in rows]
-    postings = [
-        codec.read_posting(row)
-        for row in connection.execute(f"SELECT {_POSTING} FROM postings WHERE episode = ? ORDER BY seq", (number,))
-    ]
-    trajectory = codec.read_trajectory(text, branches, postings)
-    routed = [codec.routed_tokens(row) for row in rows]
-    if all(count is None for count in routed):
-        return trajectory
-    return with_experts(trajectory, routed, routed_generations(connection, number))

@@ -24,7 +24,8 @@ from engine.store.dropped import Dropped
 from engine.store.images import StoredImage
 from engine.store.lock import is_held
 from engine.store.places import Place
-from engine.store.reader import EpisodeRow, RunReader, RunStatus, own_header
+from engine.store.reader import RunReader, RunStatus
+from engine.store.reading import EpisodeRow, own_header
 from engine.store.scores import ScoreHead
 from engine.store.shards import (
     DRIVERS,

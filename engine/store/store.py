@@ -17,13 +17,12 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -47,10 +46,12 @@ from engine.store.header import RunHeader, package_versions
 from engine.store.images import measure
 from engine.store.lock import RunLock
 from engine.store.private import private_folder
-from engine.store.reader import EpisodeRow, RunReader, decoding, own_header, reading
+from engine.store.reader import RunReader
+from engine.store.reading import EpisodeRow, decoding, own_header, reading
 from engine.store.scores import write_score
 from engine.store.sharded import ShardedRun, note_status
 from engine.store.shards import SHARDED, shards_of
+from engine.store.tracks import Tracks
 from engine.store.writer import Track, Writer
 
 __all__ = ["EpisodeRow", "RunStore", "episode_id_of", "find_run"]
@@ -70,8 +71,7 @@ class RunStore(RunReader):
         self._lock = lock
         self._writer = writer
         self._closed = False
-        self._tracks: dict[str, Track] = {}
-        self._beginning: set[str] = set()
+        self._tracks = Tracks()
         self._images: set[str] = set()
 
     @classmethod
@@ -200,19 +200,14 @@ class RunStore(RunReader):
         """
         writer = self._writing()
         episode_id = episode_id_of(task.id, sample_index)
-        if episode_id in self._tracks or episode_id in self._beginning:
-            raise StoreError(f"{episode_id} is running already")
-        fields = codec.json_of(stored_fields(task.fields))
-        self._beginning.add(episode_id)
-        try:
+        with self._tracks.beginning(episode_id):
+            fields = codec.json_of(stored_fields(task.fields))
             number, current, rows = await writer.do(
                 lambda connection: episode_rows.begin(connection, task, fields, sample_index, seed, attempt)
             )
-        finally:
-            self._beginning.discard(episode_id)
         with decoding(self._path, episode_id):
             journal = [codec.read_entry(row) for row in rows]
-        self._tracks[episode_id] = Track(number, current, len(journal))
+        self._tracks.set(episode_id, Track(number, current, len(journal)))
         return journal
 
     async def append(self, episode_id: str, entry: JournalEntry, written: codec.Written | None = None) -> None:
@@ -242,10 +237,8 @@ class RunStore(RunReader):
 
     def _next_row(self, episode_id: str, entry: JournalEntry, written: codec.Written) -> tuple[Track, tuple[Any, ...]]:
         """Return the episode's track and the journal row of an entry. Raises StoreError if it is not the next entry."""
-        track = self._tracks.get(episode_id)
-        if track is None or track.broken is not None or entry.seq != track.next or track.closing:
-            self._writing()
-            raise self._refusal(episode_id, track, entry.seq)
+        self._writing()
+        track = self._tracks.get(episode_id, entry.seq)
         return track, (track.number, track.attempt, *codec.entry_row(entry, written))
 
     async def restart(self, episode_id: str, keep: int = 0) -> None:
@@ -255,10 +248,11 @@ class RunStore(RunReader):
             episode_id: An episode that has begun.
             keep: Number of entries of the first attempt with which the new journal begins: those that a fork shares.
         """
-        track = self._track(episode_id)
-        with self._giving_up(episode_id, track):
+        self._writing()
+        track = self._tracks.get(episode_id)
+        with self._tracks.giving_up(episode_id, track):
             await self._writing().do(lambda connection: episode_rows.restart(connection, track, keep), track)
-        self._tracks[episode_id] = Track(track.number, track.attempt + 1, keep)
+        self._tracks.set(episode_id, Track(track.number, track.attempt + 1, keep))
 
     async def begin_again(self, blames: Sequence[Blame]) -> list[str]:
         """Give a new attempt to every finished episode whose failure has one of `blames`. Old journals are kept.
@@ -287,7 +281,8 @@ class RunStore(RunReader):
             StoreError: the episode has not begun, part of its journal is missing, or the write failed.
             SpecCodeError: it holds a value that JSON cannot represent.
         """
-        track = self._track(trajectory.episode_id)
+        self._writing()
+        track = self._tracks.get(trajectory.episode_id)
         written = codec.write_trajectory(trajectory)
         last = [self._next_row(trajectory.episode_id, *ending)[1]] if ending is not None else []
         entries = track.next + len(last)
@@ -298,9 +293,9 @@ class RunStore(RunReader):
 
         size = len(written.trajectory) + sum(12 * branch[2] for branch in written.branches)
         size += ending.written.size if ending is not None else 0
-        with self._giving_up(trajectory.episode_id, track):
+        with self._tracks.giving_up(trajectory.episode_id, track):
             await self._writing().do(job, track, size, at_once=True)
-        del self._tracks[trajectory.episode_id]
+        self._tracks.end(trajectory.episode_id)
 
     async def drop(self, episode_ids: Sequence[str], *, keep_failed: bool = False) -> dropped.Content:
         """Delete the content of a group's episodes in one commit. The space is used for the next episodes; see `engine.store.dropped`.
@@ -413,32 +408,3 @@ class RunStore(RunReader):
         if self._writer is None:
             raise StoreError(f"{self.folder} was opened for reading; open it without `readonly` to write")
         return self._writer
-
-    def _track(self, episode_id: str) -> Track:
-        self._writing()
-        track = self._tracks.get(episode_id)
-        if track is None or track.broken is not None or track.closing:
-            raise self._refusal(episode_id, track)
-        return track
-
-    @contextmanager
-    def _giving_up(self, episode_id: str, track: Track) -> Iterator[None]:
-        """Mark a track while its last write is running: it accepts no other, and after a cancellation its content is unknown."""
-        track.closing = True
-        try:
-            yield
-        except asyncio.CancelledError:
-            self._tracks.pop(episode_id, None)
-            raise
-        finally:
-            track.closing = False
-
-    @staticmethod
-    def _refusal(episode_id: str, track: Track | None, seq: int = 0) -> StoreError:
-        if track is None:
-            return StoreError(f"{episode_id} is not running: begin it first")
-        if track.broken is not None:
-            return StoreError(f"{episode_id} takes no more entries: {track.broken}")
-        if track.closing:
-            return StoreError(f"{episode_id} is being finished or begun again")
-        return StoreError(f"{episode_id}: entry {seq} was given, but the next entry is {track.next}")

@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,9 @@ from safetensors import SafetensorError
 
 from engine.errors import TrainError
 from engine.train.batches import mean_metrics, whitened_advantages
-from engine.train.critic_update import update_critic, value_tokens, with_value_weights
+from engine.train.critic_update import update_critic, with_value_weights
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
+from engine.train.gather import gather_tokens, trained_places
 from engine.train.kl import LEAST_LOGPROB, penalized_rows
 from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective
@@ -212,7 +213,7 @@ class Learner:
 
     def _by_row(self, rows: Sequence[Row], compute: Callable[[Pack], torch.Tensor]) -> list[np.ndarray]:
         """Compute one number for each trained token in all processes. For each row, float32 [trained tokens]."""
-        found = [np.zeros(len(_places(row)), np.float32) for row in rows]
+        found = [np.zeros(len(trained_places(row)), np.float32) for row in rows]
         mine: dict[int, np.ndarray] = {}
         for pack, _ in self._assigned(rows):
             values, numbers = compute(pack).float().cpu().numpy(), pack.row.cpu().numpy()
@@ -243,7 +244,7 @@ class Learner:
         if critic is not None:
             rows = with_value_weights(rows)
         for pack, counts in self._assigned(rows):
-            tokens = self._tokens(pack, rows, loss_weights, critic)
+            tokens = gather_tokens(pack, rows, loss_weights, self.policy, critic, self._spec)
             tokens = tokens if counts else _with_zero_loss_weights(tokens)
             part, counted = objective(self._spec, tokens)
             whole = part
@@ -284,53 +285,9 @@ class Learner:
 
     def _loss_weights(self, rows: Sequence[Row], parts: Sequence[int]) -> list[np.ndarray]:
         """Loss weights of each row, [trained tokens]. `parts`: number of the mini-batch of each row."""
-        lengths = [len(_places(row)) for row in rows]
+        lengths = [len(trained_places(row)) for row in rows]
         episodes = [row["episode_id"] for row in rows]
         return list(token_loss_weights(self._spec.loss, lengths, episodes, minibatches=parts, length=self._length))
-
-    def _tokens(
-        self, pack: Pack, rows: Sequence[Row], loss_weights: Sequence[np.ndarray], critic: Critic | None
-    ) -> Tokens:
-        """Run the forward pass of a pack and gather the tensors that the loss of its tokens needs."""
-        spec = self._spec
-        values: torch.Tensor | None = None
-        if critic is not None and critic.reads_policy:
-            logprobs, entropy, values = self.policy.forward_with_values(pack, critic.head, entropy=True)
-        else:
-            logprobs, entropy = self.policy.forward(pack, entropy=True)
-            values = critic.values(pack) if critic is not None else None
-        reference = self.policy.reference(pack) if spec.kl.in_loss else None
-        device = logprobs.device
-        numbers = pack.row.cpu().numpy()
-        held = list(dict.fromkeys(numbers.tolist()))
-
-        def flat(of: Iterable[Any], dtype: torch.dtype) -> torch.Tensor:
-            parts = [np.asarray(each) for each in of]
-            whole = np.concatenate(parts) if parts else np.zeros(0)
-            return torch.as_tensor(whole, dtype=dtype).to(device)
-
-        def column(name: str) -> torch.Tensor:
-            return flat((rows[number][name][_places(rows[number])] for number in held), torch.float32)
-
-        turns = flat((rows[number]["turn_ids"][_places(rows[number])] for number in held), torch.int64)
-        row = torch.as_tensor(numbers, dtype=torch.int64).to(device)
-        sampler = column("logprobs")
-        if "proximal" in (rows[0] if rows else {}):
-            proximal = flat((rows[number]["proximal"] for number in held), torch.float32)
-        else:
-            proximal = sampler if spec.proximal_logprobs == "sampler" else logprobs.detach()
-        return Tokens(
-            logprobs=logprobs,
-            proximal=proximal,
-            sampler=sampler,
-            advantages=column("advantages"),
-            loss_weights=flat((loss_weights[number] for number in held), torch.float32),
-            rows=row,
-            turns=row * (int(turns.max()) + 1 if len(turns) else 1) + turns,
-            reference=reference,
-            entropy=entropy,
-            valued=None if values is None else value_tokens(values, pack, rows),
-        )
 
     def state_parts(self) -> dict[str, StatePart]:
         """The parts of a checkpoint that this learner needs to continue, by name."""
@@ -412,8 +369,3 @@ def _not_finite(told: Mapping[str, float]) -> str:
     if math.isfinite(told["loss"]) and math.isfinite(told["grad_norm"]):
         norms, key, names = "the critic's loss or its gradient's norm is not finite", "`train.critic.lr`", "critic/loss"
     return f"{norms}: the update was not applied. Lower {key}, or look at {names} in metrics.jsonl"
-
-
-def _places(row: Row) -> np.ndarray:
-    """Indices of the sampled tokens of a row, int64 [trained tokens]."""
-    return np.flatnonzero(row["loss_mask"] == 1)

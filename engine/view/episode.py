@@ -39,7 +39,8 @@ from engine.view.unfinished import partial_episode
 if TYPE_CHECKING:
     from engine.schemas.reward import Posting, RewardEvent
     from engine.schemas.trajectory import Branch, Trajectory, Turn
-    from engine.store.reader import EpisodeRow, RunReader
+    from engine.store.reader import RunReader
+    from engine.store.reading import EpisodeRow
 
 Document = dict[str, Any]
 _SAFE_INTEGER = 2**53

@@ -16,7 +16,7 @@ from engine.errors import StoreError
 from engine.schemas.trajectory import Outcome, Turn
 from engine.store import codec, database
 from engine.store.catalogue import STORE
-from engine.store.reader import decoding
+from engine.store.reading import decoding
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory

@@ -28,7 +28,8 @@ from engine.view.texts import texts_of
 
 if TYPE_CHECKING:
     from engine.schemas.generation import Generation
-    from engine.store.reader import EpisodeRow, RunReader
+    from engine.store.reader import RunReader
+    from engine.store.reading import EpisodeRow
 
 
 def partial_episode(store: RunReader, row: EpisodeRow, journal: Sequence[JournalEntry]) -> Trajectory:

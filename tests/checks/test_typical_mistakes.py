@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from slow_cases import slow_but_each
-from typical_mistakes import MISTAKES, PYTHON_ROWS, Mistake, project, written
+from typical_mistakes import MISTAKES, Mistake, project, written
+from typical_project import PYTHON_ROWS
 
 from engine.cli.validate_examine import Options, examine
 from engine.spec.diagnostic import Diagnostic

@@ -20,7 +20,8 @@ from engine.spec.tasks import load_tasks
 from engine.store import RunStore, list_runs
 from engine.store.header import RunHeader
 from engine.store.places import Place
-from engine.store.shards import Publisher, create_shards, list_parts
+from engine.store.publisher import Publisher
+from engine.store.shards import create_shards, list_parts
 from engine.tokens.loading import load_format
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from engine.cli.episode_report import moves
+from engine.cli.ledger_report import moves
 from engine.cli.show import show
 from engine.rewards.ledger import Ledger
 from engine.schemas.environment import Reset, Task, UserTurn

@@ -164,7 +164,7 @@ async def test_a_call_that_may_have_been_made_is_not_made_again_in_its_attempt(m
 async def test_who_waits_to_be_finished_is_finished_when_the_run_is_interrupted(
     make_spec: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("engine.runner.run.FINISHING", 1)
+    monkeypatch.setattr("engine.runner.finishing.FINISHING", 1)
     rows = [{"id": f"t{number}"} for number in range(8)]
     resumed = Resumed(make_spec(["It is 42."], tasks={"rows": rows}, **PAID))
     stop = asyncio.Event()
@@ -190,7 +190,7 @@ async def test_who_waits_to_be_finished_is_finished_when_the_run_is_interrupted(
 async def test_interrupting_many_episodes_pays_each_final_score_once(
     make_spec: Any, tmp_path: Path, commits: int, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("engine.runner.run.FINISHING", 4)  # so that many wait to be finished
+    monkeypatch.setattr("engine.runner.finishing.FINISHING", 4)  # so that many wait to be finished
     rows = [{"id": f"t{number}"} for number in range(80)]
     resumed = Resumed(make_spec(["It is 42."], tasks={"rows": rows}, rollout={"concurrency": 64}, **PAID))
     await resumed.stopped(tmp_path / "runs", commits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,41 +9,18 @@ import yaml
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from spec_files import GOOD, errors, load, write
 
 from engine.errors import SpecError
-from engine.schemas.backend import LocalBackendSpec, ScriptedBackendSpec
+from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.limits import LimitsSpec
 from engine.spec.diagnostic import Origin
-from engine.spec.load import LoadedSpec, load_document, load_spec, read_spec
-from engine.spec.resolve import MAX_EXTENDS
-
-GOOD = """\
-spec: episode/v1
-name: demo
-model: {path: some-model}
-tasks: {source: inline, rows: [{question: "1 + 1"}]}
-"""
+from engine.spec.load import load_document, load_spec, read_spec
 
 
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def write(name: str, text: str) -> str:
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
-    Path(name).write_text(text, encoding="utf-8")
-    return name
-
-
-def errors(name: str, *overrides: str) -> list[str]:
-    loaded, problems = read_spec(name, overrides)
-    assert loaded is None
-    return [str(problem) for problem in problems]
-
-
-def load(text: str, *overrides: str) -> LoadedSpec:
-    return load_spec(write("s.yaml", text), overrides)
 
 
 # ---- form
@@ -227,262 +203,6 @@ def test_a_missing_file_names_the_nearest() -> None:
 def test_a_byte_order_mark_is_no_part_of_the_first_key() -> None:
     Path("s.yaml").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
     assert load_spec("s.yaml").origin(("spec",)) == Origin("s.yaml", 1, 7)
-
-
-# ---- extends
-
-
-def test_extends_merges_mappings_and_replaces_the_rest() -> None:
-    write("base.yaml", GOOD + "limits: {user_turns: 2, tool_calls: 4}\nsampling: {stop: [a, b]}\nuser: {use: a:b}\n")
-    loaded = load("extends: base.yaml\nname: child\nlimits: {user_turns: 5}\nsampling: {stop: [c]}\nuser: null\n")
-    assert (loaded.spec.name, loaded.spec.user) == ("child", None)
-    assert (loaded.spec.limits.user_turns, loaded.spec.limits.tool_calls) == (5, 4)
-    assert loaded.spec.sampling.stop == ["c"]
-    assert loaded.origin(("limits", "user_turns")) == Origin("s.yaml", 3, 22)
-    assert loaded.origin(("limits", "tool_calls")) == Origin("base.yaml", 5, 37, "extends base.yaml")
-    assert "extends" not in loaded.data
-
-
-def test_of_several_bases_later_ones_win() -> None:
-    write("one.yaml", GOOD + "limits: {user_turns: 1, tool_calls: 1}\n")
-    write("two.yaml", "limits: {user_turns: 2}\n")
-    loaded = load("extends: [one.yaml, two.yaml]\n")
-    assert (loaded.spec.limits.user_turns, loaded.spec.limits.tool_calls) == (2, 1)
-
-
-def test_an_error_in_a_base_names_both_files() -> None:
-    write("lib/base.yaml", GOOD + "limits: {usr_turns: 2}\n")
-    write("lib/middle.yaml", "extends: base.yaml\n")
-    assert errors(write("s.yaml", "extends: lib/middle.yaml\n")) == [
-        "lib/base.yaml:5:10 (extends base.yaml): error[spec.unknown-key] unknown key `usr_turns`; did you mean `user_turns`?"
-    ]
-
-
-def test_a_circle_is_named() -> None:
-    write("a.yaml", "extends: sub/b.yaml\n")
-    write("sub/b.yaml", "extends: ../c.yaml\n")
-    write("c.yaml", "extends: ./a.yaml\n")
-    assert errors("a.yaml") == [
-        "c.yaml:1:10 (extends ../c.yaml): error[spec.extends-cycle] `extends` goes in a circle: "
-        "a.yaml -> sub/b.yaml -> c.yaml -> a.yaml; remove one of them"
-    ]
-
-
-def test_a_diamond_is_no_circle() -> None:
-    write("root.yaml", GOOD)
-    write("left.yaml", "extends: root.yaml\ndescription: left\n")
-    write("right.yaml", "extends: root.yaml\n")
-    assert load("extends: [left.yaml, right.yaml]\n").spec.description == "left"
-
-
-def test_a_base_that_is_not_there() -> None:
-    write("base.yaml", GOOD)
-    assert errors(write("s.yaml", "extends: [bas.yaml]\n")) == [
-        "s.yaml:1:11: error[spec.extends] `bas.yaml` cannot be read: No such file or directory; did you mean `base.yaml`?"
-    ]
-
-
-@pytest.mark.parametrize("value", ["5", "{a: b}", "[[a]]", "''", "null"])
-def test_extends_takes_names_of_files(value: str) -> None:
-    (line,) = errors(write("s.yaml", f"extends: {value}\n"))
-    assert (
-        "error[spec.extends] `extends` takes a file's name, the name of published settings, or a list of them" in line
-    )
-
-
-def test_a_chain_that_is_too_long_is_refused() -> None:
-    for index in range(MAX_EXTENDS + 2):
-        write(f"f{index}.yaml", f"extends: f{index + 1}.yaml\n")
-    (line,) = errors("f0.yaml")
-    assert f"more than {MAX_EXTENDS} files extend each other" in line
-
-
-@pytest.mark.parametrize(
-    ("below", "own"), [("urls: [http://a:1]", "launch: {gpus: 2}"), ("launch: {gpus: 2}", "urls: [http://a:1]")]
-)
-def test_servers_of_one_kind_replace_those_of_the_base(below: str, own: str) -> None:
-    """A spec gives `urls` or `launch`, and a spec that extends one of the other kind could not say so otherwise."""
-    write("base.yaml", f"{GOOD}\nbackend: {{kind: sglang, timeout: 5s, {below}}}\n")
-    backend = load(f"extends: base.yaml\nbackend: {{{own}}}\n").spec.backend
-    assert (backend.urls, backend.launch is None, backend.timeout) == (
-        ([], False, 5.0) if own.startswith("launch") else (["http://a:1"], True, 5.0)
-    )
-
-
-def test_another_kind_of_backend_replaces_the_bases_whole() -> None:
-    write("base.yaml", GOOD + "backend: {kind: local, max_batch: 8}\n")
-    loaded = load("extends: base.yaml\nbackend: {kind: scripted, replies: [a]}\n")
-    assert loaded.spec.backend == ScriptedBackendSpec(replies=["a"])
-    same = load("extends: base.yaml\nbackend: {kind: local, device: cpu}\n")
-    assert same.spec.backend == LocalBackendSpec(device="cpu", max_batch=8)
-
-
-def test_a_preset_by_name_is_extended_and_replaces() -> None:
-    write("base.yaml", GOOD + "machine: tools\n")
-    loaded = load("extends: base.yaml\nmachine: {states: {EXTRA: {action: step}}}\n")
-    assert loaded.spec.machine.preset == "tools"
-    assert list(loaded.spec.machine.states) == ["EXTRA"]
-    write("base.yaml", GOOD + "machine: {preset: tools, states: {EXTRA: {action: step}}}\n")
-    assert load("extends: base.yaml\nmachine: single_turn\n").spec.machine.states == {}
-
-
-# ---- ${ENV}
-
-
-def test_variables_are_filled_in_and_read_as_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TURNS", "3")
-    monkeypatch.setenv("WHERE", "models/x")
-    loaded = load(
-        GOOD
-        + "limits: {user_turns: \"${TURNS}\", tool_seconds: '${SECONDS_EACH:2.5}'}\n"
-        + "description: in ${WHERE}/${NAME_HERE:y}, costs $${PRICE}\n"
-    )
-    assert loaded.spec.limits.user_turns == 3
-    assert loaded.spec.limits.tool_seconds == 2.5
-    assert loaded.spec.description == "in models/x/y, costs ${PRICE}"
-    assert loaded.origin(("limits", "user_turns")) == Origin("s.yaml", 5, 22, "${TURNS}")
-    assert loaded.origin(("description",)) == Origin("s.yaml", 6, 14, "${WHERE}, ${NAME_HERE}")
-
-
-def test_where_text_is_wanted_a_variables_text_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("REVISION", "0123")
-    monkeypatch.setenv("STOP", "7")
-    loaded = load(
-        GOOD + "description: ${REVISION}\nsampling: {stop: ['${STOP}']}\nuser: {use: a:b, with: {n: '${STOP}'}}\n"
-    )
-    assert loaded.spec.description == "0123"
-    assert loaded.data["description"] == "0123"
-    assert loaded.spec.sampling.stop == ["7"]
-    assert loaded.spec.user is not None
-    assert loaded.spec.user.with_ == {"n": 7}
-
-
-def test_a_block_scalar_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("N", "5")
-    assert load(GOOD + "user: {use: a:b}\ndescription: |-\n  ${N}\n").spec.description == "5"
-
-
-def test_an_unset_variable_is_an_error_with_its_place() -> None:
-    os.environ.pop("NOT_SET_HERE", None)
-    assert errors(write("s.yaml", GOOD + "description: a ${NOT_SET_HERE} b\n")) == [
-        "s.yaml:5:14: error[spec.env-unset] the environment variable `NOT_SET_HERE` is not set; "
-        "set it, or give a default: `${NOT_SET_HERE:default}`"
-    ]
-
-
-@pytest.mark.parametrize("text", ["${1x}", "${}", "${a b}", "${open"])
-def test_what_is_no_variable(text: str) -> None:
-    (line,) = errors(write("s.yaml", GOOD + f"description: '{text}'\n"))
-    assert line == (
-        f"s.yaml:5:14: error[spec.env] `{text}` names no environment variable; "
-        "write `${NAME}` or `${NAME:default}`; a literal `${` is `$${`"
-    )
-
-
-def test_a_variable_that_was_overridden_need_not_be_set() -> None:
-    os.environ.pop("NOT_SET_HERE", None)
-    loaded = load(GOOD + "description: ${NOT_SET_HERE}\n", "description=given")
-    assert loaded.spec.description == "given"
-
-
-def test_a_wrong_value_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TURNS", "many")
-    assert errors(write("s.yaml", GOOD + "limits: {user_turns: '${TURNS}'}\n")) == [
-        "s.yaml:5:22 (${TURNS}): error[spec.wrong-type] `limits.user_turns` must be a whole number; it is `${TURNS}`"
-    ]
-
-
-def test_a_variable_cannot_bring_structure_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TEXT", "{a: 1}")
-    assert load(GOOD + "user: {use: a:b, with: {x: '${TEXT}'}}\n").data["user"]["with"] == {"x": "{a: 1}"}
-
-
-# ---- --set
-
-
-def test_overrides_reach_everywhere_and_are_read_as_yaml() -> None:
-    loaded = load(
-        GOOD + "tools:\n  - {use: a:b}\n  - {use: c:d}\n",
-        "limits.user_turns=2",
-        "tools.1.timeout=500ms",
-        "sampling.stop=[x, 'y']",
-        "user.use=e:f",
-        "model.revision=0123",
-        "description=a=b",
-    )
-    assert loaded.spec.limits == LimitsSpec(user_turns=2)
-    assert [tool.timeout for tool in loaded.spec.tools] == [None, 0.5]
-    assert loaded.spec.sampling.stop == ["x", "y"]
-    assert loaded.spec.user is not None
-    assert loaded.spec.model.revision == "0123"
-    assert loaded.spec.description == "a=b"
-    assert loaded.origin(("tools", 1, "timeout")) == Origin("--set", 1, 17, "--set tools.1.timeout=500ms")
-
-
-def test_the_last_override_wins() -> None:
-    assert load(GOOD, "name=a", "name=b").spec.name == "b"
-
-
-def test_an_override_can_take_a_value_away() -> None:
-    assert load(GOOD + "user: {use: a:b}\n", "user=").spec.user is None
-
-
-def test_another_kind_by_override_drops_what_belonged_to_the_old() -> None:
-    loaded = load(GOOD + "backend: {kind: local, max_batch: 8}\n", "backend.kind=scripted", "backend.replies=[a]")
-    assert loaded.spec.backend == ScriptedBackendSpec(replies=["a"])
-
-
-def test_another_source_of_tasks_keeps_what_every_source_has() -> None:
-    text = GOOD.partition("tasks:")[0] + "tasks: {source: jsonl, path: a.jsonl, map: {q: question}, limit: 3}\n"
-    loaded = load(text, "tasks.source=hub", "tasks.path=org/set", "tasks.split=test")
-    assert loaded.data["tasks"] == {
-        "source": "hub",
-        "map": {"q": "question"},
-        "limit": 3,
-        "path": "org/set",
-        "split": "test",
-    }
-
-
-def test_an_override_may_name_a_preset() -> None:
-    loaded = load(GOOD + "machine: tools\n", "machine=single_turn", "machine.initial=PENDING")
-    assert (loaded.spec.machine.preset, loaded.spec.machine.initial) == ("single_turn", "PENDING")
-
-
-@pytest.mark.parametrize(
-    ("override", "error"),
-    [
-        (
-            "limits.usr_turns=2",
-            "--set limits.usr_turns=2: error[spec.unknown-key] unknown key `usr_turns`; did you mean `user_turns`?",
-        ),
-        (
-            "limts.user_turns=2",
-            "--set limts.user_turns=2: error[spec.unknown-key] unknown key `limts`; did you mean `limits`?",
-        ),
-        ("name", "--set name: error[spec.set] `name` is no override; write `--set a.b=value`"),
-        ("a..b=1", "--set a..b=1: error[spec.set] `a..b=1` is no override; write `--set a.b=value`"),
-        ("name.x=1", "--set name.x=1: error[spec.set] `name` is a single value and has no `x`; set `name` whole"),
-        (
-            "tasks.rows.1.a=1",
-            "--set tasks.rows.1.a=1: error[spec.set] `tasks.rows` is a list and has no item `1`; its items are 0 to 0; set the list whole",
-        ),
-        (
-            "tasks.rows.x=1",
-            "--set tasks.rows.x=1: error[spec.set] `tasks.rows` is a list and has no item `x`; its items are 0 to 0; set the list whole",
-        ),
-        (
-            "limits.user_turns=two",
-            "--set limits.user_turns=two: error[spec.wrong-type] `limits.user_turns` must be a whole number; it is `two`",
-        ),
-        (
-            "sampling.stop=[a",
-            "--set sampling.stop=[a: error[spec.set] the value is no YAML: while parsing a flow sequence: did not find expected ',' or ']'; quote it",
-        ),
-    ],
-)
-def test_wrong_overrides_are_named(override: str, error: str) -> None:
-    assert errors(write("s.yaml", GOOD), override) == [error]
 
 
 # ---- where files are

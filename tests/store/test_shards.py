@@ -12,7 +12,8 @@ from store_kit import make_entry, make_header, make_task, make_trajectory, plain
 from engine.errors import StoreError
 from engine.store import RunStore
 from engine.store.places import Place
-from engine.store.shards import Part, Publisher, create_shards, list_parts, read_header, shards_of
+from engine.store.publisher import Publisher
+from engine.store.shards import Part, create_shards, list_parts, read_header, shards_of
 
 HEADER = make_header()
 

@@ -48,7 +48,7 @@ async def test_one_bad_write_fails_alone(store: RunStore, maker: Any) -> None:
     for index in range(20):
         await store.begin(maker.task(index), 0)
     await store.append("t7/0", maker.entry(0, 7))
-    store._tracks["t7/0"].next = 0  # the same step again
+    store._tracks.get("t7/0").next = 0  # the same step again
     results = await asyncio.gather(
         *(store.append(f"t{index}/0", maker.entry(0, index)) for index in range(20)), return_exceptions=True
     )
@@ -64,7 +64,7 @@ async def test_one_bad_write_fails_alone(store: RunStore, maker: Any) -> None:
 async def test_after_a_failed_write_the_episode_has_no_gap(store: RunStore, maker: Any) -> None:
     await store.begin(maker.task(), 0)
     await store.append("t0/0", maker.entry(0))
-    store._tracks["t0/0"].next = 0
+    store._tracks.get("t0/0").next = 0
     results = await asyncio.gather(
         *(store.append("t0/0", maker.entry(seq)) for seq in range(4)), return_exceptions=True
     )

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from chat_kit import make_tokenizer
-from exactness import SCENARIOS, Player, Said, aligned, all_cases, cases, load_case, play
+from exactness import Player, aligned, all_cases, cases, load_case, play
+from exactness_scenarios import SCENARIOS, Said
 from slow_cases import slow_but
 
 from engine.errors import RenderError

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from chat_kit import make_tokenizer
-from exactness import SCENARIOS, SHIPPED, Player, Said, load_case, play
+from exactness import SHIPPED, Player, load_case, play
+from exactness_scenarios import SCENARIOS, Said
 from slow_cases import slow_but
 
 from engine.errors import RenderError

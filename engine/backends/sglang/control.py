@@ -18,6 +18,7 @@ import structlog
 from engine.backends.base import ServerWeights
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.server import Server
+from engine.backends.sglang.all_servers import AllServers, NoServerError
 from engine.backends.sglang.loads import UPDATE_SECONDS, LoadAll, from_disk, separately
 from engine.backends.sglang.memory import ServerMemory
 from engine.errors import BackendError
@@ -28,10 +29,6 @@ PauseMode = Literal["in_place", "retract", "abort"]
 PAUSE_SECONDS = 60.0
 _RESUME = {"torch_empty_cache": False}
 """Emptying torch's cache needs CUDA; it is a hint, and the next allocation does without."""
-
-
-class _NoServer(BackendError):
-    """No server is left for a call that concerns all of them. Kind `no_server`."""
 
 
 class _Weights(NamedTuple):
@@ -60,6 +57,7 @@ class Control:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
+        self.servers = AllServers(pool)
         self.memory = ServerMemory(pool)
         self.expected: str | None = None
         """Name of the weights that every request sent from now on must be sampled with; None: not known."""
@@ -73,8 +71,6 @@ class Control:
         """Adapters that were taken out. SGLang loads one again when a request names it; the backend refuses such a request."""
         self.paused_seconds = 0.0
         """Seconds in which sampling was paused for updates of weights, in total."""
-        self._lost_servers: set[Server] = set()
-        """Servers that could not be asked any more during the newest update."""
         self._lock = asyncio.Lock()
         self._paused: PauseMode | None = None
 
@@ -86,25 +82,25 @@ class Control:
         Raises:
             BackendError: a server did not; sampling goes on everywhere else.
         """
-        await self._pause(mode, self._reachable())
+        await self._pause(mode, self.servers.reachable())
 
     async def resume(self) -> None:
         """Continue sampling on all servers."""
-        await self._resume(self._reachable())
+        await self._resume(self.servers.reachable())
 
     @asynccontextmanager
     async def paused(self, mode: PauseMode = "retract") -> AsyncIterator[None]:
         """Sampling is paused inside the block, and continues afterwards in any case."""
-        async with self._held(mode, self._reachable()):
+        async with self._held(mode, self.servers.reachable()):
             yield
 
     async def _pause(self, mode: PauseMode, servers: list[Server]) -> None:
-        await self._all("POST", "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS, servers=servers)
+        await self.servers.call("POST", "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS, servers=servers)
         self._paused = mode
 
     async def _resume(self, servers: list[Server]) -> None:
         self._paused = None
-        await self._all("POST", "/continue_generation", _RESUME, seconds=PAUSE_SECONDS, servers=servers)
+        await self.servers.call("POST", "/continue_generation", _RESUME, seconds=PAUSE_SECONDS, servers=servers)
 
     @asynccontextmanager
     async def _held(self, mode: PauseMode, servers: list[Server]) -> AsyncIterator[None]:
@@ -156,7 +152,7 @@ class Control:
             raise ValueError(f"a weight version is not negative; got {version}")
         async with self._lock:
             weights = _Weights(str(version), load, again, source)
-            self._lost_servers.clear()
+            self.servers.gone.clear()
             self.expected = None  # until every server has them, either version is right
             await self.memory.resume("weights")
             servers = await self._takers(again)
@@ -179,16 +175,16 @@ class Control:
         paused = servers
         began = time.monotonic()
         try:
-            paused = await self._each(servers, "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS)
+            paused = await self.servers.each(servers, "/pause_generation", {"mode": mode}, seconds=PAUSE_SECONDS)
             yield paused
         finally:
             there = [server for server in paused if server.healthy or server not in self._pool.servers]
             try:
-                with contextlib.suppress(_NoServer):
-                    await self._each(there, "/continue_generation", _RESUME, seconds=PAUSE_SECONDS)
+                with contextlib.suppress(NoServerError):
+                    await self.servers.each(there, "/continue_generation", _RESUME, seconds=PAUSE_SECONDS)
             finally:
                 self.paused_seconds += time.monotonic() - began
-                out = [server for server in paused if server not in there and server not in self._lost_servers]
+                out = [server for server in paused if server not in there and server not in self.servers.gone]
                 await asyncio.gather(*(self._try_to_continue(server) for server in out))
 
     async def _try_to_continue(self, server: Server) -> None:
@@ -208,60 +204,20 @@ class Control:
             self._weights = previous  # what was there is still what everybody has
         refusals = []
         for server, error in failures:
-            if not self._lost(server, error):
+            if not self.servers.lost(server, error):
                 refusals.append(error)
                 if not (nobody and weights.again):
-                    self._out(server, f"did not take weights {weights.name!r}: {error}")
+                    self.servers.out(server, f"did not take weights {weights.name!r}: {error}")
         if refusals:
             reasons = "; ".join(map(str, refusals))
             raise BackendError(f"{weights.source} were not loaded everywhere: {reasons}", kind="update_failed")
         if nobody:
             reasons = "; ".join(str(error) for _, error in failures) or "no server is there"
-            raise _NoServer(f"no server loaded {weights.source}: {reasons}", kind="no_server")
-
-    def lost(self, server: Server, error: BackendError) -> bool:
-        """Take a server out if it cannot be asked any more; `catch_up` gives it what it misses when it is back.
-
-        Returns:
-            False if the server is there and refused, or is behind a router, which may still send it requests.
-        """
-        return self._lost(server, error)
-
-    def _lost(self, server: Server, error: BaseException) -> bool:
-        if not isinstance(error, BackendError) or not error.retryable or server not in self._pool.servers:
-            return False
-        self._lost_servers.add(server)
-        self._out(server, str(error))
-        return True
-
-    async def _each(self, servers: list[Server], path: str, body: Any, *, seconds: float = 30.0) -> list[Server]:
-        """POST to each server, and take out those that are lost. Returns the others.
-
-        Raises:
-            BackendError: a server refused (kind `control_failed`), or all were lost (kind `no_server`).
-        """
-        outcomes = await asyncio.gather(
-            *(server.json("POST", path, body, timeout=seconds) for server in servers), return_exceptions=True
-        )
-        there: list[Server] = []
-        reasons: list[str] = []
-        refused: list[str] = []
-        for server, outcome in zip(servers, outcomes, strict=True):
-            if not isinstance(outcome, BaseException):
-                there.append(server)
-            elif isinstance(outcome, BackendError):
-                (reasons if self._lost(server, outcome) else refused).append(str(outcome))
-            else:
-                raise outcome
-        if refused:
-            raise BackendError(f"{path} failed: {'; '.join(refused)}", kind="control_failed")
-        if not there:
-            raise _NoServer(f"{path}: {'; '.join(reasons) or 'no sglang server is there'}", kind="no_server")
-        return there
+            raise NoServerError(f"no server loaded {weights.source}: {reasons}", kind="no_server")
 
     async def _takers(self, again: bool) -> list[Server]:
         """The servers that are there; where it is now or never, also those that were away and whose model answers again."""
-        there = self._reachable()
+        there = self.servers.reachable()
         if again:
             return there
         away = [server for server in self._pool.workers if not server.healthy]
@@ -290,7 +246,7 @@ class Control:
 
     async def versions(self) -> dict[str, str]:
         """URL -> name of the weights that this server says it has."""
-        infos = await self._all("GET", "/model_info")
+        infos = await self.servers.call("GET", "/model_info")
         return {url: str(info["weight_version"]) for url, info in infos.items()}
 
     # -- adapters
@@ -313,17 +269,17 @@ class Control:
                 await self._unload(name)
             asked: list[Server] = []
             # A server that comes back meanwhile does not know of this adapter: it is asked as well.
-            while (servers := [server for server in self._reachable() if server not in asked]) or not asked:
+            while (servers := [server for server in self.servers.reachable() if server not in asked]) or not asked:
                 asked += servers
                 try:
-                    await self._each(
+                    await self.servers.each(
                         servers, "/load_lora_adapter", _adapter(name, path, pinned), seconds=UPDATE_SECONDS
                     )
-                except _NoServer:
+                except NoServerError:
                     if not any(server.healthy for server in asked):
                         raise
                 except BackendError:
-                    await asyncio.gather(*(self._unload_from(server, name) for server in self._reachable()))
+                    await asyncio.gather(*(self._unload_from(server, name) for server in self.servers.reachable()))
                     raise
             self._adapters[name] = (str(path), pinned)
             self.unloaded.discard(name)
@@ -345,8 +301,10 @@ class Control:
     async def _unload(self, name: str) -> None:
         self._adapters.pop(name, None)  # also where a server is lost: it must not be given it again when it is back
         self.unloaded.add(name)
-        with contextlib.suppress(_NoServer):
-            await self._each(self._reachable(), "/unload_lora_adapter", {"lora_name": name}, seconds=UPDATE_SECONDS)
+        with contextlib.suppress(NoServerError):
+            await self.servers.each(
+                self.servers.reachable(), "/unload_lora_adapter", {"lora_name": name}, seconds=UPDATE_SECONDS
+            )
 
     async def _unload_from(self, server: Server, name: str) -> None:
         try:
@@ -358,11 +316,11 @@ class Control:
 
     async def flush_cache(self) -> None:
         """Drop every server's cached prefixes. Refused while requests are running."""
-        await self._all("POST", "/flush_cache")
+        await self.servers.call("POST", "/flush_cache")
 
     async def running(self) -> dict[str, int]:
         """URL -> requests that this server is working on or has waiting."""
-        loads = await self._all("GET", "/v1/loads")
+        loads = await self.servers.call("GET", "/v1/loads")
         return {
             url: sum(r["num_running_reqs"] + r["num_waiting_reqs"] for r in load["loads"])
             for url, load in loads.items()
@@ -384,7 +342,7 @@ class Control:
 
     async def wake_all(self) -> None:
         """`wake` all servers. One that cannot be reached is left as it is."""
-        outcomes = await asyncio.gather(*map(self.wake, self._reachable()), return_exceptions=True)
+        outcomes = await asyncio.gather(*map(self.wake, self.servers.reachable()), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BackendError):
                 log.debug("a server was not continued", reason=str(outcome))
@@ -436,33 +394,6 @@ class Control:
     def _refuse_during_update(self, server: Server) -> None:
         if self._lock.locked():
             raise BackendError(f"{server.url} waits for the end of an update of the others", kind="updating")
-
-    def _reachable(self) -> list[Server]:
-        return [server for server in self._pool.workers if server.healthy]
-
-    def _out(self, server: Server, reason: str) -> None:
-        if server in self._pool.servers:
-            self._pool.failed(server, reason)
-        else:
-            log.error("a server behind the router is out of step", server=server.url, reason=reason)
-
-    async def _all(
-        self, method: str, path: str, body: Any = None, *, seconds: float = 30.0, servers: list[Server] | None = None
-    ) -> dict[str, Any]:
-        """Send the same call to these servers; default: to all that are available. Returns URL -> reply."""
-        servers = self._reachable() if servers is None else servers
-        if not servers:
-            raise BackendError(f"{path}: no sglang server is there", kind="unreachable")
-        replies = await asyncio.gather(
-            *(server.json(method, path, body, timeout=seconds) for server in servers), return_exceptions=True
-        )
-        failures = [reply for reply in replies if isinstance(reply, BaseException)]
-        for failure in failures:
-            if not isinstance(failure, BackendError):
-                raise failure
-        if failures:
-            raise BackendError(f"{path} failed: " + "; ".join(map(str, failures)), kind="control_failed")
-        return {server.url: reply for server, reply in zip(servers, replies, strict=True)}
 
 
 def _number(version: str) -> int:

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shlex
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -29,6 +27,7 @@ import structlog
 
 from engine.actions.workers import on_main_loop
 from engine.integrations.environments.base import AdapterError, library
+from engine.integrations.environments.mcp_connection import CLOSE_SECONDS, Connection, either_field, error_words
 from engine.schemas.environment import ToolReply
 from engine.schemas.message import ContentPart, ImagePart, TextPart
 from engine.spec.signature import DescribedTool
@@ -38,9 +37,6 @@ T = TypeVar("T")
 
 CLOSED = -32000
 """JSON-RPC code with which the library fails requests of a connection that has ended."""
-CLOSE_SECONDS = 10.0
-_STDERR = 2000
-"""Characters of a server's stderr that an error shows."""
 
 
 class McpServer:
@@ -85,8 +81,8 @@ class McpServer:
         self._ping_seconds = ping_seconds
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"mcp {use[:40]}", daemon=True)
-        self._connection: _Connection | None = None
-        self._connecting: asyncio.Task[_Connection] | None = None
+        self._connection: Connection | None = None
+        self._connecting: asyncio.Task[Connection] | None = None
         self._listed: list[dict[str, Any]] | None = None
 
     async def open(self) -> list[McpTool]:
@@ -131,7 +127,7 @@ class McpServer:
         """What work on this server's own loop gives."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_awaited(work), self._loop))
 
-    async def _connected(self) -> _Connection:
+    async def _connected(self) -> Connection:
         """The connection; a new one where the last has ended or does not answer.
 
         All calls wait for one task, which goes on when the deadline of a call passes.
@@ -140,23 +136,25 @@ class McpServer:
             return self._connection
         return await asyncio.shield(self._check())
 
-    def _check(self) -> asyncio.Task[_Connection]:
+    def _check(self) -> asyncio.Task[Connection]:
         """Ping the server or start it again, where nothing does so already."""
         if self._connecting is None or self._connecting.done():
             self._connecting = asyncio.ensure_future(self._connect())
             self._connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._connecting
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self) -> Connection:
         if self._connection is not None and await self._connection.alive(self._ping_seconds):
             return self._connection
         await self._end()
-        connection = self._connection = _Connection(self._transport)
+        connection = self._connection = Connection(self._transport)
         try:
             listed = await asyncio.wait_for(asyncio.shield(connection.ready), self._start_seconds)
         except Exception as error:
             await self._end()
-            words = f"no answer within {self._start_seconds:g} s" if isinstance(error, TimeoutError) else _words(error)
+            words = (
+                f"no answer within {self._start_seconds:g} s" if isinstance(error, TimeoutError) else error_words(error)
+            )
             raise AdapterError(f"{self._who} did not start: {words}{connection.stderr()}") from error
         if self._listed is None:
             self._listed = listed
@@ -190,7 +188,7 @@ class McpServer:
             connection.doubtful = True
             if connection.broken:
                 raise AdapterError(f"{self._who} ended during the call{connection.stderr()}") from error
-            raise AdapterError(f"{self._who} failed: {_words(error)}{connection.stderr()}") from error
+            raise AdapterError(f"{self._who} failed: {error_words(error)}{connection.stderr()}") from error
         finally:
             call.cancel()
         return reply_of_result(result)
@@ -239,108 +237,6 @@ class CallFailedError(Exception):
     """A call of a server's tool failed. Not an `EngineError`: it is a result for the model and not a failure of the episode."""
 
 
-class _Connection:
-    """A session and the task that holds it open. The library wants both opened and closed by the same task."""
-
-    def __init__(self, transport: Any) -> None:
-        loop = asyncio.get_running_loop()
-        self.session: Any = None
-        self.ready: asyncio.Future[list[dict[str, Any]]] = loop.create_future()
-        """The list of tools."""
-        self.doubtful = False
-        """A call got no answer."""
-        self.broken = False
-        self._stop = asyncio.Event()
-        self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed when the connection ends)
-        self._last = ""
-        self.over: asyncio.Task[None] = loop.create_task(self._hold(transport))
-
-    @property
-    def usable(self) -> bool:
-        """Whether it takes calls, as far as is known."""
-        return self.ready.done() and not (self.over.done() or self.broken or self.doubtful)
-
-    async def alive(self, seconds: float) -> bool:
-        """Whether it takes calls; a server that left a call without an answer must answer a ping in some seconds."""
-        if self.over.done() or self.broken:
-            return False
-        if self.doubtful:
-            try:
-                await asyncio.wait_for(self.session.send_ping(), seconds)
-            except Exception:  # noqa: BLE001  (any error here means that the server does not answer)
-                return False
-            self.doubtful = False
-        return True
-
-    async def end(self) -> None:
-        """Close it; a server that was started ends with it."""
-        self._stop.set()
-        done, _ = await asyncio.wait({self.over}, timeout=CLOSE_SECONDS)
-        if not done:
-            self.over.cancel()
-            await asyncio.wait({self.over}, timeout=CLOSE_SECONDS)
-
-    def stderr(self) -> str:
-        """The end of what the server wrote to stderr, for an error's message."""
-        with contextlib.suppress(ValueError, OSError):  # closed: `_last` is what it wrote
-            size = os.fstat(self._stderr.fileno()).st_size
-            text = os.pread(self._stderr.fileno(), _STDERR, max(0, size - _STDERR))
-            self._last = text.decode("utf-8", "replace").strip()
-        return f"; its stderr ends with: {self._last}" if self._last else ""
-
-    async def _hold(self, transport: Any) -> None:
-        try:
-            async with AsyncExitStack() as stack:
-                stack.callback(self._stderr.close)
-                stack.callback(self.stderr)
-                anyio = library("mcp", "anyio")
-                read, write = await stack.enter_async_context(transport(self._stderr))
-                into, out = anyio.create_memory_object_stream(0)
-                pump = asyncio.ensure_future(self._pump(read, into))
-                stack.push_async_callback(_cancelled, pump)
-                self.session = await stack.enter_async_context(library("mcp", "mcp").ClientSession(out, write))
-                opening = asyncio.ensure_future(self._opened())
-                stack.push_async_callback(_cancelled, opening)
-                await _first(opening, pump, self._stop.wait())
-                if opening.done() and not self.ready.done():
-                    self.ready.set_result(opening.result())
-                if opening.done():
-                    await _first(pump, self._stop.wait())
-        except Exception as error:  # noqa: BLE001  (the waiting caller gets it)
-            if not self.ready.done():
-                self.ready.set_exception(error)
-            else:
-                log.warning("MCP server lost", error=_words(error))
-        finally:
-            if not self.ready.done():
-                self.ready.set_exception(AdapterError("it ended before it had answered"))
-            self.ready.exception()
-
-    async def _opened(self) -> list[dict[str, Any]]:
-        await self.session.initialize()
-        found: list[dict[str, Any]] = []
-        cursor = None
-        while True:
-            kind = library("mcp", "mcp.types").PaginatedRequestParams
-            page = await self.session.list_tools(params=kind(cursor=cursor) if cursor else None)
-            found += [_item(tool) for tool in page.tools]
-            cursor = _either(page, "next_cursor", "nextCursor")
-            if not cursor:
-                return found
-
-    async def _pump(self, read: Any, into: Any) -> None:
-        """Pass on what the server says, until it has ended: so its end is seen at once. What is no message is logged."""
-        told = 0
-        async with into:
-            async for message in read:
-                if isinstance(message, Exception):
-                    told += 1
-                    if told <= 3:
-                        log.warning("an MCP server wrote what is no message", error=_words(message)[:300])
-                    continue
-                await into.send(message)
-
-
 def reply_of_result(result: Any) -> ToolReply:
     """What a tool of a server answered, as the engine's: text and images.
 
@@ -349,10 +245,10 @@ def reply_of_result(result: Any) -> ToolReply:
     """
     parts: list[ContentPart] = [_part(block) for block in result.content]
     text = "\n".join(part.text for part in parts if isinstance(part, TextPart))
-    if _either(result, "is_error", "isError"):
+    if either_field(result, "is_error", "isError"):
         raise AdapterError(text or "the server gave no reason")
     if not parts:
-        structured = _either(result, "structured_content", "structuredContent")
+        structured = either_field(result, "structured_content", "structuredContent")
         return ToolReply(content="" if structured is None else orjson.dumps(structured).decode())
     return ToolReply(content=text if all(isinstance(part, TextPart) for part in parts) else parts)
 
@@ -362,7 +258,7 @@ def _part(block: Any) -> ContentPart:
     if kind == "text":
         return TextPart(text=block.text)
     if kind == "image":
-        mime = _either(block, "mime_type", "mimeType")
+        mime = either_field(block, "mime_type", "mimeType")
         return ImagePart(image=f"data:{mime};base64,{block.data}", mime=mime)
     if kind == "resource" and getattr(block.resource, "text", None) is not None:
         return TextPart(text=block.resource.text)
@@ -371,44 +267,5 @@ def _part(block: Any) -> ContentPart:
     raise AdapterError(f"the answer has a part of type `{kind}`, which cannot be shown; only text and images can")
 
 
-def _item(tool: Any) -> dict[str, Any]:
-    notes = getattr(tool, "annotations", None)
-    return {
-        "name": tool.name,
-        "description": tool.description or "",
-        "parameters": dict(_either(tool, "input_schema", "inputSchema") or {}),
-        "reads_only": bool(_either(notes, "read_only_hint", "readOnlyHint")),
-    }
-
-
-def _either(thing: Any, new: str, old: str) -> Any:
-    """A field that version 2 of the package spells in another way than version 1."""
-    return getattr(thing, new, getattr(thing, old, None))
-
-
-def _words(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup) and error.exceptions:
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 async def _awaited(work: Awaitable[T]) -> T:
     return await work
-
-
-async def _cancelled(task: asyncio.Future[Any]) -> None:
-    task.cancel()
-    await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()  # already reported through `ready`; read here so that asyncio logs no warning
-
-
-async def _first(*waits: Any) -> None:
-    """Wait until one has ended; a coroutine among them is cancelled then."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task, wait in zip(tasks, waits, strict=True):
-            if task is not wait:
-                task.cancel()

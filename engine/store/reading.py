@@ -1,0 +1,111 @@
+"""Reads rows of a run's tables as the engine's records, with the file and the record's owner in each error."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from engine.errors import StoreError
+from engine.schemas.trajectory import Branch, Trajectory
+from engine.store import codec, database
+from engine.store.header import RunHeader
+from engine.store.routing import routed_generations, with_experts
+
+ENTRY = "seq, state, event, dest, kind, payload, tokens, at, seconds"
+_BRANCH = "branch, reason, tokens, spans, input_ids, logprobs, weight_versions"
+_POSTING = 'seq, turn, name, delta, after, at_turn, op, cause, source, start, "end", "call"'
+EPISODE = (
+    "number, id, task_id, task_index, sample_index, seed, status, attempt, state, event, "
+    '"limit", failure, blame, solved, trainable, reward, turns, tokens, started, ended'
+)
+
+
+class EpisodeRow(NamedTuple):
+    """Summary of one episode. The fields after `attempt` are None until the episode is done (`started`: until it has begun)."""
+
+    number: int
+    id: str
+    task_id: str
+    task_index: int
+    sample_index: int
+    seed: int | None
+    status: Literal["pending", "running", "done"]
+    attempt: int
+    """From 0; it increases by one each time the episode begins again."""
+    state: str | None
+    event: str | None
+    limit: str | None
+    failure: str | None
+    """The kind of the failure."""
+    blame: str | None
+    solved: bool | None
+    trainable: bool | None
+    reward: float | None
+    turns: int | None
+    tokens: int | None
+    """Sampled tokens."""
+    started: float | None
+    ended: float | None
+
+
+def own_header(folder: Path) -> RunHeader:
+    """Return the header of the run in `folder`.
+
+    Raises:
+        StoreError: there is no run, or it has another version or is damaged.
+    """
+    path = folder / database.FILE
+    with closing(database.connect_reader(path)) as connection, reading(path):
+        row = connection.execute("SELECT header FROM run").fetchone()
+    with decoding(path, "run"), codec.damaged("the header"):
+        return RunHeader.model_validate_json(row[0])
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Convert errors of SQLite to StoreError with the file's name."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise StoreError(f"{path}: {error}{database.advice(error)}") from error
+
+
+@contextmanager
+def decoding(path: Path, whose: str) -> Iterator[None]:
+    """Add the file and the record's owner to the message of a StoreError about a damaged record."""
+    try:
+        yield
+    except StoreError as error:
+        raise StoreError(f"{path}: {whose}: {error}; restore the file from a copy, or leave it out") from error
+
+
+def episode_row(row: tuple[Any, ...]) -> EpisodeRow:
+    found = EpisodeRow(*row)
+    return found._replace(
+        solved=None if found.solved is None else bool(found.solved),
+        trainable=None if found.trainable is None else bool(found.trainable),
+    )
+
+
+def journal_rows(connection: sqlite3.Connection, number: int, attempt: int) -> list[Any]:
+    """Return the rows of one attempt's journal, in order, for `codec.read_entry`."""
+    return connection.execute(
+        f"SELECT {ENTRY} FROM journal WHERE episode = ? AND attempt = ? ORDER BY seq", (number, attempt)
+    ).fetchall()
+
+
+def read_trajectory(connection: sqlite3.Connection, number: int, text: str) -> Trajectory:
+    rows = connection.execute(f"SELECT {_BRANCH} FROM branches WHERE episode = ? ORDER BY branch", (number,)).fetchall()
+    branches: list[Branch] = [codec.read_branch(row) for row in rows]
+    postings = [
+        codec.read_posting(row)
+        for row in connection.execute(f"SELECT {_POSTING} FROM postings WHERE episode = ? ORDER BY seq", (number,))
+    ]
+    trajectory = codec.read_trajectory(text, branches, postings)
+    routed = [codec.routed_tokens(row) for row in rows]
+    if all(count is None for count in routed):
+        return trajectory
+    return with_experts(trajectory, routed, routed_generations(connection, number))
