@@ -76,7 +76,7 @@ _GROUPS_BEFORE = (
 _TRL_NOTES = """\
 The adapter, its arguments beside TRL's, and what remains exact: [from TRL](from-trl.md). Run with TRL 1.16.0 on a CPU by
 `tests/integrations/test_trainer_trl.py`: the loss of a batch of two turns equals the value that is computed by hand from the stored rows to 1e-6 (`grpo`, `dr_grpo`,
-`dapo`); a tiny Qwen2.5-VL with images between its replies makes two steps, with the log-probs of a plain pass of transformers to 1e-4; a batch that lost something on
+`dapo`); a tiny Qwen2.5-VL with images between its replies makes two steps, with the log-probs of a plain pass of transformers without placeholders of images to 1e-5; a batch that lost something on
 the way makes no update.
 
 `python scripts/train_with_trl.py specs/train_credit.yaml --out OUT --several-rows leave_out --set model.path=MODEL`, MODEL made by `scripts/make_tiny_lm.py --teach 200 --seed 0`; 24 steps of
@@ -87,6 +87,10 @@ the way makes no update.
 | by turn (`turn_return`, `gamma: 0`) | -0.50 | -0.36 | 0.31 | 0.85 | 0.93 | 1.6e-6 |
 | the same with `engine train` (other tasks in each step) | -0.56 | -0.40 | 0.55 | 0.77 | 0.92 | 4.6e-06 |
 | by outcome | -0.50 | -0.50 | -0.22 | -0.17 | 0.07 | 1.7e-6 |
+
+A vision model of 0.35 M parameters with two squares in each episode: `python scripts/train_with_trl.py specs/train_color_square.yaml --several-rows leave_out --out OUT --set model.path=MODEL`,
+MODEL made by `scripts/make_tiny_vlm.py --teach 150 --right 0.4 --seed 0`; 128 steps of 64 episodes, eight minutes on two cores that also did other work. Mean reward at steps 1, 16, 32, 48, 64,
+96 and 128: 0.35, 0.39, 0.70, 0.88, 0.88, 0.91, 0.98 (`engine train`, seed 0: 0.39 to 0.98); `sampler/diff_max` at most 1.4e-6.
 
 SmolLM2-135M on `specs/train_arithmetic.yaml` in float32, one step of 64 episodes: mean reward 0.13, `sampler/diff_mean` 2.0e-6, `sampler/diff_max` 1.9e-5. A whole training of
 this model under TRL has not been measured.
