@@ -79,15 +79,7 @@ class ChatCompletions:
         messages = [_message(item, at) for at, item in fields.objects(body.get("messages"), "messages")]
         if not messages:
             raise ApiError("`messages` must be a list of at least one message", param="messages")
-        return ModelRequest(
-            messages=messages,
-            tools=reader.tools(lambda tool, at: _tool(reader, tool, at)),
-            replies=replies,
-            stream=reader.flag("stream"),
-            sampling=reader.sampling,
-            overruled=reader.overruled,
-            body=body,
-        )
+        return reader.request(messages, lambda tool, at: _tool(reader, tool, at), replies)
 
     def whole(self, request: ModelRequest, made: Replies, session: Session) -> dict[str, Any]:
         """See `ModelApi`."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from engine.agents.wire.requests import ApiError, Session
-from engine.schemas.message import ContentPart, ImagePart, TextPart, ToolCall
+from engine.agents.wire.requests import ApiError, ModelRequest, Session
+from engine.schemas.message import ContentPart, ImagePart, Message, TextPart, ToolCall
 from engine.storable import refusal
 
 _ID = re.compile(r"[\x21-\x7e]{1,256}")
@@ -159,6 +159,29 @@ class Reader:
         if value is not None and not isinstance(value, bool):
             raise ApiError(f"`{name}` must be true or false", param=name)
         return bool(value)
+
+    def request(
+        self, messages: list[Message], tool: Callable[[dict[str, Any], str], dict[str, Any]], replies: int = 1
+    ) -> ModelRequest:
+        """Return the request.
+
+        Args:
+            messages: Its conversation.
+            tool: Reads one of its tools; see `tools`.
+            replies: How many replies it asks for.
+
+        Raises:
+            ApiError: A tool or `stream` has an invalid value.
+        """
+        return ModelRequest(
+            messages=messages,
+            tools=self.tools(tool),
+            replies=replies,
+            stream=self.flag("stream"),
+            sampling=self.sampling,
+            overruled=self.overruled,
+            body=self.body,
+        )
 
     def tools(self, read: Callable[[dict[str, Any], str], dict[str, Any]]) -> list[dict[str, Any]]:
         """Read `tools`.

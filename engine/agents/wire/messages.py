@@ -87,14 +87,7 @@ class Messages:
         if messages[-1][1]["role"] == "assistant":
             text = "`messages` must not end with a message of the assistant: a reply cannot be begun for the model"
             raise ApiError(text, param="messages")
-        return ModelRequest(
-            messages=said,
-            tools=reader.tools(lambda tool, at: _tool(reader, tool, at)),
-            stream=reader.flag("stream"),
-            sampling=reader.sampling,
-            overruled=reader.overruled,
-            body=body,
-        )
+        return reader.request(said, lambda tool, at: _tool(reader, tool, at))
 
     def whole(self, request: ModelRequest, made: Replies, session: Session) -> dict[str, Any]:
         """See `ModelApi`."""

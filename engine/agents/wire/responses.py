@@ -100,14 +100,7 @@ class Responses:
         if instructions is not None:
             system = Message(role="system", content=fields.text(instructions, "instructions"))
             said = [system, *said]
-        return ModelRequest(
-            messages=said,
-            tools=reader.tools(lambda tool, at: _tool(reader, tool, at)),
-            stream=reader.flag("stream"),
-            sampling=reader.sampling,
-            overruled=reader.overruled,
-            body=body,
-        )
+        return reader.request(said, lambda tool, at: _tool(reader, tool, at))
 
     def whole(self, request: ModelRequest, made: Replies, session: Session) -> dict[str, Any]:
         """See `ModelApi`."""

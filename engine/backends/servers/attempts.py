@@ -36,6 +36,10 @@ ABORT_SECONDS = 2.0
 """Time that `close` waits until servers have received their aborts, in seconds."""
 
 
+Decode = Callable[[bytes, Outgoing, int], Part]
+"""Reads the body of a reply to a request, for a vocabulary of a given size; it raises ReplyError or PromptMismatch."""
+
+
 class GivenWeights(Protocol):
     """Which weights the servers were given; None: their own."""
 
@@ -69,7 +73,7 @@ class Attempts:
         pool: The servers.
         encoder: Encodes the requests.
         path: Path of the requests.
-        decode: Reads the body of a reply to a request, for a vocabulary of a given size; raises ReplyError or PromptMismatch.
+        decode: See `Decode`.
         abort_path: Path of the calls that abort a request; None: a server aborts a request whose connection is closed.
         weights: Says which weights the servers must have.
         retries: Maximum number of retries of a request.
@@ -83,7 +87,7 @@ class Attempts:
         encoder: PromptEncoder,
         *,
         path: str,
-        decode: Callable[[bytes, Outgoing, int], Part],
+        decode: Decode,
         abort_path: str | None,
         weights: GivenWeights,
         retries: int,

@@ -15,22 +15,36 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.backends.base import Backend
+from engine.backends.http.keys import key_headers
 from engine.backends.launch.servers import LaunchedServers, default_logs
+from engine.backends.servers.attempts import Attempts
 from engine.backends.servers.resume import can_resume, clean_cut, cut, join
+from engine.backends.servers.server import Server
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
-from engine.schemas.generation import FinishReason, GenerateRequest, Generation
+from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
     from engine.backends.http.outage import Outage
-    from engine.backends.servers.attempts import Attempts
+    from engine.backends.servers.attempts import Decode, GivenWeights
     from engine.backends.servers.pool import Pool
     from engine.backends.servers.reply import Part
+    from engine.backends.servers.request import PromptEncoder
     from engine.schemas.backend import ServersSpec
     from engine.tokens.format import ChatFormat
 
 INTERRUPTIONS = 32
 """Maximum number of times that one reply is continued."""
+
+
+def servers_of(spec: ServersSpec, api_key: str | None, launched: LaunchedServers | None) -> list[Server]:
+    """Return the servers of `backend.urls`, or those that the engine starts.
+
+    Raises:
+        ValueError: a URL is invalid.
+    """
+    headers = key_headers(api_key)
+    return [Server(url, headers) for url in (launched.urls if launched is not None else spec.urls)]
 
 
 class ServersBackend(Backend):
@@ -41,35 +55,59 @@ class ServersBackend(Backend):
         spec: ServersSpec,
         format: ChatFormat,
         *,
-        pool: Pool,
-        attempts: Attempts,
-        counts: Counter[str],
+        sampling: SamplingParams,
+        model: str,
         launched: LaunchedServers | None,
+        pool: Pool,
+        encoder: PromptEncoder,
+        decode: Decode,
+        path: str,
+        abort_path: str | None,
+        weights: GivenWeights,
     ) -> None:
         """Nothing is opened yet.
 
         Args:
-            spec: Deadlines, and what to do with interrupted replies.
+            spec: Deadlines, retries, and what to do with interrupted replies.
             format: The model's chat format: vocabulary, decoding.
-            pool: The servers.
-            attempts: Sends the requests.
-            counts: The counts of `attempts`; those of turns are added here.
+            sampling: The spec's sampling parameters, tested at the start.
+            model: The model's name in the spec.
             launched: The servers of `spec.launch`, started with the backend and stopped with it.
+            pool: The servers.
+            encoder: See `Attempts`, as for `decode`, `path`, `abort_path` and `weights`.
+            decode: Reads the body of a reply.
+            path: Path of the requests.
+            abort_path: Path of the calls that abort a request, if there is one.
+            weights: Says which weights the servers must have.
         """
+        self._spec = spec
+        self._format = format
+        self._sampling = sampling
+        self._model = model
+        self._counts: Counter[str] = Counter()
         self.pool = pool
-        self.attempts = attempts
+        self.attempts = Attempts(
+            pool,
+            encoder,
+            path=path,
+            decode=decode,
+            abort_path=abort_path,
+            weights=weights,
+            retries=spec.retries,
+            try_timeout=spec.try_timeout or spec.timeout / 2,
+            counts=self._counts,
+        )
         self.at_close: list[Callable[[], Awaitable[None]]] = []
         """Called by `close` while the servers can still be asked. They must not raise."""
         self.outage: Outage = pool.outage
         self.vocab_size = format.vocab_size
-        self._counts = counts
         self._launched = launched
         self._timeout = spec.timeout
         self._resumes = spec.interrupted == "resume"
         self._decode = format.decode
         self._deadlines = Deadlines(spec.timeout)
         pool.outage.clocks.add(self._deadlines)
-        pool.outage.clocks.add(attempts.deadlines)
+        pool.outage.clocks.add(self.attempts.deadlines)
 
     async def launch(self) -> None:
         """Start the servers of `backend.launch`, if there are any.

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from engine.backends.base import ServerWeights
 from engine.backends.http.keys import key_headers, read_key
 from engine.backends.launch.servers import LaunchedServers
-from engine.backends.servers.attempts import Attempts
-from engine.backends.servers.backend import ServersBackend
+from engine.backends.servers.backend import ServersBackend, servers_of
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.reply import Part
 from engine.backends.servers.server import Server
@@ -61,6 +60,7 @@ class SGLangBackend(ServersBackend):
     """
 
     declared = SGLangBackendSpec
+    _spec: SGLangBackendSpec
 
     def __init__(
         self,
@@ -88,17 +88,12 @@ class SGLangBackend(ServersBackend):
             colocated: Whether a trainer uses the servers' GPUs in turn with them.
             layout: The model's experts, with `spec.routed_experts`.
         """
-        headers = key_headers(api_key)
-        self._spec = spec
-        self._format = format
-        self._sampling = sampling
-        self._model = model
         self._folder = folder
-        self._headers = headers
+        self._headers = key_headers(api_key)
         self._colocated = colocated
         self._layout = layout
         pool = Pool(
-            (Server(url, headers) for url in (launched.urls if launched is not None else spec.urls)),
+            servers_of(spec, api_key, launched),
             health_timeout=spec.health_timeout,
             wait=spec.wait,
             admit=self._admit,
@@ -106,19 +101,19 @@ class SGLangBackend(ServersBackend):
         )
         self.control = Control(pool)
         self.encoder = Encoder(vocab_size=format.vocab_size, vision=format.vision, layout=layout)
-        counts: Counter[str] = Counter()
-        attempts = Attempts(
-            pool,
-            self.encoder,
-            path="/generate",
+        super().__init__(
+            spec,
+            format,
+            sampling=sampling,
+            model=model,
+            launched=launched,
+            pool=pool,
+            encoder=self.encoder,
             decode=decode,
+            path="/generate",
             abort_path="/abort_request",
             weights=self.control,
-            retries=spec.retries,
-            try_timeout=spec.try_timeout or spec.timeout / 2,
-            counts=counts,
         )
-        super().__init__(spec, format, pool=pool, attempts=attempts, counts=counts, launched=launched)
         self.policy: PolicyAdapter | None = None
         """Set while the policy is a LoRA adapter: a reply then has the version of the adapter."""
         self.adapter_uses: Counter[str] = Counter()

@@ -6,12 +6,11 @@ weights stay those that the server was started with.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from engine.backends.http.keys import key_headers, read_key
-from engine.backends.servers.attempts import Attempts, OwnWeights
-from engine.backends.servers.backend import ServersBackend
+from engine.backends.servers.attempts import OwnWeights
+from engine.backends.servers.backend import ServersBackend, servers_of
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.server import Server
 from engine.backends.vllm.checks import PATH, check_model_path, check_server, check_servers
@@ -40,6 +39,7 @@ class VLLMBackend(ServersBackend):
     """
 
     declared = VLLMBackendSpec
+    _spec: VLLMBackendSpec
 
     def __init__(
         self,
@@ -61,31 +61,26 @@ class VLLMBackend(ServersBackend):
             api_key: Sent as a bearer token.
             launched: The servers of `spec.launch`, started with the backend and stopped with it.
         """
-        headers = key_headers(api_key)
-        self._spec = spec
-        self._format = format
-        self._sampling = sampling
-        self._model = model
         pool = Pool(
-            (Server(url, headers) for url in (launched.urls if launched is not None else spec.urls)),
+            servers_of(spec, api_key, launched),
             health_timeout=spec.health_timeout,
             wait=spec.wait,
             admit=self._admit,
             probe="/v1/models",
         )
-        counts: Counter[str] = Counter()
-        attempts = Attempts(
-            pool,
-            Encoder(vocab_size=format.vocab_size),
-            path=PATH,
+        super().__init__(
+            spec,
+            format,
+            sampling=sampling,
+            model=model,
+            launched=launched,
+            pool=pool,
+            encoder=Encoder(vocab_size=format.vocab_size),
             decode=decode,
+            path=PATH,
             abort_path=None,
             weights=OwnWeights(),
-            retries=spec.retries,
-            try_timeout=spec.try_timeout or spec.timeout / 2,
-            counts=counts,
         )
-        super().__init__(spec, format, pool=pool, attempts=attempts, counts=counts, launched=launched)
 
     @classmethod
     def open(cls, spec: VLLMBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> VLLMBackend:
