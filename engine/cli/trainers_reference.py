@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.integrations.trainers.capabilities import THINGS, TRAINERS
+from engine.integrations.trainers.evidence import EVIDENCE, INSTALLED, PARTS
 
 _HEAD = """# Other trainers
 
@@ -18,6 +19,31 @@ CPU, with that version. Adapters of the engine are in `engine.integrations.train
 [data sets](exports.md) for TRL and verl hold messages, and `engine train` carries all of it.
 
 """
+_RAN = """
+## What ran, and what was read
+
+*ran*: the trainer's own code with the engine's, on a CPU. *scripted*: the same, but a script replies in place of the trainer's model servers. *read*: only the source was read.
+The trainers without a line were only read. The client of [`engine serve`](serve.md) ran alone, in an environment without the engine (`tests/serve/test_groups.py`), and inside none of
+these trainers.
+
+    pip install -c constraints.txt -e '.[dev,train]'
+    scripts/trainer_envs.sh test              # or: test trl, test skyrl areal
+    scripts/trainer_envs.sh install && eval "$(scripts/trainer_envs.sh env)" && pytest -m slow tests/integrations
+
+The script makes an environment for each of SkyRL, AReaL, verl, the client and an object store ([scaling](scaling.md)) in the cache folder, with uv; CI runs the same tests. slime needs a checkout, which `SLIME_SOURCE` names.
+
+| trainer | part | | what | tests |
+|---|---|---|---|---|
+"""
+_INSTALLED = """
+## One environment with the engine
+
+Whether uv finds versions of the engine's requirements and of the trainer's newest release together, without `constraints.txt` (`python scripts/check_resolution.py`). It is a statement about versions: the tests ran
+with torch's CPU build 2.13.0.
+
+| trainer | resolved | versions | install |
+|---|---|---|---|
+"""
 _MARKS = {"carried": "yes", "approximated": "in part", "refused": "**no**", "unknown": "?"}
 
 
@@ -29,6 +55,15 @@ def trainers_reference() -> str:
         marks = [_MARKS[TRAINERS[name].things[thing].status] for name in names]
         lines.append(f"| {about} | " + " | ".join(marks) + " |")
     text = _HEAD + "\n".join(lines) + "\n"
+    text += _RAN
+    for name, parts in EVIDENCE.items():
+        known = TRAINERS[name]
+        for part, evidence in parts.items():
+            tests = ", ".join(f"`{file}`" for file in evidence.tests)
+            text += f"| {known.title} {known.version} | {PARTS[part]} | {evidence.seen} | {evidence.how} | {tests} |\n"
+    text += _INSTALLED
+    for name, installed in INSTALLED.items():
+        text += f"| `{name}` | {'yes' if installed.resolved else 'no'}, {installed.on} | {installed.versions} | {installed.how} |\n"
     for name, trainer in TRAINERS.items():
         seen = "ran" if trainer.ran else "read"
         text += f"\n## `{name}`: {trainer.title} {trainer.version} ({seen})\n\nThe way in: {trainer.way_in}.\n\n| | | |\n|---|---|---|\n"

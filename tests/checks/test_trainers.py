@@ -12,6 +12,7 @@ from command_line import engine_here
 from engine.cli.schema import generated
 from engine.integrations.trainers.capabilities import THINGS, TRAINERS
 from engine.integrations.trainers.check import check_trainer, uses
+from engine.integrations.trainers.evidence import EVIDENCE, INSTALLED, PARTS
 from engine.spec.load import load_spec
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,18 @@ def test_the_page_is_made_of_the_table() -> None:
     page = generated()[Path("docs/trainers.md")]
     assert (ROOT / "docs" / "trainers.md").read_text() == page
     assert all(carried.how in page for trainer in TRAINERS.values() for carried in trainer.things.values())
+
+
+def test_what_ran_names_its_tests() -> None:
+    """A trainer whose hand-over ran has an adapter; what ran names files that exist, and the other parts name none."""
+    assert list(EVIDENCE) == [name for name, trainer in TRAINERS.items() if trainer.ran]
+    assert [name for name in EVIDENCE if name in INSTALLED] == list(INSTALLED)
+    for name, parts in EVIDENCE.items():
+        assert list(parts) == list(PARTS), name
+        for part, evidence in parts.items():
+            assert bool(evidence.tests) == (evidence.seen in ("ran", "scripted")), (name, part)
+            assert [file for file in evidence.tests if not (ROOT / file).is_file()] == []
+        assert (parts["images"].seen == "refused") == (TRAINERS[name].things["images"].status == "refused")
 
 
 USER = {"user": {"use": "m:User"}, "machine": "tools_and_user"}

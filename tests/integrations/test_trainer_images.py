@@ -105,5 +105,5 @@ def test_the_adapters_import_no_trainer() -> None:
 
 def test_a_missing_skyrl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "skyrl", None)
-    with pytest.raises(TrainError, match=r"SkyRL cannot be imported .*pip install skyrl==0.3.0"):
+    with pytest.raises(TrainError, match=r"SkyRL cannot be imported .*pip install 'episode-engine\[skyrl\]'"):
         skyrl.register_estimator()

@@ -165,7 +165,7 @@ def test_an_episode_that_ended_frees_its_session() -> None:
 @pytest.mark.parametrize("name", ["EnginePPOExp", "EngineGenerator"])
 def test_a_missing_skyrl_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, "skyrl", None)
-    with pytest.raises(TrainError, match=r"SkyRL cannot be imported .*pip install skyrl==0.3.0"):
+    with pytest.raises(TrainError, match=r"SkyRL cannot be imported .*pip install 'episode-engine\[skyrl\]'"):
         getattr(skyrl, name)
 
 

@@ -1,6 +1,6 @@
 """Shards in an object store: a run of several drivers through `s3://`, with an outage in the middle.
 
-Needs `S3_PYTHON`: the Python of an environment with `pip install -e '.[ray,s3]' 'moto[server]'` (docs/scaling.md).
+Needs `S3_PYTHON`: the Python of an environment with Ray, s3fs and moto's server (`scripts/trainer_envs.sh install s3`).
 """
 
 from __future__ import annotations

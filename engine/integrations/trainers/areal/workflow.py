@@ -225,6 +225,6 @@ def workflow_class() -> type[Any]:
     Raises:
         TrainError: kind `train_setup`: AReaL cannot be imported.
     """
-    with imports_of("AReaL", "areal==1.0.4"):
+    with imports_of("AReaL", "'episode-engine[areal]'"):
         from areal.api import RolloutWorkflow
     return type("EngineWorkflow", (EngineGroups, RolloutWorkflow), {"__doc__": EngineGroups.__doc__})

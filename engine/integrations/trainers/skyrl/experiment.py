@@ -135,7 +135,7 @@ def trainer_class() -> type[Any]:
     Raises:
         TrainError: kind `train_setup`: SkyRL cannot be imported.
     """
-    with imports_of("SkyRL", "skyrl==0.3.0"):
+    with imports_of("SkyRL", "'episode-engine[skyrl]'"):
         from skyrl.train.trainer import RayPPOTrainer
     return type("EngineSkyRLTrainer", (EngineTrainer, RayPPOTrainer), {"__doc__": EngineTrainer.__doc__})
 
@@ -147,6 +147,6 @@ def experiment_class() -> type[Any]:
     Raises:
         TrainError: kind `train_setup`: SkyRL cannot be imported.
     """
-    with imports_of("SkyRL", "skyrl==0.3.0"):
+    with imports_of("SkyRL", "'episode-engine[skyrl]'"):
         from skyrl.train.entrypoints.main_base import BasePPOExp
     return type("EnginePPOExp", (EngineExperiment, BasePPOExp), {"__doc__": EngineExperiment.__doc__})

@@ -113,6 +113,6 @@ def generator_class() -> type[Any]:
     Raises:
         TrainError: kind `train_setup`: SkyRL cannot be imported.
     """
-    with imports_of("SkyRL", "skyrl==0.3.0"):
+    with imports_of("SkyRL", "'episode-engine[skyrl]'"):
         from skyrl.train.generators.base import GeneratorInterface
     return type("EngineGenerator", (EngineEpisodes, GeneratorInterface), {"__doc__": EngineEpisodes.__doc__})

@@ -43,7 +43,7 @@ def register_estimator() -> None:
     Raises:
         TrainError: kind `train_setup`: SkyRL cannot be imported.
     """
-    with imports_of("SkyRL", "skyrl==0.3.0"):
+    with imports_of("SkyRL", "'episode-engine[skyrl]'"):
         from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
     if ESTIMATOR not in AdvantageEstimatorRegistry.list_available():
         AdvantageEstimatorRegistry.register(ESTIMATOR, identity_advantages)

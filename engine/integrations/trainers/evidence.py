@@ -1,0 +1,151 @@
+"""What of each trainer ran on a CPU and by which tests, what was only read in its source, and how it installs beside the engine.
+
+docs/trainers.md is generated from it. `scripts/trainer_envs.sh test` runs the tests, and `scripts/check_resolution.py` repeats the resolutions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+PARTS: Mapping[str, str] = {
+    "sampler": "its sampler as the engine's backend",
+    "handover": "rows become its batch",
+    "advantages": "advantages by token in its batch",
+    "images": "images",
+    "steps": "optimisation steps",
+}
+"""What an adapter consists of, in the order of the table."""
+
+Seen = Literal["ran", "scripted", "read", "refused"]
+"""`ran`: the trainer's own code ran with the engine's. `scripted`: the same, but a script replies in place of its model servers.
+`read`: only its source was read. `refused`: the adapter refuses it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known of one part of an adapter."""
+
+    seen: Seen
+    how: str
+    tests: tuple[str, ...] = ()
+    """Files below `tests/`, or scripts, in which it ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """How a trainer and the engine install into one environment."""
+
+    resolved: bool
+    """Whether uv resolves both, without the engine's constraints."""
+    on: str
+    """The day, as YYYY-MM-DD."""
+    versions: str
+    """The versions that uv chose; empty if it was not resolved."""
+    how: str
+    """What to install."""
+
+
+def _ran(how: str, *tests: str) -> Evidence:
+    return Evidence("ran", how, tests)
+
+
+def _scripted(how: str, *tests: str) -> Evidence:
+    return Evidence("scripted", how, tests)
+
+
+_IT = "tests/integrations/"
+_AGREE = _IT + "trainers_agree/test_agree.py"
+_TRL, _SKYRL, _AREAL = (
+    _IT + "test_trainer_trl.py",
+    _IT + "trainer_skyrl/test_one_step_skyrl.py",
+    _IT + "trainer_areal/test_one_step_areal.py",
+)
+_VERL, _LOOP = _IT + "test_trainer_verl.py", _IT + "test_trainer_verl_loop.py"
+_SLIME = _IT + "trainer_slime/"
+
+EVIDENCE: Mapping[str, Mapping[str, Evidence]] = {
+    "trl": {
+        "sampler": _ran("the model of `GRPOTrainer`, with its weights of each step", _TRL),
+        "handover": _ran("`rollout_func`; TRL's shuffling and slicing", _TRL),
+        "advantages": _ran("what `_compute_loss` reads; the loss equals the hand-computed one", _TRL, _AGREE),
+        "images": _ran("two steps of a tiny Qwen2.5-VL with images between replies; 128 steps in its section", _TRL),
+        "steps": _ran("the figures of its section", _TRL, "scripts/train_with_trl.py"),
+    },
+    "verl": {
+        "sampler": _scripted("the agent loop manager on a local Ray; a script replies as its servers", _VERL),
+        "handover": _ran("TransferQueue on a local Ray", _VERL),
+        "advantages": _ran(
+            "the registered trainer's `_compute_advantage`", _VERL, _IT + "trainers_agree/test_agree_verl.py"
+        ),
+        "images": Evidence("refused", "models that take images are refused"),
+        "steps": Evidence("read", "its actor and its servers need GPUs"),
+    },
+    "verl_agent_loop": {
+        "sampler": _scripted("verl's own agent loop workers on a local Ray; a script replies as its servers", _LOOP),
+        "handover": _ran("TransferQueue and DataProto, on a local Ray", _LOOP),
+        "advantages": _ran("verl's own GRPO and RLOO over one reward for each episode", _LOOP),
+        "images": Evidence("refused", "models that take images are refused"),
+        "steps": Evidence("read", "its actor and its servers need GPUs"),
+    },
+    "slime": {
+        "sampler": _scripted(
+            "its rollout and generate functions; a script replies as its router", _SLIME + "test_slime_hooks.py"
+        ),
+        "handover": _ran("its contract tests, schedule and slices, from a checkout", _SLIME + "test_slime_source.py"),
+        "advantages": _ran(
+            "converter and advantage function",
+            _SLIME + "test_slime_source.py",
+            _IT + "trainers_agree/test_agree_slime.py",
+        ),
+        "images": _scripted("tensors of four images, a script replies", _SLIME + "test_slime_images.py"),
+        "steps": Evidence("read", "its Megatron loss needs GPUs"),
+    },
+    "skyrl": {
+        "sampler": _scripted(
+            "`RayPPOTrainer.generate` with the engine's generator; a script replies as its client", _SKYRL
+        ),
+        "handover": _ran("`postprocess_generator_output`, `convert_to_training_input`", _SKYRL, _AGREE),
+        "advantages": _ran("`compute_advantages_and_returns`", _SKYRL, _AGREE),
+        "images": Evidence("refused", "a spec with images is refused"),
+        "steps": Evidence("read", "`_normalize_advantages` and its FSDP and Megatron workers need GPUs"),
+    },
+    "areal": {
+        "sampler": _scripted("`WorkflowExecutor` with the engine's workflow; a script replies as its engine", _AREAL),
+        "handover": _ran("`rollout_batch`, `check_trajectory_format`, `concat_padded_tensors`", _AREAL, _AGREE),
+        "advantages": _ran("`PPOActor.compute_advantages`", _AREAL, _AGREE),
+        "images": Evidence("refused", "a spec with images is refused"),
+        "steps": Evidence("read", "`PPOTrainer`, its controllers and engines need GPUs"),
+    },
+}
+"""By the name that `--trainer` takes; the other trainers were only read."""
+
+_DAY = "2026-11-23"
+INSTALLED: Mapping[str, Installed] = {
+    "trl": Installed(
+        True, _DAY, "trl 1.16.0, torch 2.15.0, transformers 5.23.0", "the extra `trl`; `trl[vllm]` resolves too"
+    ),
+    "verl": Installed(
+        True,
+        _DAY,
+        "verl 0.9.1, torch 2.15.0, transformers 5.10.4",
+        "the extra `verl`; `verl[vllm]` resolves too; `verl[sglang]`: unknown, it was not resolved within 100 s",
+    ),
+    "slime": Installed(
+        False, _DAY, "", "slime is on no registry: use its image or its checkout, then install the engine there"
+    ),
+    "skyrl": Installed(
+        True,
+        _DAY,
+        "skyrl 0.3.0, torch 2.15.0, transformers 5.8.0",
+        "the extra `skyrl` for the data path (0.3, which the adapter ran with; on Python 3.12 the newest 0.4.0 resolves too); its own extra `fsdp` needs packages that are not on PyPI: install it by SkyRL's instructions, then the engine",
+    ),
+    "areal": Installed(
+        True,
+        _DAY,
+        "areal 1.0.4, torch 2.10.0, transformers 5.3.0, math-verify 0.8.0",
+        "the extra `areal`, with Python 3.11 or 3.12; its own extra `cuda` does not resolve even alone (two versions of nvidia-cudnn-cu12): install it by AReaL's instructions, then the engine",
+    ),
+}
+"""By the name that `--trainer` takes."""
