@@ -8,7 +8,7 @@ What is measured:
     turns     `engine run` of scripted episodes of 16 turns, journal on, with 1, 2, … drivers: turns/s while all drivers run, CPU time per turn
               of the drivers, and CPU time of the coordinator per episode
     slots     the same against a fake of SGLang's /generate with 256 slots and 50 ms a reply: the share of busy slots. The fake server takes a
-              share of the cores, which is printed
+              share of the cores; its CPU time per turn is printed
     leases    CPU and wall time of a call that leases one group and reports one as done, without Ray
     calls     the same through Ray: CPU time of the coordinator's process
     simulate  a run on many hosts, from the costs that are measured here: see `simulate`
@@ -175,7 +175,12 @@ def slots(model: str, counts: list[int], groups: int) -> dict[int, float]:
             # a reply occupies its slot for busy_seconds / requests on average
             each = stats["busy_seconds"] / (groups * SAMPLES * TURNS)
             shares[count] = found.rate * each / SLOTS
-            show(found, None, f"  {shares[count]:.1%} of {SLOTS} slots busy at 50 ms")
+            server = stats["cpu_seconds"] / (groups * SAMPLES * TURNS) * 1e6
+            show(
+                found,
+                None,
+                f"  {shares[count]:.1%} of {SLOTS} slots busy at 50 ms  {server:.0f} µs CPU a turn in the fake server",
+            )
         sys.path.remove(name)
     return shares
 

@@ -257,7 +257,12 @@ class FakeSGLang:
             self.weight_version = told.get("weight_version", self.weight_version)
             return 200, {"success": True, "message": "ok"}
         if path == "/fake/stats":
-            return 200, {"requests": self.requests, "busy_seconds": self.busy, "aborted": len(self.aborted)}
+            return 200, {
+                "requests": self.requests,
+                "busy_seconds": self.busy,
+                "aborted": len(self.aborted),
+                "cpu_seconds": time.process_time(),
+            }
         if path == "/fake/reset":
             self.requests, self.busy = 0, 0.0
             return 200, {}

@@ -184,3 +184,30 @@ async def test_a_training_goes_on_with_another_number_of_drivers(tmp_path: Path,
     used = [number for record in BatchLog(trainer.folder).read() for number in record.used]
     assert used == list(range(8))
     assert len(rows_of(trainer)) >= 16
+
+
+async def test_the_command_stops_at_a_signal_and_is_resumed(tmp_path: Path, tiny_model_dir: Path) -> None:
+    async with served(tiny_model_dir) as (server, url):
+        trainer = begin(tmp_path, tiny_model_dir, url, 2, steps=40)  # for its spec and its folder
+        path = os.pathsep.join(
+            [str(Path(__file__).parents[1] / "train"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+
+        async def command(*more: str) -> asyncio.subprocess.Process:
+            words = ["-m", "engine.cli.main", "train", "--resume", str(trainer.folder), "-q", *more]
+            return await asyncio.create_subprocess_exec(sys.executable, *words, env={**os.environ, "PYTHONPATH": path})
+
+        process = await command()
+        metrics = trainer.folder / "metrics.jsonl"
+        while process.returncode is None and not (metrics.is_file() and len(read_metrics(metrics)) >= 2):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 143
+        done = len(read_metrics(trainer.folder))
+        assert 2 <= done < 40
+        again = await command("--set", f"train.steps={done + 2}")
+        assert await again.wait() == 0
+    used = [number for record in BatchLog(trainer.folder).read() for number in record.used]
+    assert used == list(range(2 * (done + 2)))
+    assert sorted({*map(int, server.loads)}) == list(range(done + 3))
+    assert server.loads[-3:] == [str(version) for version in range(done, done + 3)]
