@@ -261,20 +261,20 @@ class RunReader:
 
     def _trajectories(self) -> Iterator[Trajectory]:
         query = (
-            "SELECT e.task_index, e.sample_index, e.number, t.trajectory, e.id "
+            "SELECT e.task_index, e.task_id, e.sample_index, e.number, t.trajectory, e.id "
             "FROM episodes e JOIN trajectories t ON t.episode = e.number "
-            "WHERE (e.task_index, e.sample_index, e.number) > (?, ?, ?) "
-            f"ORDER BY e.task_index, e.sample_index, e.number LIMIT {_PAGE}"
-        )
-        last: tuple[int, int, int] = (-1, -1, -1)
+            "WHERE (e.task_index, e.task_id, e.sample_index, e.number) > (?, ?, ?, ?) "
+            f"ORDER BY e.task_index, e.task_id, e.sample_index, e.number LIMIT {_PAGE}"
+        )  # the uses `t` and `t~1` of a task in a training have one position, and are two groups
+        last: tuple[int, str, int, int] = (-1, "", -1, -1)
         while True:
             with self._reader() as connection:
                 rows = connection.execute(query, last).fetchall()
-                page = [self._decoded(connection, name, number, text) for _, _, number, text, name in rows]
+                page = [self._decoded(connection, name, number, text) for _, _, _, number, text, name in rows]
             yield from page
             if len(rows) < _PAGE:
                 return
-            last = rows[-1][:3]
+            last = rows[-1][:4]
 
     def _decoded(self, connection: sqlite3.Connection, episode_id: str, number: int, text: str) -> Trajectory:
         with decoding(self._path, episode_id):

@@ -216,14 +216,15 @@ class ShardedRun(RunReader):
         """As in `RunReader`."""
         self._refuse(score)
         query = (
-            "SELECT task_index, sample_index, number FROM episodes WHERE status = 'done' "
-            f"AND (task_index, sample_index, number) > (?, ?, ?) ORDER BY task_index, sample_index, number LIMIT {_PAGE}"
+            "SELECT task_index, task_id, sample_index, number FROM episodes WHERE status = 'done' "
+            "AND (task_index, task_id, sample_index, number) > (?, ?, ?, ?) "
+            f"ORDER BY task_index, task_id, sample_index, number LIMIT {_PAGE}"
         )
-        last: tuple[int, int, int] = (-1, -1, -1)
+        last: tuple[int, str, int, int] = (-1, "", -1, -1)
         while True:
             with self._reader() as connection:
                 rows = connection.execute(query, last).fetchall()
-            yield from self._read_all([row[2] for row in rows])
+            yield from self._read_all([row[3] for row in rows])
             if len(rows) < _PAGE:
                 return
             last = rows[-1]

@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,11 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from shipped_tokenizers import unpack
-from verl_python import run_verl
+from verl_python import call_verl, run_verl
 
 from engine.integrations.trainers.check import check_trainer
 from engine.integrations.trainers.verl import settings
 from engine.integrations.trainers.verl.agent_loop import EngineAgentLoop
+from engine.integrations.trainers.verl.tasks import write_tasks
 from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.export import export_rows
@@ -38,6 +40,25 @@ def words() -> list[str]:
     return command.partition("main_ppo")[2].replace("\\\n", " ").split()
 
 
+def row(n: int) -> dict[str, Any]:
+    """A row as verl's data preparation writes it."""
+    truth = str(n + 5)
+    return {
+        "data_source": "openai/gsm8k",
+        "agent_name": "tool_agent",
+        "prompt": [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": f"What is {n}+5?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {
+            "split": "train",
+            "index": n,
+            "need_tools_kwargs": True,
+            "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": truth}}},
+            "interaction_kwargs": {"query": "", "ground_truth": truth},
+        },
+    }
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the page's files, two rows as verl's data preparation writes them, and a tokenizer as the model."""
@@ -45,23 +66,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "gsm8k_verl.py").write_text(blocks("python")[0])
     (tmp_path / "gsm8k_tool_config.yaml").write_text(tools)
     (tmp_path / "spec.yaml").write_text(spec.replace("Qwen/Qwen2.5-3B-Instruct", str(unpack("qwen2_5", tmp_path))))
-    rows = [
-        {
-            "data_source": "openai/gsm8k",
-            "agent_name": "tool_agent",
-            "prompt": [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": f"What is {n}+5?"}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(n + 5)},
-            "extra_info": {
-                "split": "train",
-                "index": n,
-                "need_tools_kwargs": True,
-                "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": str(n + 5)}}},
-                "interaction_kwargs": {"query": "", "ground_truth": str(n + 5)},
-            },
-        }
-        for n in range(2)
-    ]
+    rows = [row(n) for n in range(2)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -110,3 +115,53 @@ def test_the_example_gives_the_advantages_of_its_credit(place: Path, monkeypatch
         assert row["turn_rewards"].tolist() == ([-0.05, 0.0, 1.0] if wrong else [0.0, 1.0])
         assert made["score"] == pytest.approx(0.95 if wrong else 1.0)
         assert len(set(np.round(wanted[np.array(made["response_mask"]) == 1], 6))) == (3 if wrong else 2)
+
+
+@pytest.mark.slow
+def test_verls_own_command_trains_on_a_cpu_with_stand_ins_for_servers_and_actor(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`verl.trainer.main_ppo` with the page's settings: two steps of two groups; the group whose server was down is replaced."""
+    model = place / "qwen2_5"
+    sizes = {"vocab_size": 151936, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]} | sizes)
+    )
+    spec = (place / "spec.yaml").read_text()
+    (place / "spec.yaml").write_text(spec.replace("samples_per_task: 16", "samples_per_task: 4"))
+    rows = [row(n) for n in range(4)]
+    pq.write_table(pa.Table.from_pylist(rows), place / "train.parquet")
+    assert write_tasks("spec.yaml", "tasks.parquet") == 4
+    given = [word.replace("Qwen/Qwen2.5-3B-Instruct", str(model)) for word in words()]
+    given += ["data.train_batch_size=2", "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.use_kl_loss=False"]
+    given += ["actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.n_gpus_per_node=1", "trainer.total_epochs=1"]
+    given += [
+        "trainer.logger=[console]",
+        "trainer.device=cpu",
+        "ray_kwargs.ray_init.num_cpus=4",
+        "trainer.save_freq=-1",
+    ]
+    given += ["transfer_queue.backend.SimpleStorage.num_data_storage_units=1", "data.dataloader_num_workers=0"]
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "verl_cpu")
+    monkeypatch.setenv("VERL_CPU_LOG", str(place / "updates.jsonl"))
+    said = call_verl("-m", "verl.trainer.main_ppo", *given)
+    updates = [json.loads(line) for line in (place / "updates.jsonl").read_text().splitlines()]
+    stored = RunStore.open(place / "runs/with-verl/rollouts", readonly=True)
+    episodes = {each["episode_id"]: each for each in export_rows(stored) if each["trainable"]}
+    assert len(updates) == 2
+    seen = []
+    for step, update in enumerate(updates, 1):
+        made = [each for each in update if not each["padding"]]
+        assert [each["version"] for each in made] == [step - 1] * 8
+        assert len({each["key"].partition("_")[0] for each in made}) == 2
+        for each in made:
+            found = episodes[each["episode"]]
+            start = int(found["loss_mask"].argmax())
+            wanted = np.where(found["loss_mask"] == 1, found["advantages"], 0.0)[start:]
+            assert each["input_ids"] == found["input_ids"].tolist()
+            assert np.abs(np.array(each["advantages"]) - wanted).max() < 1e-6
+        seen += [each["episode"] for each in made]
+        (score,) = re.findall(rf"step:{step} .*?critic/score/mean:(?:np.float64\()?([\d.]+)", said)
+        assert float(score) == pytest.approx(np.mean([episodes[each["episode"]]["outcome"]["reward"] for each in made]))
+    assert len(set(seen)) == 16
+    assert not [name for name in seen if name.startswith("3/")]

@@ -17,6 +17,7 @@ class Solver:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.calls: list[dict[str, Any]] = []
+        self.version = 4
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
@@ -37,7 +38,7 @@ class Solver:
             token_ids=ids,
             log_probs=[-0.25 * (1 + place % 4) for place in range(len(ids))],
             stop_reason="completed",
-            extra_fields={"global_steps": 4, "min_global_steps": 4, "max_global_steps": 4},
+            extra_fields=dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps"), self.version),
         )
 
 

@@ -76,6 +76,20 @@ async def test_advantages_are_against_the_group_on_every_sampled_token(store: Ru
     ]
 
 
+async def test_the_uses_of_a_task_in_a_training_are_groups_of_their_own(store: RunStore, maker: Any) -> None:
+    """`t0` and `t0~1` have one position in the source, and their episodes begin in any order."""
+    for use, sample, reward in (("", 0, 1.0), ("~1", 0, 5.0), ("", 1, 0.0), ("~1", 1, 7.0)):
+        name = f"t0{use}"
+        made = earning(maker, sample, reward, task_id=name, episode_id=f"{name}/{sample}")
+        await store.begin(maker.task(0).model_copy(update={"id": name}), sample)
+        await store.finish(made)
+    rows = [
+        (row["episode_id"], row["advantages"].max(), row["advantages"].min())
+        for row in export_rows(store, credit=OUTCOME)
+    ]
+    assert rows == [("t0/0", 0.5, 0.0), ("t0/1", 0.0, -0.5), ("t0~1/0", 0.0, -1.0), ("t0~1/1", 1.0, 0.0)]
+
+
 async def test_another_credit_needs_no_new_run(store: RunStore, maker: Any) -> None:
     await keep(store, maker, maker.trajectory(0, 0))
     returns = TurnReturnCredit(gamma=0.5, baseline="none", scale="none")
