@@ -37,10 +37,10 @@ SHOWN = (
 ALONE = ("adapters", "areal", "sglang")
 """Extras that are resolved apart from the others: they pin other versions of transformers or of mcp, or bring a server."""
 CONFLICTS = {
-    "skyrl[fsdp]": "flash-attn, flashinfer-jit-cache and others are not on PyPI in the versions that SkyRL pins",
-    "areal[cuda]": "AReaL pins two versions of nvidia-cudnn-cu12 and overrides one in its own lock file",
+    "skyrl[fsdp]": "flashinfer-jit-cache is not on PyPI in the version that SkyRL pins",
+    "areal[cuda]": "its pin of nvidia-cudnn-cu12 is not the one of the torch that its SGLang needs",
 }
-"""Sets that are known to conflict without the engine too, and why."""
+"""Sets that conflict without the engine too, and why."""
 
 
 def sets() -> dict[str, list[str]]:

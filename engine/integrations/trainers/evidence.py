@@ -139,7 +139,7 @@ INSTALLED: Mapping[str, Installed] = {
         True,
         _DAY,
         "skyrl 0.3.0, torch 2.15.0, transformers 5.8.0",
-        "the extra `skyrl` for the data path (0.3, which the adapter ran with; on Python 3.12 the newest 0.4.0 resolves too); its own extra `fsdp` needs packages that are not on PyPI: install it by SkyRL's instructions, then the engine",
+        "the extra `skyrl`: what its trainer imports, without vLLM and flash-attn (0.3, which the adapter ran with; on Python 3.12 the newest 0.4.0 resolves too); its own extra `fsdp` needs a version of flashinfer-jit-cache that is not on PyPI: install it by SkyRL's instructions, then the engine",
     ),
     "areal": Installed(
         True,
