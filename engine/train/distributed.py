@@ -35,6 +35,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from engine.errors import TrainError
+from engine.train.sharded_model import ShardedRoot, decoder_blocks, full_tensor_on_cpu, parameter_slots, sharded_modules
 
 T = TypeVar("T")
 RunForward = Callable[..., Any]
@@ -205,7 +206,7 @@ class ShardedProcessGroup:
         self._control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
         self.torch_group: dist.ProcessGroup | None = self._control
         self._models: list[nn.Module] = []
-        self._roots: list[_ShardedRoot] = []
+        self._roots: list[ShardedRoot] = []
 
     @property
     def main(self) -> bool:
@@ -228,15 +229,15 @@ class ShardedProcessGroup:
 
         sums = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         stay = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if offload else OffloadPolicy()
-        for block in _decoder_blocks(model):
+        for block in decoder_blocks(model):
             fully_shard(block, mesh=self._mesh, mp_policy=sums, offload_policy=stay)
-        root = _ShardedRoot(model)
+        root = ShardedRoot(model)
         fully_shard(root, mesh=self._mesh, mp_policy=sums, offload_policy=stay)
         home = torch.device("cpu") if offload else self._device
         root._apply(  # type: ignore[no-untyped-call]
             lambda part: torch.empty_like(part, device=home) if part.is_meta else part
         )
-        for part in _sharded_modules(root):
+        for part in sharded_modules(root):
             if not hasattr(part, "set_reduce_scatter_unused_params"):
                 raise TrainError(
                     f"torch {torch.__version__} cannot sum gradients over processes; install torch 2.13 or newer",
@@ -306,12 +307,12 @@ class ShardedProcessGroup:
         """Gather one parameter at a time. In process 0 the model then holds all of them on the CPU."""
         number = next(number for number, each in enumerate(self._models) if each is model)
         self.call_others(_FULL_PARAMETERS, number, only)
-        for part in _sharded_modules(self._roots[number]):
+        for part in sharded_modules(self._roots[number]):
             part.reshard()
-        held = _parameter_slots(model, only)
+        held = parameter_slots(model, only)
         whole: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in dict.fromkeys(parameter for _, _, parameter in held):
-            found = _full_tensor_on_cpu(parameter)
+            found = full_tensor_on_cpu(parameter)
             if self.main:
                 found = found.to(dtype) if dtype is not None and found.is_floating_point() else found
                 whole[parameter] = nn.Parameter(found, requires_grad=parameter.requires_grad)
@@ -351,55 +352,3 @@ class ShardedProcessGroup:
         if self.main:
             self.call_others(_STOP)
             dist.destroy_process_group()
-
-
-class _ShardedRoot(nn.Module):
-    """A module whose `forward` runs any function of the model, because FSDP gathers weights at a module's `forward`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a forward pass. Without gradients the weights are resharded here; with gradients `backward` reshards them."""
-        found = self(function, *args, **kwargs)
-        if not torch.is_grad_enabled():
-            for part in _sharded_modules(self):
-                part.reshard()
-        return found
-
-
-def _decoder_blocks(model: Any) -> list[nn.Module]:
-    """The layers of the decoder, which every pass runs once."""
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    text = model.get_decoder() if hasattr(model, "get_decoder") else model
-    return [module for module in text.modules() if type(module).__name__ in kinds]
-
-
-def _sharded_modules(root: nn.Module) -> list[Any]:
-    """The modules that FSDP shards as one unit each."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]
-
-
-def _parameter_slots(model: nn.Module, only: Sequence[str] | None) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """(module, name, parameter) for each place that holds a parameter. A tied parameter is held in several places."""
-    chosen = None if only is None else set(only)
-    return [
-        (module, name, parameter)
-        for path, module in model.named_modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and (chosen is None or f"{path}.{name}" in chosen)
-    ]
-
-
-def _full_tensor_on_cpu(tensor: Tensor) -> Tensor:
-    """A copy of the full tensor on the CPU, without its graph, in memory of its own, ready to be written to a file."""
-    whole = tensor.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
-    return whole.to("cpu", copy=True)  # gathered from uneven shards, it is a part of a larger memory

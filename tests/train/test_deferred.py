@@ -196,8 +196,8 @@ def test_an_adapter_is_sent_without_its_base_model(
 
     policy = open_policy(build("Llama", tmp_path / "model"), sharding, lora=LORA)
     gathered: list[torch.Tensor] = []
-    whole = distributed._full_tensor_on_cpu
-    monkeypatch.setattr(distributed, "_full_tensor_on_cpu", lambda tensor: gathered.append(tensor) or whole(tensor))  # type: ignore[func-returns-value]
+    whole = distributed.full_tensor_on_cpu
+    monkeypatch.setattr(distributed, "full_tensor_on_cpu", lambda tensor: gathered.append(tensor) or whole(tensor))  # type: ignore[func-returns-value]
     policy.save_adapter(tmp_path / "adapter")
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert sum(each.numel() for each in gathered) == sum(each.numel() for each in stored.values())
