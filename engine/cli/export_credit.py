@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 
 def changed_credit(store: RunReader, score: str | None, changes: list[str]) -> CreditSpec:
-    """Return the credit method of the run or the score, with changes; another `method` begins with its own defaults."""
+    """Return the credit method of the run or the score, with changes; another `method` begins with its own defaults.
+
+    Raises:
+        StoreError: a change is not KEY=VALUE, or the method does not take it.
+    """
     from pydantic import ValidationError
 
     from engine.errors import StoreError

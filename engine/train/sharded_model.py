@@ -55,7 +55,7 @@ def parameter_slots(model: nn.Module, only: Sequence[str] | None) -> list[tuple[
 
 
 def full_tensor_on_cpu(tensor: Tensor) -> Tensor:
-    """A copy of the full tensor on the CPU, without its graph, in memory of its own, ready to be written to a file."""
+    """Return a copy of the full tensor, of its whole shape, on the CPU, without its graph, in memory of its own."""
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
