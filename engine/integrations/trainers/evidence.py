@@ -75,12 +75,16 @@ EVIDENCE: Mapping[str, Mapping[str, Evidence]] = {
     },
     "verl": {
         "sampler": _scripted("the agent loop manager on a local Ray; a script replies as its servers", _VERL),
-        "handover": _ran("TransferQueue on a local Ray", _VERL),
+        "handover": _ran(
+            "TransferQueue on a local Ray; two steps of `verl.trainer.main_ppo`, with stand-ins for servers and actor",
+            _VERL,
+            _IT + "test_trainer_verl_page.py",
+        ),
         "advantages": _ran(
             "the registered trainer's `_compute_advantage`", _VERL, _IT + "trainers_agree/test_agree_verl.py"
         ),
         "images": Evidence("refused", "models that take images are refused"),
-        "steps": Evidence("read", "its actor and its servers need GPUs"),
+        "steps": Evidence("read", "its actor and its servers need GPUs; a stand-in took the batches of two steps"),
     },
     "verl_agent_loop": {
         "sampler": _scripted("verl's own agent loop workers on a local Ray; a script replies as its servers", _LOOP),
