@@ -24,7 +24,8 @@ class ProcessFolder:
         """Take the first `process-<number>` of a folder that no living process has."""
         folder.mkdir(parents=True, exist_ok=True)
         for number in count():
-            lock = FileLock(folder / f"process-{number}.lock")
+            # another thread may release it
+            lock = FileLock(folder / f"process-{number}.lock", thread_local=False)
             try:
                 lock.acquire(timeout=0)
             except Timeout:

@@ -1,7 +1,7 @@
 """Runs groups of episodes of a spec for the trainer of another library. Each adapter adds a backend over its trainer's sampler.
 
 The episodes are in a run store (`engine show`, `engine view`, `engine replay`). They have the ids that `engine train` gives: the second use of task
-`t` is `t~1`, and a later launch in the same folder continues these numbers.
+`t` is `t~1`, and a later launch in the same folder continues these numbers. Where several processes share a folder, see `number_uses_of`.
 
 Invariant: a group is whole. All of its episodes have ended before its rows are made, because they are each other's baseline.
 """
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
 
 log = structlog.get_logger(__name__)
+
+PROCESSES = 1000
+"""Processes that may share a folder, at most."""
 
 
 class TrainerRollouts:
@@ -82,6 +85,21 @@ class TrainerRollouts:
         self._alive: asyncio.Semaphore
         self.faults: list[str] = []
         """Episodes that the engine itself could not finish, newest last."""
+
+    def number_uses_of(self, process: int) -> None:
+        """Give uses of a task numbers that no other process gives: `process`, `process` + 1000, …
+
+        Processes share no counter, and equal ids would have equal seeds.
+
+        Args:
+            process: The number of this process among those of the folder, from 0.
+
+        Raises:
+            TrainError: kind `train_setup`: there are too many processes.
+        """
+        if process >= PROCESSES:
+            raise TrainError(f"more than {PROCESSES} processes run episodes in one folder", kind="train_setup")
+        self._first_use, self._use_step = process, PROCESSES
 
     @property
     def tasks(self) -> list[str]:

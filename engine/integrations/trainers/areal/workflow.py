@@ -45,6 +45,7 @@ class Episodes:
         self._own = ProcessFolder.take(folder)
         self.folder = self._own.path
         self.rollouts = TrainerRollouts(spec, self.folder, "areal")
+        self.rollouts.number_uses_of(self._own.number)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: asyncio.Task[None] | None = None
 

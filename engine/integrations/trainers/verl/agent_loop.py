@@ -139,9 +139,7 @@ class LoopEpisodes(TrainerRollouts):
         self._groups: dict[str, tuple[Task, int]] = {}
         self._own = ProcessFolder.take(folder)
         self.folder = self._own.path
-        # Workers share no counter, so each has its own numbers of uses: episodes of two workers have other ids and so other seeds.
-        self._first_use = self._own.number
-        self._use_step = max(int(of(config, "actor_rollout_ref.rollout.agent.num_workers", 1)), self._own.number + 1)
+        self.number_uses_of(self._own.number)
         self._loop = LoopThread()
         try:
             self._loop.call(self.start(self.backend))
