@@ -48,7 +48,9 @@ def test_a_job_runs_its_drivers_on_several_raylets(
         "rollout": {"samples_per_task": 2, "concurrency": 6, "seed": 3},
     }
     (work / "spec.yaml").write_text(yaml.safe_dump(spec))
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": True})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": True, "dashboard_port": 0}
+    )
     try:
         for _ in range(2):
             cluster.add_node(num_cpus=1)
