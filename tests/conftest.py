@@ -98,20 +98,23 @@ settings.load_profile("fixed")
 
 REAL_SERVER = ("tests/sglang/", "tests/vllm/", "tests/vision/test_vision_sglang.py")
 """Where the tests of the real server are."""
+RAY = "tests/drivers/"
+"""Where the tests of Ray's clusters are."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """Give all tests of a file to one worker process, so that a fixture of a module is made once.
 
-    All tests of the real server go to one process: one server then serves all of them. The plugin's own mark `xdist_group`
+    All tests of the real server go to one process: one server then serves all of them. So do those of Ray's clusters, each of which
+    starts a process for each CPU and more. The plugin's own mark `xdist_group`
     has no effect with pytest 9.2: the plugin sets a node id that this pytest does not read.
     """
 
     class FileScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "real server" if file.startswith(REAL_SERVER) else file
+            return "real server" if file.startswith(REAL_SERVER) else RAY if file.startswith(RAY) else file
 
     config.option.loadscopereorder = False  # the plugin's order begins with the files of many tests: see below
     return FileScheduling(config, log)
