@@ -318,7 +318,8 @@ class DriverRollouts:
         self._weights = weights
         calls = [asyncio.ensure_future(actor.follow.remote(weights)) for actor in self._actors]
         every = asyncio.gather(*calls, return_exceptions=True)
-        await asyncio.wait({every, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {every, self._failed}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not every.done():
             every.cancel()
             self._failed.result()

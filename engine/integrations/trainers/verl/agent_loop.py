@@ -191,7 +191,8 @@ class LoopEpisodes(TrainerRollouts):
                 "a row of verl's data set has no `uid` or no `extra_info.task`; make the data file with `write_tasks`",
                 kind="train_setup",
             )
-        task, count = self._groups.pop(str(uid), None) or (self._used(str(name)), 0)
+        known = self._groups.pop(str(uid), None)
+        task, count = (self._used(str(name)), 0) if known is None else known
         if count + 1 < self.spec.rollout.samples_per_task:
             self._groups[str(uid)] = (task, count + 1)
         return task, int(columns.get("session_id", count))
