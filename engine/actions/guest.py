@@ -26,7 +26,7 @@ from typing import Any
 import structlog
 
 from engine.actions.calls import CALL, Call
-from engine.actions.interrupt import CodeThread, Interrupter
+from engine.actions.interrupt import CodeThread, Interrupted, Interrupter
 
 log = structlog.get_logger(__name__)
 
@@ -157,8 +157,11 @@ class GuestLoop:
     def _work(self) -> None:
         thread = self._code_thread = CodeThread()
         try:
-            self._serve()
-        finally:
+            try:
+                self._serve()
+            finally:
+                self._interrupter.release(thread)
+        except Interrupted:  # it was pending when the loop ended
             self._interrupter.release(thread)
 
     def _serve(self) -> None:

@@ -7,7 +7,11 @@ inside of it. Rules, so that no other code is interrupted:
 - Only threads that have computed for `BUSY_SECONDS` since then. Waiting code costs nothing and is not interrupted.
 - Only while the innermost Python frame is code of the spec. An exception inside the standard library could
   leave a lock held, for example the lock of `logging`, and block the whole process.
-- Never after the thread has left the user code: `Interrupter.release` and the watcher exclude each other by a lock.
+- Never after the thread has left the user code: `Interrupter.release` and the watcher exclude each other by a lock, and an
+  exception that is pending then is raised and caught in `release`.
+
+An exception is never withdrawn (`PyThreadState_SetAsyncExc` with NULL): CPython 3.11 would keep the flag "an exception is
+pending" for the whole process, and each thread with a profiler, debugger or coverage would hang at its next call.
 
 Code that catches `BaseException` and continues is interrupted again. Code in C that does not return cannot be interrupted.
 """
@@ -125,20 +129,19 @@ class Interrupter:
     def release(self, thread: CodeThread) -> None:
         """Stop interrupting the current thread, because it has finished running user code.
 
-        One exception may still be pending. No exception is added while the innermost frame is the engine's.
+        Raises:
+            Interrupted: the exception that was pending; call it once more.
         """
-        try:
-            self._release(thread)
-        except Interrupted:
-            self._release(thread)
-
-    def _release(self, thread: CodeThread) -> None:
         with self._lock:
-            thread.released = True
-            _raise_in(thread.ident, None)
-            busy = self._threads.pop(thread, None)
-            if busy is not None and busy.interruptions:
-                self.ended += 1
+            thread.released = True  # from here on no exception is added
+            busy = self._threads.get(thread)
+        if busy is None:
+            return
+        if busy.interruptions:
+            _interrupt_thread(thread.ident)  # takes the place of one that is pending
+        with self._lock:
+            del self._threads[thread]
+            self.ended += busy.interruptions > 0
 
     def _watch(self) -> None:
         while True:
@@ -160,7 +163,7 @@ class Interrupter:
                 return
             frame = sys._current_frames().get(thread.ident)
             if frame is not None and is_spec_code(frame):
-                _raise_in(thread.ident, Interrupted)
+                _interrupt_thread(thread.ident)
                 busy.interruptions += 1
             if busy.uninterruptible or now - busy.since < UNINTERRUPTIBLE_SECONDS:
                 return
@@ -184,6 +187,21 @@ def is_spec_code(frame: FrameType) -> bool:
     return top not in sys.stdlib_module_names
 
 
-def _raise_in(ident: int, error: type[BaseException] | None) -> None:
-    """Make a thread raise an exception at its next bytecode; None withdraws a pending one. The GIL is held throughout."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(error) if error else None)
+_set_async_exc = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_INTERRUPTED = ctypes.py_object(Interrupted)
+
+
+def _interrupt_thread(ident: int) -> None:
+    """Make a thread raise `Interrupted` at its next bytecode; the current thread raises and catches it here.
+
+    The current thread always raises one: CPython 3.11 then clears the flag of the process that an exception is pending. While that
+    is set, threads with a profiler or debugger hang, and the other thread may wait in C for long. It raises its own all the same.
+    """
+    thread, current = ctypes.c_ulong(ident), ctypes.c_ulong(threading.get_ident())
+    try:
+        _set_async_exc(thread, _INTERRUPTED)
+        _set_async_exc(current, _INTERRUPTED)  # no Python function may begin between the two
+        while True:
+            pass
+    except Interrupted:
+        pass

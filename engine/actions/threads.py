@@ -101,11 +101,12 @@ class Threads:
                     call.result = (call.context.run(call.function, *call.args), None)
                 except BaseException as error:  # noqa: BLE001  (any exception is handed to the caller)
                     call.result = (None, error)
-                given_up = not call.take()
+                if given_up := not call.take():
+                    self._interrupter.release(thread)
             except Interrupted:  # pending when the function returned; only calls that were given up are interrupted
                 given_up = True
-            if given_up:  # another thread may have taken this one's place
                 self._interrupter.release(thread)
+            if given_up:  # another thread may have taken this one's place
                 return
             self._finished.append(call)
             if not self._waking:

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from random import Random
 from types import FrameType
 from typing import Any
 
@@ -185,6 +187,49 @@ async def test_calls_that_end_while_they_are_interrupted_end_in_order(
     assert not died
     assert not workers.interrupter._threads
     assert not workers.interrupter._lock.locked()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+async def test_an_exception_is_raised_in_the_code_of_its_call_and_nowhere_else(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Calls end at random moments around their interruption; other calls, plain and `async`, run beside them."""
+    monkeypatch.setattr(interrupt, "TICK", 0.0003)
+    monkeypatch.setattr(interrupt, "BUSY_SECONDS", 0.0)
+    died: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    random = Random(seed)
+
+    def ends_after(seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    async def ends_after_async(seconds: float) -> None:
+        ends_after(seconds)
+
+    async def late(function: Callable[..., Any], seconds: float) -> None:
+        with suppress(SpecCodeError):
+            await call_spec_code(workers, function, seconds, seconds=0.002, blame="tool", what="tool `t`")
+
+    async def healthy(number: int) -> int:
+        return number
+
+    before = set(threading.enumerate())
+    await give_up(workers, spin)
+    for _ in range(120):
+        numbers = [call_spec_code(workers, abs, -n, seconds=60, blame="tool", what="tool `h`") for n in range(3)]
+        numbers += [call_spec_code(workers, healthy, n, seconds=60, blame="tool", what="tool `a`") for n in range(3)]
+        calls = [late(random.choice([ends_after, ends_after_async]), random.uniform(0.0, 0.02)) for _ in range(3)]
+        assert (await asyncio.gather(*numbers, *calls))[:6] == [0, 1, 2, 0, 1, 2]
+    await until(lambda: not workers.interrupter._threads)
+    workers.close()
+    await until(
+        lambda: not [t for t in set(threading.enumerate()) - before if t.name in ("episode-worker", "guest-loop")]
+    )
+    assert not died
+    assert workers.interrupter.ended > 0
 
 
 async def test_what_cannot_be_ended_is_counted_and_reported_once(
