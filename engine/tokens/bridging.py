@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import RenderError
 from engine.fast.reply_text import make_reply_text, parts_of, shape_of
 from engine.fast.wrapper import Wrapper, is_plain, make_wrapper
-from engine.tokens.literal import MARK, unquote
+from engine.tokens.literal import MARK, quoted_index, unquote
 from engine.tokens.proof import Extension, Frame, Trail, Verdict, View, prove, remainder
+from engine.tokens.tape_text import difference, end_in, pieces_of
 
 if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
+    from engine.tokens.tape import Tape
 
 _THINK_CLOSE = "</think>"
+_NO_TOKEN = "the template writes no added token after a reply"
 _BEFORE, _EXCERPT = 8, 48
 """Characters of a reply that a branch's reason quotes: how many before the difference, and how many in all."""
 _MAX_WRAPPERS = 4096
@@ -36,6 +39,9 @@ class Bridges:
 
     def __init__(self, form: ChatFormat) -> None:
         self._form = form
+        self.whole: str | None = None
+        """Why every bridge is found by rendering the whole conversation and comparing it with the tape; None where checks of
+        probes decide. Setting it takes effect from the next bridge on, in all conversations of this format."""
         self._verdicts: dict[Any, Verdict] = {}
         self._wrappers: dict[Any, Wrapper | None] = {}
 
@@ -52,6 +58,7 @@ class Bridges:
         thinking: bool = False,
         keep: bool = False,
         conversation: Callable[[], list[View]] | None = None,
+        tape: Tape | None = None,
     ) -> Extension | str:
         """The exact continuation of a tape whose newest reply is `reply`, or why there is none.
 
@@ -68,9 +75,12 @@ class Bridges:
             thinking: The reply ended inside its reasoning.
             keep: Continue although the template would rewrite earlier messages.
             conversation: Gives all messages up to and including the reply; called where a shorter conversation is not enough.
+            tape: The tape, which ends with the reply. Without it, and without `conversation`, probes decide.
         """
-        if trail.odd and not keep:
-            return self._bridge_by_whole(reply, new, tools, last, sampled, thinking, conversation)
+        if (trail.odd or self.whole is not None) and conversation is not None and tape is not None:
+            found = self._bridge_by_whole(conversation(), new, tools, last, tape)
+            if not (keep and isinstance(found, str)):
+                return found
         if kinds is None:
             kinds = bytes([self._form.views.kind(view) for view in new])
         key = (trail.signature(kinds), tools is not None)
@@ -114,31 +124,33 @@ class Bridges:
         return Extension(*wrapper.ids(form, [view["content"] for view in new]))
 
     def _bridge_by_whole(
-        self,
-        reply: View,
-        new: Sequence[View],
-        tools: list[View] | None,
-        last: int | None,
-        sampled: str | None,
-        thinking: bool,
-        conversation: Callable[[], list[View]] | None,
+        self, views: list[View], new: Sequence[View], tools: list[View] | None, last: int | None, tape: Tape
     ) -> Extension | str:
-        """`bridge` where a reply has reasoning markers in odd places: the whole conversation is rendered."""
+        """`bridge` for any template: what it writes for the whole conversation, after the text of the tape; O(conversation).
+
+        Nothing is taken from probes, from earlier renderings or from what a template usually does with contents.
+        """
         form = self._form
-        why = "a reply has reasoning markers where the template reads them in a way of its own"
-        for shown in (None, tools) if tools else (None,):
-            try:
-                found = self.extension(reply, new, shown)
-                written = None if found is None else self._shown_reply(None, reply, new, found, tools, conversation)
-            except RenderError as error:
-                return str(error)
-            if found is None or written is None:
-                continue
-            if sampled is None:
-                end = form.decode([last]) if last is not None and last in form.stop_set else ""
-                sampled = unquote(reply["content"]) + end
-            return self._fitted(found, sampled, written, last, thinking, False)
-        return why
+        try:
+            written = form.text([*views, *new], tools)
+        except RenderError as error:
+            return str(error)
+        pieces, text = pieces_of(form, tape), unquote(written)
+        end = end_in(pieces, text)
+        if end is None:
+            at = max(difference(pieces, text) - _BEFORE, 0)
+            said = "".join([piece for _, piece in pieces])
+            return f"the template writes {text[at : at + _EXCERPT]!r} where the tape has {said[at : at + _EXCERPT]!r}"
+        closed = last is not None and last in form.stop_set
+        # A token that ends a reply may take white space after it: it is encoded again, in front of what follows.
+        ids = form.encode(written[quoted_index(written, end - len(form.decode([last])) if closed else end) :])
+        if closed:
+            return Extension([], ids[1:]) if ids[:1] == [last] else _NO_TOKEN
+        ends = [at for at, id_ in enumerate(ids) if id_ in form.fast.added_ids]
+        if not ends:
+            return _NO_TOKEN
+        cut = next((at + 1 for at in ends if ids[at] == form.close_id), 0)
+        return Extension(ids[:cut], ids[cut:])
 
     def _without_end(self, found: Extension, last: int | None, keep: bool) -> Extension | str:
         """The continuation without the reply's end token, where that was sampled; or why the reply ended in another way."""

@@ -120,7 +120,7 @@ class FamilyFormat(ChatFormat):
         self.reader = FamilyReader(name, self._renderer, tokenizer, self.stop_set)
         self.reads_calls = True
         self._find_abilities()
-        self._close = find_ends(self).close
+        self.close_id = find_ends(self).close
         if spec.tool_calls != "auto":
             self.call_format = tool_call_format(spec.tool_calls, base)
             self.reads_calls = reads_template(self, self.call_format)
@@ -150,7 +150,7 @@ class FamilyFormat(ChatFormat):
             at += 1
         if at == len(ids):
             return None
-        closing = int(ids[at] == self._close)
+        closing = int(ids[at] == self.close_id)
         return Extension(ids[at : at + closing], ids[at + closing :])
 
 

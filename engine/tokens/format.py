@@ -63,6 +63,8 @@ class ChatFormat(ABC):
         self.allow_special = spec.allow_special
         """Text that spells an added token becomes that token."""
         self.stop_token_ids: list[int] = []
+        self.close_id: int | None = None
+        """The added token that the template writes at the end of every reply; None where there is none."""
         self.call_format: ToolCallFormat | None = None
         """Reads tool calls in text; None where `reader` reads replies by token."""
         self.reader: FamilyReader | None = None

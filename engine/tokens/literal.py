@@ -32,6 +32,17 @@ def unquote(text: str) -> str:
     return _MARKS.sub(lambda match: match[0][1:], text) if MARK in text else text
 
 
+def quoted_index(text: str, index: int) -> int:
+    """The index in a quoted text of the character that has `index` in the text before quoting."""
+    if MARK not in text:
+        return index
+    for match in _MARKS.finditer(text):
+        if match.start() > index:
+            break
+        index += 1
+    return index
+
+
 class Quoting:
     """Finds and quotes the added tokens of one tokenizer, special or not."""
 

@@ -213,7 +213,8 @@ class Prompts:
 
     def _go_on(self, new: list[View], kinds: bytes) -> None:
         """Continue the tape after its newest reply, or begin a new one."""
-        keep = self.history == "keep"
+        keep, tape = self.history == "keep", self.tapes.current
+        assert tape is not None
         found = self.form.bridges.bridge(
             self._trail,
             self._newest,
@@ -225,10 +226,9 @@ class Prompts:
             thinking=self._end.thinking,
             keep=keep,
             conversation=lambda: self.thread.views(0, self._prompted),
+            tape=tape,
         )
         if not isinstance(found, str):
-            tape = self.tapes.current
-            assert tape is not None
             bridge, images = self._expanded(found.bridge, self._prompted)
             if found.closing:
                 tape.append("closing", found.closing)

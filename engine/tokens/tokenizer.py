@@ -46,7 +46,7 @@ class FastTokenizer:
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.added: dict[str, int] = {str(token): id_ for id_, token in tokenizer.added_tokens_decoder.items()}
         """Special and added tokens, text -> id: text is split at them before it is tokenised."""
-        self._added_ids = frozenset(self.added.values())
+        self.added_ids = frozenset(self.added.values())
         characters = {byte: character for character, byte in BYTE_CHARACTERS.items()}
         self._ascii = None if self._backend is None else ascii_encoder(self._backend, self.added, characters)
 
@@ -152,7 +152,7 @@ class FastTokenizer:
         spans: list[tuple[int, int]] = []
         length = begin = 0
         plain = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-        for index in [*(index for index, id_ in enumerate(plain) if id_ in self._added_ids), len(plain)]:
+        for index in [*(index for index, id_ in enumerate(plain) if id_ in self.added_ids), len(plain)]:
             parts.append(self.decode(plain[begin:index]))
             length += len(parts[-1])
             if index < len(plain):

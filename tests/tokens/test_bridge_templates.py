@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 from chat_kit import make_tokenizer
+from conversation_kit import said
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RenderError
 from engine.fast.wrapper import make_wrapper
+from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
+from engine.tokens.conversation import Conversation
 from engine.tokens.loading import load_format
 from engine.tokens.proof import (
     ASSISTANT,
@@ -158,6 +161,41 @@ def test_a_template_of_the_specs_own_replaces_the_tokenizers(tmp_path: Path, tok
     assert form.decode(form.render([{"role": "user", "content": "Hm?"}])) == "<s>Hm?<|im_end|><s>"
     with pytest.raises(RenderError, match=r"model\.chat_template: no\.jinja cannot be read"):
         load_format(ModelSpec(path=str(tokenizer_dirs["plain"]), chat_template="no.jinja"), tmp_path)
+
+
+LATER_WORDS = """\
+{{- '<|im_start|>system\\n' + ('Hurry.' if messages[-1].content.endswith('quickly') else 'Relax.') + '<|im_end|>\\n' }}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def test_a_format_can_render_the_whole_conversation_from_any_turn_on(tmp_path: Path) -> None:
+    """Even a tape that is wrong already is left: what was decided by probes before is not trusted."""
+    form = load_format(ModelSpec(path=str(make_tokenizer(tmp_path / "words", LATER_WORDS))), Path())
+    conversation = Conversation(form, [])
+    conversation.open([Message(role="user", content="Go.")])
+    for turn, (text, whole, tapes) in enumerate(
+        [
+            ("Go quickly", None, None),
+            ("Go.", "a reason", None),
+            ("Slowly.", "a reason", 0),
+            ("Go quickly", "a reason", 1),
+        ]
+    ):
+        conversation.prompt()
+        before = len(conversation.tapes.all)
+        conversation.reply(said(form, "Yes.<|im_end|>"), turn)
+        form.bridges.whole = whole
+        conversation.add([Message(role="user", content=text)])
+        prompt = conversation.prompt().tolist()
+        if whole is not None:
+            assert prompt == form.render(conversation.messages)
+        if tapes is not None:
+            assert len(conversation.tapes.all) - before == tapes
+    assert conversation.tapes.all[-1][1] == (
+        "the template writes '>system\\nHurry.<|im_end|>\\n<|im_start|>user\\nGo.<|i' "
+        "where the tape has '>system\\nRelax.<|im_end|>\\n<|im_start|>user\\nGo.<|i'"
+    )
 
 
 @pytest.mark.parametrize("contents", [[], ["one"], ["one", "two, and (three)\n"]])

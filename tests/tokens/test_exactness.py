@@ -50,6 +50,20 @@ def test_every_prompt_is_the_templates_or_begins_a_branch(load: Load, name: str)
             assert result.verdict != "branched" or result.why
 
 
+@pytest.mark.parametrize("name", slow_but(cases(), "gemma3"))
+def test_rendering_the_whole_conversation_comes_to_the_same(load: Load, name: str) -> None:
+    form = load(name)
+    try:
+        by_probes = [play(form, scenario) for scenario in SCENARIOS]
+        form.bridges.whole = "a test"
+        by_whole = [play(form, scenario) for scenario in SCENARIOS]
+    finally:
+        form.bridges.whole = None
+    assert [[(each.verdict, each.needless) for each in results] for results in by_whole] == [
+        [(each.verdict, each.needless) for each in results] for results in by_probes
+    ]
+
+
 @pytest.mark.slow
 def test_every_prompt_is_the_templates_or_begins_a_branch_on_all_that_is_here(tmp_path: Path) -> None:
     (tmp_path / "trl").mkdir()

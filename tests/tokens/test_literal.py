@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from engine.tokens.format import ChatFormat
-from engine.tokens.literal import MARK, Quoting, unquote
+from engine.tokens.literal import MARK, Quoting, quoted_index, unquote
 from engine.tokens.tokenizer import FastTokenizer
 
 QUOTING = Quoting(["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|im|>"])
@@ -79,6 +79,15 @@ def test_no_added_token_comes_of_a_quoted_one(qwen: FastTokenizer, token: str) -
     assert qwen.added[token] not in ids
     assert qwen.decode(ids) == text
     assert qwen.added[token] in qwen.encode(text)
+
+
+@given(TEXTS)
+def test_places_in_a_quoted_text_are_found(text: str) -> None:
+    quoted = QUOTING.quote(text)
+    for index in range(len(text)):
+        assert unquote(quoted[quoted_index(quoted, index) :]).endswith(text[index + 1 :])
+        assert quoted[quoted_index(quoted, index)] == text[index]
+    assert quoted_index(quoted, len(text)) == len(quoted)
 
 
 def test_a_mark_in_the_text_itself_is_text(qwen: FastTokenizer) -> None:
