@@ -9,9 +9,9 @@ import typer
 from engine.terminal import echo
 
 DONE = 0
-"""Every episode has ended. A failed episode is a result."""
+"""Every episode has ended, one of them without a failure. A failed episode is a result."""
 ERROR = 1
-"""The spec is invalid, or something could not be read, written or finished."""
+"""The spec is invalid, something could not be read, written or finished, or every episode failed."""
 USAGE = 2
 """The command line is wrong."""
 FAILED = 3

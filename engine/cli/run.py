@@ -76,8 +76,8 @@ def run(
 ) -> None:
     """Run episodes, and store every token, reward and event.
 
-    Exit status: 0 when every episode came to an end (a failed episode is data); 1 when the spec is invalid or an episode
-    could not be finished; 2 when the command line is wrong; 3 when no server can be reached at the start, none replies
+    Exit status: 0 when every episode came to an end (a failed episode is data); 1 when the spec is invalid, an episode
+    could not be finished, or every episode failed; 2 when the command line is wrong; 3 when no server can be reached at the start, none replies
     for `backend.wait`, the run has cost `rollout.max_cost`, the first 16 episodes all fail in one way, or the backend fails more than 10 % of them; 130 after
     Ctrl-C; 143 after SIGTERM.
     """
@@ -169,31 +169,38 @@ def print_stopped(result: RunResult, folder: Path) -> None:
     """Print why a run stopped or failed as a whole, if it did.
 
     Raises:
-        typer.Exit: with status 3, if it did.
+        typer.Exit: if it did; with status 1 if every episode failed and nothing stopped the run, else with 3.
     """
+    from engine.cli.console import make_console
     from engine.errors import BudgetError, FailingError
+    from engine.runner.causes import with_trace
+    from engine.store.shards import SHARDED
 
-    if result.stopped is not None:
-        echo(f"Stopped: {result.stopped}", err=True)
-        if isinstance(result.stopped, BudgetError):
-            echo(f"To continue: engine run --resume {folder} --max-cost AMOUNT", err=True)
-        elif isinstance(result.stopped, FailingError):
-            echo(result.stopped.cause, err=True)
-            echo(
-                f"Correct it, then: engine run --resume {folder} --retry-failed all (--keep-going ignores this)",
-                err=True,
-            )
-        else:
-            echo(f"To continue: engine run --resume {folder}", err=True)
-        raise typer.Exit(FAILED)
-    if result.summary.backend_failed:
-        failed = result.summary.causes.blamed("backend")
-        echo(
-            f"The backend failed {failed} of {result.summary.episodes} episodes. To run them again: "
-            f"engine run --resume {folder} --retry-failed backend",
-            err=True,
-        )
-        raise typer.Exit(FAILED)
+    stopped, summary = result.stopped, result.summary
+    if stopped is None and not summary.backend_failed and not summary.all_failed:
+        return
+    stderr = make_console(stderr=True, soft_wrap=True)
+    resume = f"engine run --resume {folder}"
+    if stopped is not None:
+        stderr.print(f"Stopped: {stopped}", style="red")
+    if summary.all_failed or isinstance(stopped, FailingError):
+        stderr.print(summary.causes.words(summary.episodes), style="red")
+        first = with_trace(next(iter(summary.causes.first.values())))
+        echo(stopped.cause if isinstance(stopped, FailingError) else f"The first one: {first}", err=True)
+    elif summary.backend_failed:
+        failed = summary.causes.blamed("backend")
+        stderr.print(f"The backend failed {failed} of {summary.episodes} episodes", style="red")
+    if isinstance(stopped, BudgetError):
+        echo(f"To continue: {resume} --max-cost AMOUNT", err=True)
+    elif stopped is not None and not isinstance(stopped, FailingError):
+        echo(f"To continue: {resume}", err=True)
+    elif (folder / SHARDED).exists():  # a run of several drivers does not run failed episodes again
+        echo("Correct it, and run the spec again", err=True)
+    else:
+        keep = " (--keep-going ignores this)" if stopped is not None else ""
+        blame = "all" if summary.all_failed or stopped is not None else "backend"
+        echo(f"Correct it, then: {resume} --retry-failed {blame}{keep}", err=True)
+    raise typer.Exit(FAILED if stopped is not None or summary.backend_failed else ERROR)
 
 
 def prepare(

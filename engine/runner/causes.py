@@ -27,6 +27,8 @@ FIRST = 16
 BACKEND_SHARE = 0.1
 """Maximum share of episodes that the backend may fail; with more, the run counts as failed."""
 _TRACE_LINES = 12
+_CAUSES = 3
+"""Number of causes that one line names."""
 _TOOL = re.compile(r"^tool `([^`]+)`")
 
 
@@ -80,6 +82,12 @@ class Causes:
         """Return the number of failures with this blame."""
         return sum(count for cause, count in self.counts.items() if cause.blame == blame)
 
+    def words(self, episodes: int) -> str:
+        """Say how many of `episodes` failed of what: `40 of 40 episodes failed: 30 user_error (user), 10 tool_timeout (tool)`."""
+        listed = [f"{count} {cause}" for cause, count in self.most_common()]
+        others = [f"{len(listed) - _CAUSES} other causes"] if len(listed) > _CAUSES else []
+        return f"{self.failures} of {episodes} episodes failed: {', '.join([*listed[:_CAUSES], *others])}"
+
     def most_common(self) -> list[tuple[Cause, int]]:
         """Return the causes with their counts, the largest count first."""
         return sorted(self.counts.items(), key=lambda item: -item[1])
@@ -115,11 +123,11 @@ class Verdict:
             self._decided = True
             raise FailingError(
                 f"the first {self._seen} finished episode{'s' if self._seen > 1 else ''} failed with one cause, {cause}",
-                cause=_whole(failure),
+                cause=with_trace(failure),
             )
 
 
-def _whole(failure: Failure) -> str:
+def with_trace(failure: Failure) -> str:
     """Return a failure's message, with the end of its traceback."""
     lines = (failure.trace or "").rstrip().splitlines()
     shown = lines if len(lines) <= _TRACE_LINES else ["…", *lines[-_TRACE_LINES:]]

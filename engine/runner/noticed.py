@@ -77,6 +77,8 @@ class RunNotices:
         elif result.faults:
             reason = f"{len(result.faults)} episodes could not be finished; the first: {result.faults[0]}"
             await self._notifier.notify("failed", reason=reason, **counts)
+        elif result.summary.all_failed:
+            await self._notifier.notify("failed", reason=result.summary.causes.words(result.summary.episodes), **counts)
         else:
             await self._notifier.notify("finished", reason=_sentence(result.summary), **counts)
 

@@ -250,6 +250,11 @@ class Summary:
         return self.causes.blamed("backend") > BACKEND_SHARE * self.episodes
 
     @property
+    def all_failed(self) -> bool:
+        """Whether there are episodes, and each of them failed."""
+        return 0 < self.episodes == self.causes.failures
+
+    @property
     def mean_reward(self) -> float:
         """Mean over episodes of the sum of an episode's rewards; 0 before the first."""
         return self.reward / self.episodes if self.episodes else 0.0

@@ -88,8 +88,11 @@ class Batch:
         Args:
             faults: Episodes that the engine could not finish.
         """
-        ends = Counter(label(each.outcome) for group in self.left_out for each in group.trajectories)
-        listed = ", ".join(f"{name} {count}" for name, count in ends.most_common(4))
+        outcomes = [each.outcome for group in self.left_out for each in group.trajectories]
+        listed = ", ".join(f"{name} {count}" for name, count in Counter(map(label, outcomes)).most_common(4))
+        failures = [outcome.failure.message for outcome in outcomes if outcome.failure is not None]
+        if failures:
+            listed = f"{listed}; the first failure: {failures[0]}"
         if faults:
             listed = f"{listed}{'; ' if listed else ''}{len(faults)} could not be finished, for example {faults[0]}"
         return TrainError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import structlog
+
 from engine.errors import StoreError, TrainError
 from engine.runner.evaluate import evaluate
 from engine.runner.overlong import fitting_tasks
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
     from engine.train.checkpoint import State
+
+log = structlog.get_logger(__name__)
 
 
 def evaluation_of(loaded: LoadedSpec, name: str = "") -> LoadedSpec:
@@ -113,6 +117,10 @@ class Evaluator:
             result = await runner.run()
             if result.stopped is not None:
                 raise result.stopped
+            if runner.summary.all_failed:
+                log.warning(
+                    "an evaluation measures nothing", reason=runner.summary.causes.words(runner.summary.episodes)
+                )
             found = evaluate(store.trajectories())
         finally:
             store.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from click.testing import Result
-from slow_cases import slow_but
+from slow_cases import slow_after, slow_but
 from typer.testing import CliRunner
 
 from engine.cli.main import app
@@ -22,13 +23,15 @@ from engine.schemas.environment import UserTurn
 
 
 class User:
-    """Raises while the file `broken` is there, in every `every`-th episode."""
+    """Raises while the file `broken` is there, in every `every`-th episode; in ways that take turns with `ways: 2`."""
 
-    def __init__(self, folder, every=1):
-        self.folder, self.every = Path(folder), every
+    def __init__(self, folder, every=1, ways=1):
+        self.folder, self.every, self.ways = Path(folder), every, ways
 
     def respond(self, view):
         number = int(view.task.id[1:])
+        if (self.folder / "broken").exists() and number % self.ways:
+            return "no turn; return a UserTurn"
         if (self.folder / "broken").exists() and number % self.every == 0:
             return {}["missing"]
         return UserTurn(satisfied=True, solved=True)
@@ -101,6 +104,7 @@ def test_a_run_whose_every_episode_fails_in_one_way_stops_and_says_why(folder: P
         f"Stopped: the first 16 finished episodes failed with one cause, user_error (user) at {place}" in found.stderr
     )
     assert "raised KeyError: 'missing'" in found.stderr
+    assert re.search(rf"\n(\d+) of \1 episodes failed: \1 user_error \(user\) at {place}", found.stderr)
     assert found.stderr.count("Traceback (most recent call last)") == 1
     assert 'return {}["missing"]' in found.stderr
     assert f"user_error (user) at {place}" in found.stdout  # the summary's table
@@ -142,12 +146,32 @@ def test_the_cause_names_the_entry_that_failed(
     assert f"{cause} at {spec}:{line_of(spec, f'failing_code:{entry}')}:" in found.stderr
 
 
-def test_keep_going_runs_on(folder: Path, tiny_tokenizer_dir: Path) -> None:
-    found = engine("run", write_spec(folder, tiny_tokenizer_dir), "-q", "--keep-going")
-    assert found.exit_code == 0, found.output
-    assert "user_error (user)" in found.stdout
+@pytest.mark.parametrize(
+    ("command", "ways", "keep_going"),
+    slow_after(2, [("run", 2, False), ("eval", 1, True), ("run", 1, True), ("eval", 2, False), ("run", 2, True)]),
+)
+def test_a_run_whose_every_episode_fails_is_not_a_success(
+    folder: Path, tiny_tokenizer_dir: Path, command: str, ways: int, keep_going: bool
+) -> None:
+    """Nothing stops it: `--keep-going`, or there are several causes."""
+    user = {"use": "failing_code:User", "with": {"folder": str(folder), "ways": ways}}
+    spec = write_spec(folder, tiny_tokenizer_dir, tasks=18, user=user)
+    found = engine(command, spec, "-q", *["--keep-going"] * keep_going)
+    assert found.exit_code == 1, found.output
+    place = f"(user) at {spec}:{line_of(spec, 'failing_code:User')}:"
+    line = next(line for line in found.stderr.splitlines() if line.startswith("18 of 18 episodes failed: "))
+    causes = line.removeprefix("18 of 18 episodes failed: ").split(", ")
+    assert [cause.partition(place)[0].strip() for cause in causes] == (
+        ["18 user_error"] if ways == 1 else ["9 user_error", "9 user_bad_reply"]
+    ), line
+    assert "raised KeyError: 'missing'" in found.stderr
+    (run,) = list_runs(folder / "runs")
+    assert f"Correct it, then: engine run --resume runs/{run.name} --retry-failed all\n" in found.stderr
     with run_of(folder) as store:
-        assert len(store.finished()) == 40
+        assert len(store.finished()) == 18
+    assert engine("run", "--resume", run, "-q").exit_code == 1  # nothing to do, and nothing better
+    (folder / "broken").unlink()
+    assert engine("run", "--resume", run, "--retry-failed", "all", "-q").exit_code == 0
 
 
 @pytest.mark.parametrize("every", [2, 15])

@@ -64,6 +64,26 @@ def test_an_evaluation_with_two_drivers_measures_what_one_measures(tmp_path: Pat
     assert "none of them is trainable: this run is an evaluation" in exported
 
 
+def test_a_run_of_two_drivers_whose_every_episode_fails_is_not_a_success(
+    tmp_path: Path, tiny_tokenizer_dir: Path
+) -> None:
+    spec = spec_of(tmp_path, tiny_tokenizer_dir)
+    text = yaml.safe_load(spec.read_text())
+    text["user"] = {"use": "failing_user:User"}
+    spec.write_text(yaml.safe_dump(text))
+    code = "class User:\n    def respond(self, view):\n        raise KeyError('no desk')\n"
+    (tmp_path / "failing_user.py").write_text(code)
+    command = ["engine.cli.main", "run", spec, "-q", "--keep-going", "--set", "rollout.drivers=2"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(CODE), str(tmp_path)]), "RAY_AUTH_MODE": "disabled"}
+    ended = subprocess.run(
+        [sys.executable, "-m", *map(str, command)], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert f"10 of 10 episodes failed: 10 user_error (user) at {spec}:" in ended.stderr
+    assert "raised KeyError: 'no desk'" in ended.stderr
+    assert "Correct it, and run the spec again" in ended.stderr
+
+
 def test_a_node_of_a_cluster_is_killed_and_its_groups_are_run_by_the_other_drivers(
     tmp_path: Path, tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
