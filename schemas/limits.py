@@ -43,7 +43,7 @@ class LimitsSpec(Contract):
 
     @property
     def tokens_per_episode(self) -> int | None:
-        """`episode_tokens`, else `assistant_turns` × `turn_tokens`; None without either. The default length of `dr_grpo`."""
+        """The longest possible episode: `episode_tokens`, else `assistant_turns` × `turn_tokens`; None without either."""
         if self.episode_tokens is not None or self.assistant_turns is None:
             return self.episode_tokens
         return self.assistant_turns * self.turn_tokens

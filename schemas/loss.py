@@ -40,7 +40,7 @@ class Loss(Contract):
 
     @property
     def constant_length(self) -> int | None:
-        """The constant of `denominator: constant_length`, in tokens per episode. None: `LimitsSpec.tokens_per_episode`."""
+        """The constant of `denominator: constant_length`, in tokens per episode. None: it is measured in the first step."""
         return None
 
 
@@ -87,7 +87,8 @@ class DrGrpoLoss(ClippedLoss):
 
     kind: Literal["dr_grpo"] = "dr_grpo"
     length: int | None = Field(default=None, ge=1)
-    """The constant, in tokens per episode. Default: `limits.episode_tokens`, else `limits.assistant_turns` × `limits.turn_tokens`."""
+    """The constant, in tokens per episode. Default: the mean number of trained tokens of an episode in the training's first step, which is
+    then kept for all steps."""
 
     @property
     def constant_length(self) -> int | None:

@@ -123,23 +123,6 @@ def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
         yield Finding(message, path, fix, key=not written)
 
 
-@rule("train.length", "error", "the loss divides by a constant length that is not set")
-def length(ctx: CheckContext) -> Iterator[Finding]:
-    """A loss with a constant length as denominator, without `length` and without limits that give one."""
-    for train in _sampling(ctx):
-        loss = train.loss
-        constant = loss.constant_length or ctx.spec.limits.tokens_per_episode
-        if loss.denominator == "constant_length" and constant is None:
-            message = (
-                f"the loss `{loss.kind}` divides by a constant length, and none is given: `train.loss.length`, "
-                "`limits.episode_tokens` and `limits.assistant_turns` are not set"
-            )
-            written = ctx.written("train", "loss", "kind")
-            path: DataPath = ("train", "loss", "kind") if written else ("train",)
-            fix = "set `limits.assistant_turns` or `limits.episode_tokens`, or write `train.loss: {kind: dr_grpo, length: 1024}`"
-            yield Finding(message, path, fix, key=not written)
-
-
 @rule("train.half-precision", "warning", "the sampler computes in 16 bits without rollout correction")
 def half_precision(ctx: CheckContext) -> Iterator[Finding]:
     """`backend.dtype` of a local backend, with `train.rollout_correction: {kind: none}`."""

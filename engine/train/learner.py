@@ -24,7 +24,7 @@ from engine.train.critic_update import update_critic, with_value_weights
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
 from engine.train.gather import gather_tokens, trained_places
 from engine.train.kl import LEAST_LOGPROB, penalized_rows
-from engine.train.loss_weights import token_loss_weights
+from engine.train.loss_weights import mean_episode_length, token_loss_weights
 from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums
 from engine.train.minibatches import minibatches
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from engine.train.critic import Critic
     from engine.train.policy import Policy
 
+LENGTH = "loss_length"
+"""Name in the optimizer's part of a checkpoint of the constant of `dr_grpo` that was measured; 0: not measured yet."""
 RANDOM = "torch_rng"
 """Name of the random state of process 0 in the optimizer's part of a checkpoint; that of process 1 is `torch_rng.1`, and so on."""
 
@@ -55,7 +57,8 @@ class Learner:
     Args:
         policy: The model to train.
         spec: The `train:` section.
-        episode_tokens: Maximum number of tokens of an episode, for `dr_grpo` without `length`.
+        episode_tokens: Maximum number of tokens of an episode: the constant of `dr_grpo` in trainings that engines began which did
+            not measure it.
         process_group: The processes of the training. Each has a learner; process 0's learner calls the others.
         critic: The critic, if the credit method needs values. Rows then come without the credit's advantages.
 
@@ -80,7 +83,9 @@ class Learner:
             offload=spec.memory.offload == "all"
         )  # before the optimizer is made: sharding replaces the parameters
         self._spec = spec
-        self._length = episode_tokens
+        self._longest = episode_tokens
+        self._length: float | None = spec.loss.constant_length
+        """The constant of `dr_grpo`. None: it is measured in the first step that makes an update."""
         self._names = [name for name, _ in policy.named_parameters()]
         self._parameters = [parameter for _, parameter in policy.named_parameters()]
         if not self._parameters:
@@ -143,13 +148,20 @@ class Learner:
         rows = [row | {"advantages": of} for row, of in zip(rows, advantages, strict=True)]
         if self._recompute:
             rows = self._with_proximal(rows)
+        length = self._length
+        if length is None:
+            length = mean_episode_length(
+                [len(trained_places(row)) for row in rows], [row["episode_id"] for row in rows]
+            )
         rate = self.rate = learning_rate(spec, step) if rate is None else rate
         set_rate(self.optimizer, rate)
         critic_epochs = 0 if self.critic is None else self.critic.spec.update_epochs or spec.update_epochs
         for number in range(max(spec.update_epochs, critic_epochs)):
             parts = minibatches(rows, spec.minibatches, seed=(spec.seed, step, number))
             ordered = [row for part in parts for row in part]
-            loss_weights = self._loss_weights(ordered, [place for place, part in enumerate(parts) for _ in part])
+            loss_weights = self._loss_weights(
+                ordered, [place for place, part in enumerate(parts) for _ in part], length
+            )
             for part in parts:
                 if self.updates == most_updates:
                     break
@@ -160,7 +172,20 @@ class Learner:
                 else:
                     told.append(self._update_critic(part))
                 loss_weights = loss_weights[len(part) :]
+                self._length = length  # only now: a step without an update is not made, and leaves nothing
+        if self._measures_length and length is not None:
+            told.append({"loss/length": length})
         return mean_metrics(told) | {"lr": rate, "updates": float(self.updates)}
+
+    def use_longest_episode(self) -> None:
+        """Take the longest possible episode as the constant of `dr_grpo`, for a training that began before it was measured."""
+        if self._measures_length:
+            self.process_group.call_others("use_longest_episode")
+            self._length = self._longest
+
+    @property
+    def _measures_length(self) -> bool:
+        return self._spec.loss.denominator == "constant_length" and self._spec.loss.constant_length is None
 
     def _images(self, rows: Sequence[Row]) -> SentImages | None:
         """The rows' images, which process 0 sends to the others."""
@@ -283,11 +308,11 @@ class Learner:
         if self.critic is not None:
             self.critic.optimizer.zero_grad(set_to_none=True)
 
-    def _loss_weights(self, rows: Sequence[Row], parts: Sequence[int]) -> list[np.ndarray]:
-        """Loss weights of each row, [trained tokens]. `parts`: number of the mini-batch of each row."""
+    def _loss_weights(self, rows: Sequence[Row], parts: Sequence[int], length: float | None) -> list[np.ndarray]:
+        """Loss weights of each row, [trained tokens]. `parts`: number of the mini-batch of each row. `length`: that of `dr_grpo`."""
         lengths = [len(trained_places(row)) for row in rows]
         episodes = [row["episode_id"] for row in rows]
-        return list(token_loss_weights(self._spec.loss, lengths, episodes, minibatches=parts, length=self._length))
+        return list(token_loss_weights(self._spec.loss, lengths, episodes, minibatches=parts, length=length))
 
     def state_parts(self) -> dict[str, StatePart]:
         """The parts of a checkpoint that this learner needs to continue, by name."""
@@ -323,7 +348,8 @@ class Learner:
             raise TrainError(f"cannot resume from {folder}: {error}", kind="checkpoint") from error
 
     def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        return moments(self.optimizer, self._named()) | {self._random_name: torch.get_rng_state()}
+        length = torch.tensor(self._length or 0.0, dtype=torch.float64)
+        return moments(self.optimizer, self._named()) | {self._random_name: torch.get_rng_state(), LENGTH: length}
 
     def _load_optimizer(self, folder: Path) -> None:
         load_moments(folder, self.optimizer, self._named(), self.process_group)
@@ -332,6 +358,10 @@ class Learner:
         random = torch.zeros(stored[name], dtype=torch.uint8)
         read_tensors({name: random}, folder, self.process_group)
         torch.set_rng_state(random)
+        length = torch.tensor(self._longest or 0.0, dtype=torch.float64)
+        if LENGTH in stored:
+            read_tensors({LENGTH: length}, folder, self.process_group)
+        self._length = self._spec.loss.constant_length or length.item() or None
 
     @property
     def _random_name(self) -> str:
@@ -346,6 +376,7 @@ class Learner:
             "step": self.step,
             "save_state": self.save_state,
             "load_state": self.load_state,
+            "use_longest_episode": self.use_longest_episode,
         }
         self.process_group.serve_calls(calls)
 

@@ -12,7 +12,8 @@ trained tokens of an episode, summed over episodes, the weight of a token is:
     minibatch_tokens   1 / sum of t            mean over the tokens of the mini-batch: BNPO
     step_tokens        M / sum of t            mean over the tokens of the step, for all M mini-batches alike: DAPO
                                                (2503.14476, 8), CISPO (MiniMax-M1, 2506.13585, 4), PPO
-    constant_length    1 / (E * length)        a constant instead of T: Dr. GRPO (2503.20783)
+    constant_length    1 / (E * length)        a constant instead of T: Dr. GRPO (2503.20783); by default the mean T of the
+                                               training's first step
     episodes           1 / E                   sum over the tokens of an episode; its gradient is that of the expected
                                                reward: REINFORCE, RLOO (2402.14740)
 
@@ -69,7 +70,7 @@ def token_loss_weights(
     episodes: Sequence[str],
     *,
     minibatches: Sequence[int] | Counts | None = None,
-    length: int | None = None,
+    length: float | None = None,
 ) -> list[Values]:
     """Compute the loss weight of each trained token of the rows of a step.
 
@@ -78,7 +79,7 @@ def token_loss_weights(
         lengths: Number of trained tokens of each row, int64 [rows].
         episodes: Episode id of each row, [rows]. An episode without trained tokens is not counted.
         minibatches: Number of the mini-batch (optimizer step) of each row, [rows]. Default: one mini-batch.
-        length: Maximum tokens of an episode: the constant of `constant_length` if the loss gives none.
+        length: Tokens per episode: the constant of `constant_length` if the loss gives none.
 
     Returns:
         For each row, float64 [trained tokens].
@@ -88,10 +89,7 @@ def token_loss_weights(
     """
     constant = loss.constant_length or length
     if loss.denominator == "constant_length" and constant is None:
-        raise TrainError(
-            "`train.loss` divides by a constant length; set `train.loss.length`, `limits.episode_tokens` or `limits.assistant_turns`",
-            kind="train_setup",
-        )
+        raise TrainError("`train.loss` divides by a constant length; set `train.loss.length`", kind="train_setup")
     tokens = np.asarray(lengths, np.int64)
     if not tokens.any():
         return [np.zeros(0) for _ in tokens]
@@ -112,6 +110,15 @@ def token_loss_weights(
     return [
         np.full(count, loss_weight) for count, loss_weight in zip(tokens.tolist(), loss_weights.tolist(), strict=True)
     ]
+
+
+def mean_episode_length(lengths: Sequence[int] | Counts, episodes: Sequence[str]) -> float | None:
+    """The mean number of trained tokens of the episodes that have some; None if none has.
+
+    Arguments as in `token_loss_weights`.
+    """
+    trained = {episode for episode, count in zip(episodes, lengths, strict=True) if count}
+    return int(np.sum(lengths)) / len(trained) if trained else None
 
 
 def _numbered(names: Sequence[str] | Sequence[int] | Counts) -> Counts:

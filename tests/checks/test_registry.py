@@ -135,7 +135,6 @@ def test_ids_are_stable() -> None:
         ("train.greedy", "error"),
         ("train.half-precision", "warning"),
         ("train.kl-estimator", "warning"),
-        ("train.length", "error"),
         ("train.metric", "error"),
         ("train.no-effect", "warning"),
         ("train.no-package", "info"),

@@ -239,6 +239,8 @@ def test_loss_and_advantages_of_a_batch_are_those_of_the_rows(make: Any, tmp_pat
         seen = Seen(trainer)
         trainer.train()
         handed_rows = rollouts.handed
+        mean, rollouts.handed = rollouts.mean_length(), []
+        assert rollouts.mean_length() == mean  # a later launch in the folder has the same constant
     sampled = AutoModelForCausalLM.from_pretrained(rollouts.model_folder, dtype=torch.float32).eval()
     store = RunStore.open(tmp_path / "out" / "rollouts", readonly=True)
     rows = {tuple(row["input_ids"].tolist()): row for row in export_rows(store)}
@@ -261,10 +263,11 @@ def test_loss_and_advantages_of_a_batch_are_those_of_the_rows(make: Any, tmp_pat
             )
             ratio = np.exp(now[place, : len(completion)].numpy() - row["logprobs"][len(prompt) :])
             terms = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.28 if loss == "dapo" else 1.2) * advantages)
-            weight = {"grpo": 1 / (8 * mask.sum()), "dr_grpo": 1 / (8 * 64), "dapo": 1 / trained}[loss]
+            weight = {"grpo": 1 / (8 * mask.sum()), "dr_grpo": 1 / trained, "dapo": 1 / trained}[loss]
             by_hand -= float((terms * mask).sum()) * weight
             used += 1
     assert used == 8
+    assert mean == trained / 8
     assert sum(seen.losses) == pytest.approx(by_hand, abs=1e-6)
     assert abs(by_hand) > 0.01
     (log,) = [line for line in trainer.state.log_history if "sampler/diff_max" in line]

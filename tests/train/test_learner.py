@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from slow_cases import slow_but
 
 from engine.errors import TrainError
@@ -161,6 +161,69 @@ def test_what_is_frozen_stays_and_freezing_everything_is_an_error(tiny_model_dir
     assert not [name for name in moved if "layers.0." in name]
     with pytest.raises(TrainError, match="train"):
         learner_of(tiny_model_dir, freeze=["."])
+
+
+def test_a_generous_limit_does_not_change_the_update_of_the_default_loss(tiny_model_dir: Path) -> None:
+    """The loss and the weights after three steps, with limits that differ by a factor of 1000; and the constant is that of the first step."""
+    batches = [make_rows(seed=seed) for seed in range(3)]
+    told, after = [], []
+    for longest in (64, 64_000, None):
+        learner = learner_of(tiny_model_dir, optimizer={"lr": 1e-3}, minibatches=2)
+        learner = Learner(learner.policy, learner._spec, episode_tokens=longest)
+        told.append([learner.step(rows, step) for step, rows in enumerate(batches)])
+        after.append(weights(learner))
+    assert told[1] == told[2] == told[0]
+    assert all(torch.equal(after[0][name], other[name]) for other in after[1:] for name in after[0])
+    first = sum(int(row["loss_mask"].sum()) for row in batches[0]) / len(batches[0])
+    assert [values["loss/length"] for values in told[0]] == [first] * 3
+    written = learner_of(tiny_model_dir, optimizer={"lr": 1e-3}, minibatches=2, loss={"kind": "dr_grpo", "length": 64})
+    values = written.step(batches[0], 0)
+    assert "loss/length" not in values
+    assert values["loss"] == pytest.approx(told[0][0]["loss"] * first / 64, rel=1e-3)
+
+
+def test_a_constant_that_holds_for_all_steps_changes_no_update(tiny_model_dir: Path) -> None:
+    """So it may come from the first step's own episodes. `eps` and clipping, which do depend on it, are off."""
+    after = []
+    for length in (None, 2, 2000):
+        optimizer = {"lr": 1e-3, "eps": 1e-30, "max_grad_norm": None}
+        learner = learner_of(tiny_model_dir, loss={"kind": "dr_grpo", "length": length}, optimizer=optimizer)
+        for step in range(2):
+            learner.step(make_rows(seed=step), step)
+        after.append(weights(learner))
+    for other in after[1:]:
+        for name, tensor in after[0].items():
+            # where a gradient is a rounding error its sign is one
+            assert float(((other[name] - tensor).abs() > 1e-6).float().mean()) < 0.01
+
+
+def test_the_constant_of_the_loss_comes_back_with_a_checkpoint(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """A resumed training divides by the same constant; a step that was not made leaves none; an older training keeps its longest episode."""
+    whole = learner_of(tiny_model_dir)
+    whole.save_state(tmp_path / "none")
+    bad = make_rows()
+    bad[0]["advantages"][bad[0]["loss_mask"] == 1] = np.inf
+    with pytest.raises(TrainError):
+        whole.step(bad, 0)
+    first = whole.step(make_rows(), 0)["loss/length"]
+    whole.save_state(tmp_path / "state")
+    fresh = learner_of(tiny_model_dir)
+    fresh.load_state(tmp_path / "state")
+    told = [each.step(make_rows(seed=1), 1) for each in (whole, fresh)]
+    assert told[0] == told[1]
+    assert told[0]["loss/length"] == first
+    fresh.load_state(tmp_path / "none")
+    other = fresh.step(make_rows(seed=2), 1)["loss/length"]
+    assert other == learner_of(tiny_model_dir).step(make_rows(seed=2), 0)["loss/length"] != first
+    # an older engine's checkpoint, which has no constant
+    held = tmp_path / "state/optimizer/shard-00001-model-00001-of-00001.safetensors"
+    rest = {name: tensor for name, tensor in load_file(held).items() if name != "loss_length"}
+    older = tmp_path / "older"
+    older.mkdir()
+    save_file(rest, older / "optimizer.safetensors")
+    save_file({name: each.contiguous() for name, each in whole.policy.state().items()}, older / "policy.safetensors")
+    fresh.load_state(older)
+    assert fresh.step(make_rows(seed=3), 2)["loss/length"] == 64
 
 
 def test_no_update_is_made_of_what_is_no_number(tiny_model_dir: Path) -> None:

@@ -78,6 +78,24 @@ async def test_the_model_gets_better(train_spec: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+async def test_a_generous_limit_changes_no_loss_and_no_weight(train_spec: Any, tmp_path: Path) -> None:
+    """Two trainings whose longest possible episodes differ by a factor of 1000; the second is stopped after a step and resumed."""
+    train = {"rollout_correction": {"kind": "none"}, "minibatches": 2, "checkpoints": {"every": 1}}
+    limits = {"turn_tokens": 6, "assistant_turns": 2}
+    trainers = []
+    for name, most in (("tight", 64), ("wide", 64_000)):
+        spec = train_spec(name, train=train | {"steps": 3}, limits=limits | {"episode_tokens": most})
+        trainers.append(begin(spec, tmp_path / name, f"train.steps={3 if name == 'tight' else 1}"))
+        await trainers[-1].run()
+    trainers[1] = resume(trainers[1], steps=3)
+    await trainers[1].run()
+    told = [[(line["loss"], line["grad_norm"], line["loss/length"]) for line in metrics(each)] for each in trainers]
+    assert told[0] == told[1]
+    assert {length for _, _, length in told[0]} == {told[0][0][2]}
+    assert same(policy_of(trainers[0]), policy_of(trainers[1]))
+
+
+@pytest.mark.slow
 async def test_a_resumed_training_is_the_one_that_never_stopped(train_spec: Any, tmp_path: Path) -> None:
     # the sampler's own log-probs depend on who shares its batches, in the last digits; uncorrected, nothing learns of them
     train = {"checkpoints": {"every": 2, "keep": 5}, "rollout_correction": {"kind": "none"}, "minibatches": 2}

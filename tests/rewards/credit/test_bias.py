@@ -102,7 +102,7 @@ def test_equal_returns_without_a_baseline_are_not_divided_by_their_deviation_of_
     assert plain == [[pytest.approx(0.6 if method == "gigpo" else 0.3)]] * 2
 
 
-def test_the_default_length_is_the_most_that_an_episode_may_have() -> None:
+def test_the_longest_possible_episode_follows_from_the_limits() -> None:
     assert LimitsSpec(episode_tokens=4096).tokens_per_episode == 4096
     assert LimitsSpec(assistant_turns=3, turn_tokens=100).tokens_per_episode == 300
     assert LimitsSpec(assistant_turns=None).tokens_per_episode is None

@@ -65,9 +65,8 @@ def grpo_arguments(loaded: LoadedSpec) -> dict[str, Any]:
         "save_total_limit": train.checkpoints.keep,
         "report_to": train.report_to or "none",
     }
-    length = spec.limits.tokens_per_episode
-    if isinstance(train.loss, DrGrpoLoss):
-        length = train.loss.length or length
+    # TRL reads it in `dr_grpo` alone; None: `EngineGRPOTrainer` measures it in the first batch, as `engine train` does
+    length = train.loss.length if isinstance(train.loss, DrGrpoLoss) else spec.limits.tokens_per_episode
     return arguments | {"max_completion_length": length} | _loss_arguments(train.loss)
 
 
@@ -88,7 +87,7 @@ def _loss_arguments(loss: LossSpec) -> dict[str, Any]:
 
 
 def _refuse_untranslated(loaded: LoadedSpec, train: TrainSpec) -> None:
-    spec, loss, kl = loaded.spec, train.loss, train.kl
+    loss, kl = train.loss, train.kl
     problems = {
         "train.kind: sft": not train.samples_episodes,
         "train.epochs": train.epochs is not None,
@@ -102,7 +101,6 @@ def _refuse_untranslated(loaded: LoadedSpec, train: TrainSpec) -> None:
         f"train.minibatches: {train.minibatches} with train.tasks_per_step: {train.tasks_per_step}": bool(
             train.tasks_per_step % train.minibatches
         ),
-        "limits without a maximum number of tokens": spec.limits.tokens_per_episode is None,
     }
     named = ", ".join(f"`{name}`" for name, refused in problems.items() if refused)
     if named:

@@ -66,6 +66,8 @@ class EngineGRPO:
 
     _metrics: Any
     state: Any
+    max_completion_length: float | None
+    """The constant of `dr_grpo`."""
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Make the batch of a generation: TRL's, with the engine's advantages, log-probs and images."""
@@ -76,6 +78,8 @@ class EngineGRPO:
         # TRL's own old log-probs, if it computed them, are of a pass without images.
         batch["old_per_token_logps"] = _padded([row.logprobs for row in rows], completion)
         batch |= self._images(batch)
+        if self.max_completion_length is None:
+            self.max_completion_length = self._rollouts.mean_length()
         for name, value in self._rollouts.metrics.items():
             self._metrics["train"][name].append(value)
         self._unchecked = True

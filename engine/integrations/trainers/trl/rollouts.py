@@ -5,6 +5,7 @@ Each call gets the task ids of one generation batch and runs `num_generations` e
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -133,6 +134,19 @@ class EngineRollouts:
         self.metrics["trl/left_out_tokens"] = float(placed.left_out)
         self.metrics["trl/empty_rows"] = float(placed.empty)
         return placed.rows
+
+    def mean_length(self) -> float:
+        """The mean number of trained tokens of an episode in the training's first batch, which the folder keeps for later launches.
+
+        Raises:
+            OSError, ValueError: the folder's file cannot be read or written.
+        """
+        file = self.folder / "loss_length.json"
+        if not file.exists():
+            counts = [sum(row.mask) for row in self.handed]
+            trained = [count for count in counts if count]
+            file.write_text(json.dumps(sum(trained) / max(len(trained), 1)), encoding="utf-8")
+        return float(json.loads(file.read_text(encoding="utf-8")))
 
     def _make_backend(self, model: Any) -> SharedBackend:
         from engine.integrations.trainers.trl.sampler import SharedBackend
