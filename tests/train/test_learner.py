@@ -190,11 +190,10 @@ def test_a_constant_that_holds_for_all_steps_changes_no_update(tiny_model_dir: P
         learner = learner_of(tiny_model_dir, loss={"kind": "dr_grpo", "length": length}, optimizer=optimizer)
         for step in range(2):
             learner.step(make_rows(seed=step), step)
-        after.append(weights(learner))
+        after.append(torch.cat([tensor.flatten() for tensor in weights(learner).values()]))
     for other in after[1:]:
-        for name, tensor in after[0].items():
-            # where a gradient is a rounding error its sign is one
-            assert float(((other[name] - tensor).abs() > 1e-6).float().mean()) < 0.01
+        moved_otherwise = (other - after[0]).abs() > 1e-5
+        assert float(moved_otherwise.float().mean()) < 1e-3  # where a gradient is a rounding error
 
 
 def test_the_constant_of_the_loss_comes_back_with_a_checkpoint(tiny_model_dir: Path, tmp_path: Path) -> None:
