@@ -19,8 +19,8 @@ from engine.errors import TrainError
 from engine.runner.stats import Summary, label
 from engine.schemas.train import OverlongPenalty
 from engine.store.export import Plan, Row, group_rows
+from engine.train.credited_rows import CUT, LEDGER
 from engine.train.overlong import cut_by, cut_turns, mask_turns, penalized
-from engine.train.valued_rows import CUT, LEDGER
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -160,7 +160,7 @@ class Batch:
 class RowBuilder:
     """Builds the training rows of a group, with the credit and the advantage bonuses of the spec.
 
-    If the credit needs a critic's values, advantages hold the bonuses only, and the rows have the columns that `valued_rows` reads.
+    If the credit needs a critic's values, advantages hold the bonuses only, and the rows have the columns that `credited_rows` reads.
 
     Raises:
         EntryError: a bonus function cannot be imported.

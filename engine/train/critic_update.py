@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from engine.errors import TrainError
+from engine.train.credited_rows import value_weights
 from engine.train.metric_sums import MetricSums
 from engine.train.tokens import ValueTokens
 from engine.train.value_loss import value_objective
-from engine.train.valued_rows import value_weights
 
 if TYPE_CHECKING:
     from engine.store.export import Row

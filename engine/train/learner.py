@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 
 from engine.errors import TrainError
 from engine.train.batches import mean_metrics, whitened_advantages
+from engine.train.credited_rows import credited_rows, value_metrics, with_last_state
 from engine.train.critic_update import update_critic, with_value_weights
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
 from engine.train.gather import gather_tokens, trained_places
@@ -36,7 +37,6 @@ from engine.train.state_parts import StatePart, part_folder
 from engine.train.tensor_files import read_tensors, stored_names, write_tensors
 from engine.train.tokens import Tokens
 from engine.train.value_loss import value_objective
-from engine.train.valued_rows import value_metrics, valued_rows, with_last_state
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
@@ -136,7 +136,7 @@ class Learner:
         if self.critic is not None:
             critic = self.critic
             targets = critic.target_credit
-            rows = valued_rows(rows, self._values(rows), critic.credit, by_turn=critic.by_turn, targets=targets)
+            rows = credited_rows(rows, self._values(rows), critic.credit, by_turn=critic.by_turn, targets=targets)
             told.append(value_metrics(rows))
             self._only_critic = step < critic.spec.warmup_steps
         if spec.kl.in_reward:

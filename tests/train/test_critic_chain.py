@@ -17,7 +17,7 @@ from test_critic_training import learner_of, sealed
 
 from engine.rewards.credit import Member, credit_tokens
 from engine.schemas.credit import read_credit
-from engine.train.valued_rows import valued_rows
+from engine.train.credited_rows import credited_rows
 
 A, B, PROMPT, STATE = 11, 12, 20, 30
 EPISODES = ["b"] * 4 + ["ab"] * 2 + ["aab", "aaa"]
@@ -107,7 +107,9 @@ def test_a_critic_learns_the_values(
         assert values.tolist() == pytest.approx([value(turn, gamma) for turn in range(len(said))], abs=0.01)
     exact = [np.array([value(turn, gamma) for turn in range(len(said))]) for said in EPISODES]
     method_of = read_credit(credit)
-    for one, other in zip(*(valued_rows(rows, each, method_of, by_turn=False) for each in (found, exact)), strict=True):
+    for one, other in zip(
+        *(credited_rows(rows, each, method_of, by_turn=False) for each in (found, exact)), strict=True
+    ):
         np.testing.assert_allclose(one["advantages"], other["advantages"], atol=0.02)
     if lam == 1.0:  # targets are returns; the states explain this part of their variance
         returns = np.concatenate([gamma ** np.arange(len(s) - 1, -1, -1) * (s == "aaa") for s in EPISODES])

@@ -35,7 +35,7 @@ def with_last_state(row: Row) -> Row:
     return row | {"input_ids": np.append(ids, ids[:1]), "loss_mask": np.append(mask, mask.dtype.type(1))}
 
 
-def valued_rows(
+def credited_rows(
     rows: Sequence[Row],
     values: Sequence[Values],
     credit: CreditMethod,
@@ -107,7 +107,7 @@ class _Turns:
         self.member = Member(ledger, values=flat, ends=ends, after=after)
 
     def rows(self, advantages: Sequence[Values], plain: Sequence[Values], credit: CreditMethod) -> list[Row]:
-        """The episode's rows with what `valued_rows` adds. `plain`: the advantages if no reward were addressed to a part of a turn."""
+        """The episode's rows with what `credited_rows` adds. `plain`: the advantages if no reward were addressed to a part of a turn."""
         told = []
         for row, turn_ids in zip(self._rows, self._turn_ids, strict=True):
             gained, held, targets, trained = (np.zeros(len(turn_ids)) for _ in range(4))

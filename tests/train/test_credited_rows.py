@@ -12,7 +12,7 @@ from engine.rewards.address import TurnPart
 from engine.rewards.ledger import Ledger, PartReward, SealedLedger
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
-from engine.train.valued_rows import value_metrics, value_weights, valued_rows, with_last_state
+from engine.train.credited_rows import credited_rows, value_metrics, value_weights, with_last_state
 
 
 def sealed(*rewards: float) -> SealedLedger:
@@ -39,7 +39,7 @@ VALUES = np.array([0.5, 1.0, 2.0])
 
 
 def test_token_gae_and_its_targets() -> None:
-    (found,) = valued_rows(
+    (found,) = credited_rows(
         [row(ONE, LEDGER)], [VALUES], read_credit({"method": "gae", "gamma": 0.5, "lam": 0.5}), by_turn=False
     )
     # rewards on tokens: 0, 1, 4. delta: 0 + 0.5 * 1 - 0.5 = 0; 1 + 0.5 * 2 - 1 = 1; 4 - 2 = 2
@@ -53,9 +53,9 @@ def test_token_gae_and_its_targets() -> None:
 def test_targets_may_have_a_lambda_of_their_own() -> None:
     """Advantages are those of the credit's lambda; with lambda 1 the targets are the discounted rewards, whatever the values are."""
     credit = read_credit({"method": "gae", "gamma": 0.5, "lam": 0.5})
-    plain = valued_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=False)[0]
+    plain = credited_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=False)[0]
     for values in (VALUES, 3 * VALUES):
-        (found,) = valued_rows(
+        (found,) = credited_rows(
             [row(ONE, LEDGER)], [values], credit, by_turn=False, targets=credit.model_copy(update={"lam": 1.0})
         )
         # rewards on tokens: 0, 1, 4: 4; 1 + 0.5 * 4 = 3; 0 + 0.5 * 3 = 1.5
@@ -66,13 +66,13 @@ def test_targets_may_have_a_lambda_of_their_own() -> None:
 
 def test_a_method_over_turns_trains_the_value_before_each_turn() -> None:
     credit = read_credit({"method": "turn_ppo", "gamma": 0.5, "lam": 1.0})
-    (found,) = valued_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=True)
+    (found,) = credited_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=True)
     # V: 0.5, 2. A_1 = 4 - 2 = 2; A_0 = 1 + 0.5 * 2 - 0.5 + 0.5 * 2 = 2.5
     assert found["advantages"].tolist() == [0.0, 2.5, 2.5, 0.0, 2.0]
     assert found["values"].tolist() == [0.5, 0.5, 2.0]
     assert found["returns"].tolist() == [3.0, 3.0, 4.0]
     assert found["has_value"].tolist() == [1.0, 0.0, 1.0]
-    (finer,) = valued_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=False)
+    (finer,) = credited_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=False)
     assert finer["advantages"].tolist() == found["advantages"].tolist()
     assert finer["returns"].tolist() == [3.0, 3.0, 4.0]  # the turn's return, for every token of the turn
     assert finer["has_value"].tolist() == [1.0, 1.0, 1.0]
@@ -96,10 +96,10 @@ def test_an_episode_that_was_cut_goes_on_with_the_value_of_its_last_state(
     assert cut["loss_mask"].tolist() == [0, 1, 1, 0, 1]
     method = read_credit(credit)
     by_turn = method.value_level == "turn"
-    (found,) = valued_rows([cut], [np.append(VALUES, 8.0)], method, by_turn=by_turn)
+    (found,) = credited_rows([cut], [np.append(VALUES, 8.0)], method, by_turn=by_turn)
     assert found["advantages"][[1, 2, 4]].tolist() == expected
     assert found["returns"][-1] == 8.0
-    (ended,) = valued_rows([row(ONE, LEDGER)], [VALUES], method, by_turn=by_turn)
+    (ended,) = credited_rows([row(ONE, LEDGER)], [VALUES], method, by_turn=by_turn)
     assert ended["advantages"][-1] == 2.0
     assert with_last_state(row(ONE, LEDGER))["loss_mask"].tolist() == [0, 1, 1, 0, 1]
 
@@ -114,7 +114,7 @@ def test_the_turns_of_an_episode_are_in_several_branches_and_rows_keep_their_ord
         row([-1, 0], sealed(3.0), task_id="u", episode_id="u/0"),
     ]
     values = [np.array([2.0]), np.array([1.0]), np.array([0.5, 1.0]), np.array([0.0])]
-    found = valued_rows(rows, values, credit, by_turn=False)
+    found = credited_rows(rows, values, credit, by_turn=False)
     assert [(each["episode_id"], each["branch"]) for each in found] == [("t/0", 1), ("t/1", 0), ("t/0", 0), ("u/0", 0)]
     assert [each["advantages"].tolist() for each in found] == [[0, 2], [0, 6], [0, 0, 4.5, 4.0], [0, 3]]
     assert [each.tolist() for each in value_weights(found)] == [[0.2], [0.2], [0.2, 0.2], [0.2]]
@@ -122,7 +122,7 @@ def test_the_turns_of_an_episode_are_in_several_branches_and_rows_keep_their_ord
 
 def test_bonuses_stay_in_the_advantages() -> None:
     bonus = np.array([0, 0.25, 0.25, 0, 0.25], np.float32)
-    (found,) = valued_rows(
+    (found,) = credited_rows(
         [row(ONE, LEDGER, advantages=bonus)], [VALUES], read_credit({"method": "gae"}), by_turn=False
     )
     assert found["advantages"].tolist() == [0.0, 4.75, 4.25, 0.0, 2.25]
@@ -131,12 +131,12 @@ def test_bonuses_stay_in_the_advantages() -> None:
 
 def test_the_metrics_are_over_trained_values() -> None:
     credit = read_credit({"method": "turn_ppo", "gamma": 1.0, "lam": 1.0})
-    (found,) = valued_rows([row(ONE, LEDGER)], [np.array([4.0, 99.0, 2.0])], credit, by_turn=True)
+    (found,) = credited_rows([row(ONE, LEDGER)], [np.array([4.0, 99.0, 2.0])], credit, by_turn=True)
     # targets 5 and 4; values 4 and 2: errors 1 and 2
     assert value_metrics([found]) == pytest.approx(
         {"critic/value_mean": 3.0, "critic/return_mean": 4.5, "critic/explained_variance": 1 - 0.25 / 0.25}
     )
-    (exact,) = valued_rows([row(ONE, LEDGER)], [np.array([5.0, 0.0, 4.0])], credit, by_turn=True)
+    (exact,) = credited_rows([row(ONE, LEDGER)], [np.array([5.0, 0.0, 4.0])], credit, by_turn=True)
     assert value_metrics([exact])["critic/explained_variance"] == 1.0
     assert exact["advantages"].tolist() == [0.0] * 5
     assert "critic/explained_variance" not in value_metrics([exact | {"returns": np.array([1.0, 1.0, 1.0])}])
@@ -146,7 +146,7 @@ def test_the_targets_count_rewards_of_parts_whole() -> None:
     """A reward for the turn's second token moves that token's advantage, and the value before the turn."""
     ledger = replace(LEDGER, parts=(PartReward(turn=0, part=TurnPart(start=1, end=2), name="reward", value=1.0),))
     credit = read_credit({"method": "turn_ppo", "gamma": 1.0, "lam": 1.0})
-    (found,) = valued_rows([row(ONE, ledger)], [VALUES], credit, by_turn=True)
-    (plain,) = valued_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=True)
+    (found,) = credited_rows([row(ONE, ledger)], [VALUES], credit, by_turn=True)
+    (plain,) = credited_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=True)
     assert found["returns"].tolist() == plain["returns"].tolist() == [5.0, 5.0, 4.0]
     assert (plain["advantages"] - found["advantages"]).tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
