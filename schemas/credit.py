@@ -28,6 +28,8 @@ class CreditMethod(Contract):
     """The method needs a critic's value before each sampled token (`Member.values`)."""
     value_level: ClassVar[Literal["token", "turn"]] = "token"
     """For a method with `needs_values`: it reads the values of all sampled tokens, or those before the first token of each turn."""
+    takes_penalties: ClassVar[bool] = True
+    """The method subtracts penalties of tokens (`Member.penalties`, `train.kl.in: reward`) from its rewards."""
     needs_state_key: ClassVar[bool] = False
     """The method needs the state in which each turn began (`Member.state_keys`), with or without a `state_key` in the spec."""
     default_state: ClassVar[str | None] = None
@@ -292,6 +294,7 @@ class EntryCredit(CreditMethod):
 
     formula: ClassVar[str] = "engine.rewards.credit.entry:entry"
     takes_folder: ClassVar[bool] = True
+    takes_penalties: ClassVar[bool] = False
 
     use: str = Field(min_length=1)
     """`package.module:function`."""

@@ -29,8 +29,8 @@ class KlSpec(Contract):
     coefficient: float = Field(default=0.0, ge=0.0)
     """Coefficient of the penalty. With 0 no reference model is loaded."""
     in_: Literal["loss", "reward"] = Field(default="loss", alias="in")
-    """`loss`: `estimator`, added to the loss of each token. `reward`: `k1` of each token, subtracted from its reward (verl:
-    `use_kl_in_reward`), so that the advantage of a token includes the penalties of all later tokens of its row."""
+    """`loss`: `estimator`, added to the loss of each token. `reward`: `k1` of each trained token, subtracted from its reward (verl:
+    `use_kl_in_reward`); the credit method then counts it as it counts rewards."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """With `in: loss`: Schulman's estimator of KL(policy || reference), computed from the sampled token."""
 

@@ -47,6 +47,18 @@ def _sampling(ctx: CheckContext) -> Iterator[TrainSpec]:
             yield train
 
 
+@rule("train.kl-credit", "error", "the credit method takes no KL penalty in the reward")
+def kl_credit(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.kl.in: reward` with a credit method that does not subtract penalties of tokens."""
+    credit = ctx.spec.rewards.credit
+    for train in _sampling(ctx):
+        if train.kl.in_reward and not credit.takes_penalties:
+            message = (
+                "a function of your own gets the ledgers, which do not hold the penalties, so they would have no effect"
+            )
+            yield Finding(message, ("train", "kl", "in"), "use `in: loss`, or a credit method of the engine", key=True)
+
+
 @rule("train.backend", "error", "training needs a backend that takes new weights")
 def backend(ctx: CheckContext) -> Iterator[Finding]:
     """Training needs exact token ids, their log-probs, and a backend that takes new weights."""

@@ -67,6 +67,7 @@ def refuse_unserved(loaded: LoadedSpec, trainer: str | None = None) -> None:
     train, credit = loaded.spec.train or TrainSpec(), loaded.spec.rewards.credit
     problems = {
         f"`rewards.credit: {credit.method}` needs a critic's values, which only the trainer has": credit.needs_values,
+        "`train.kl.in: reward` needs the log-probs of a reference model; use `in: loss`, or subtract the penalty in the trainer": train.kl.in_reward,
         "`train.advantage_norm: batch` needs the whole batch; set it to `none`, and whiten in the trainer": train.advantage_norm
         == "batch",
         "`train.dynamic_sampling` replaces groups; remove it (each group says whether it has a signal)": "dynamic_sampling"

@@ -55,14 +55,15 @@ class Plan:
     base: Path | None
     """The spec's folder, for a credit method by entry point."""
     values: Mapping[str, Sequence[Sequence[float]]] | None
-    """A critic's values, if there are any. None: the caller computes them; if the credit needs them, advantages are 0 and
-    the rows have the column `ledger`."""
+    """A critic's values, if there are any. None: the caller computes them; if the credit needs them, advantages are 0."""
     vision: Vision | None
     """Makes tensors from images; None if rows need none."""
     evaluation: bool
     """Whether the run is an evaluation: then no row is trainable."""
     metadata: Mapping[str, Any] | None = None
     """The origin of the rows; None inside a trainer."""
+    members: bool = False
+    """Whether rows have the column `group`: the trainable members by episode id, from which a trainer computes credit again."""
 
 
 def export_rows(
@@ -178,12 +179,13 @@ def group_rows(
         else credit_tokens(plan.credit, [members[number] for number in chosen], base=plan.base)
     )
     advantages = dict(zip(chosen, found, strict=True))
+    of_group = {group[number].episode_id: members[number] for number in chosen}
     for number, (trajectory, member) in enumerate(zip(group, members, strict=True)):
         shared = _shared(trajectory, member.ledger, plan, task)
         for branch in trajectory.branches:
             row = _row(shared, branch, plan.placement, advantages.get(number))
-            if without_values:
-                row["ledger"] = member.ledger
+            if plan.members:
+                row["group"] = of_group
             if plan.vision is not None and branch.images:
                 row |= plan.vision.tensors([[image.image for image in branch.images]])
             if row["trainable"] or not trainable_only:

@@ -174,7 +174,7 @@ def _rows(store: RunReader) -> Iterator[Row]:
     plan = replace(plan, values=None)
     for task, group in groupby(store.trajectories(), key=lambda each: each.task_id):
         for row in group_rows(list(group), plan, task=store.task(task)):
-            yield {name: value for name, value in row.items() if name != "ledger"} | {"advantages": None}
+            yield row | {"advantages": None}
 
 
 def _write_summaries(store: RunReader, file: Path, part: Part) -> None:

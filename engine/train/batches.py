@@ -19,7 +19,7 @@ from engine.errors import TrainError
 from engine.runner.stats import Summary, label
 from engine.schemas.train import OverlongPenalty
 from engine.store.export import Plan, Row, group_rows
-from engine.train.credited_rows import CUT, LEDGER
+from engine.train.credited_rows import BONUSES, CUT
 from engine.train.overlong import cut_by, cut_turns, mask_turns, penalized
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Group:
     @property
     def without_signal(self) -> bool:
         """Whether every advantage is 0, so that the group has no gradient. Unknown, and so false, before a critic has given values."""
-        if any(LEDGER in row for row in self.rows):
+        if any(CUT in row for row in self.rows):
             return False
         return not any(np.abs(row["advantages"]).max(initial=0.0) > ZERO_ADVANTAGE for row in self.rows)
 
@@ -160,14 +160,17 @@ class Batch:
 class RowBuilder:
     """Builds the training rows of a group, with the credit and the advantage bonuses of the spec.
 
-    If the credit needs a critic's values, advantages hold the bonuses only, and the rows have the columns that `credited_rows` reads.
+    If the credit needs a critic's values, or there are KL penalties in the reward, the rows have the columns that `credited_rows`
+    reads. Advantages are then without penalties; without values they hold the bonuses only.
 
     Raises:
         EntryError: a bonus function cannot be imported.
     """
 
     def __init__(self, spec: EpisodeSpec, train: TrainSpec, base: Path | None) -> None:
-        self._plan = Plan(spec.rewards.credit, spec.rewards.placement, base, None, None, False)
+        credit = spec.rewards.credit
+        members = credit.needs_values or train.kl.in_reward
+        self._plan = Plan(credit, spec.rewards.placement, base, None, None, False, members=members)
         self._limits = spec.limits
         self._most = min(spec.limits.turn_tokens, spec.sampling.max_new_tokens or spec.limits.turn_tokens)
         self._overlong = train.overlong
@@ -193,7 +196,10 @@ class RowBuilder:
                 row[CUT] = last[row["episode_id"]] == row["branch"]
         for bonus, function in self._bonuses:
             for row in rows:
-                row["advantages"] = row["advantages"] + _bonus(bonus, function, row)
+                values = _bonus(bonus, function, row)
+                row["advantages"] = row["advantages"] + values
+                if self._plan.members:
+                    row[BONUSES] = row[BONUSES] + values if BONUSES in row else values
         return rows
 
     def _last_branch(self, trajectory: Trajectory) -> int | None:

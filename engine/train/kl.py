@@ -16,22 +16,18 @@ itself drew:
                                                near the reference is k2's to first order in d
 
 In the reward instead of the loss (`kl.in: reward`; Ziegler et al. 2019, arXiv 1909.08593, equation 2; verl's
-`apply_kl_penalty`), each token earns -coefficient * k1, a constant for the gradient. The return of a token then has the penalties of
-this and all later tokens, and the policy gradient is an unbiased estimate of that of KL(policy || reference) of whole rows.
+`apply_kl_penalty`), each token earns -coefficient * k1, a constant for the gradient. The credit method counts these rewards as it counts
+others (`engine.rewards.credit`, `Member.penalties`): where it gives a token the sum of what comes from its turn on, the policy
+gradient is an unbiased estimate of that of KL(policy || reference) of whole episodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-import numpy as np
 from torch import Tensor
 
 from engine.train.ratios import bounded_k3, log_ratio
-
-if TYPE_CHECKING:
-    from engine.store.export import Row
 
 LEAST_LOGPROB = -100.0
 """Log-probs below this value count as this value in the reward, so that a penalty is finite."""
@@ -54,28 +50,3 @@ def token_kl(estimator: Literal["k1", "k2", "k3"], logprobs: Tensor, reference: 
     if estimator == "k2":
         return exponent.square() / 2
     return bounded_k3(exponent)
-
-
-def penalized_rows(
-    rows: Sequence[Row], token_kl: Sequence[np.ndarray], coefficient: float
-) -> tuple[list[dict[str, Any]], float]:
-    """Subtract a KL penalty from the rewards of tokens, and so from the advantages of these and of earlier tokens.
-
-    The advantage of trained token t becomes A_t - coefficient * sum of k1 over the trained tokens of the row from t on.
-
-    Args:
-        rows: Rows with `advantages`.
-        token_kl: k1 of each row's trained tokens, [trained tokens].
-        coefficient: `kl.coefficient`.
-
-    Returns:
-        The rows with new advantages, and the mean k1 over all trained tokens.
-    """
-    found = []
-    for row, kl in zip(rows, token_kl, strict=True):
-        advantages = np.array(row["advantages"], np.float32)
-        to_go = np.cumsum(kl[::-1], dtype=np.float64)[::-1]
-        advantages[row["loss_mask"] == 1] -= (coefficient * to_go).astype(np.float32)
-        found.append(row | {"advantages": advantages})
-    tokens = sum(map(len, token_kl))
-    return found, float(sum(kl.sum(dtype=np.float64) for kl in token_kl)) / max(tokens, 1)

@@ -24,7 +24,7 @@ from engine.train.credited_rows import credited_rows, value_metrics, with_last_s
 from engine.train.critic_update import update_critic, with_value_weights
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
 from engine.train.gather import gather_tokens, trained_places
-from engine.train.kl import LEAST_LOGPROB, penalized_rows
+from engine.train.kl import LEAST_LOGPROB
 from engine.train.loss_weights import mean_episode_length, token_loss_weights
 from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums
@@ -39,6 +39,7 @@ from engine.train.tokens import Tokens
 from engine.train.value_loss import value_objective
 
 if TYPE_CHECKING:
+    from engine.schemas.credit import CreditMethod
     from engine.schemas.train import TrainSpec
     from engine.store.export import Row
     from engine.tokens.image_bank import SentImages
@@ -61,9 +62,10 @@ class Learner:
             not measure it.
         process_group: The processes of the training. Each has a learner; process 0's learner calls the others.
         critic: The critic, if the credit method needs values. Rows then come without the credit's advantages.
+        credit: The credit method, which computes advantages again if the reward has KL penalties.
 
     Raises:
-        TrainError: kind `train_setup`: no parameter is trained.
+        TrainError: kind `train_setup`: no parameter is trained, or the credit method takes no penalties.
     """
 
     def __init__(
@@ -74,7 +76,15 @@ class Learner:
         episode_tokens: int | None = None,
         process_group: ProcessGroup | None = None,
         critic: Critic | None = None,
+        credit: CreditMethod | None = None,
     ) -> None:
+        if spec.kl.in_reward and (credit is None or not credit.takes_penalties):
+            raise TrainError(
+                "`train.kl.in: reward`: the credit method takes no penalties of tokens; use `train.kl.in: loss`, or a credit "
+                "method of the engine",
+                kind="train_setup",
+            )
+        self._credit = credit
         self.policy = policy
         self.critic = critic
         self.process_group: ProcessGroup = process_group or SingleProcessGroup()
@@ -133,15 +143,25 @@ class Learner:
         self.updates = 0
         spec = self._spec
         told = []
+        penalties = None
+        if spec.kl.in_reward:
+            token_kl = self._token_kl(rows)
+            penalties = [spec.kl.coefficient * of_row.astype(np.float64) for of_row in token_kl]
+            told.append({"policy/kl_ref": float(np.concatenate(token_kl).mean(dtype=np.float64))})
         if self.critic is not None:
             critic = self.critic
-            targets = critic.target_credit
-            rows = credited_rows(rows, self._values(rows), critic.credit, by_turn=critic.by_turn, targets=targets)
+            rows = credited_rows(
+                rows,
+                critic.credit,
+                values=self._values(rows),
+                penalties=penalties,
+                by_turn=critic.by_turn,
+                targets=critic.target_credit,
+            )
             told.append(value_metrics(rows))
             self._only_critic = step < critic.spec.warmup_steps
-        if spec.kl.in_reward:
-            rows, kl = penalized_rows(rows, self._token_kl(rows), spec.kl.coefficient)
-            told.append({"policy/kl_ref": kl})
+        elif penalties is not None and self._credit is not None:
+            rows = credited_rows(rows, self._credit, penalties=penalties)
         advantages = (
             whitened_advantages(rows) if spec.advantage_norm == "batch" else [row["advantages"] for row in rows]
         )

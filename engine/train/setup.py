@@ -89,7 +89,7 @@ def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGro
             offload=train.memory.offload == "all",
         )
     length = spec.limits.tokens_per_episode
-    return Learner(policy, train, episode_tokens=length, process_group=process_group, critic=critic)
+    return Learner(policy, train, episode_tokens=length, process_group=process_group, critic=critic, credit=credit)
 
 
 def critic_model(loaded: LoadedSpec, train: TrainSpec, format: ChatFormat, policy: Policy) -> PackedModel:

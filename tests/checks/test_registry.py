@@ -134,6 +134,7 @@ def test_ids_are_stable() -> None:
         ("train.freeze", "error"),
         ("train.greedy", "error"),
         ("train.half-precision", "warning"),
+        ("train.kl-credit", "error"),
         ("train.kl-estimator", "warning"),
         ("train.metric", "error"),
         ("train.no-effect", "warning"),

@@ -10,9 +10,11 @@ import yaml
 from command_line import engine_here
 
 from engine.cli.schema import generated
+from engine.errors import TrainError
 from engine.integrations.trainers.capabilities import THINGS, TRAINERS
 from engine.integrations.trainers.check import check_trainer, uses
 from engine.integrations.trainers.evidence import EVIDENCE, INSTALLED, PARTS
+from engine.integrations.trainers.rollouts import refuse_lost
 from engine.spec.load import load_spec
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +93,12 @@ USED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"train": TRAIN | {"asynchrony": {"max_staleness": 1}}},
         {"versions": "train.asynchrony.max_staleness"},
     ),
+    "a KL penalty in the loss": ({"train": TRAIN | {"kl": {"coefficient": 0.1}}}, {}),
+    "a KL penalty in the reward": (
+        {"train": TRAIN | {"kl": {"coefficient": 0.1, "in": "reward"}}},
+        {"kl_in_reward": "train.kl.in"},
+    ),
+    "a KL penalty in the reward of 0": ({"train": TRAIN | {"kl": {"in": "reward"}}}, {}),
     "more groups": (
         {"train": TRAIN | {"asynchrony": {"oversample": 2.0}}},
         {"oversampling": "train.asynchrony.oversample"},
@@ -123,6 +131,18 @@ def test_findings_are_exactly_what_is_not_carried(tmp_path: Path) -> None:
         ]
         assert [(item.rule, item.path) for item in check_trainer(loaded, name)] == expected
     assert [item.rule for item in check_trainer(loaded, "areal")] == []
+
+
+@pytest.mark.parametrize("trainer", list(TRAINERS))
+def test_no_trainer_gets_advantages_without_the_penalty_that_the_spec_puts_into_the_reward(
+    trainer: str, tmp_path: Path
+) -> None:
+    used(tmp_path, train=TRAIN | {"kl": {"coefficient": 0.1, "in": "reward"}})
+    loaded = load_spec(tmp_path / "spec.yaml")
+    refused = [item.path for item in check_trainer(loaded, trainer) if item.severity == "error"]
+    assert ("train", "kl", "in") in refused
+    with pytest.raises(TrainError, match=r"a KL penalty in the reward; .* use `train.kl.in: loss`, or `engine train`"):
+        refuse_lost(loaded, trainer)
 
 
 @pytest.mark.parametrize(

@@ -212,10 +212,12 @@ def test_a_damaged_log_names_its_line(tmp_path: Path) -> None:
 
 
 def test_what_a_service_cannot_do_is_refused_at_the_start(tmp_path: Path) -> None:
-    path = written(tmp_path, train={"advantage_norm": "batch", "dynamic_sampling": True, "steps": 1})
+    kl = {"coefficient": 0.1, "in": "reward"}
+    path = written(tmp_path, train={"advantage_norm": "batch", "dynamic_sampling": True, "steps": 1, "kl": kl})
     with pytest.raises(TrainError) as error:
         refuse_unserved(load_spec(path))
     assert "`train.advantage_norm: batch`" in str(error.value)
+    assert "`train.kl.in: reward` needs the log-probs of a reference model" in str(error.value)
     assert "`train.dynamic_sampling`" in str(error.value)
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
-from engine.schemas.credit import GaeCredit
+from engine.schemas.credit import GaeCredit, TurnReturnCredit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.train.allocated_bytes import AllocatedBytes
@@ -34,6 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "minibatches": 2,
     },
     "kl": {"loss": {"kind": "grpo"}, "kl": {"coefficient": 0.3}},
+    "penalties": {"loss": {"kind": "grpo"}, "kl": {"coefficient": 0.3, "in": "reward"}},
     "lora": {
         "loss": {"kind": "dapo"},
         "kl": {"coefficient": 0.5},
@@ -103,7 +105,7 @@ def save_model_with_experts(folder: Path) -> None:
 
 def rows_for(learner: Learner) -> list[dict[str, Any]]:
     """The rows that a learner trains on."""
-    rows = rows_of() if learner.critic is None else for_critic(rows_of())
+    rows = rows_of() if learner.critic is None and not learner._spec.kl.in_reward else with_groups(rows_of())
     if learner.policy.net.replays_experts:
         rng = np.random.default_rng(2)
         for row in rows:
@@ -135,17 +137,19 @@ def rows_of() -> list[dict[str, Any]]:
     return rows
 
 
-def for_critic(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each row as an episode whose advantages need a critic; every other one was cut by a limit."""
+def with_groups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each row as an episode whose credit is computed in the trainer; every other one was cut by a limit."""
     rng = np.random.default_rng(1)
-    found = []
+    found, groups = [], {row["task_id"]: dict[str, Member]() for row in rows}
     for number, row in enumerate(rows):
         ledger, turns = Ledger(), int(row["turn_ids"].max()) + 1
         for turn in range(turns):
             ledger.post(RewardEvent(turn=turn, value=float(rng.normal())), turn)
         row["turn_ids"] = np.where(row["loss_mask"] == 1, row["turn_ids"], -1)
         none = np.zeros(len(row["input_ids"]), np.float32)
-        own = {"episode_id": f"e{number}", "advantages": none, "ledger": ledger.seal(turns), "cut": number % 2 == 1}
+        group = groups[row["task_id"]]
+        group[f"e{number}"] = Member(ledger.seal(turns))
+        own = {"episode_id": f"e{number}", "advantages": none, "group": group, "cut": number % 2 == 1}
         found.append(row | own)
     return found
 
@@ -160,7 +164,7 @@ def learner_of(process_group: ProcessGroup, folder: Path, kind: str) -> Learner:
         critic = Critic(spec.critic, credit, policy, process_group, model=own)
         for group in critic.optimizer.param_groups:
             group["eps"] = 1e-3
-    return Learner(policy, spec, process_group=process_group, critic=critic)
+    return Learner(policy, spec, process_group=process_group, critic=critic, credit=TurnReturnCredit())
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:

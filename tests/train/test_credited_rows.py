@@ -1,4 +1,4 @@
-"""From values to advantages and targets, on rows: worked out by hand, over turns, branches and cut episodes."""
+"""From values and penalties to advantages and targets, on rows: worked out by hand, over turns, branches and cut episodes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from engine.rewards.address import TurnPart
+from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger, PartReward, SealedLedger
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
@@ -25,11 +26,12 @@ def sealed(*rewards: float) -> SealedLedger:
 def row(turn_ids: list[int], ledger: SealedLedger, **changes: Any) -> dict[str, Any]:
     """A row; -1 is a token that was not sampled."""
     turns = np.array(turn_ids, np.int32)
-    return {
-        "task_id": "t", "episode_id": "t/0", "branch": 0, "cut": False, "ledger": ledger,
+    made = {
+        "task_id": "t", "episode_id": "t/0", "branch": 0, "cut": False,
         "input_ids": np.arange(len(turns), dtype=np.int32), "turn_ids": turns,
         "loss_mask": (turns >= 0).astype(np.int32), "advantages": np.zeros(len(turns), np.float32),
     } | changes  # fmt: skip
+    return {"group": {made["episode_id"]: Member(ledger)}} | made
 
 
 LEDGER = sealed(1.0, 4.0)
@@ -40,7 +42,7 @@ VALUES = np.array([0.5, 1.0, 2.0])
 
 def test_token_gae_and_its_targets() -> None:
     (found,) = credited_rows(
-        [row(ONE, LEDGER)], [VALUES], read_credit({"method": "gae", "gamma": 0.5, "lam": 0.5}), by_turn=False
+        [row(ONE, LEDGER)], read_credit({"method": "gae", "gamma": 0.5, "lam": 0.5}), values=[VALUES], by_turn=False
     )
     # rewards on tokens: 0, 1, 4. delta: 0 + 0.5 * 1 - 0.5 = 0; 1 + 0.5 * 2 - 1 = 1; 4 - 2 = 2
     # A: 2; 1 + 0.25 * 2 = 1.5; 0 + 0.25 * 1.5 = 0.375
@@ -53,10 +55,10 @@ def test_token_gae_and_its_targets() -> None:
 def test_targets_may_have_a_lambda_of_their_own() -> None:
     """Advantages are those of the credit's lambda; with lambda 1 the targets are the discounted rewards, whatever the values are."""
     credit = read_credit({"method": "gae", "gamma": 0.5, "lam": 0.5})
-    plain = credited_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=False)[0]
+    plain = credited_rows([row(ONE, LEDGER)], credit, values=[VALUES], by_turn=False)[0]
     for values in (VALUES, 3 * VALUES):
         (found,) = credited_rows(
-            [row(ONE, LEDGER)], [values], credit, by_turn=False, targets=credit.model_copy(update={"lam": 1.0})
+            [row(ONE, LEDGER)], credit, values=[values], by_turn=False, targets=credit.model_copy(update={"lam": 1.0})
         )
         # rewards on tokens: 0, 1, 4: 4; 1 + 0.5 * 4 = 3; 0 + 0.5 * 3 = 1.5
         assert found["returns"].tolist() == pytest.approx([1.5, 3.0, 4.0])
@@ -66,13 +68,13 @@ def test_targets_may_have_a_lambda_of_their_own() -> None:
 
 def test_a_method_over_turns_trains_the_value_before_each_turn() -> None:
     credit = read_credit({"method": "turn_ppo", "gamma": 0.5, "lam": 1.0})
-    (found,) = credited_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=True)
+    (found,) = credited_rows([row(ONE, LEDGER)], credit, values=[VALUES], by_turn=True)
     # V: 0.5, 2. A_1 = 4 - 2 = 2; A_0 = 1 + 0.5 * 2 - 0.5 + 0.5 * 2 = 2.5
     assert found["advantages"].tolist() == [0.0, 2.5, 2.5, 0.0, 2.0]
     assert found["values"].tolist() == [0.5, 0.5, 2.0]
     assert found["returns"].tolist() == [3.0, 3.0, 4.0]
     assert found["has_value"].tolist() == [1.0, 0.0, 1.0]
-    (finer,) = credited_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=False)
+    (finer,) = credited_rows([row(ONE, LEDGER)], credit, values=[VALUES], by_turn=False)
     assert finer["advantages"].tolist() == found["advantages"].tolist()
     assert finer["returns"].tolist() == [3.0, 3.0, 4.0]  # the turn's return, for every token of the turn
     assert finer["has_value"].tolist() == [1.0, 1.0, 1.0]
@@ -96,10 +98,10 @@ def test_an_episode_that_was_cut_goes_on_with_the_value_of_its_last_state(
     assert cut["loss_mask"].tolist() == [0, 1, 1, 0, 1]
     method = read_credit(credit)
     by_turn = method.value_level == "turn"
-    (found,) = credited_rows([cut], [np.append(VALUES, 8.0)], method, by_turn=by_turn)
+    (found,) = credited_rows([cut], method, values=[np.append(VALUES, 8.0)], by_turn=by_turn)
     assert found["advantages"][[1, 2, 4]].tolist() == expected
     assert found["returns"][-1] == 8.0
-    (ended,) = credited_rows([row(ONE, LEDGER)], [VALUES], method, by_turn=by_turn)
+    (ended,) = credited_rows([row(ONE, LEDGER)], method, values=[VALUES], by_turn=by_turn)
     assert ended["advantages"][-1] == 2.0
     assert with_last_state(row(ONE, LEDGER))["loss_mask"].tolist() == [0, 1, 1, 0, 1]
 
@@ -114,7 +116,7 @@ def test_the_turns_of_an_episode_are_in_several_branches_and_rows_keep_their_ord
         row([-1, 0], sealed(3.0), task_id="u", episode_id="u/0"),
     ]
     values = [np.array([2.0]), np.array([1.0]), np.array([0.5, 1.0]), np.array([0.0])]
-    found = credited_rows(rows, values, credit, by_turn=False)
+    found = credited_rows(rows, credit, values=values, by_turn=False)
     assert [(each["episode_id"], each["branch"]) for each in found] == [("t/0", 1), ("t/1", 0), ("t/0", 0), ("u/0", 0)]
     assert [each["advantages"].tolist() for each in found] == [[0, 2], [0, 6], [0, 0, 4.5, 4.0], [0, 3]]
     assert [each.tolist() for each in value_weights(found)] == [[0.2], [0.2], [0.2, 0.2], [0.2]]
@@ -123,7 +125,10 @@ def test_the_turns_of_an_episode_are_in_several_branches_and_rows_keep_their_ord
 def test_bonuses_stay_in_the_advantages() -> None:
     bonus = np.array([0, 0.25, 0.25, 0, 0.25], np.float32)
     (found,) = credited_rows(
-        [row(ONE, LEDGER, advantages=bonus)], [VALUES], read_credit({"method": "gae"}), by_turn=False
+        [row(ONE, LEDGER, advantages=bonus, bonuses=bonus)],
+        read_credit({"method": "gae"}),
+        values=[VALUES],
+        by_turn=False,
     )
     assert found["advantages"].tolist() == [0.0, 4.75, 4.25, 0.0, 2.25]
     assert bonus.tolist() == [0, 0.25, 0.25, 0, 0.25]
@@ -131,12 +136,12 @@ def test_bonuses_stay_in_the_advantages() -> None:
 
 def test_the_metrics_are_over_trained_values() -> None:
     credit = read_credit({"method": "turn_ppo", "gamma": 1.0, "lam": 1.0})
-    (found,) = credited_rows([row(ONE, LEDGER)], [np.array([4.0, 99.0, 2.0])], credit, by_turn=True)
+    (found,) = credited_rows([row(ONE, LEDGER)], credit, values=[np.array([4.0, 99.0, 2.0])], by_turn=True)
     # targets 5 and 4; values 4 and 2: errors 1 and 2
     assert value_metrics([found]) == pytest.approx(
         {"critic/value_mean": 3.0, "critic/return_mean": 4.5, "critic/explained_variance": 1 - 0.25 / 0.25}
     )
-    (exact,) = credited_rows([row(ONE, LEDGER)], [np.array([5.0, 0.0, 4.0])], credit, by_turn=True)
+    (exact,) = credited_rows([row(ONE, LEDGER)], credit, values=[np.array([5.0, 0.0, 4.0])], by_turn=True)
     assert value_metrics([exact])["critic/explained_variance"] == 1.0
     assert exact["advantages"].tolist() == [0.0] * 5
     assert "critic/explained_variance" not in value_metrics([exact | {"returns": np.array([1.0, 1.0, 1.0])}])
@@ -146,7 +151,71 @@ def test_the_targets_count_rewards_of_parts_whole() -> None:
     """A reward for the turn's second token moves that token's advantage, and the value before the turn."""
     ledger = replace(LEDGER, parts=(PartReward(turn=0, part=TurnPart(start=1, end=2), name="reward", value=1.0),))
     credit = read_credit({"method": "turn_ppo", "gamma": 1.0, "lam": 1.0})
-    (found,) = credited_rows([row(ONE, ledger)], [VALUES], credit, by_turn=True)
-    (plain,) = credited_rows([row(ONE, LEDGER)], [VALUES], credit, by_turn=True)
+    (found,) = credited_rows([row(ONE, ledger)], credit, values=[VALUES], by_turn=True)
+    (plain,) = credited_rows([row(ONE, LEDGER)], credit, values=[VALUES], by_turn=True)
     assert found["returns"].tolist() == plain["returns"].tolist() == [5.0, 5.0, 4.0]
     assert (plain["advantages"] - found["advantages"]).tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def grouped(*rows: dict[str, Any], **without_row: SealedLedger) -> list[dict[str, Any]]:
+    """Rows of one group, and the ledgers of its episodes that have no row."""
+    members = {name: member for row in rows for name, member in row["group"].items()}
+    members |= {
+        f"t/{name}": Member(ledger, ends=list(range(1, ledger.turns + 1))) for name, ledger in without_row.items()
+    }
+    return [row | {"group": members} for row in rows]
+
+
+def advantages(rows: list[dict[str, Any]], penalties: list[list[float]], **credit: Any) -> list[list[float]]:
+    costs = [np.array(of_row) for of_row in penalties]
+    return [each["advantages"].tolist() for each in credited_rows(rows, read_credit(credit), penalties=costs)]
+
+
+BRANCHES = [row([-1, 1], LEDGER, branch=1), row([-1, -1, 0, 0], LEDGER, branch=0)]
+"""Turn 1, with reward 4, in a later branch than turn 0, with reward 1; the rows stand in the other order."""
+
+
+def test_penalties_of_a_later_branch_count_for_the_tokens_of_an_earlier_one() -> None:
+    costs = [[2.0], [0.5, 0.25]]
+    assert advantages(BRANCHES, costs, method="turn_return", baseline="none") == [[0, 2], [0, 0, 2.25, 2.25]]
+    assert advantages(BRANCHES, costs, method="turn_return", baseline="none", gamma=0.5) == [[0, 2], [0, 0, 1.25, 1.25]]
+    assert advantages(BRANCHES, costs, method="outcome", baseline="none") == [[0, 2.25], [0, 0, 2.25, 2.25]]
+
+
+def test_the_group_subtracts_what_its_other_episodes_earn_less_their_penalties() -> None:
+    """Also those of an episode without a row: its tokens are not trained, so it has its rewards and no penalties."""
+    rows = grouped(*BRANCHES, row([-1, 0], sealed(7.0), episode_id="t/1"), **{"2": sealed(1.0, 1.0)})
+    costs = [[2.0], [0.5, 0.25], [1.0]]
+    # returns 2.25, 2 of the first, 6 of the second, 2, 1 of the third
+    expected = [[0, 2 - 0.5], [0, 0, 2.25 - 4.0, 2.25 - 4.0], [0, 6 - 2.125]]
+    assert advantages(rows, costs, method="turn_return") == expected
+
+
+def test_groups_of_one_task_are_compared_apart() -> None:
+    """A small set of tasks gives a batch two groups of one task, whose later episodes have other ids."""
+    rows = grouped(row([0], sealed(1.0)), row([0], sealed(3.0), episode_id="t/1"))
+    others = grouped(row([0], sealed(10.0), episode_id="t~1/0"), row([0], sealed(20.0), episode_id="t~1/1"))
+    costs = [[0.5], [0.0], [0.0], [5.0]]
+    assert advantages([*rows, *others], costs, method="outcome") == [[-2.5], [2.5], [-5.0], [5.0]]
+
+
+def test_penalties_replace_the_credit_and_leave_the_bonuses() -> None:
+    bonuses = np.array([0, 0.25, 0.25, 0, 0.25], np.float32)
+    rows = [row(ONE, LEDGER, advantages=bonuses + 99, bonuses=bonuses)]
+    found = advantages(rows, [[1.0, 0.0, 2.0]], method="turn_return", baseline="none")
+    assert found == [[0.0, 2.25, 2.25, 0.0, 2.25]]
+    assert rows[0]["advantages"].tolist() == (bonuses + 99).tolist()
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
+def test_targets_of_values_count_penalties(lam: float) -> None:
+    """A value predicts what its tokens will cost too; with lambda 1 the targets are rewards less penalties to come."""
+    credit = read_credit({"method": "gae", "lam": lam})
+    costs = [np.array([0.5, 0.25, 1.0])]
+    (found,) = credited_rows([row(ONE, LEDGER)], credit, values=[VALUES], penalties=costs)
+    targets = credit.model_copy(update={"lam": 1.0})
+    (returns,) = credited_rows([row(ONE, LEDGER)], credit, values=[VALUES], penalties=costs, targets=targets)
+    assert found["returns"].tolist() == (found["advantages"][[1, 2, 4]] + VALUES).tolist()
+    assert returns["returns"].tolist() == pytest.approx([5 - 1.75, 5 - 1.25, 4 - 1.0])
+    assert returns["advantages"].tolist() == found["advantages"].tolist()
+    assert found["advantages"][4] == 4 - 1.0 - 2.0

@@ -36,11 +36,12 @@ def rows_of() -> list[dict[str, Any]]:
             ids += [STATE + turn, A if letter == "a" else B]
             turns += [-1, turn]
         mask = (np.array(turns) >= 0).astype(np.int32)
+        ledger = sealed(*[0.0] * (len(said) - 1), 1.0 if said == "aaa" else 0.0)
         rows.append({
             "input_ids": np.array(ids, np.int32), "turn_ids": np.array(turns, np.int32), "loss_mask": mask,
             "logprobs": np.where(mask, -np.log(2.0), 0.0).astype(np.float32), "weight_versions": np.where(mask, 0, -1),
             "advantages": np.zeros(len(ids), np.float32), "images": [], "task_id": "chain", "episode_id": f"chain/{number}",
-            "branch": 0, "cut": False, "ledger": sealed(*[0.0] * (len(said) - 1), 1.0 if said == "aaa" else 0.0),
+            "branch": 0, "cut": False, "group": {f"chain/{number}": Member(ledger)},
         })  # fmt: skip
     return rows
 
@@ -108,7 +109,7 @@ def test_a_critic_learns_the_values(
     exact = [np.array([value(turn, gamma) for turn in range(len(said))]) for said in EPISODES]
     method_of = read_credit(credit)
     for one, other in zip(
-        *(credited_rows(rows, each, method_of, by_turn=False) for each in (found, exact)), strict=True
+        *(credited_rows(rows, method_of, values=each, by_turn=False) for each in (found, exact)), strict=True
     ):
         np.testing.assert_allclose(one["advantages"], other["advantages"], atol=0.02)
     if lam == 1.0:  # targets are returns; the states explain this part of their variance

@@ -14,6 +14,7 @@ from slow_cases import slow_but
 from test_learner import make_rows
 
 from engine.errors import TrainError
+from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger, SealedLedger
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
@@ -50,7 +51,8 @@ def valued(rows: list[dict[str, Any]], cut: bool = False) -> list[dict[str, Any]
     found = []
     for row in rows:
         ledger = sealed(*rng.normal(size=2).round(2).tolist())
-        found.append(row | {"advantages": np.zeros(len(row["input_ids"]), np.float32), "ledger": ledger, "cut": cut})
+        group = {row["episode_id"]: Member(ledger)}
+        found.append(row | {"advantages": np.zeros(len(row["input_ids"]), np.float32), "group": group, "cut": cut})
     return found
 
 
@@ -257,7 +259,7 @@ def test_a_value_that_is_not_finite_changes_nothing(tiny_model_dir: Path) -> Non
     learner = learner_of(tiny_model_dir, KINDS["probe"] | {"lr": 1.0})
     before = weights(learner)
     rows = valued(make_rows())
-    rows[0]["ledger"] = sealed(0.0, 1e30)
+    rows[0]["group"] = {rows[0]["episode_id"]: Member(sealed(0.0, 1e30))}
     with pytest.raises(TrainError, match="the update was not applied") as caught:
         learner.step(rows, 0)
     assert (caught.value.kind, learner.updates) == ("diverged", 0)
@@ -301,13 +303,17 @@ DETERMINISTIC = {"kind": "local", "dtype": "float32", "max_batch": 16, "determin
 
 
 @pytest.mark.slow  # by default: the checkpoint of a critic above, and a resumed training in test_surviving
-@pytest.mark.parametrize(("method", "kind"), [("turn_ppo", "probe"), ("bilevel_gae", "head"), ("gae", "network")])
+@pytest.mark.parametrize(
+    ("method", "kind", "penalty"),
+    [("turn_ppo", "probe", 0.0), ("bilevel_gae", "head", 0.0), ("gae", "network", 0.0), ("bilevel_gae", "probe", 0.5)],
+)
 async def test_a_resumed_training_is_the_one_that_never_stopped(
-    method: str, kind: str, train_spec: Any, tmp_path: Path
+    method: str, kind: str, penalty: float, train_spec: Any, tmp_path: Path
 ) -> None:
-    """The second launch repeats step 3 from the batch log: its values come from the checkpoint's critic."""
+    """The second launch repeats step 3 from the batch log: its values come from the checkpoint's critic, and the KL penalties of its
+    tokens from the checkpoint's weights."""
     changes = {"rewards": {"credit": {"method": method}}, "backend": DETERMINISTIC}
-    train = EXACT | {"critic": KINDS[kind] | {"update_epochs": 2}}
+    train = EXACT | {"critic": KINDS[kind] | {"update_epochs": 2}, "kl": {"coefficient": penalty, "in": "reward"}}
     whole = begin(train_spec(name="whole", train=train, **changes), tmp_path / "whole")
     await whole.run()
     parted = begin(train_spec(name="parted", train=train | {"steps": 3}, **changes), tmp_path / "parted")

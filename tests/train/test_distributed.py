@@ -52,6 +52,7 @@ def launched(launcher: str, folder: Path, kind: str, processes: int) -> list[str
         ("accelerate", "plain", 2),
         ("torchrun", "tied", 4),
         ("torchrun", "kl", 4),
+        ("torchrun", "penalties", 2),
         ("torchrun", "lora", 2),
         ("torchrun", "probe", 2),
         ("torchrun", "head", 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from typing import Literal, get_args
 
 import numpy as np
@@ -11,7 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.train.kl import penalized_rows, token_kl
+from engine.rewards.credit import Member
+from engine.rewards.ledger import Ledger
+from engine.schemas.credit import TurnReturnCredit
+from engine.train.credited_rows import credited_rows
+from engine.train.kl import token_kl
 from engine.train.ratios import LIMIT
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -97,34 +102,39 @@ def test_always_a_number(estimator: Estimator, policy: float, reference: float) 
     assert estimator == "k1" or found.item() >= 0
 
 
-def test_in_the_reward_a_token_pays_for_itself_and_what_follows() -> None:
-    row = {
-        "loss_mask": np.array([0, 1, 1, 0, 1]),
-        "advantages": np.array([0.0, 1.0, 1.0, 0.0, 2.0], np.float32),
-    }
-    (changed,), mean = penalized_rows([row], [np.array([0.5, -0.25, 1.0], np.float32)], 2.0)
-    assert changed["advantages"].tolist() == [0.0, 1.0 - 2 * 1.25, 1.0 - 2 * 0.75, 0.0, 2.0 - 2 * 1.0]
-    assert mean == pytest.approx(1.25 / 3)
-    assert row["advantages"].tolist() == [0.0, 1.0, 1.0, 0.0, 2.0]
-
-
-def test_the_gradient_of_the_reward_penalty_is_that_of_the_sequence_kl() -> None:
-    """Two tokens of three values: the expected update over all sequences, against autograd through the exact KL."""
+@pytest.mark.parametrize("baseline", ["none", "leave_one_out", "mean"])
+def test_the_gradient_of_the_reward_penalty_is_that_of_the_kl_of_whole_episodes(baseline: str) -> None:
+    """Episodes of two turns of one token of three values, the second in a later branch, in groups of two: the expected update over
+    all groups, against autograd through the exact KL. A group's `mean` keeps a half of it."""
     generator = torch.Generator().manual_seed(3)
     first = torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True)
     second = torch.randn(3, 3, generator=generator, dtype=torch.float64, requires_grad=True)
     reference = [torch.randn(3, generator=generator, dtype=torch.float64).log_softmax(-1) for _ in range(2)]
     one, two = first.log_softmax(-1), second.log_softmax(-1)
-    exact, loss = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    for a in range(3):
-        for b in range(3):
-            chance = (one[a] + two[a, b]).exp()
-            exact = exact + chance * (one[a] - reference[0][a] + two[a, b] - reference[1][b])
-            kl = np.array([float((one[a] - reference[0][a]).detach()), float((two[a, b] - reference[1][b]).detach())])
-            row = {"loss_mask": np.ones(2, int), "advantages": np.zeros(2, np.float32)}
-            (changed,), _ = penalized_rows([row], [kl], 1.0)
-            of = torch.tensor(changed["advantages"], dtype=torch.float64)
-            loss = loss - chance.detach() * (of[0] * one[a] + of[1] * two[a, b])
-    wanted = torch.autograd.grad(exact, (first, second), retain_graph=True)
+    episodes = list(product(range(3), repeat=2))
+    chances = {(a, b): (one[a] + two[a, b]).exp() for a, b in episodes}
+    kl = {
+        (a, b): [float((one[a] - reference[0][a]).detach()), float((two[a, b] - reference[1][b]).detach())]
+        for a, b in episodes
+    }
+    exact = torch.stack([chances[each].log() * chances[each] for each in episodes]).sum()
+    exact = exact - sum((chances[a, b] * (reference[0][a] + reference[1][b]) for a, b in episodes), torch.zeros(()))
+    group = {f"t/{sample}": Member(Ledger().seal(2)) for sample in range(2)}
+    loss = torch.zeros((), dtype=torch.float64)
+    for both in product(episodes, repeat=2):
+        rows, costs = [], []
+        for sample, episode in enumerate(both):
+            for turn in range(2):
+                ids = {"episode_id": f"t/{sample}", "group": group, "input_ids": np.zeros(1, np.int32)}
+                rows.append(ids | {"turn_ids": np.array([turn]), "loss_mask": np.ones(1, np.int32)})
+                costs.append(np.array([kl[episode][turn]]))
+        weights = [
+            row["advantages"][0] for row in credited_rows(rows, TurnReturnCredit(baseline=baseline), penalties=costs)
+        ]
+        chance = (chances[both[0]] * chances[both[1]]).detach()
+        for sample, (a, b) in enumerate(both):
+            loss = loss - chance * (weights[2 * sample] * one[a] + weights[2 * sample + 1] * two[a, b]) / 2
+    kept = 0.5 if baseline == "mean" else 1.0
+    wanted = torch.autograd.grad(kept * exact, (first, second), retain_graph=True)
     for found, want in zip(torch.autograd.grad(loss, (first, second)), wanted, strict=True):
-        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,21 @@ from safetensors.torch import load_file, save_file
 from slow_cases import slow_but
 
 from engine.errors import TrainError
+from engine.rewards.credit import Member
+from engine.rewards.ledger import Ledger, SealedLedger
+from engine.schemas.credit import CreditMethod, EntryCredit, TurnReturnCredit
+from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.train.learner import Learner
 from engine.train.policy import Policy
 from engine.train.schedule import learning_rate
+
+
+def sealed(rewards: Sequence[float]) -> SealedLedger:
+    ledger = Ledger()
+    for turn, value in enumerate(rewards):
+        ledger.post(RewardEvent(turn=turn, value=float(value)), turn)
+    return ledger.seal(len(rewards))
 
 
 def make_rows(groups: int = 3, samples: int = 4, seed: int = 0) -> list[dict[str, Any]]:
@@ -42,10 +54,10 @@ def make_rows(groups: int = 3, samples: int = 4, seed: int = 0) -> list[dict[str
     return rows
 
 
-def learner_of(folder: Path, **train: Any) -> Learner:
+def learner_of(folder: Path, credit: CreditMethod | None = None, **train: Any) -> Learner:
     spec = TrainSpec.model_validate({"optimizer": {"lr": 1e-3, "max_grad_norm": None}} | train)
     policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None)
-    return Learner(policy, spec, episode_tokens=64)
+    return Learner(policy, spec, episode_tokens=64, credit=credit)
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
@@ -266,38 +278,59 @@ def test_a_checkpoint_of_an_older_version_is_read(tiny_model_dir: Path, tmp_path
     assert told[0] == told[1]
 
 
-def test_kl_in_the_reward_is_the_update_with_penalized_advantages(tiny_model_dir: Path) -> None:
-    """By hand: log-probs of plain transformers for the moved policy and for the model's folder."""
+def test_kl_in_the_reward_is_the_update_with_credit_of_rewards_less_penalties(tiny_model_dir: Path) -> None:
+    """By hand: log-probs of plain transformers for the moved policy and for the model's folder; returns against those of the group's
+    other episodes. Penalties of a group's mean length are in no advantage, and a turn of a later row counts for an earlier one."""
     from transformers import AutoModelForCausalLM
 
+    generator = np.random.default_rng(2)
     rows = make_rows()
+    rewards = [generator.normal(size=2) for _ in rows]
+    for place, row in enumerate(rows):
+        first = place - place % 4
+        row["group"] = {rows[at]["episode_id"]: Member(sealed(rewards[at])) for at in range(first, first + 4)}
+        row["advantages"] = np.full(len(row["input_ids"]), 77.0, np.float32)
     optimizer = {"lr": 1.0, "eps": 10.0, "max_grad_norm": None}
-    learner = learner_of(tiny_model_dir, kl={"coefficient": 0.5, "in": "reward"}, optimizer=optimizer)
+    credit = TurnReturnCredit(gamma=0.5)
+    learner = learner_of(tiny_model_dir, credit, kl={"coefficient": 0.5, "in": "reward"}, optimizer=optimizer)
     other = learner_of(tiny_model_dir, optimizer=optimizer)
-    generator = torch.Generator().manual_seed(1)
+    noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for mine, its in zip(learner.policy.parameters(), other.policy.parameters(), strict=True):
-            mine += 0.02 * torch.randn(mine.shape, generator=generator)
+            mine += 0.02 * torch.randn(mine.shape, generator=noise)
             its.copy_(mine)
     moved = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     moved.load_state_dict(learner.policy.net.model.state_dict())
-    changed, whole = [], []
-    for row in rows:
+    returns, whole = [], []
+    for row, earned in zip(rows, rewards, strict=True):
         ids = torch.tensor(row["input_ids"], dtype=torch.int64)
         with torch.no_grad():
             own, its = (
                 net(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
                 for net in (moved, reference)
             )
-        mask = row["loss_mask"] == 1
-        kl = (own - its)[mask[1:]]
-        advantages = row["advantages"].copy()
-        advantages[mask] -= 0.5 * np.cumsum(kl[::-1])[::-1]
-        changed.append(row | {"advantages": advantages})
+        kl = (own - its)[row["loss_mask"][1:] == 1]
+        turns = row["turn_ids"][row["loss_mask"] == 1]
+        last = earned[1] - 0.5 * kl[turns == 1].sum()
+        returns.append([earned[0] - 0.5 * kl[turns == 0].sum() + 0.5 * last, last])
         whole.append(kl)
+    of_groups = np.array(returns).reshape(3, 4, 2)
+    advantages = (4 * of_groups - of_groups.sum(1, keepdims=True)) / 3
+    changed = [
+        row | {"advantages": np.where(row["loss_mask"] == 1, of[row["turn_ids"]], 0.0).astype(np.float32)}
+        for row, of in zip(rows, advantages.reshape(-1, 2), strict=True)
+    ]
     told = learner.step(rows, 0)
     other.step(changed, 0)
     assert told["policy/kl_ref"] == pytest.approx(float(np.concatenate(whole).mean()), rel=1e-3)
     for name, tensor in weights(other).items():
         torch.testing.assert_close(weights(learner)[name], tensor, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("credit", [None, EntryCredit(use="m:f")])
+def test_kl_in_the_reward_needs_a_credit_method_that_takes_penalties(
+    credit: CreditMethod | None, tiny_model_dir: Path
+) -> None:
+    with pytest.raises(TrainError, match=r"the credit method takes no penalties of tokens; use `train.kl.in: loss`"):
+        learner_of(tiny_model_dir, credit, kl={"coefficient": 0.5, "in": "reward"})

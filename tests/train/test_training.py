@@ -21,6 +21,7 @@ from engine.cli.main import app
 from engine.errors import FailingError, TrainError
 from engine.spec.load import load_spec
 from engine.store import RunStore
+from engine.store.export import export_rows
 from engine.store.header import RunHeader
 from engine.train import folder as folders
 from engine.train.checkpoint import checkpoints_of
@@ -111,6 +112,40 @@ async def test_a_resumed_training_is_the_one_that_never_stopped(train_spec: Any,
     told = ("step", "reward/mean", "episode/tokens", "tokens/trained", "loss", "grad_norm", "policy/entropy", "lr")
     for one, other in zip(metrics(whole), metrics(again), strict=True):
         assert [one[name] for name in told] == [other[name] for name in told]
+
+
+@pytest.mark.slow
+async def test_penalties_in_the_reward_are_repeated_and_are_in_no_ledger(train_spec: Any, tmp_path: Path) -> None:
+    """A step that is repeated from the batch log has the same loss to the bit; exported rows and scores are those of the rewards."""
+    train = {
+        "steps": 4, "checkpoints": {"every": 2, "keep": 5}, "rollout_correction": {"kind": "none"},
+        "kl": {"coefficient": 0.5, "in": "reward"}, "optimizer": {"lr": 0.01},
+    }  # fmt: skip
+    backend = {"kind": "local", "dtype": "float32", "max_batch": 16, "deterministic": True}
+    whole = begin(train_spec(name="whole", train=train, backend=backend), tmp_path / "whole")
+    await whole.run()
+    parted = begin(train_spec(name="parted", train=train | {"steps": 3}, backend=backend), tmp_path / "parted")
+    await parted.run()
+    (checkpoints_of(parted.folder)[-1] / "state.json").unlink()  # a kill before the checkpoint of step 3
+    again = resume(parted, steps=4)
+    assert (await again.run()).repeated_steps == 1
+    assert same(policy_of(whole), policy_of(again))
+    names = ("step", "loss", "grad_norm", "policy/kl_ref", "reward/mean")
+    for one, other in zip(metrics(whole), metrics(again), strict=True):
+        assert [one[name] for name in names] == [other[name] for name in names]
+    assert metrics(whole)[-1]["policy/kl_ref"] > 0
+    plain = begin(train_spec(name="plain", train=train | {"steps": 1, "kl": {}}, backend=backend), tmp_path / "plain")
+    await plain.run()
+    rows = []
+    for trainer in (whole, plain):
+        with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
+            rows.append({row["episode_id"]: row for row in export_rows(store)})
+    shared = rows[0].keys() & rows[1].keys()
+    assert len(shared) == 8  # the first step's episodes: both trainings sample them with the same weights
+    for episode in shared:
+        assert rows[0][episode].keys() == rows[1][episode].keys()
+        for column in ("input_ids", "advantages", "token_rewards", "turn_rewards"):
+            assert rows[0][episode][column].tolist() == rows[1][episode][column].tolist()
 
 
 async def test_stopped_in_the_middle_it_keeps_what_is_done(train_spec: Any, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ THINGS: Mapping[str, str] = {
     "reward_names": "rewards by name",
     "oversampling": "groups that are left out and replaced",
     "expert_routing": "the experts that the sampler chose (mixture of experts)",
+    "kl_in_reward": "a KL penalty in the reward",
 }
 """The things that a spec may use, in the order of the table."""
 
@@ -69,6 +70,7 @@ def _no(how: str) -> Carried:
 
 
 _UNKNOWN = Carried("unknown", "not examined")
+_KL_IN_REWARD = _no("the engine's advantages are made before the hand-over, without log-probs of a reference model")
 _GROUPS_BEFORE = (
     "the engine leaves groups out and replaces them before the hand-over; the trainer's own filter stays off"
 )
@@ -247,6 +249,7 @@ TRAINERS: Mapping[str, Trainer] = {
                 "a row is needed for each prompt, so a group without signal stays in the batch with advantage 0"
             ),
             "expert_routing": _no("rows have no routing"),
+            "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_TRL_NOTES,
     ),
@@ -275,6 +278,7 @@ TRAINERS: Mapping[str, Trainer] = {
                 f"{_GROUPS_BEFORE}; in sync mode, a group with a failed episode trains without it unless `sampler.sync_refill_failed_groups` is set"
             ),
             "expert_routing": _no("verl's rows take `routed_experts`, but the manager does not write them yet"),
+            "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_VERL_NOTES,
     ),
@@ -301,6 +305,7 @@ TRAINERS: Mapping[str, Trainer] = {
                 "the loop runs single episodes; set `train.dynamic_sampling: false`, and use verl's `algorithm.filter_groups`"
             ),
             "expert_routing": _no("the loop does not give `routed_experts`"),
+            "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_VERL_LOOP_NOTES,
     ),
@@ -329,6 +334,7 @@ TRAINERS: Mapping[str, Trainer] = {
             "expert_routing": _yes(
                 "`rollout_routed_experts` of a sample: the column of a row as it is, for one token less than `tokens`"
             ),
+            "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_SLIME_NOTES,
     ),
@@ -353,6 +359,7 @@ TRAINERS: Mapping[str, Trainer] = {
             ),
             "oversampling": _partly(f"{_GROUPS_BEFORE}: `zero_variance_filter` is ignored with rewards by token"),
             "expert_routing": _yes("`rollout_expert_indices`"),
+            "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_SKYRL_NOTES,
     ),
@@ -375,6 +382,7 @@ TRAINERS: Mapping[str, Trainer] = {
             "reward_names": _partly("`rewards` has one number for each row"),
             "oversampling": _partly(f"{_GROUPS_BEFORE}: `should_accept_fn` accepts episodes and not groups"),
             "expert_routing": _UNKNOWN,
+            "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_AREAL_NOTES,
     ),
@@ -395,6 +403,7 @@ TRAINERS: Mapping[str, Trainer] = {
             "reward_names": _no("a sample has no rewards"),
             "oversampling": _yes(_GROUPS_BEFORE),
             "expert_routing": _yes("`routed_experts`"),
+            "kl_in_reward": _KL_IN_REWARD,
         },
     ),
     "rllm": Trainer(
@@ -416,6 +425,7 @@ TRAINERS: Mapping[str, Trainer] = {
             "reward_names": _partly("a step has one reward"),
             "oversampling": _UNKNOWN,
             "expert_routing": _UNKNOWN,
+            "kl_in_reward": _KL_IN_REWARD,
         },
     ),
     "tinker": Trainer(
@@ -435,6 +445,7 @@ TRAINERS: Mapping[str, Trainer] = {
             "reward_names": _partly("metrics of your own; a `Datum` has no rewards"),
             "oversampling": _yes(_GROUPS_BEFORE),
             "expert_routing": _UNKNOWN,
+            "kl_in_reward": _KL_IN_REWARD,
         },
     ),
     "art": Trainer(
@@ -454,6 +465,7 @@ TRAINERS: Mapping[str, Trainer] = {
             "reward_names": _partly("`metrics`; the loss reads `reward`"),
             "oversampling": _UNKNOWN,
             "expert_routing": _no("trajectories have no routing"),
+            "kl_in_reward": _KL_IN_REWARD,
         },
     ),
 }

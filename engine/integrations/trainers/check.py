@@ -105,6 +105,8 @@ def uses(loaded: LoadedSpec) -> Iterator[Use]:
         yield Use("reward_names", ("rewards",), "read the names in the run store, or use another trainer")
     if train is None:
         return
+    if train.kl.in_reward:
+        yield Use("kl_in_reward", ("train", "kl", "in"), "use `train.kl.in: loss`, or `engine train`")
     if train.rollout_correction.kind != "none":
         yield Use(
             "logprobs",

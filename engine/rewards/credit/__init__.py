@@ -4,6 +4,9 @@
     by_token = credit_tokens(spec, [Member(ledger, values=values, ends=ends), …])
     token_rewards = place(branch, ledger.totals, "last")
 
+Rewards of turns are in the ledger. Penalties of single tokens, which only a trainer knows, are `Member.penalties`: a method subtracts them
+from its rewards before it compares anything. Where an action is a turn, what counts is the sum over the turn's tokens.
+
 Pure functions, one file for each method; `engine.schemas.credit` has the config class of each method, which names its
 formula and declares what it needs. A group is every episode of one task; each counts once, however many branches it exports.
 The caller decides which episodes belong to the group: an episode that failed for a reason other than the policy does not.

@@ -12,6 +12,7 @@ Methods that compare have these keys:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,32 @@ class Member:
     """For each turn, one past its last token in `values`. The ends are never inferred from rewards."""
     after: float = 0.0
     """The critic's value of the state after the last turn, if a limit cut the episode there; 0 if it ended."""
+    penalties: Values | None = None
+    """What is subtracted from the reward of each sampled token (`train.kl.in: reward`), in the order of `values`: float64 [sampled tokens].
+    The ledger does not hold them."""
+
+    def turn_penalties(self) -> Values:
+        """The sum of the penalties of each turn's tokens, float64 [turns].
+
+        Raises:
+            LedgerError: as in `slices`, or there is not one penalty for each sampled token.
+        """
+        if self.penalties is None:
+            return np.zeros(self.ledger.turns)
+        slices = self.slices()
+        if len(self.penalties) != (slices[-1].stop if slices else 0):
+            raise LedgerError(
+                f"{len(self.penalties)} penalties for turns that end at {self.ends}; give one for each token"
+            )
+        return np.array([math.fsum(self.penalties[place]) for place in slices], np.float64)
+
+    def rewards(self) -> Values:
+        """The reward of each turn less its penalties, float64 [turns]."""
+        return self.ledger.totals - self.turn_penalties()
+
+    def total(self) -> float:
+        """The reward of the episode less all penalties."""
+        return self.ledger.total - math.fsum(self.turn_penalties())
 
     def slices(self) -> list[slice]:
         """The position of each turn in `values`.
@@ -147,10 +174,13 @@ def compare_turns(spec: ComparedCredit, rows: Sequence[Values]) -> list[Values]:
 
 
 def shaped(group: Sequence[Member], reward: str | None, shape: Callable[[Values, Member], Values]) -> list[Values]:
-    """The turn rewards of each episode, float64 [turns], with one reward (or the sum, for None) replaced by `shape` of it."""
+    """The turn rewards of each episode, float64 [turns], with one reward (or the sum, for None) replaced by `shape` of it.
+
+    Penalties of tokens are not a part of a score: they are subtracted from what `shape` returns.
+    """
     rows = []
     for member in group:
         ledger = member.ledger
         chosen = ledger.totals if reward is None else ledger.matrix.get(reward, np.zeros(ledger.turns))
-        rows.append(ledger.totals - chosen + shape(chosen, member))
+        rows.append(ledger.totals - chosen + shape(chosen, member) - member.turn_penalties())
     return rows

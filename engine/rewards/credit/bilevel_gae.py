@@ -17,7 +17,9 @@ def bilevel_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[Values]
         delta_t = r_t + gamma * V_t+1 - V_t,    V after the last turn = `Member.after`
         A_t     = delta_t + gamma * lam * A_t+1
 
-    V_t is the critic's value at the last sampled token of turn t. The caller gives the ends of turns, because a turn without a
+    V_t is the critic's value at the last sampled token of turn t. The penalties from there up to the
+    last token of turn t+1 belong to this step: r_t has the penalty of turn t's last token subtracted, and gamma times those of the
+    other tokens of turn t+1. The caller gives the ends of turns, because a turn without a
     reward is a turn as well.
 
     The result holds one array, float64 [turns], for each episode of the group.
@@ -32,10 +34,10 @@ def bilevel_token_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[l
     """Both levels: an advantage for each sampled token. For each episode, for each turn, float64 [sampled tokens].
 
         A_t,last = A_t                                                          of the upper level
-        delta_t,i = token_gamma * V_t,i+1 - V_t,i
+        delta_t,i = token_gamma * V_t,i+1 - V_t,i - p_t,i                       p: the penalties of tokens
         A_t,i     = delta_t,i + token_gamma * token_lam * A_t,i+1               for the tokens before it
 
-    The paper adds a KL penalty per token to delta_t,i; here the trainer has it (`train.kl`).
+    The paper adds its KL penalty per token to delta_t,i, as p is here.
 
     Raises:
         LedgerError: as in `bilevel_gae`.
@@ -43,27 +45,32 @@ def bilevel_token_gae(spec: BilevelGaeCredit, group: Sequence[Member]) -> list[l
     found: list[list[Values]] = []
     for member in group:
         upper, by_turn = _turns(spec, member)
-        found.append([_tokens(spec, values, last) for values, last in zip(by_turn, upper.tolist(), strict=True)])
+        costs = np.zeros(sum(map(len, by_turn))) if member.penalties is None else member.penalties
+        of_turns = zip(by_turn, member.slices(), upper.tolist(), strict=True)
+        found.append([_tokens(spec, values, costs[place], last) for values, place, last in of_turns])
     return found
 
 
 def _turns(spec: BilevelGaeCredit, member: Member) -> tuple[Values, list[Values]]:
     """The advantage of each turn, float64 [turns], and the values of its tokens."""
     values, slices = member.valued(spec.method)
-    ends = np.zeros(len(slices))
-    following = member.after
+    ends, rewards = np.zeros(len(slices)), member.rewards()
+    following, before_last = member.after, 0.0
     for turn in range(len(slices) - 1, -1, -1):
         place = slices[turn]
         if place.stop > place.start:  # a turn without sampled tokens has the value of the next turn
+            rewards[turn] -= spec.gamma * before_last
             following = float(values[place.stop - 1])
+            before_last = 0.0 if member.penalties is None else float(member.penalties[place][:-1].sum())
+            rewards[turn] += before_last
         ends[turn] = following
-    return gae(member.ledger.totals, ends, spec.gamma, spec.lam, member.after), [values[place] for place in slices]
+    return gae(rewards, ends, spec.gamma, spec.lam, member.after), [values[place] for place in slices]
 
 
-def _tokens(spec: BilevelGaeCredit, values: Values, last: float) -> Values:
+def _tokens(spec: BilevelGaeCredit, values: Values, penalties: Values, last: float) -> Values:
     advantages = np.zeros(len(values))
     advantages[-1:] = last
     for token in range(len(values) - 2, -1, -1):
-        delta = spec.token_gamma * values[token + 1] - values[token]
+        delta = spec.token_gamma * values[token + 1] - values[token] - penalties[token]
         advantages[token] = delta + spec.token_gamma * spec.token_lam * advantages[token + 1]
     return advantages

@@ -18,8 +18,12 @@ def entry(spec: EntryCredit, group: Sequence[Member], base: Path | None = None) 
 
     Raises:
         EntryError: there is no such function.
-        LedgerError: the function raised, or did not return one finite number for each turn.
+        LedgerError: a member has penalties of tokens, or the function raised, or did not return one finite number for each turn.
     """
+    if any(member.penalties is not None for member in group):
+        raise LedgerError(
+            f"`{spec.use}` gets no penalties of tokens; use `train.kl.in: loss`, or a method of the engine"
+        )
     function = load_entry(spec.use, base)
     try:
         answer = function(list(group), **spec.with_)

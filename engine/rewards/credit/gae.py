@@ -38,7 +38,7 @@ def token_gae(spec: GaeCredit, group: Sequence[Member]) -> list[list[Values]]:
     """PPO (arXiv 1707.06347, equation 11) with one token as one action. For each episode, for each turn, float64 [sampled tokens].
 
     The actions are the sampled tokens of all turns in order; what users and tools write between them is part of the next state. A
-    turn's reward is on its last token. The reward of a turn without sampled tokens is on the token before it.
+    turn's reward is on its last token; penalties are subtracted where they are. The reward of a turn without sampled tokens is on the token before it.
 
     Raises:
         LedgerError: there are no values, or not one for each sampled token.
@@ -50,6 +50,8 @@ def token_gae(spec: GaeCredit, group: Sequence[Member]) -> list[list[Values]]:
         for place, reward in zip(slices, member.ledger.totals.tolist(), strict=True):
             if place.stop:
                 rewards[place.stop - 1] += reward
+        if member.penalties is not None:
+            rewards -= member.penalties
         advantages = gae(rewards, values, spec.gamma, spec.lam, member.after)
         found.append([advantages[place] for place in slices])
     return found

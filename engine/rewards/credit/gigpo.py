@@ -19,7 +19,7 @@ def gigpo(spec: GigpoCredit, group: Sequence[Member]) -> list[Values]:
         A^S_i,t = (G_i,t - mean over G(s)) / F over G(s)
         A_i,t   = A^E_i + weight * A^S_i,t
 
-    F is the standard deviation (`scale: std`) or 1 (`scale: none`, the paper's alternative). A turn whose state occurs only once
+    Both comparisons count the penalties of tokens, as parts of r_k and R_i: verl-agent's GiGPO counts them in A^E only. F is the standard deviation (`scale: std`) or 1 (`scale: none`, the paper's alternative). A turn whose state occurs only once
     in the group has A^S = 0. An episode that returns to a state is in that state's group once per visit, as in the paper; in
     A^E it counts once.
 
@@ -28,8 +28,8 @@ def gigpo(spec: GigpoCredit, group: Sequence[Member]) -> list[Values]:
     Raises:
         LedgerError: the states were not stored when the episodes ran.
     """
-    by_episode = compare_episodes(spec, [member.ledger.total for member in group])
-    returns = [returns_to_go(member.ledger.totals, spec.gamma) for member in group]
+    by_episode = compare_episodes(spec, [member.total() for member in group])
+    returns = [returns_to_go(member.rewards(), spec.gamma) for member in group]
     by_state = same_state(group, returns, spec)
     return [whole + spec.weight * turns for whole, turns in zip(by_episode.tolist(), by_state, strict=True)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,14 +20,14 @@ def mt_grpo(spec: MtGrpoCredit, group: Sequence[Member]) -> list[Values]:
 
     R^O is the sum of the outcome's rewards: the rewards that the spec names, at any turn, or by default all rewards of the last
     turn. R^T_i,k is the rest of what turn k holds. The paper has two turns, of which the first has its own reward. An episode
-    without a turn k counts with R^T_i,k = 0.
+    without a turn k counts with R^T_i,k = 0. The penalties of all tokens are subtracted from R^O, because R^T reaches no earlier turn.
 
     The result holds one array, float64 [turns], for each episode of the group.
     """
     outcomes, own = [], []
     for member in group:
         judged = _judged(spec, member)
-        outcomes.append(float(judged.sum()))
+        outcomes.append(float(judged.sum()) - math.fsum(member.turn_penalties()))
         own.append((member.ledger.totals - judged)[:-1])
     by_episode = compare_episodes(spec, outcomes)
     by_turn = compare_turns(spec, own)

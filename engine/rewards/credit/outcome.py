@@ -15,10 +15,10 @@ def outcome(spec: OutcomeCredit, group: Sequence[Member]) -> list[Values]:
 
         A_i,t = (R_i - mean(R)) / std(R)    for every turn t of episode i
 
-    R_i is the sum of episode i's rewards over turns and names. The formula is that of `baseline: mean, scale: std`. The default,
+    R_i is the sum of episode i's rewards over turns and names, less the penalties of its tokens. The formula is that of `baseline: mean, scale: std`. The default,
     `leave_one_out` without scaling, is RLOO (arXiv 2402.14740, section 3.2): A_i = R_i - mean over j != i of R_j.
 
     The result holds one array, float64 [turns], for each episode of the group.
     """
-    advantages = compare_episodes(spec, [member.ledger.total for member in group])
+    advantages = compare_episodes(spec, [member.total() for member in group])
     return [np.full(member.ledger.turns, value) for member, value in zip(group, advantages, strict=True)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.rewards.credit.base import Member, Values, compare_turns
+from engine.rewards.credit.base import Member, Values, compare_turns, returns_to_go
 from engine.rewards.credit.gigpo import keys_of
 from engine.schemas.credit import RedistributeCredit
 
@@ -24,7 +24,8 @@ def redistribute(spec: RedistributeCredit, group: Sequence[Member]) -> list[Valu
 
     The sum of r' is the episode's return. RUDDER predicts g with an LSTM; here g is a mean over equal states: those of
     `state_key`, or by default (number of turns, sum of their rewards). An episode counts once in a state, however often it was
-    there. The advantage of a turn is its r' relative to the group's at the same turn, so g before the first turn cancels.
+    there. Penalties of tokens are no part of the states and are not redistributed: a turn has those of its own and of later tokens
+    subtracted from its r'. The advantage of a turn is its r' relative to the group's at the same turn, so g before the first turn cancels.
 
     The result holds one array, float64 [turns], for each episode of the group.
 
@@ -46,7 +47,8 @@ def redistribute(spec: RedistributeCredit, group: Sequence[Member]) -> list[Valu
         for led_to in passed[1:]:  # a state like no other does not change the expected return
             held = held if led_to is None else expected[led_to]
             guesses.append(held)
-        rows.append(np.diff([0.0, *guesses, member.ledger.total]))
+        of_tokens = returns_to_go(member.turn_penalties(), 1.0)
+        rows.append(np.diff([0.0, *guesses, member.ledger.total]) - of_tokens)
     return compare_turns(spec, rows)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,17 +23,26 @@ def turn_discount(spec: TurnDiscountCredit, group: Sequence[Member]) -> list[Val
     best later reward. `attempts` is AReaL's multi-turn workflow: an episode that is right at the t-th attempt has
     r * gamma^(t - 1) for all its turns.
 
-    An episode that has ended counts with 0 in the baseline of later turns.
+    Penalties of tokens are no attempts: `sum` and `max` subtract P_t = p_t + gamma * P_t+1, and `attempts` the sum of them. An
+    episode that has ended counts with 0 in the baseline of later turns.
 
     The result holds one array, float64 [turns], for each episode of the group.
     """
     ledgers = [member.ledger for member in group]
+    penalties = [member.turn_penalties() for member in group]
     if spec.form == "attempts":
-        scores = [ledger.total * spec.gamma ** max(ledger.turns - 1, 0) for ledger in ledgers]
+        scores = [
+            ledger.total * spec.gamma ** max(ledger.turns - 1, 0) - math.fsum(of)
+            for ledger, of in zip(ledgers, penalties, strict=True)
+        ]
         advantages = compare_episodes(spec, scores)
         return [np.full(ledger.turns, value) for ledger, value in zip(ledgers, advantages, strict=True)]
     discount = returns_to_go if spec.form == "sum" else best_to_come
-    return compare_turns(spec, [discount(ledger.totals, spec.gamma) for ledger in ledgers])
+    rows = [
+        discount(ledger.totals, spec.gamma) - returns_to_go(of, spec.gamma)
+        for ledger, of in zip(ledgers, penalties, strict=True)
+    ]
+    return compare_turns(spec, rows)
 
 
 def best_to_come(rewards: Values, gamma: float) -> Values:

@@ -17,7 +17,7 @@ def turn_ppo(spec: TurnPpoCredit, group: Sequence[Member]) -> list[Values]:
         delta_t = r_t + gamma * V_t+1 - V_t,    V after the last turn = `Member.after`
         A_t     = delta_t + gamma * lam * A_t+1,    every token of turn t
 
-    V_t is the critic's value before the first sampled token of turn t. The caller gives the ends of turns, because most turns
+    r_t is the reward of turn t less the penalties of its tokens. V_t is the critic's value before the first sampled token of turn t. The caller gives the ends of turns, because most turns
     have no reward.
 
     The result holds one array, float64 [turns], for each episode of the group.
@@ -30,5 +30,5 @@ def turn_ppo(spec: TurnPpoCredit, group: Sequence[Member]) -> list[Values]:
         values, slices = member.valued(spec.method)
         # A turn without sampled tokens has the value of the next token, or of the state after the last one.
         starts = np.array([values[place.start] if place.start < len(values) else member.after for place in slices])
-        found.append(gae(member.ledger.totals, starts, spec.gamma, spec.lam, member.after))
+        found.append(gae(member.rewards(), starts, spec.gamma, spec.lam, member.after))
     return found

@@ -14,7 +14,7 @@ def turn_return(spec: TurnReturnCredit, group: Sequence[Member]) -> list[Values]
         G_i,t = sum over k >= t of gamma^(k - t) * r_i,k
         A_i,t = (G_i,t - b_t) / std_t
 
-    b_t and std_t are over all n episodes of the group; an episode that has ended before turn t counts with G_i,t = 0.
+    r_i,k is the reward of turn k less the penalties of its tokens. b_t and std_t are over all n episodes of the group; an episode that has ended before turn t counts with G_i,t = 0.
 
     With `baseline: mean` an episode's own return is part of b_t, which scales the expected policy gradient by (n - 1) / n,
     equally at every turn. A mean over only the m episodes that are still running would scale it by (m - 1) / m, which differs
@@ -24,4 +24,4 @@ def turn_return(spec: TurnReturnCredit, group: Sequence[Member]) -> list[Values]
 
     The result holds one array, float64 [turns], for each episode of the group.
     """
-    return compare_turns(spec, [returns_to_go(member.ledger.totals, spec.gamma) for member in group])
+    return compare_turns(spec, [returns_to_go(member.rewards(), spec.gamma) for member in group])

@@ -96,7 +96,7 @@ def test_a_method_without_what_it_needs_says_so_and_no_other_method_asks(variant
                 credit(spec, bare)
         else:
             credit(spec, bare)
-    assert {each.name for each in fields(Member)} == {"ledger", "state_keys", "values", "ends", "after"}
+    assert {each.name for each in fields(Member)} == {"ledger", "state_keys", "values", "ends", "after", "penalties"}
 
 
 class TotalCredit(CreditMethod):
