@@ -1,7 +1,7 @@
 """Replies in Qwen3's format, parsed from their token ids as the library `renderers` parses them.
 
 Invariant: `QwenReader.read` gives what the library's `parse_qwen3` gives, or None for a reply that the library must parse: one
-with reasoning, or after a prompt that may have opened reasoning.
+with reasoning, one that went on after a token that ends replies, or one after a prompt that may have opened reasoning.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class QwenReader:
         ids, marks = array.tolist(), self._find(array.tobytes())
         for number, at in enumerate(marks):
             if ids[at] in self._ends:
+                if at + 1 < len(ids):
+                    return None
                 ids, marks = ids[:at], marks[:number]
                 break
             if ids[at] in self._think:

@@ -1,11 +1,13 @@
 """Replies parsed by token, by the parser that the library `renderers` has for a family.
 
-Invariant: every attempt at a call is kept, read or malformed. Where the template shows no reasoning, a reader reports none:
-a reply's reasoning is then part of its content, so that no prompt loses it.
+Invariant: every attempt at a call is kept, read or malformed, and all words and markers that are no structure are in the content
+or the reasoning. Where the template shows no reasoning, a reader reports none: a reply's reasoning is then part of its content,
+so that no prompt loses it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,14 @@ _PROBLEMS = {
     "missing_name": "It does not say which tool to call.",
     "malformed_structure": "It is not in the form that tool calls have.",
 }
+
+_OPENING = re.compile(r"<think>|<\|channel>(?:thought\b)?")
+_CLOSING = re.compile(r"</think>|<channel\|>")
+"""The markers of reasoning."""
+_CHANNEL = re.compile(r"<\|channel\|>\s*([^\s<]+)")
+_TITLE = re.compile(rf"<\|start\|>(?:assistant)?|to=[^\s<]+|{_CHANNEL.pattern}|(?:<\|constrain\|>)?\s*json\s*\Z")
+_SECTION = re.compile(r"tool[_▁]calls|_section_")
+"""The tokens that begin and end a section of calls, by their names."""
 
 
 class TokenParse:
@@ -73,12 +83,36 @@ class Harmony:
         """See the library's `Renderer.parse_response`. The prompt has begun the first message."""
         from renderers.parsing import parse_gpt_oss
 
-        read = parse_gpt_oss(self._tokenizer, [*self._opening, *ids], **self._ids)
+        whole = [*self._opening, *ids]
+        read = parse_gpt_oss(self._tokenizer, whole, **self._ids)
+        read.content = self._content(whole)
         for call in read.tool_calls:
             if call.token_span is not None:
                 start, end = (max(0, at - len(self._opening)) for at in call.token_span)
                 call.token_span = (start, end)
         return read
+
+    def _content(self, ids: list[int]) -> str:
+        """What is said beside reasoning and calls: the final channel, commentary, and what is in no channel that is known."""
+        from renderers.parsing import harmony_blocks
+
+        parts: list[str] = []
+        at = 0
+        marks = {name: self._ids[name] for name in ("start_id", "message_id", "end_id", "call_id")}
+        for start, header, end, closed in harmony_blocks(ids, **marks):
+            parts.append(self._tokenizer.decode(ids[at:start]))
+            at = end + closed
+            title = self._tokenizer.decode(ids[start:header])
+            channel = _CHANNEL.search(title)
+            if channel is None or channel[1] not in ("analysis", "commentary", "final"):
+                parts.append(self._tokenizer.decode(ids[start:at]))
+                continue
+            parts.append(_TITLE.sub("", title))
+            if channel[1] != "analysis" and "to=functions." not in title:
+                parts.append(self._tokenizer.decode(ids[header + 1 : end]))
+        rest = ids[at or len(self._opening) :]
+        parts.append(self._tokenizer.decode(rest[:-1] if rest and rest[-1] in self._ids.values() else rest))
+        return "\n".join(text.strip() for text in parts if text.strip())
 
 
 class FamilyReader:
@@ -98,7 +132,10 @@ class FamilyReader:
         self._library = library
         self._decode = tokenizer.decode
         self._stops = stops
-        self._special = {id_ for text, id_ in tokenizer.added.items() if text != "</think>"}
+        sections = "|".join(re.escape(text) for text in tokenizer.added if _SECTION.search(text)) or "(?!)"
+        self._section = re.compile(rf"\A\s*(?:{sections})|(?:{sections})\s*\Z")
+        """A token at the edge of a text beside calls, which begins or ends a section of calls."""
+        self._has_channels = self.has_reasoning_channel or name == "inkling"
         self._foreign = stops - set(library.get_stop_token_ids())
         """Tokens that end replies and that the library does not know as such."""
         self._qwen = qwen_reader(library, tokenizer)
@@ -129,19 +166,44 @@ class FamilyReader:
         said: list[int] = ids.tolist()
         if said and said[-1] in self._stops:
             said.pop()
-        spans = [call.token_span for call in read.tool_calls]
-        text = self._decode(said)
-        if not reasons:
-            if not spans or None in spans:
-                found.content = text.strip()
-            elif found.reasoning is not None:
-                found.content = self._decode(self._without_markers(said[: spans[0][0]])).strip()
-            found.reasoning, found.thinking = None, False
-        if attempts:
-            found.calls_end_it = not self._said_more(said, spans)
-            found.after = text if found.reasoning is None else _after_reasoning(text, found.content, read.tool_calls)
-        found.whole = not attempts and found.reasoning is None and found.content.strip() == text.strip()
+        self._account(found, said, [call.token_span or (0, len(said)) for call in read.tool_calls], reasons)
         return found
+
+    def _account(self, found: TokenParse, said: list[int], spans: list[tuple[int, int]], reasons: bool) -> None:
+        """Add to a reply what the library leaves out: words beside its calls, and markers where they mark nothing.
+
+        Args:
+            found: The reply as the library read it.
+            said: The sampled ids, without the one that ended it.
+            spans: The tokens [start, end) of each attempt at a call; several may share them.
+            reasons: The template shows reasoning; else it is left in the content.
+        """
+        parts, at = [], 0
+        for start, end in [*spans, (len(said), 0)]:
+            if at <= start:
+                parts.append(self._decode(said[at:start]) if at < start else "")
+                at = end
+        before, *others = parts
+        found.calls_end_it = not "".join(others).strip()
+        if self._has_channels:
+            if not reasons:
+                found.content, found.reasoning, found.thinking = self._decode(said).strip(), None, False
+            calls = [self._decode(said[start:end]) for start, end in dict.fromkeys(spans)]
+            found.after = "\n".join([*([found.content] if found.content else []), *calls])
+            return
+        head = self._section.sub("", before) if spans else before
+        section = before[len(head) :] if before.startswith(head) else ""
+        if reasons or (spans and found.reasoning is None):
+            found.reasoning, head = _split_reasoning(head, found.reasoning, found.content)
+        if not reasons:
+            found.reasoning, found.thinking = None, False
+        words = "".join([head, *[self._section.sub("", part) for part in others]])
+        if words.strip() != found.content and _bare(words) != _bare(found.content):
+            found.content = words.strip()
+        found.whole = not spans and found.reasoning is None and found.content.strip() == before.strip()
+        if spans:
+            written = before if found.reasoning is None else (head + section).lstrip("\n")
+            found.after = written + self._decode(said[spans[0][0] :])
 
     def _read(self, ids: IntVector, before: list[int], tools: Sequence[View]) -> QwenReply | Any:
         """A reply as the library parses it."""
@@ -153,30 +215,34 @@ class FamilyReader:
         except Exception as error:
             raise RenderError(f"the renderer {self.name!r} cannot read a reply: {error}") from error
 
-    def _without_markers(self, ids: list[int]) -> list[int]:
-        """The ids without the markers at their end that begin a section of calls."""
-        while ids and ids[-1] in self._special:
-            ids.pop()
-        return ids
 
-    def _said_more(self, said: list[int], spans: list[Any]) -> bool:
-        """Whether there is text between or after the calls, which the parser leaves out."""
-        if None in spans:
-            return False
-        after = spans[0][1]
-        for start, end in [*spans[1:], (len(said), 0)]:
-            if after < start and self._decode(said[after:start]).strip():
-                return True
-            after = end
-        return False
+def _bare(text: str) -> str:
+    return "".join(text.split())
 
 
-def _after_reasoning(text: str, content: str, calls: list[Any]) -> str:
-    """The text after the reasoning, calls included."""
-    _, closing, body = text.partition("</think>")
-    if closing:
-        return body.lstrip("\n")
-    return "\n".join([content, *(call.raw for call in calls)]).strip()
+def _split_reasoning(head: str, reasoning: str | None, content: str) -> tuple[str | None, str]:
+    """The reasoning of a reply as it was sampled, and the rest of the text before its calls.
+
+    Args:
+        head: The text before the first call.
+        reasoning: The reasoning as the library read it: without markers inside of it.
+        content: The content as the library read it.
+    """
+    opened, bare = _OPENING.search(head), _bare(content)
+    for before, begin in ([opened.span()] if opened else []) + [(0, 0)]:
+        closed = _CLOSING.search(head, begin)
+        end, after = closed.span() if closed else (len(head), len(head))
+        inside, rest = head[begin:end], head[:before] + head[after:]
+        if (
+            reasoning is None
+            and not inside.strip()
+            and not bare.startswith(_bare(head))
+            and bare.startswith(_bare(rest))
+        ):
+            return None, rest
+        if reasoning is not None and _bare(_OPENING.sub("", inside)) == _bare(_OPENING.sub("", reasoning)):
+            return reasoning if _bare(inside) == _bare(reasoning) else inside.strip(), rest
+    return None, head
 
 
 def _attempt(call: Any, id_: str, tools: Sequence[View]) -> ToolCall | MalformedCall:

@@ -60,8 +60,9 @@ def test_a_reply_without_reasoning_is_read_as_the_library_reads_it(formats: Form
     ids = form.encode("".join(pieces))
     before = form.render([{"role": "user", "content": "What is it?"}])[-64:]
     found = form.reader._qwen.read(np.array(ids, np.int32), before)
-    assert found is not None
-    assert _ours(found) == _library(form, ids, before)
+    ended = any(id_ in form.reader._qwen._ends for id_ in ids[:-1])
+    assert (found is None) == ended  # what follows the end is left to the library
+    assert found is None or _ours(found) == _library(form, ids, before)
 
 
 @given(st.lists(st.integers(0, 447), max_size=40))
