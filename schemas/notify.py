@@ -8,7 +8,7 @@ from pydantic import Field
 
 from engine.schemas.base import Contract, Seconds
 
-NoticeKind = Literal["failed", "stalled", "diverged", "finished", "budget"]
+NoticeKind = Literal["failed", "stalled", "diverged", "no_signal", "finished", "budget"]
 """The events that can send a notice."""
 
 

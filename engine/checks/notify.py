@@ -44,6 +44,8 @@ def _never_sent(ctx: CheckContext, kind: str) -> str | None:
     spec = ctx.spec
     if kind == "diverged" and spec.train is None:
         return "only a training diverges, and the spec has no `train`"
+    if kind == "no_signal" and (spec.train is None or not spec.train.samples_episodes):
+        return "only a training on its own episodes can lack a learning signal, and the spec has none"
     budget = spec.notify.budget
     amounts = budget is not None and (budget.tokens is not None or budget.time is not None)
     if kind == "budget" and not amounts and spec.rollout.max_cost is None:

@@ -13,6 +13,7 @@ from engine.schemas.backend import BACKENDS, kinds_that_train
 from engine.schemas.train import TrainSpec
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import near_or_known, short
+from engine.tokens.catalogue import CATALOGUE, MadeEntry
 
 _CUTS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
 """Keys that exclude tokens after the log-probs are computed, and the value that excludes none."""
@@ -133,6 +134,17 @@ def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
         path: DataPath = ("rollout", "samples_per_task") if written else ("train",)
         fix = "set `rollout.samples_per_task` to 4 or more, or `rewards.credit.baseline: none`"
         yield Finding(message, path, fix, key=not written)
+
+
+@rule("train.random-weights", "warning", "a model with random weights would be trained on its own replies")
+def random_weights(ctx: CheckContext) -> Iterator[Finding]:
+    """A name of the catalogue whose model is made locally, with random weights."""
+    for _ in _sampling(ctx):
+        entry = CATALOGUE.get(ctx.spec.model.path)
+        if isinstance(entry, MadeEntry):
+            message = f"`{entry.name}` has random weights: its replies are noise, and seldom earn rewards that differ"
+            fix = f"teach it the format first: `{entry.teach}`, then add `--set model.path={entry.taught}`"
+            yield Finding(message, ("model", "path"), fix)
 
 
 @rule("train.half-precision", "warning", "the sampler computes in 16 bits without rollout correction")

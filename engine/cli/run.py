@@ -77,8 +77,8 @@ def run(
     """Run episodes, and store every token, reward and event.
 
     Exit status: 0 when every episode came to an end (a failed episode is data); 1 when the spec is invalid, an episode
-    could not be finished, or every episode failed; 2 when the command line is wrong; 3 when no server can be reached at the start, none replies
-    for `backend.wait`, the run has cost `rollout.max_cost`, the first 16 episodes all fail in one way, or the backend fails more than 10 % of them; 130 after
+    could not be finished, or every episode failed; 2 when the command line is wrong; 3 when no server can be reached at the
+    start, none replies for `backend.wait`, the run has cost `rollout.max_cost`, the first 16 episodes all fail in one way, or the backend fails more than 10 % of them; 130 after
     Ctrl-C; 143 after SIGTERM.
     """
     from engine.cli.console import make_console

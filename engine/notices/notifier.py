@@ -1,4 +1,4 @@
-"""Notices when a run, an evaluation or a training fails, stalls, diverges, finishes or reaches a budget.
+"""Notices when a run, an evaluation or a training fails, stalls, diverges, learns nothing, finishes or reaches a budget.
 
 Invariants:
 - Nothing here raises into the run or delays it by more than a deadline. Each delivery has its own daemon thread, and one that hangs
@@ -33,7 +33,7 @@ SECONDS = 10.0
 """Deadline for one delivery."""
 LONGEST = 2_000
 """Maximum length of a reason, in characters; services refuse long messages."""
-_EVENT_TEXT = {"budget": "reached a budget"}
+_EVENT_TEXT = {"budget": "reached a budget", "no_signal": "has no learning signal"}
 """What happened, where it is not the name of the kind."""
 
 

@@ -76,6 +76,10 @@ class MadeEntry:
     name: str
     recipe: str
     """`package.module:function(folder)` that makes it."""
+    teach: str
+    """The command that makes one that writes the formats of the shipped specs."""
+    taught: str
+    """The folder that this command makes."""
     parameters: str
     disk_mb: int
     version: int = 1
@@ -105,12 +109,16 @@ CATALOGUE: dict[str, CatalogueEntry | MadeEntry] = {
         MadeEntry(
             name="tiny-qwen2_5-vl",
             recipe="engine.tokens.tiny_vlm:build",
+            teach="python scripts/make_tiny_vlm.py models/tiny-vlm --teach 150 --right 0.4",
+            taught="models/tiny-vlm",
             parameters="0.35M, random",
             disk_mb=2,
         ),
         MadeEntry(
             name="tiny-qwen2",
             recipe="engine.tokens.tiny_lm:build",
+            teach="python scripts/make_tiny_lm.py models/tiny-lm --teach 200",
+            taught="models/tiny-lm",
             parameters="0.1M, random",
             disk_mb=1,
         ),

@@ -77,6 +77,8 @@ class TrainResult:
     """Totals of this launch of the metrics `rollout/…`: episodes that continued, tokens sampled again, groups dropped."""
     disk: Compacted | None = None
     """With `rollout.keep`, unless it was interrupted: what was dropped at the end, and the size of the run store."""
+    missing_signal: str = ""
+    """How many steps of this launch had no learning signal, and why; empty if few or none."""
     cost: float | None = None
     """What the training has cost, resumes included; None where no backend has prices."""
 

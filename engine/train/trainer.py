@@ -30,6 +30,7 @@ from engine.train.credit_reach import reach_of
 from engine.train.difficulty import DifficultyFilter
 from engine.train.keep import compact_training, plan_of
 from engine.train.loop import TrainingLoop, TrainResult
+from engine.train.missing_signal import MissingSignal
 from engine.train.repeat import StepRepeater, stored_rows
 from engine.train.rollouts import BatchCollector, TaskOrder
 from engine.train.setup import learner_of
@@ -202,6 +203,7 @@ class Trainer(TrainingLoop):
     async def _steps(self, result: TrainResult, collector: BatchCollector, stop: asyncio.Event | None) -> None:
         """Run steps up to the last one. `stop` ends the collection of a batch at once, but a running update is finished."""
         train, state = self.train, self._state
+        missing = MissingSignal(train)
         while state.step < train.steps and not result.interrupted:
             began = time.perf_counter()
             with self._timed("rollout"):
@@ -210,6 +212,10 @@ class Trainer(TrainingLoop):
                 result.interrupted = True
                 return
             values = await self._step(batch, collector)
+            if warning := missing.add(batch):
+                log.warning(warning, step=state.step)
+                await self._notifier.notify("no_signal", step=state.step, reason=warning)
+            result.missing_signal = missing.summary
             result.interrupted = stop is not None and stop.is_set()
             if not result.interrupted:
                 with self._timed("sync"):

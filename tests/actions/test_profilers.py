@@ -1,6 +1,6 @@
-"""Profilers, debuggers and `faulthandler` work after each kind of call whose deadline ended, and while it is being ended.
+"""Profilers, debuggers and `faulthandler` work after each kind of call whose deadline ended, and while it is ended.
 
-Each case runs in a child process with a time limit: what CPython 3.11 did wrong is a loop in C, which nothing inside ends.
+Each case runs in a child process with a time limit: what CPython 3.11 does wrong is a loop in C that nothing ends.
 """
 
 from __future__ import annotations

@@ -142,6 +142,7 @@ def test_ids_are_stable() -> None:
         ("train.nothing-to-learn", "error"),
         ("train.overlong", "warning"),
         ("train.published-steps", "warning"),
+        ("train.random-weights", "warning"),
         ("train.sft", "error"),
         ("train.shifted-sampling", "error"),
         ("train.weight-sync", "error"),

@@ -1,0 +1,150 @@
+"""A training that cannot learn says so after three steps, and says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_line import engine_here
+
+from engine.checks.context import CheckContext
+from engine.checks.train import random_weights
+from engine.checks.work import Work
+from engine.schemas.generation import FinishReason
+from engine.schemas.train import TrainSpec
+from engine.schemas.trajectory import Failure, Outcome, Trajectory, Turn
+from engine.spec.load import load_spec
+from engine.train.batches import Batch, Group
+from engine.train.missing_signal import MissingSignal
+
+CODE = Path(__file__).parent
+STOP = FinishReason(type="stop")
+
+
+def batch(
+    advantages: Sequence[float], event: str = "answered", rewards: Sequence[float] = (0.0, 0.0), **more: Any
+) -> Batch:
+    rows = [{"loss_mask": np.array([0, 1]), "advantages": np.array([0.0, value], np.float32)} for value in advantages]
+    episodes = [
+        Trajectory(
+            run_id="r", episode_id=f"t/{number}", task_id="t", sample_index=number, seed=0, history="branch",
+            messages=[], outcome=Outcome(state="DONE", event="answered", reward=reward, **more), branches=[],
+            turns=[Turn(index=0, branch=0, start=0, end=4, finish=STOP, event=event, rewards={"reward": reward})],
+        )
+        for number, reward in enumerate(rewards)
+    ]  # fmt: skip
+    return Batch(0, used=[Group(0, "t0", 0, episodes, rows)])
+
+
+def train(**keys: Any) -> TrainSpec:
+    return TrainSpec.model_validate({"steps": 5, **keys})
+
+
+NOTHING, SOMETHING = batch([0.0, 0.0]), batch([0.0, 0.5])
+
+
+def test_the_third_step_in_a_row_warns_and_one_with_a_signal_begins_anew() -> None:
+    missing = MissingSignal(train())
+    steps = [NOTHING, NOTHING, SOMETHING, NOTHING, NOTHING, NOTHING, NOTHING]
+    warned = [missing.add(each) for each in steps]
+    assert [each is not None for each in warned] == [False, False, False, False, False, True, False]
+    assert str(warned[5]).startswith("3 steps in a row had no learning signal: every episode has the reward 0.000, so")
+    assert missing.summary.startswith("6 of 7 steps had no learning signal: every episode has the reward 0.000, so")
+
+
+def test_few_steps_without_a_signal_are_not_repeated_at_the_end() -> None:
+    missing = MissingSignal(train())
+    for each in (NOTHING, NOTHING, SOMETHING, SOMETHING):
+        assert missing.add(each) is None
+    assert missing.summary == ""
+
+
+def test_advantages_that_whitening_makes_equal_are_no_signal() -> None:
+    equal = batch([0.5, 0.5], rewards=(0.5, 0.5))
+    for norm, signal in (("none", True), ("batch", False)):
+        missing = MissingSignal(train(advantage_norm=norm))
+        for _ in range(3):
+            missing.add(equal)
+        assert (missing.summary == "") is signal, norm
+
+
+def test_with_a_critic_equal_rewards_of_all_turns_are_no_signal() -> None:
+    critic = train(critic={"kind": "probe"})
+    for rewards, signal in (((1.0, 1.0), False), ((1.0, 0.0), True)):
+        missing, step = MissingSignal(critic), batch([0.3, -0.3], rewards=rewards)
+        for _ in range(3):
+            missing.add(step)
+        assert (missing.summary == "") is signal
+
+
+FAILURE = Failure(kind="user_error", blame="user", state="A", message="no desk")
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (batch([0, 0], rewards=(0.0, 1.0)), "the episodes of each of the 1 groups have equal rewards, so no reply is"),
+        (batch([0, 0], event="truncated"), "and 2 of 2 replies were cut by a limit of tokens; raise `limits.turn"),
+        (batch([0, 0], event="malformed"), "and 2 of 2 replies were malformed; check `model.tool_calls`"),
+        (batch([0, 0], failure=FAILURE), "2 of 2 episodes failed: 2 user_error (user); correct that first"),
+    ],
+    ids=["equal", "cut", "malformed", "failed"],
+)  # fmt: skip
+def test_it_says_why(step: Batch, words: str) -> None:
+    missing = MissingSignal(train())
+    for _ in range(3):
+        warning = missing.add(step)
+    assert words in str(warning)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_training_without_a_signal_warns_tells_and_repeats_it_at_its_end(
+    train_spec: Any, tmp_path: Path, dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = tmp_path / "told.jsonl"
+    command = [sys.executable, "-c", f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + '\\n')"]
+    steps = {"steps": 4, "tasks_per_step": 1, "dynamic_sampling": dynamic, "max_sampling_rounds": 1}
+    spec = train_spec(
+        train=steps,
+        user={"use": "code_for_training:Bored"},
+        limits={"turn_tokens": 1, "assistant_turns": 1},
+        rollout={"samples_per_task": 2, "seed": 3},
+        notify={"command": command, "on": ["no_signal"]},
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(CODE), str(CODE.parents[1])]))
+    status, out, err = engine_here("train", spec, "-q", cwd=tmp_path)
+    assert status == 0, err
+    assert "3 steps in a row had no learning signal: every episode has the reward 1.000" in err
+    (event,) = [json.loads(line) for line in told.read_text().splitlines() if line]
+    assert (event["kind"], event["step"]) == ("no_signal", 3)
+    assert "had no learning signal: every episode has the reward 1.000" in event["text"]
+    assert out.splitlines()[-1].startswith("4 of 4 steps had no learning signal: every episode has the reward 1.000")
+
+
+def test_a_shipped_spec_that_needs_a_taught_model_says_which_command_makes_it() -> None:
+    """And each other shipped spec that trains has a model with real weights."""
+    root = CODE.parents[1]
+    random = {}
+    for path in sorted((root / "specs").glob("*.yaml")):
+        if not path.name.endswith(".scenarios.yaml"):
+            for finding in random_weights(CheckContext(load_spec(path), Work())):
+                random[path.name] = str(finding.fix)
+    assert sorted(random) == [
+        f"train_{name}.yaml" for name in ("agent", "color_square", "condense", "credit", "critic")
+    ]
+    for name, words in random.items():
+        script = (
+            "make_tiny_vlm.py models/tiny-vlm"
+            if name == "train_color_square.yaml"
+            else "make_tiny_lm.py models/tiny-lm"
+        )
+        assert f"python scripts/{script} --teach" in words, words
+        assert f"--set model.path={script.split()[1]}" in words
+        assert (root / "scripts" / script.split()[0]).is_file()
