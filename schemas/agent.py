@@ -21,9 +21,11 @@ class AgentSandbox(Contract):
 
     read: list[str] = Field(default_factory=list)
     """Folders and files that the program may read, besides the system's programs, the spec's folder and the virtual environment of the
-    engine; relative to the spec's folder."""
+    engine; relative to the spec's folder. Dot files, runs, stores, specs and the tasks' files in the spec's folder are hidden unless they
+    are written here."""
     disk: Bytes = 1_000_000_000
-    """Maximum bytes in each of its folders /work (its home) and /tmp, which are in memory, and of each file."""
+    """Maximum bytes of all files that it writes, in /work (its home) and /tmp together, which are in memory. Each file counts at least
+    4096 bytes."""
     processes: int = Field(default=256, ge=2)
     """Maximum number of processes and threads."""
     memory: Bytes | None = None

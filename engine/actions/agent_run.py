@@ -114,6 +114,7 @@ class AgentStarter:
     def __init__(self, services: Services, base: Path) -> None:
         assert services.spec.agent is not None
         self._spec, self._base, self._services = services.spec.agent, base, services
+        self._answers = _answers(services.spec, base)
         self._function = None if self._spec.use is None else load_entry(self._spec.use, base)
         if self._function is not None and not is_async(self._function):
             raise SpecCodeError(
@@ -146,7 +147,7 @@ class AgentStarter:
                     kind="agent_sandboxed",
                 )
             env = self._spec.env | added.env
-            body = CommandProgram(self._spec.run, self._base, env, task, episode.id, self._spec.sandbox)
+            body = CommandProgram(self._spec.run, self._base, env, task, episode.id, self._spec.sandbox, self._answers)
         elif self._function is None:
             raise SpecCodeError(
                 "`agent` has neither `run` nor `use`: its programs run elsewhere; open episodes with `engine serve --api`",
@@ -240,3 +241,12 @@ def require_reward(episode: Episode, what: str, tail: str = "") -> None:
             blame="environment",
             kind="no_reward",
         )
+
+
+def _answers(spec: EpisodeSpec, base: Path) -> list[Path]:
+    """The files and folders with the tasks of a spec and of its evaluations, and the folder of its runs."""
+    named = [*spec.tasks.files]
+    for one in [] if spec.train is None or spec.train.eval is None else spec.train.eval.by_name().values():
+        tasks = one.tasks or {}
+        named += [str(part["path"]) for part in (tasks, *tasks.get("mix", {}).values()) if "path" in part]
+    return [*(base / path for path in named), Path.cwd() / spec.rollout.out]

@@ -7,11 +7,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.agents.confined import INSIDE, SOCKET, Confined, confine
+from engine.agents.confined import HOME, INSIDE, SOCKET, Confined, confine
+from engine.agents.keeper import REWARD
 from engine.agents.process import MOST_OUTPUT, ProgramProcess
 from engine.agents.program import Endpoint
 from engine.agents.rewards import PATH as REWARD_PATH
@@ -22,7 +23,7 @@ _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH",
 """Variables of the engine that a program gets. Others may be secret."""
 _LONGEST_VARIABLE = 100_000
 """Characters of a task that fits into a variable; the operating system refuses longer ones."""
-REWARD_FILE, TASK_FILE = "reward.json", "task.json"
+TASK_FILE = "task.json"
 
 
 class CommandProgram:
@@ -35,6 +36,7 @@ class CommandProgram:
         task: Its task.
         episode: The episode's id.
         sandbox: Its sandbox; None: it runs without one.
+        answers: Files and folders that a sandbox hides from it.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class CommandProgram:
         task: Mapping[str, Any],
         episode: str,
         sandbox: AgentSandbox | None = None,
+        answers: Sequence[Path] = (),
     ) -> None:
-        self._sandbox = sandbox
+        self._sandbox, self._answers = sandbox, answers
         self._confined: Confined | None = None
         self._socket: asyncio.Server | None = None
         self._command, self._base, self._env, self._task, self._episode = command, base, env, task, episode
@@ -60,7 +63,7 @@ class CommandProgram:
         self._folder = folder = Path(tempfile.mkdtemp(prefix="agent-"))
         task = json.dumps(self._task, ensure_ascii=False)
         (folder / TASK_FILE).write_text(task, encoding="utf-8")
-        shown = folder if self._sandbox is None else Path(INSIDE)
+        shown, written = (folder, folder) if self._sandbox is None else (Path(INSIDE), Path(HOME))
         env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         env |= {
             "OPENAI_BASE_URL": f"{endpoint.address}/v1",
@@ -71,24 +74,24 @@ class CommandProgram:
             "ANTHROPIC_MODEL": endpoint.model,
             "EPISODE_ID": self._episode,
             "EPISODE_TASK_FILE": str(shown / TASK_FILE),
-            "EPISODE_REWARD_FILE": str(shown / REWARD_FILE),
+            "EPISODE_REWARD_FILE": str(written / REWARD),
             "EPISODE_REWARD_URL": f"{endpoint.address}{REWARD_PATH}",
             "NO_PROXY": "127.0.0.1",
         }
         if len(task) <= _LONGEST_VARIABLE:
             env["EPISODE_TASK"] = task
         env |= self._env
-        command = ["/bin/sh", "-c", self._command]
+        command, sandbox = ["/bin/sh", "-c", self._command], dict[str, Any]()
         if self._sandbox is not None:
             self._socket = await server_of_loop().listen_on_file(folder / SOCKET)
             port = int(endpoint.address.rpartition(":")[2])
             self._confined = await asyncio.to_thread(
-                confine, self._sandbox, self._command, self._base, folder, port, env
+                confine, self._sandbox, self._command, self._base, folder, port, env, self._answers
             )
-            command, env = self._confined.command, self._confined.env
+            command, env, sandbox = self._confined.command, {}, self._confined.for_keeper()
         self._process = process = ProgramProcess(of_shell=self._sandbox is not None)
         self.ended = process.ended
-        await process.start(command, self._base, env, endpoint.key)
+        await process.start(command, self._base, env, endpoint.key, sandbox)
 
     @property
     def output(self) -> str:
@@ -102,11 +105,13 @@ class CommandProgram:
 
     async def reward(self) -> str | None:
         """What it wrote to its reward file; None if there is no file, or a link."""
+        if self._sandbox is not None:
+            return None if self._process is None else self._process.reward
         return await asyncio.to_thread(self._read_reward)
 
     def _read_reward(self) -> str | None:
         assert self._folder is not None
-        path = self._folder / REWARD_FILE
+        path = self._folder / REWARD
         if not path.is_file() or path.is_symlink():
             return None
         with path.open("rb") as file:

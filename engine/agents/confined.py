@@ -2,37 +2,51 @@
 
 The program has a network of its own, in which only 127.0.0.1 exists. A forwarder in the sandbox listens there on the endpoint's port, and hands each
 connection on to a socket file of the engine. So the program finds the endpoint at its usual address, and reaches nothing else.
+
+All that it writes lies in one file system in memory, so `disk` counts it together. Its task and the socket can only be read.
 """
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from engine.isolation import sandbox
+from engine.isolation import sandbox, system_calls
 from engine.schemas.agent import AgentSandbox
 
 INSIDE, HOME = "/episode", "/work"
-"""The folders of the episode and of the program in the sandbox; these and /tmp can be written."""
+"""The folders of the episode and of the program in the sandbox; only the second can be written, and contains /tmp."""
 SOCKET = "endpoint"
-_OTHERS = 0o005
-"""Permission bits with which other users may read a folder."""
-_FORWARD = """
-import os, resource, selectors, socket, sys
-uid, limits, port, path, *command = sys.argv[1:]
-if uid:
-    os.setgroups([])
-    os.setresgid(int(uid), int(uid), int(uid))
-    os.setresuid(int(uid), int(uid), int(uid))
+_OTHERS = {True: 0o005, False: 0o004}
+"""Permission bits with which other users may read a folder, and a file."""
+_OPEN_FILES = 4096
+"""Maximum number of open files of each process."""
+_ARGS, _CALLS, _CHANNEL = 3, 4, 5
+"""Descriptors that bubblewrap and the forwarder find."""
+_MOST_ENTRIES, _MOST_HIDDEN = 100_000, 1000
+_PRIVATE = re.compile(r"\.|runs$|.*\.(db|sqlite3?)(-wal|-shm|-journal)?$", re.S)
+"""Names of what is hidden: dot files, folders of runs, stores."""
+_OF_RUN = ("run.db", "run.json", "train.json")
+"""Files that only folders of runs and trainings have."""
+_PACKAGES = ("node_modules", "site-packages")
+"""Folders of installed packages, which are shown whole."""
+_SPEC = re.compile(rb"^(spec *: *.?episode/|extends *:|scenarios *:)", re.M)
+"""What stands in the files of specs and scenarios, which hold tasks and answers."""
+_FORWARD = (
+    sandbox.ENTER
+    + """
+import selectors, socket
+port, path, *command = command
 listener = socket.create_server(("127.0.0.1", int(port)), backlog=256)
 if os.fork():
     listener.close()
-    for pair in filter(None, limits.split(",")):
-        name, value = pair.split("=")
-        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (int(value), int(value)))
     os.execv(command[0], command)
 for fd in (0, 1, 2):
     os.dup2(os.open(os.devnull, os.O_RDWR), fd)
@@ -90,7 +104,8 @@ while True:
         else:
             watch(one), watch(other)
 """
-"""Runs in the sandbox: becomes an unprivileged user, starts the forwarder, and executes the program with its limits."""
+)
+"""Runs in the sandbox: becomes an unprivileged user, sets its limits, starts the forwarder, and executes the program."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +113,16 @@ class Confined:
     """How a program is started in the sandbox."""
 
     command: list[str]
-    env: dict[str, str]
+    reads: list[bytes]
+    """What bubblewrap reads from its descriptors: options with the program's variables, which no table of processes shows, and the filter."""
+    files: int
+    """Maximum number of its files."""
     uid: int | None
     """The user that it becomes; None: the engine's own. `close` gives it back."""
+
+    def for_keeper(self) -> dict[str, Any]:
+        """The keys of the keeper's protocol."""
+        return {"reads": [base64.b64encode(data).decode() for data in self.reads], "files": self.files}
 
     def close(self) -> None:
         """Give the user back."""
@@ -109,61 +131,134 @@ class Confined:
 
 
 def confine(
-    settings: AgentSandbox, command: str, base: Path, folder: Path, port: int, env: Mapping[str, str]
+    settings: AgentSandbox,
+    command: str,
+    base: Path,
+    folder: Path,
+    port: int,
+    env: Mapping[str, str],
+    answers: Sequence[Path] = (),
 ) -> Confined:
     """Make the command line of a sandbox.
 
     Args:
         settings: What the program may read, and its limits.
         command: Its shell command.
-        base: The spec's folder, which it may read and runs in.
-        folder: The episode's folder, with the endpoint's socket; `INSIDE` in the sandbox.
+        base: The spec's folder, which it may read, without what `_hidden` names, and runs in.
+        folder: The episode's folder, with the endpoint's socket and the task.
         port: The endpoint's port.
         env: The program's variables.
+        answers: Files and folders that are hidden too.
 
     Raises:
         OSError: The sandbox does not work here, or the program could not read a folder.
     """
     if problem := sandbox.refusal():
         raise OSError(f"no sandbox: {problem}")
-    root = os.getuid() == 0
+    root, base = os.getuid() == 0, base.resolve()
     readable = _readable(settings, base)
     if root:
-        closed = [path for path in readable if path.stat().st_mode & _OTHERS != _OTHERS]
-        if closed:
-            raise OSError(f"the user of the sandbox cannot read {closed[0]}: chmod o+rx it")
-    uid = sandbox.take_uid() if root else None
-    if uid is not None:
-        for path in (folder, *folder.iterdir()):
-            os.chown(path, uid, uid)
+        for path in (base, *readable):
+            needs = _OTHERS[path.is_dir()]
+            if path.stat().st_mode & needs != needs:
+                raise OSError(f"the user of the sandbox cannot read {path}: chmod o+r{'x' if path.is_dir() else ''} it")
+    temporary = Path(tempfile.gettempdir()).resolve()
+    if temporary == base:
+        raise OSError(f"{base} is also the folder of temporary files, which are of other episodes too: move the spec")
+    hidden = list(_hidden(base, readable, {temporary, *(path.resolve() for path in answers)}))
+    if len(hidden) > _MOST_HIDDEN:
+        raise OSError(
+            f"{base} has more than {_MOST_HIDDEN} hidden files: give the spec and its program a folder of their own"
+        )
     inside = dict(env) | {"HOME": HOME, "TMPDIR": "/tmp"}
     for name in ("LD_LIBRARY_PATH", "PYTHONPATH"):
         inside.pop(name, None)
-    line = sandbox.system_of(root, inside, {INSIDE: folder})
-    owner = ["--perms", "1777", "--size", str(settings.disk), "--tmpfs"]
-    line += [*owner, HOME, *owner, "/tmp"]
+    options = sandbox.system_of(root, inside)
+    options += ["--perms", "1777", "--size", str(settings.disk), "--tmpfs", HOME]
+    options += ["--perms", "1777", "--dir", f"{HOME}/tmp", "--symlink", f".{HOME}/tmp", "/tmp"]
+    options += ["--perms", "0755", "--dir", INSIDE]
+    for path in sorted(folder.iterdir()):
+        options += ["--ro-bind", str(path), f"{INSIDE}/{path.name}"]
+    options += [*sandbox.parents(str(base)), "--ro-bind", str(base), str(base)]
+    covers = {is_folder: _cover(folder, is_folder) for is_folder in (True, False)}
+    for path in hidden:
+        options += ["--ro-bind", str(covers[path.is_dir()]), str(path)]
     for path in readable:
-        line += [*sandbox.parents(str(path)), "--ro-bind", str(path), str(path)]
-    line += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(base.resolve())]
-    limits = {"AS": settings.memory, "NPROC": settings.processes, "CORE": 0, "FSIZE": settings.disk}
-    words = ",".join(f"{name}={value}" for name, value in limits.items() if value is not None)
-    forward = [
-        sandbox.host_python(),
-        "-I",
-        "-S",
-        "-c",
-        _FORWARD,
-        str(uid or ""),
-        words,
-        str(port),
-        f"{INSIDE}/{SOCKET}",
-    ]
-    return Confined([*line, "--", *forward, "/bin/sh", "-c", command], {}, uid)
+        options += [*sandbox.parents(str(path)), "--ro-bind", str(path), str(path)]
+    options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(base), "--seccomp", str(_CALLS)]
+    uid = sandbox.take_uid() if root else None
+    if uid is not None:
+        os.chown(folder / SOCKET, uid, uid)
+    limits = {
+        "NOFILE": _OPEN_FILES,
+        "AS": settings.memory,
+        "NPROC": settings.processes,
+        "CORE": 0,
+        "FSIZE": settings.disk,
+    }
+    set_limits = {name: value for name, value in limits.items() if value is not None}
+    enter = sandbox.entering(set_limits, uid, channel=_CHANNEL, code=_FORWARD)
+    line = [sandbox.bubblewrap(), "--args", str(_ARGS), "--", *enter, str(port), f"{INSIDE}/{SOCKET}"]
+    reads = [b"\0".join(map(os.fsencode, options)), system_calls.filter_program()]
+    return Confined([*line, "/bin/sh", "-c", command], reads, settings.disk // sandbox.LEAST_FILE + 2, uid)
 
 
-def _readable(settings: AgentSandbox, base: Path) -> Sequence[Path]:
-    """The folders that the program may read besides the system's: the spec's, that of its Python, and those of the spec."""
-    found = [base.resolve(), *(Path(base, path).resolve() for path in settings.read)]
-    if sys.prefix != sys.base_prefix:
-        found.append(Path(sys.prefix).resolve())
-    return list(dict.fromkeys(found))
+def _readable(settings: AgentSandbox, base: Path) -> list[Path]:
+    """What the program may read besides the system's programs and the spec's folder: the engine's virtual environment, and `read`."""
+    found = [Path(sys.prefix).resolve()] if sys.prefix != sys.base_prefix else []
+    return list(dict.fromkeys([*found, *(Path(base, path).resolve() for path in settings.read)]))
+
+
+def _hidden(base: Path, readable: Sequence[Path], private: set[Path]) -> Iterator[Path]:
+    """What lies in the spec's folder and is hidden from the program: dot files, runs, stores, specs, and what is in `private`.
+
+    Raises:
+        OSError: The folder has too many files to look at.
+    """
+    above = {parent for path in readable for parent in path.parents}
+    left, waiting = _MOST_ENTRIES, [(base, False)]
+    while waiting:
+        folder, hides_all = waiting.pop()
+        try:
+            entries = list(os.scandir(folder))
+        except PermissionError:
+            continue  # nor can the program read it, or else it is a folder that only root can read
+        left -= len(entries)
+        if left < 0:
+            raise OSError(
+                f"{base} has more than {_MOST_ENTRIES} files: give the spec and its program a folder of their own"
+            )
+        for entry in entries:
+            path = Path(entry.path)
+            if entry.is_symlink() or path in readable:
+                continue
+            hides = hides_all or path in private or _is_private(entry)
+            if path in above or (not hides and entry.is_dir() and entry.name not in _PACKAGES):
+                waiting.append((path, hides))
+            elif hides:
+                yield path
+
+
+def _is_private(entry: os.DirEntry[str]) -> bool:
+    if _PRIVATE.match(entry.name):
+        return True
+    if entry.is_dir():
+        return any(Path(entry.path, name).exists() for name in _OF_RUN)
+    if not entry.name.endswith((".yaml", ".yml")) or not entry.is_file():
+        return False
+    try:
+        with Path(entry.path).open("rb") as file:
+            return _SPEC.search(file.read(4096)) is not None
+    except OSError:
+        return True
+
+
+def _cover(folder: Path, is_folder: bool) -> Path:
+    """An empty folder or file that nobody can read, for what is hidden."""
+    path = folder / f"no-{'folder' if is_folder else 'file'}"
+    if is_folder:
+        path.mkdir()
+    else:
+        path.touch()
+    path.chmod(0)
+    return path

@@ -10,17 +10,23 @@ the engine asks for it, and when the engine is gone; then it says how the progra
 Protocol: the engine sends one JSON line over the socket FD for each program (`command`, `cwd`, `env`), with two descriptors: the guard's own socket
 and the program's output. On its own socket the guard answers `{"pid": …}` or `{"error": …}`, and at the end `{"status": …}`. Anything that the
 engine sends there, or its end, kills the program. When the socket FD is closed, the keeper ends; guards then see that the engine is gone.
+
+A program in a sandbox has two keys more. `reads` are texts in base64, which it finds at the descriptors 3, 4, …; after them comes a socket, over
+which it sends the open folder that it may write. The guard kills it if that has more than `files` files, and says at the end which `reward` is in it.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import select
 import signal
 import socket
+import stat
 import sys
 import time
 from pathlib import Path
@@ -29,6 +35,9 @@ from typing import Any, NoReturn
 _SUBREAPER, _PDEATHSIG = 36, 1
 _POLL = 1.0
 """Seconds between two looks at whether the parent still runs."""
+_LOOK = 0.2
+"""Seconds between two counts of the files of a program in a sandbox."""
+REWARD, _MOST_REWARD = "reward.json", 16_384
 _LONGEST = 10.0
 """Seconds after which killing is given up, for processes of other users."""
 
@@ -81,28 +90,70 @@ def _guard(libc: Any, program: dict[str, Any], own: int, output: int) -> NoRetur
         os.set_blocking(waker, False)
         signal.set_wakeup_fd(waker)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
-            _become(libc, program, output)
+            _become(libc, program, output, theirs.fileno())
         os.close(output)
+        theirs.close()
         _say(own, pid=pid)
-        status, keeper = None, os.getppid()
+        status, keeper, folder, poll, full = None, os.getppid(), -1, _LOOK if "files" in program else _POLL, False
         while status is None:
-            ready, _, _ = select.select([own, wake], [], [], _POLL)
+            ready, _, _ = select.select([own, wake], [], [], poll)
+            if "files" in program:
+                folder = _folder(ours) if folder < 0 else folder
+                full = _files(folder) > program["files"]
             if wake in ready:
                 os.read(wake, 4096)
                 status = _reap(pid)
-            if own in ready or os.getppid() != keeper:
+            if own in ready or full or os.getppid() != keeper:
                 break
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         left = _kill_all()
-        _say(own, status=left.get(pid, -signal.SIGKILL) if status is None else status)
+        status = left.get(pid, -signal.SIGKILL) if status is None else status
+        _say(own, status=status, full=full, reward=_reward(folder))
     finally:
         os._exit(0)
 
 
-def _become(libc: Any, program: dict[str, Any], output: int) -> NoReturn:
+def _folder(channel: socket.socket) -> int:
+    """The open folder that a program has sent; -1: none yet."""
+    with contextlib.suppress(OSError, IndexError):
+        return socket.recv_fds(channel, 1, 1, socket.MSG_DONTWAIT)[1][0]
+    return -1
+
+
+def _files(folder: int) -> int:
+    """The number of files in the file system of an open folder."""
+    if folder < 0:
+        return 0
+    found = os.fstatvfs(folder)
+    return found.f_files - found.f_ffree
+
+
+def _reward(folder: int) -> str | None:
+    """The reward in an open folder; None: it has no file of that name. Links are not followed."""
+    if folder < 0:
+        return None
+    try:
+        opened = os.open(REWARD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError:
+        return None
+    with os.fdopen(opened, "rb") as file:
+        return file.read(_MOST_REWARD).decode("utf-8", "replace") if stat.S_ISREG(os.fstat(opened).st_mode) else None
+
+
+def _memory_file(text: str) -> int:
+    """A descriptor from which a text in base64 is read."""
+    opened = os.memfd_create("engine")
+    with open(opened, "wb", closefd=False) as file:
+        file.write(base64.b64decode(text))
+    os.lseek(opened, 0, os.SEEK_SET)
+    return opened
+
+
+def _become(libc: Any, program: dict[str, Any], output: int, channel: int) -> NoReturn:
     """Execute a program in this process."""
     try:
         signal.set_wakeup_fd(-1)
@@ -113,7 +164,11 @@ def _become(libc: Any, program: dict[str, Any], output: int) -> NoReturn:
         os.dup2(null, 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os.closerange(3, 65_536)
+        given = [*map(_memory_file, program["reads"]), channel] if "reads" in program else []
+        above = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in given]
+        for place, fd in enumerate(above, 3):
+            os.dup2(fd, place)
+        os.closerange(3 + len(given), 65_536)
         if sys.platform == "linux":
             libc.prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.chdir(program["cwd"])
@@ -126,8 +181,10 @@ def _become(libc: Any, program: dict[str, Any], output: int) -> NoReturn:
 
 
 def _say(own: int, **message: Any) -> None:
+    line = json.dumps(message).encode() + b"\n"
     with contextlib.suppress(OSError):
-        os.write(own, json.dumps(message).encode() + b"\n")
+        while line:
+            line = line[os.write(own, line) :]
 
 
 def _reap(pid: int) -> int | None:

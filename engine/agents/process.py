@@ -16,12 +16,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+from engine.isolation.sandbox import LEAST_FILE
 
 MOST_OUTPUT = 16_384
 """Bytes of a program's output that are kept: the last ones."""
 MOST_PRINTED = 64 << 20
 """Bytes of output after which a program is killed."""
+_LONGEST_LINE = 1 << 20
 _KEEPER = str(Path(__file__).with_name("keeper.py"))
 
 
@@ -42,8 +46,18 @@ class ProgramProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._mark = b""
         self._killed = False
+        self._full = False
+        self.reward: str | None = None
+        """What a program in a sandbox left in its reward file."""
 
-    async def start(self, command: Sequence[str], cwd: Path, env: Mapping[str, str], mark: str) -> None:
+    async def start(
+        self,
+        command: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str],
+        mark: str,
+        sandbox: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Start it, in a session of its own and with the standard input closed.
 
         Args:
@@ -51,6 +65,7 @@ class ProgramProcess:
             cwd: The folder that it runs in.
             env: Its environment.
             mark: A secret in its environment, by which its processes are found if the guard was killed.
+            sandbox: `reads` and `files` of a program in a sandbox, for the keeper.
 
         Raises:
             OSError: It could not be started.
@@ -60,7 +75,7 @@ class ProgramProcess:
         read, write = os.pipe()
         try:
             with theirs:
-                program = {"command": list(command), "cwd": str(cwd), "env": dict(env)}
+                program = {"command": list(command), "cwd": str(cwd), "env": dict(env), **sandbox}
                 _keeper().start(program, theirs.fileno(), write)
         except BaseException:
             mine.close()
@@ -68,7 +83,7 @@ class ProgramProcess:
             raise
         finally:
             os.close(write)
-        reader, self._own = await asyncio.open_unix_connection(sock=mine)
+        reader, self._own = await asyncio.open_unix_connection(sock=mine, limit=_LONGEST_LINE)
         said = json.loads(await reader.readline() or '{"error": "its guard has ended"}')
         reading = asyncio.create_task(self._read(read))
         self._tasks = [reading, asyncio.create_task(self._wait(reader, reading))]
@@ -80,11 +95,11 @@ class ProgramProcess:
     def output(self) -> str:
         """The end of what it wrote to stdout and stderr."""
         words = bytes(self._output).decode("utf-8", "replace")
-        return (
-            words
-            if self._printed <= MOST_PRINTED
-            else f"{words}\n(killed: it printed more than {MOST_PRINTED >> 20} MiB)"
-        )
+        if self._full:
+            return f"{words}\n(killed: it has more files than `disk` allows; each counts at least {LEAST_FILE} bytes)"
+        if self._printed > MOST_PRINTED:
+            return f"{words}\n(killed: it printed more than {MOST_PRINTED >> 20} MiB)"
+        return words
 
     async def stop(self) -> None:
         """Kill all of its processes, and wait until they are dead. A second call does nothing."""
@@ -109,6 +124,7 @@ class ProgramProcess:
             said = {}
         if "status" not in said:  # the guard was killed, and the kernel killed the program
             await asyncio.to_thread(_kill_marked, self._mark)
+        self.reward, self._full = said.get("reward"), said.get("full", False)
         await asyncio.wait([reading], timeout=1.0)  # nothing writes any more, unless a process of another user does
         reading.cancel()
         if not self.ended.done():

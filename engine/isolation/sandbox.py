@@ -4,10 +4,12 @@
       - {use: "engine.isolation.sandbox:Python", name: python, with: {seconds: 5, memory: 512MB}}
 
 A program gets: the system's programs and this interpreter's standard library, read-only; its own empty folder /work, in
-memory; no network; no other process; no variable of the engine's environment; no privileges. Each call starts a new sandbox.
+memory; no network; no other process; no variable of the engine's environment; no privileges, and no namespace in which it could
+gain some (`system_calls.py`). Each call starts a new sandbox.
 
 Limits, and what enforces them: `seconds` (the program is killed; also RLIMIT_CPU), `memory` of each process (RLIMIT_AS), `processes`
-(RLIMIT_NPROC in its own user namespace), `disk` (the size of the folder), `output` (the program is killed).
+(RLIMIT_NPROC in its own user namespace, or under its own uid), `disk` (the size of the folder; files are counted five times a second),
+`output` (the program is killed).
 
 Invariant: a program never runs with less protection than this, unless `allow_unprotected` is set. The sandbox is tested on
 this machine once for each process, before the first program runs.
@@ -18,12 +20,14 @@ from __future__ import annotations
 import os
 import select
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +35,7 @@ from typing import NamedTuple
 import structlog
 from pydantic import TypeAdapter
 
+from engine.isolation import system_calls
 from engine.isolation.confine import Refused, free_uid
 from engine.schemas.base import Bytes, Seconds
 
@@ -39,20 +44,26 @@ log = structlog.get_logger(__name__)
 LONGEST_CODE = 200_000
 """Maximum length of one program, in characters."""
 _PROBE_SECONDS = 30.0
-BOOT = """
+ENTER = """
 import os, resource, sys
-uid, names, values, *command = sys.argv[1:]
+uid, pids, channel, limits, *command = sys.argv[1:]
 if uid:
-    if os.path.isdir("/work") and os.path.exists("/code"):
-        os.chown("/work", int(uid), int(uid))
     os.setgroups([])
     os.setresgid(int(uid), int(uid), int(uid))
     os.setresuid(int(uid), int(uid), int(uid))
-for name, value in zip(names.split(","), values.split(",")):
-    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (int(value), int(value)))
-os.execv(command[0], command)
+for pair in filter(None, limits.split(",")):
+    name, value = pair.split("=")
+    for pid in pids.split(","):
+        resource.prlimit(int(pid), getattr(resource, "RLIMIT_" + name), (int(value), int(value)))
+if channel:
+    import _socket
+    work = os.open("/work", os.O_RDONLY | os.O_DIRECTORY).to_bytes(4, sys.byteorder)
+    _socket.socket(fileno=int(channel)).sendmsg([b"."], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, work)])
+    os.closerange(3, 256)
 """
-"""Runs inside of the sandbox: changes from root to an unprivileged user, sets the limits, then executes the program."""
+"""Runs inside of the sandbox: changes from root to an unprivileged user, sets the limits (also of bubblewrap's process 1, which a program of
+the same user could take over), and sends the open folder /work out, so that its files can be counted and read."""
+_BOOT = f"{ENTER}os.execv(command[0], command)\n"
 
 
 @dataclass(frozen=True)
@@ -85,16 +96,37 @@ class ProgramResult(NamedTuple):
         notes = {
             "time": f"(stopped: it ran longer than {limits.seconds:g} s)",
             "output": f"(stopped: it printed more than {limits.output} bytes)",
-            "disk": f"(stopped: its files have more than {limits.disk} bytes)",
+            "disk": f"(stopped: its files take more than {limits.disk} bytes, each at least {LEAST_FILE})",
         }
         note = notes.get(self.stopped, "" if self.status == 0 else f"(exit status {self.status})")
         return "\n".join(filter(None, (self.output.rstrip("\n"), note))) or "(no output)"
 
 
-_ROOT_NEEDS = ("CAP_CHOWN", "CAP_SETUID", "CAP_SETGID")
+_ROOT_NEEDS = ("CAP_SETUID", "CAP_SETGID")
 """Capabilities for the change to an unprivileged user, which drops them."""
+LEAST_FILE = 4096
+"""Bytes for which a file counts at least: an empty one takes memory too."""
+_LOOK = 0.2
+"""Seconds between two counts of a program's files."""
 _uids: set[int] = set()
 _uids_lock = threading.Lock()
+
+
+def entering(
+    limits: Mapping[str, int], uid: int | None = None, *, channel: int | None = None, code: str = _BOOT, pids: str = ""
+) -> list[str]:
+    """The command that enters the sandbox; the program's command follows.
+
+    Args:
+        limits: Resource limits by name, without `RLIMIT_`.
+        uid: The user that it becomes; None: it stays who it is.
+        channel: A socket on which it sends the open folder /work.
+        code: What runs; it begins with `ENTER`.
+        pids: The processes that get the limits; 0 is itself. Left out: itself, and process 1 if that is of the same user.
+    """
+    words = ",".join(f"{name}={value}" for name, value in limits.items())
+    pids = pids or ("0,1" if uid is None else "0")
+    return [host_python(), "-I", "-S", "-c", code, str(uid or ""), pids, str(channel or ""), words]
 
 
 def run_sandboxed(program: Sequence[str], code: str, limits: SandboxLimits, *, protected: bool = True) -> ProgramResult:
@@ -115,26 +147,84 @@ def run_sandboxed(program: Sequence[str], code: str, limits: SandboxLimits, *, p
         path = Path(folder) / "code"
         path.write_text(code, encoding="utf-8", errors="surrogatepass")
         command = [part.replace("{code}", str(path)) for part in program]
-        names, values = rlimits(limits, processes=False)
-        return finish_program([sys.executable, "-I", "-S", "-c", BOOT, "", names, values, *command], limits, cwd=folder)
+        enter = entering(rlimits(limits, processes=False), pids="0")
+        return finish_program([*enter, *command], limits, cwd=folder)
 
 
 def _in_bubblewrap(program: Sequence[str], code: str, limits: SandboxLimits) -> ProgramResult:
-    data = os.memfd_create("code")
-    uid: int | None = None
-    try:
-        os.write(data, code.encode("utf-8", "surrogatepass"))
-        os.lseek(data, 0, os.SEEK_SET)
+    with ExitStack() as stack:
+        uid = None
         if os.getuid() == 0:  # the kernel exempts the machine's root from RLIMIT_NPROC, so the program has its own uid
-            uid = take_uid()
-        command = [part.replace("{code}", "/code") for part in program]
-        names, values = rlimits(limits, processes=True)
-        inside = [host_python(), "-I", "-S", "-c", BOOT, str(uid or ""), names, values, *command]
-        return finish_program([*_bubblewrap(limits, data, uid is not None), "--", *inside], limits, code=data)
-    finally:
-        os.close(data)
-        if uid is not None:
-            give_uid(uid)
+            stack.callback(give_uid, uid := take_uid())
+        data = memory_file(code.encode("utf-8", "surrogatepass"))
+        stack.callback(os.close, data)
+        ours, theirs = map(stack.enter_context, socket.socketpair())
+        options = system_of(uid is not None, {"PATH": PATH, "HOME": "/work", "LANG": "C.UTF-8"})
+        options += ["--perms", "0444", "--file", str(data), "/code"]
+        options += ["--perms", "1777", "--size", str(limits.disk), "--tmpfs", "/work", "--symlink", "/work", "/tmp"]
+        options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
+        inside = entering(rlimits(limits, processes=True), uid, channel=theirs.fileno())
+        inside += [part.replace("{code}", "/code") for part in program]
+        stack.callback((folder := _Folder(ours)).close)
+        fds = (data, theirs.fileno())
+        return finish_sandboxed(options, inside, limits, fds=fds, size=folder.size, look=_LOOK)
+
+
+def finish_sandboxed(
+    options: Sequence[str],
+    inside: Sequence[str],
+    limits: SandboxLimits,
+    *,
+    size: Callable[[], int],
+    look: float,
+    fds: Sequence[int] = (),
+) -> ProgramResult:
+    """`finish_program` of a command in bubblewrap, whose options are not seen in the table of processes."""
+    with ExitStack() as stack:
+        calls = memory_file(system_calls.filter_program())
+        stack.callback(os.close, calls)
+        read = memory_file(b"\0".join(map(os.fsencode, [*options, "--seccomp", str(calls)])))
+        stack.callback(os.close, read)
+        command = [bubblewrap(), "--args", str(read), "--", *inside]
+        return finish_program(command, limits, fds=(read, calls, *fds), size=size, look=look)
+
+
+def bubblewrap() -> str:
+    """The path of bubblewrap."""
+    return shutil.which("bwrap") or "bwrap"
+
+
+def memory_file(content: bytes) -> int:
+    """A descriptor from which a child process reads a content."""
+    opened = os.memfd_create("engine")
+    with open(opened, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(opened, 0, os.SEEK_SET)
+    return opened
+
+
+class _Folder:
+    """The folder /work of a running program, which it sends over a socket."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        channel.setblocking(False)
+        self._channel = channel
+        self._opened = -1
+
+    def size(self) -> int:
+        """Bytes of its files, if each had `LEAST_FILE`; 0 before the program begins."""
+        if self._opened < 0:
+            with suppress(BlockingIOError):
+                self._opened = socket.recv_fds(self._channel, 1, 1)[1][0]
+        if self._opened < 0:
+            return 0
+        found = os.fstatvfs(self._opened)
+        return (found.f_files - found.f_ffree - 1) * LEAST_FILE
+
+    def close(self) -> None:
+        """Close it."""
+        if self._opened >= 0:
+            os.close(self._opened)
 
 
 def take_uid() -> int:
@@ -160,19 +250,10 @@ def host_python() -> str:
     return os.path.realpath(sys.executable)
 
 
-def rlimits(limits: SandboxLimits, *, processes: bool) -> tuple[str, str]:
+def rlimits(limits: SandboxLimits, *, processes: bool) -> dict[str, int]:
+    """Resource limits by name."""
     values = {"AS": limits.memory, "CPU": int(limits.seconds) + 1, "FSIZE": limits.disk, "CORE": 0, "NOFILE": 256}
-    if processes:
-        values["NPROC"] = limits.processes
-    return ",".join(values), ",".join(map(str, values.values()))
-
-
-def _bubblewrap(limits: SandboxLimits, code: int, root: bool) -> list[str]:
-    """The command line up to the program."""
-    command = [*system_of(root, {"PATH": PATH, "HOME": "/work", "LANG": "C.UTF-8"})]
-    command += ["--perms", "0444", "--file", str(code), "/code"]
-    command += ["--size", str(limits.disk), "--tmpfs", "/work", "--symlink", "/work", "/tmp"]
-    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
+    return values | ({"NPROC": limits.processes} if processes else {})
 
 
 PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -180,7 +261,7 @@ PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 def system_of(root: bool, env: Mapping[str, str], writable: Mapping[str, Path] | None = None) -> list[str]:
-    """The command line of a sandbox with the system's programs.
+    """The options of a sandbox with the system's programs.
 
     Args:
         root: The engine runs as root.
@@ -188,10 +269,10 @@ def system_of(root: bool, env: Mapping[str, str], writable: Mapping[str, Path] |
         writable: Folders and files that can be written, by their absolute path in the sandbox; nothing else can be. None lies in
             another one: bubblewrap would follow links that a program made there.
 
-    Root needs no user namespace, and without one may become any user inside. Other users get one in which they are themselves,
-    and in which RLIMIT_NPROC counts from zero.
+    Root needs no user namespace, and without one may become any user inside, also where only root may read the interpreter. Other
+    users get one in which they are themselves, and in which RLIMIT_NPROC counts from zero.
     """
-    command = [shutil.which("bwrap") or "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    command = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
     if root:
         command += ["--cap-drop", "ALL", *(part for name in _ROOT_NEEDS for part in ("--cap-add", name))]
@@ -232,8 +313,9 @@ def finish_program(
     limits: SandboxLimits,
     *,
     cwd: str = "/",
-    code: int | None = None,
+    fds: Sequence[int] = (),
     size: Callable[[], int] | None = None,
+    look: float = 1.0,
 ) -> ProgramResult:
     """Start a command with an empty environment, read what it prints, and kill it at a limit.
 
@@ -241,8 +323,9 @@ def finish_program(
         command: The command line.
         limits: Its limits.
         cwd: The folder that it starts in.
-        code: A file descriptor that it inherits.
-        size: Gives the bytes of its files, where no file system limits them; called each second.
+        fds: File descriptors that it inherits.
+        size: Gives the bytes of its files, where no file system limits them.
+        look: Seconds between two calls of `size`.
     """
     deadline = time.monotonic() + limits.seconds
     process = subprocess.Popen(
@@ -252,7 +335,7 @@ def finish_program(
         stderr=subprocess.STDOUT,
         env={},
         cwd=cwd,
-        pass_fds=() if code is None else (code,),
+        pass_fds=fds,
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -266,7 +349,7 @@ def finish_program(
             if size is not None and size() > limits.disk:
                 stopped = "disk"
                 break
-            if not select.select([process.stdout], [], [], left if size is None else min(left, 1.0))[0]:
+            if not select.select([process.stdout], [], [], left if size is None else min(left, look))[0]:
                 continue
             chunk = os.read(process.stdout.fileno(), 65_536)
             if not chunk:
@@ -306,6 +389,8 @@ def _probe() -> str:
         return "bubblewrap needs Linux"
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed: `apt install bubblewrap`"
+    if problem := system_calls.refusal():
+        return problem
     limits = SandboxLimits(_PROBE_SECONDS, 10**9, 16, 10**6, 4096)
     try:
         result = run_sandboxed([host_python(), "-I", "{code}"], "print('works')", limits)

@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from engine.isolation import sandbox
+from engine.isolation import sandbox, system_calls
 from engine.isolation.sandbox import ProgramResult, SandboxLimits
 
 PROCESSES = 256
@@ -30,6 +30,8 @@ MOST_OUTPUT = 65_536
 """Maximum bytes of a program's output that are read."""
 MOST_READ = 65_536
 """Maximum bytes of a file that is read from a workspace."""
+_LOOK = 1.0
+"""Seconds between two counts of its files."""
 
 
 class Workspace:
@@ -109,8 +111,9 @@ class Workspace:
             OSError: It could not be started.
         """
         limits = SandboxLimits(seconds, self._memory, PROCESSES, self._disk, MOST_OUTPUT)
-        line = [*self._sandbox(env or {}, mounts or {}), *self._inside(limits), "/bin/sh", "-c", command]
-        return sandbox.finish_program(line, limits, size=self.size)
+        inside = [*self._inside(limits), "/bin/sh", "-c", command]
+        options = self._sandbox(env or {}, mounts or {})
+        return sandbox.finish_sandboxed(options, inside, limits, size=self.size, look=_LOOK)
 
     def shell(self, seconds: float) -> Path:
         """A script that runs its arguments as one shell command in a sandbox, for programs outside of it.
@@ -119,9 +122,13 @@ class Workspace:
             seconds: CPU time of one command.
         """
         limits = SandboxLimits(seconds, self._memory, PROCESSES, self._disk, MOST_OUTPUT)
-        line = shlex.join([*self._sandbox({}, {}), *self._inside(limits), "/bin/sh", "-c"])
+        read, calls = self._folder / "options", self._folder / "calls"
+        read.write_bytes(b"\0".join(map(os.fsencode, [*self._sandbox({}, {}), "--seccomp", "4"])))
+        calls.write_bytes(system_calls.filter_program())
+        line = shlex.join([sandbox.bubblewrap(), "--args", "3", "--", *self._inside(limits), "/bin/sh", "-c"])
         path = self._folder / "shell"
-        path.write_text(f'#!/bin/sh\nexec {line} "$*"\n', encoding="utf-8")
+        files = f"3<{shlex.quote(str(read))} 4<{shlex.quote(str(calls))}"
+        path.write_text(f'#!/bin/sh\nexec {line} "$*" {files}\n', encoding="utf-8")
         path.chmod(0o700)
         return path
 
@@ -136,7 +143,7 @@ class Workspace:
         return folder
 
     def size(self) -> int:
-        """Bytes of all its files."""
+        """Bytes of all its files; a file or folder has `LEAST_FILE` at least."""
         found, waiting = 0, [self._folder]
         while waiting:
             try:
@@ -144,8 +151,7 @@ class Workspace:
                     for entry in entries:
                         if entry.is_dir(follow_symlinks=False):
                             waiting.append(Path(entry.path))
-                        else:
-                            found += entry.stat(follow_symlinks=False).st_blocks * 512
+                        found += max(sandbox.LEAST_FILE, entry.stat(follow_symlinks=False).st_blocks * 512)
             except OSError:  # it was removed meanwhile
                 continue
         return found
@@ -160,11 +166,10 @@ class Workspace:
     def _sandbox(self, env: Mapping[str, str], mounts: Mapping[str, Path]) -> list[str]:
         writable = {f"/{entry.name}": entry for entry in sorted(self._root.iterdir())} | dict(mounts)
         command = sandbox.system_of(self._uid is not None, {**self._env, **env}, writable)
-        return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self._workdir, "--"]
+        return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self._workdir]
 
     def _inside(self, limits: SandboxLimits) -> list[str]:
-        names, values = sandbox.rlimits(limits, processes=True)
-        return [sandbox.host_python(), "-I", "-S", "-c", sandbox.BOOT, str(self._uid or ""), names, values]
+        return sandbox.entering(sandbox.rlimits(limits, processes=True), self._uid)
 
     def _own(self, folder: Path) -> None:
         if self._uid is None:

@@ -2,41 +2,115 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import socket
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_kit import play, write_spec
+from other_user import other_user
 
 from engine.errors import SpecError
 from engine.isolation.sandbox import refusal
 from engine.spec.load import load_spec
+from engine.store import RunStore, find_run
 
 needs_sandbox = pytest.mark.skipif(bool(refusal()), reason=refusal())
 PROBES = """
-import socket
-found = {}
+import ctypes, signal, socket
+libc, said = ctypes.CDLL(None, use_errno=True), {}
 def probe(name, call):
     try:
-        found[name] = str(call())
+        said[name] = str(call())
     except Exception as error:
-        found[name] = type(error).__name__
+        said[name] = type(error).__name__
+def checked(value):
+    if value == -1:
+        raise OSError(ctypes.get_errno(), "no")
+def fill():
+    count = 0
+    try:
+        for folder in ("/tmp", "/work"):
+            for number in range(40):
+                with open(f"{folder}/{number}", "wb") as file:
+                    count += file.write(bytes(1_000_000))
+    except OSError:
+        pass
+    for folder in ("/tmp", "/work"):
+        for number in range(40):
+            if os.path.exists(f"{folder}/{number}"):
+                os.remove(f"{folder}/{number}")
+    return count
+def forks():
+    pids = []
+    try:
+        for _ in range(100):
+            if not (pid := os.fork()):
+                signal.pause()
+            pids.append(pid)
+    except OSError:
+        pass
+    for pid in pids:
+        os.kill(pid, 9), os.waitpid(pid, 0)
+    return len(pids)
+def descriptors():
+    held = []
+    try:
+        while len(held) < 100_000:
+            held.append(os.dup(1))
+    except OSError:
+        pass
+    for fd in held:
+        os.close(fd)
+    return len(held)
 one = chat(ASK)
 probe("network", lambda: socket.create_connection(("127.0.0.1", PORT), 2))
 probe("address", lambda: socket.create_connection(("8.8.8.8", 53), 2))
-probe("spec folder", lambda: open("spec.yaml", "a"))
+probe("spec folder", lambda: open("new", "w"))
+probe("program", lambda: open("program.py", "a"))
 probe("other file", lambda: open("/etc/passwd").read()[:4])
 probe("secret", lambda: open("SECRET").read())
 probe("processes", lambda: [pid for pid in os.listdir("/proc") if pid.isdigit() and int(pid) > 100])
 probe("root", os.getuid)
+probe("endpoint moved", lambda: os.rename("/episode/endpoint", "/episode/other"))
+probe("endpoint replaced", lambda: os.rename("/work/tmp", "/episode/endpoint"))
+probe("endpoint removed", lambda: os.unlink("/episode/endpoint"))
+probe("endpoint changed", lambda: os.chmod("/episode/endpoint", 0))
+probe("task changed", lambda: open("/episode/task.json", "w"))
+probe("task added", lambda: open("/episode/new", "w"))
+probe("namespace", lambda: checked(libc.unshare(0x10000000)))
+probe("memory file", lambda: os.memfd_create("x"))
+probe("shared memory", lambda: checked(libc.shmget(0, 10**7, 0o1600)))
+probe("shm", lambda: open("/dev/shm/x", "w"))
+probe("memory", lambda: bytearray(10**9))
+probe("descriptors", descriptors)
+probe("forks", forks)
+probe("disk", fill)
 open("/tmp/scratch", "w").write("x")
 open(os.path.expanduser("~/scratch"), "w").write("x")
-chat(ASK, one, {"role": "user", "content": json.dumps(found)}, metadata={"large": "x" * 3_000_000})
+chat(ASK, one, {"role": "user", "content": json.dumps(said)}, metadata={"large": "x" * 3_000_000})
 reward(1.0)
 """
+SANDBOX = {"disk": "20MB", "memory": "500MB", "processes": 12}
+
+
+def check_probes(said: dict[str, str]) -> None:
+    """Nothing of what the probes tried went past the sandbox."""
+    for name, most in [("disk", 20_000_000), ("descriptors", 4096), ("forks", 12)]:
+        assert 0 < int(said.pop(name)) <= most
+    assert said.pop("root") != "0"
+    assert said.pop("processes") == "[]"
+    assert said.pop("network") == "ConnectionRefusedError"
+    assert said.pop("memory") == "MemoryError"
+    assert {said.pop(name) for name in ("other file", "secret")} == {"FileNotFoundError"}
+    assert {name for name, error in said.items() if error not in ("OSError", "PermissionError")} == set()
+    assert len(said) == 13
 
 
 def allow(folder: Path, mode: int) -> None:
@@ -44,6 +118,7 @@ def allow(folder: Path, mode: int) -> None:
 
 
 @needs_sandbox
+@pytest.mark.slow
 async def test_a_program_in_the_sandbox_reaches_the_endpoint_and_nothing_else(
     tmp_path: Path, tiny_tokenizer_dir: Path
 ) -> None:
@@ -52,18 +127,121 @@ async def test_a_program_in_the_sandbox_reaches_the_endpoint_and_nothing_else(
     allow(tmp_path, 0o755)
     with socket.create_server(("127.0.0.1", 0)) as other:
         program = PROBES.replace("PORT", str(other.getsockname()[1])).replace("SECRET", str(secret))
-        played = await play(tmp_path, tiny_tokenizer_dir, program, ["a", "b"], agent={"sandbox": {}})
+        played = await play(tmp_path, tiny_tokenizer_dir, program, ["a", "b"], agent={"sandbox": SANDBOX})
     assert played.trajectory.outcome.reward == 1.0
-    found = json.loads(played.trajectory.messages[-2].text)
-    assert found.pop("root") != "0"
-    assert found.pop("processes") == "[]"
-    assert found.pop("spec folder") in ("OSError", "PermissionError")
-    assert found == {
-        "network": "ConnectionRefusedError",
-        "address": "OSError",
-        "other file": "FileNotFoundError",
-        "secret": "FileNotFoundError",
-    }
+    check_probes(json.loads(played.trajectory.messages[-2].text))
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_another_user_than_root_has_the_same_sandbox(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    with other_user() as user, socket.create_server(("127.0.0.1", 0)) as other:
+        shutil.copytree(tiny_tokenizer_dir, user.folder / "model")
+        program = PROBES.replace("PORT", str(other.getsockname()[1])).replace("SECRET", str(secret))
+        spec = write_spec(user.folder, user.folder / "model", program, ["a", "b"], agent={"sandbox": SANDBOX})
+        user.own()
+        user.run("-m", "engine.cli.main", "run", str(spec), "--out", str(user.folder / "runs"))
+        with RunStore.open(find_run("latest", user.folder / "runs"), readonly=True) as store:
+            (trajectory,) = store.trajectories()
+    assert trajectory.outcome.reward == 1.0
+    check_probes(json.loads(trajectory.messages[-2].text))
+
+
+@needs_sandbox
+async def test_no_secret_of_an_episode_is_in_the_table_of_processes_or_readable_by_others(
+    tmp_path: Path, tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow(tmp_path, 0o755)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    program = """
+one = chat(ASK)
+while not os.path.exists("go"):
+    time.sleep(0.01)
+chat(ASK, one, {"role": "user", "content": os.environ["OPENAI_API_KEY"]})
+reward()
+"""
+    agent = {"sandbox": {}, "env": {"SERVICE": "hunter2"}}
+    playing = asyncio.create_task(play(tmp_path, tiny_tokenizer_dir, program, ["a", "b"], agent=agent))
+    lines: set[bytes] = set()
+    while b"python\0program.py\0" not in lines:
+        await asyncio.sleep(0.01)
+        lines |= _command_lines()
+    closed = [path for path in temporary.rglob("*") if path.parent == temporary]
+    assert closed
+    assert [path for path in closed if path.stat().st_mode & 0o077] == []
+    (tmp_path / "go").touch()
+    key = (await playing).trajectory.messages[-2].text
+    assert len(key) > 20
+    assert [line for line in lines if key.encode() in line or b"hunter2" in line] == []
+
+
+def _command_lines() -> set[bytes]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.add(path.read_bytes())
+    return found
+
+
+@needs_sandbox
+@pytest.mark.slow
+async def test_a_program_sees_its_own_files_and_no_secret_store_task_or_other_episode_beside_them(
+    tmp_path: Path, tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow(tmp_path, 0o755)
+    temporary = tmp_path / "temporary"
+    hidden = [
+        ".env",
+        ".git/config",
+        "old/run.db",
+        "old/token",
+        "runs2/x/run.json",
+        "data.db",
+        "data.db-wal",
+        "part/.env",
+    ]
+    hidden += ["part/deep/cache.sqlite", "held_out/rows.jsonl", "questions.jsonl", ".shown/other", "other.yaml"]
+    hidden += ["temporary/agent-other/task.json", "runs/other/token", "part/runs/run.db"]
+    shown = ["part/data.json", "node_modules/.bin/tool", ".shown/file", "settings.yaml"]
+    for name in hidden + shown:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("secret")
+        (tmp_path / name).chmod(0o644)
+    (tmp_path / "other.yaml").write_text("# a spec\nspec: episode/v1\nname: other\n")
+    (tmp_path / "questions.jsonl").write_text('{"id": "a", "question": "Why?", "answer": "secret"}\n')
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    program = """
+def readable(path):
+    try:
+        return bool(open(path).read())
+    except OSError:
+        return False
+paths = [os.path.join(folder, name) for folder, _, names in os.walk(".") for name in names]
+one = chat(ASK)
+walked = {"role": "user", "content": json.dumps(sorted(os.path.relpath(p) for p in paths if readable(p)))}
+two = chat(ASK, one, walked)
+chat(ASK, one, walked, two, {"role": "user", "content": json.dumps([p for p in HIDDEN if readable(p)])})
+reward()
+"""
+    played = await play(
+        tmp_path,
+        tiny_tokenizer_dir,
+        program.replace("HIDDEN", repr(hidden)),
+        ["a", "b", "c"],
+        agent={"sandbox": {"read": [".shown/file"]}},
+        tasks={"source": "jsonl", "rows": None, "path": "questions.jsonl"},
+        train={"eval": {"tasks": {"source": "jsonl", "path": "held_out"}}},
+    )
+    assert played.trajectory.outcome.reward == 1.0
+    walked, opened = (
+        json.loads(message.text) for message in played.trajectory.messages if message.text.startswith("[")
+    )
+    assert walked == sorted(["program.py", *shown])
+    assert opened == []
 
 
 @needs_sandbox

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from other_user import other_user
 
 from engine.isolation import sandbox
 from engine.isolation.sandbox import LONGEST_CODE, Python, Shell, refusal
@@ -30,42 +34,94 @@ def test_programs_run_and_show_what_they_print(python: Python) -> None:
     assert failed.endswith("ZeroDivisionError: division by zero\n(exit status 1)")
 
 
+C = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\ndef tried(value):\n  if value == -1: raise OSError(ctypes.get_errno(), 'no')\n"
+INJECT = """
+class Registers(ctypes.Structure):
+  _fields_ = [(name, ctypes.c_ulonglong) for name in "r15 r14 r13 r12 rbp rbx r11 r10 r9 r8 rax rcx rdx rsi rdi orig rip cs flags rsp ss a b c d e f".split()]
+trace, registers = libc.ptrace, Registers()
+trace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+tried(trace(16, 1, None, None)); os.waitpid(1, 0x40000000)
+trace(12, 1, None, ctypes.byref(registers))
+registers.rax = registers.orig = 157; registers.rdi, registers.rsi = 1, 0; registers.rip -= 2
+trace(13, 1, None, ctypes.byref(registers)); trace(9, 1, None, None); os.waitpid(1, 0x40000000)
+trace(12, 1, None, ctypes.byref(registers))
+print(ctypes.c_longlong(registers.rax).value)
+raise PermissionError if registers.rax == 2**64 - 1 else SystemExit(0)
+"""
+ATTACKS = {  # name: (program, what it prints)
+    "network": ("import socket; socket.create_connection(('1.1.1.1', 80), 5)", "Network is unreachable"),
+    "parent's port": ("import socket; socket.create_connection(('127.0.0.1', {port}), 5)", "Connection refused"),
+    "parent's file": ("print(open('{secret}').read())", "FileNotFoundError"),
+    "symlink": ("import os; os.symlink('{secret}', 'a'); print(open('a').read())", "FileNotFoundError"),
+    "root of pid 1": ("print(open('/proc/1/root{secret}').read())", "Error"),
+    "shadow": ("print(open('/etc/shadow').read())", "FileNotFoundError"),
+    "environ of pid 1": ("raise PermissionError(open('/proc/1/environ', 'rb').read())", "PermissionError"),
+    "usr": ("open('/usr/x', 'w')", "Error"),
+    "root": ("open('/x', 'w')", "Read-only file system"),
+    "shm": ("open('/dev/shm/x', 'w')", "Read-only file system"),
+    "code": ("open('/code', 'a')", "Error"),
+    "setuid": ("import os; os.setuid(0)", "Error: [Errno "),
+    "kill": ("import os; os.kill({engine}, 9)", "ProcessLookupError"),
+    "memory": ("bytearray(10**10)", "MemoryError"),
+    "large file": ("f = open('big', 'wb')\nfor _ in range(10_000): f.write(bytes(10**6))", "File too large"),
+    "many files": ("for i in range(10):\n  with open(str(i), 'wb') as f: f.write(bytes(10**7))", "No space left on device"),
+    "empty files": ("import os\nfor i in range(10**8): os.mknod(str(i))", "(stopped: its files take more than 50000000 bytes"),
+    "attributes": ("import os\nfor i in range(10**8):\n  os.mknod(str(i))\n  for j in range(40): os.setxattr(str(i), f'user.{j}', bytes(60_000))", "(stopped: its files take"),
+    "mount": (C + "tried(libc.mount(b'none', b'/work', b'tmpfs', 0, 0))", "PermissionError"),
+    "user namespace": (C + "tried(libc.unshare(0x10000000))", "PermissionError"),
+    "tmpfs in a namespace": ("import subprocess; subprocess.run(['unshare', '-Urm', 'sh', '-c', 'mount -t tmpfs x /work && head -c 200000000 /dev/zero > /work/big'], check=True)", "Operation not permitted"),
+    "clone with a namespace": (C + "pid = libc.syscall({clone}, 0x10000011, 0, 0, 0, 0)\nif not pid: os._exit(0)\ntried(pid)", "PermissionError"),
+    "clone3": (C + "tried(libc.syscall(435, 0, 0))", "[Errno 38]"),
+    "memory files": ("import os\nheld = []\nwhile len(held) < 200:\n  held.append(os.memfd_create('x')); os.write(held[-1], bytes(10**6))", "PermissionError"),
+    "shared memory": (C + "while True: tried(libc.shmget(0, 10**7, 0o1600))", "PermissionError"),
+    "message queues": (C + "while True: tried(libc.msgget(0, 0o1600))", "PermissionError"),
+    "keyring": (C + "tried(libc.syscall({keyctl}, 0, -3, 1))", "PermissionError"),
+    "open files": ("import os\nwhile True: os.dup(1)", "Too many open files"),
+    "limits": ("import resource; resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))", "not allowed to raise maximum limit"),
+    "memory of pid 1": ("open('/proc/1/mem', 'r+b')\nwords = next(line for line in open('/proc/1/limits') if 'address space' in line)\nraise PermissionError if '256000000' in words else SystemExit(0)", "PermissionError"),
+    "death signal": (C + "tried(libc.prctl(1, 0))", "PermissionError"),
+    "control of pid 1": (C + INJECT, "PermissionError"),
+    "read-only bind": (C + "tried(libc.mount(b'none', b'/usr', 0, 0x1020, 0))", "PermissionError"),
+}  # fmt: skip
+RUN = """
+import json, os, sys
+from engine.isolation.sandbox import Python
+print(json.dumps({name: Python(seconds=60, memory="256MB", disk="50MB")(code) for name, code in json.loads(sys.argv[1]).items()}))
+"""
+
+
+@pytest.fixture(scope="module", params=["this user", "another user"])
+def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the programs of all attacks said, by name."""
+    secret = tmp_path_factory.mktemp("secret") / "secret"
+    secret.write_text("hunter2")
+    machine = ["x86_64", "aarch64"].index(platform.machine())
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+        values = {"secret": secret, "engine": os.getpid(), "port": server.getsockname()[1]}
+        values |= {"clone": (56, 220)[machine], "keyctl": (250, 219)[machine]}
+        programs = {}
+        for name, (code, _) in ATTACKS.items():
+            for key, value in values.items():
+                code = code.replace("{" + key + "}", str(value))
+            programs[name] = code
+        if request.param == "this user":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("API_KEY", "hunter2")
+                sandboxed = Python(seconds=60, memory="256MB", disk="50MB")
+                return {name: sandboxed(code) for name, code in programs.items()}
+        said = stack.enter_context(other_user()).run("-c", RUN, json.dumps(programs))
+        return dict(json.loads(said))
+
+
 @needs_sandbox
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("import socket; socket.create_connection(('1.1.1.1', 80), 5)", "Network is unreachable"),
-        ("import socket; socket.create_connection(('127.0.0.1', {port}), 5)", "Connection refused"),
-        ("print(open('{secret}').read())", "FileNotFoundError"),
-        ("import os; os.symlink('{secret}', 'a'); print(open('a').read())", "FileNotFoundError"),
-        ("print(open('/proc/1/root{secret}').read())", "Error"),
-        ("print(open('/etc/shadow').read())", "FileNotFoundError"),
-        ("raise PermissionError(open('/proc/1/environ', 'rb').read())", "PermissionError"),
-        ("open('/usr/x', 'w')", "Error"),
-        ("open('/x', 'w')", "Read-only file system"),
-        ("open('/dev/shm/x', 'w')", "Read-only file system"),
-        ("open('/code', 'a')", "Error"),
-        ("import os; os.setuid(0)", "PermissionError"),
-        ("import os; os.kill({engine}, 9)", "ProcessLookupError"),
-        ("bytearray(10**10)", "MemoryError"),
-        ("f = open('big', 'wb')\nfor _ in range(10_000): f.write(bytes(10**6))", "File too large"),
-        ("for i in range(10):\n  with open(str(i), 'wb') as f: f.write(bytes(10**7))", "No space left on device"),
-        ("import ctypes; libc = ctypes.CDLL(None, use_errno=True)\nif libc.mount(b'none', b'/work', b'tmpfs', 0, 0): raise OSError(ctypes.get_errno(), 'no')", "PermissionError"),
-    ],
-    ids=["network", "parent's port", "parent's file", "symlink", "root of pid 1", "shadow", "environ of pid 1", "usr", "root",
-         "shm", "code", "setuid", "kill", "memory", "large file", "many files", "mount"],
-)  # fmt: skip
-def test_there_is_no_way_out(code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("API_KEY", "hunter2")
-    secret = tmp_path / "secret"
-    secret.write_text("hunter2")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        filled = code.replace("{secret}", str(secret)).replace("{engine}", str(os.getpid()))
-        said = Python(seconds=60, memory="256MB", disk="50MB")(filled.replace("{port}", str(server.getsockname()[1])))
-    assert words in said
-    assert "hunter2" not in said
-    assert "(exit status" in said
+@pytest.mark.parametrize("name", ATTACKS)
+def test_there_is_no_way_out(name: str, attacked: dict[str, str]) -> None:
+    if name == "control of pid 1" and platform.machine() != "x86_64":
+        pytest.skip("it writes registers of x86_64")
+    assert ATTACKS[name][1] in attacked[name]
+    assert "hunter2" not in attacked[name]
+    assert "(exit status" in attacked[name] or "(stopped" in attacked[name]
 
 
 @needs_sandbox
