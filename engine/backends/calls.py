@@ -6,13 +6,16 @@ The possible forms are tried in order. A form is used if the format's parser rea
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from engine.errors import BackendError, RenderError
 from engine.schemas.message import Message, ToolCall
 from engine.storable import words_of
+from engine.tokens.choosing import ASKED, TOOL, written
+from engine.tokens.proof import View, mark
+from engine.tokens.tapes import TAIL
 from engine.tokens.toolcalls import FORMATS, Call, ToolCallFormat
 
 if TYPE_CHECKING:
@@ -22,20 +25,47 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list:
 
 
 def write_calls(format: ChatFormat, text: str, calls: Sequence[Call]) -> list[int]:
-    """Ids of an assistant turn with `text` and `calls`, without its stop token.
+    """Ids of an assistant turn with `text` and `calls`, without its stop token. Special tokens in the text are tokens.
 
     Raises:
-        BackendError: Kind `script_error`: the parser reads no form back as these calls, or the format's `write` failed.
+        BackendError: Kind `script_error`: the parser reads no form back as this text and these calls, or the format's `write` failed.
     """
     tools = [_schema(name, arguments) for name, arguments in calls]
-    for ids in _candidates(format, text, calls, tools):
-        if _read(format, ids, tools) == (text.strip(), list(calls)):
+    try:
+        prompt = format.render([Message(role="user", content="?")], tools)[-TAIL:]
+    except RenderError:
+        prompt = []
+    said = _parsed(format, format.encode(text), prompt, tools)
+    if not _has_markers(format, text):  # where the prompt opens reasoning, the text does not belong to it
+        said = said._replace(content=text.strip(), reasoning="")
+    for ids in _candidates(format, text, said, calls):
+        if _parsed(format, ids, prompt, tools) == said._replace(calls=[*said.calls, *calls]):
             return ids
     raise BackendError(
         f"the calls {[name for name, _ in calls]} cannot be written in the format {format.name!r}: "
         "write the reply's `text` as the model would",
         kind="script_error",
     )
+
+
+class _Parsed(NamedTuple):
+    """What the format's parser reads."""
+
+    content: str
+    reasoning: str
+    calls: list[Call | None]
+    """None for one that is malformed."""
+
+
+def _parsed(format: ChatFormat, ids: list[int], prompt: list[int], tools: list[dict[str, Any]]) -> _Parsed:
+    whole = np.asarray([*ids, format.stop_token_ids[0]], dtype=np.int32)
+    reply = format.replies.parse(whole, before=np.asarray(prompt, dtype=np.int32), turn=0, tools=tools)
+    calls = [(call.name, call.arguments) if isinstance(call, ToolCall) else None for call in reply.attempts]
+    return _Parsed(reply.content.strip(), (reply.reasoning or "").strip(), calls)
+
+
+def _has_markers(format: ChatFormat, text: str) -> bool:
+    return bool(format.fast.quoting.spans(text)) or "<think>" in text or "</think>" in text
 
 
 def _schema(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -45,12 +75,15 @@ def _schema(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
 
 
-def _candidates(
-    format: ChatFormat, text: str, calls: Sequence[Call], tools: list[dict[str, Any]]
-) -> Iterator[list[int]]:
-    """Yield the chat template's own form, then that of the call format, or of all built-in formats if a family's parser is used."""
-    if format.knows_tools and (own := _by_template(format, text, calls, tools)) is not None:
-        yield own
+def _candidates(format: ChatFormat, text: str, said: _Parsed, calls: Sequence[Call]) -> Iterator[list[int]]:
+    """Yield the calls as the chat template writes them, then as the call format or all built-in formats do.
+
+    A text with markers is kept as it is. Another one is the content of a reply that the template writes.
+    """
+    ways = (_after_text, _by_template) if _has_markers(format, text) else (_by_template, _after_text)
+    for way in ways if format.calls_shown else ():
+        if (reply := way(format, text, said, calls)) is not None:
+            yield format.encode(reply)
     readers = [format.call_format] if format.call_format is not None else [kind() for kind in FORMATS.values()]
     for reader in readers:
         yield format.encode(_written(reader, text, calls))
@@ -67,27 +100,41 @@ def _written(format: ToolCallFormat, text: str, calls: Sequence[Call]) -> str:
     return written
 
 
-def _by_template(format: ChatFormat, text: str, calls: Sequence[Call], tools: list[dict[str, Any]]) -> list[int] | None:
-    """Ids that the chat template writes between the generation prompt and the next stop token."""
+def _by_template(format: ChatFormat, text: str, said: _Parsed, calls: Sequence[Call]) -> str | None:
+    """The whole reply as the chat template writes it after the generation prompt; None where it shows no such reply."""
+    shown = _shown(
+        format, {"content": said.content if said.reasoning else text, "reasoning_content": said.reasoning}, calls
+    )
+    if shown is None:
+        return None
+    before, reply = shown
+    opened = format.text([ASKED], [TOOL]).removeprefix(before)
+    if reply.startswith(opened):
+        return reply.removeprefix(opened)
+    opened, reply = opened.strip(), reply.lstrip()  # white space after the marker of reasoning may differ in a prompt
+    return reply.removeprefix(opened) if reply.startswith(opened) else None
+
+
+def _after_text(format: ChatFormat, text: str, said: _Parsed, calls: Sequence[Call]) -> str | None:
+    """The text as it is, and the calls as the chat template writes them after such a text."""
+    content = mark(0) + text[len(text.rstrip()) :] if said.content else ""
+    shown = _shown(format, {"content": content, "reasoning_content": mark(1) if said.reasoning else ""}, calls)
+    if shown is None:
+        return None
+    after = shown[1]
+    for part in (mark(0), mark(1), "</think>"):
+        after = after.rpartition(part)[2]
+    spans = format.fast.quoting.spans(after)
+    if spans and spans[0][0] == 0 and text.rstrip().endswith(after[: spans[0][1]]):
+        after = after[spans[0][1] :]
+    return text.rstrip() + (after if text.strip() else after.lstrip())
+
+
+def _shown(format: ChatFormat, parts: View, calls: Sequence[Call]) -> tuple[str, str] | None:
+    """What the template writes before a reply of these parts, and for it."""
     made = [ToolCall(id=f"call_0_{place}", name=name, arguments=given) for place, (name, given) in enumerate(calls)]
-    opening = [Message(role="user", content="?")]
-    answer = Message(role="assistant", content=text, tool_calls=made)
-    results = [Message(role="tool", content="!", tool_call_id=call.id, name=call.name) for call in made]
     try:
-        prompt = format.render(opening, tools)
-        whole = format.render([*opening, answer, *results], tools)
+        view = format.views.of(Message(role="assistant", content="", tool_calls=made))
     except RenderError:
         return None
-    if whole[: len(prompt)] != prompt:
-        return None
-    said = whole[len(prompt) :]
-    ends = [at for at, token in enumerate(said) if token in format.stop_token_ids]
-    return said[: ends[0]] if ends else None
-
-
-def _read(format: ChatFormat, ids: list[int], tools: list[dict[str, Any]]) -> tuple[str, list[Call]] | None:
-    """Text and calls that the format's parser finds; None if a call is invalid."""
-    whole = np.asarray([*ids, format.stop_token_ids[0]], dtype=np.int32)
-    parsed = format.replies.parse(whole, before=np.zeros(0, dtype=np.int32), turn=0, tools=tools)
-    read = [(attempt.name, attempt.arguments) for attempt in parsed.attempts if isinstance(attempt, ToolCall)]
-    return (parsed.content.strip(), read) if len(read) == len(parsed.attempts) else None
+    return written(format, {**view, **{key: part for key, part in parts.items() if part or key == "content"}})

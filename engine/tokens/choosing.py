@@ -51,6 +51,8 @@ TOOL: View = {
     },
 }
 """A tool with a parameter of each type of JSON."""
+ASKED: View = {"role": "user", "content": "Q"}
+"""The question of a test reply."""
 
 ARGUMENTS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": "Paris"}],
@@ -119,11 +121,10 @@ def written(form: ChatFormat, reply: View) -> tuple[str, str] | None:
 
 
 def _written(form: ChatFormat, reply: View, results: list[View]) -> tuple[str, str] | None:
-    asked: View = {"role": "user", "content": "Q"}
     try:
-        before = form.text([asked], [TOOL])
+        before = form.text([ASKED], [TOOL])
         after = form.extension(reply, results, None)
-        whole = form.text([asked, reply, *results], [TOOL])
+        whole = form.text([ASKED, reply, *results], [TOOL])
     except RenderError:
         return None
     if after is None:
