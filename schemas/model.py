@@ -33,6 +33,9 @@ class ModelSpec(Contract):
     """How calls are written: `auto` (as the chat template writes them; the engine tests which reader reads them back), `hermes`, `plain` (`name(arg=1)` in call tags), `pythonic` (LFM2's), or `package.module:Class` for a `ToolCallFormat` of your own."""
     tool_role: Literal["tool", "user"] = "tool"
     """The role of tool results, for templates without a tool role."""
+    hidden_roles: list[Literal["system", "user", "tool"]] = Field(default_factory=list)
+    """Roles whose messages the chat template leaves out on purpose, old tool results for example: a new exact branch begins there. Messages of
+    other roles are never lost: the episode fails. With `system`, a template that refuses a system message after the first message is not shown it."""
     allow_special: bool = False
     """Whether text of users, tools, environments, task fields and replies that spells a special or other added token (`<|im_end|>`,
     `<think>`) becomes that token. Left out, it is encoded as plain text; the spec's own prompts and the chat template always may."""

@@ -155,6 +155,26 @@ def no_tool_role(ctx: CheckContext) -> Iterator[Finding]:
         )
 
 
+@rule("model.hidden-roles", "warning", "`model.hidden_roles` names a role that the chat template always shows")
+def hidden_roles(ctx: CheckContext) -> Iterator[Finding]:
+    """The key has no effect: it permits that messages are left out, and none is."""
+    model = ctx.spec.model
+    if not model.hidden_roles:
+        return
+    if model.renderer not in ("auto", "template"):
+        return
+    _, shown = _with_template(ctx)
+    for index, role in enumerate(model.hidden_roles):
+        path: DataPath = ("model", "hidden_roles", index)
+        path = path if ctx.written(*path) else ("model", "hidden_roles")
+        if role == "tool" and model.tool_role == "user":
+            message = "`tool_role: user` shows tools' results as a user's words: there are no messages of role `tool`"
+            yield Finding(message, path, "leave `tool` out")
+        elif shown is not None and role not in shown.hides:
+            message = f"the chat template of `{model.path}` shows every message of role `{role}`"
+            yield Finding(message, path, "leave it out: a message that this template would lose is then an error")
+
+
 @rule("model.calls-not-read", "error", "nothing reads the tool calls that the chat template writes")
 def calls_not_read(ctx: CheckContext) -> Iterator[Finding]:
     """Every call would be treated as an answer. The parser is tested on the template, and the result is cached."""

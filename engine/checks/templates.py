@@ -33,6 +33,8 @@ class Shown(NamedTuple):
     """Whether it shows messages of role `tool`."""
     rewrites: str | None
     """The part of a reply that it shows differently after the next user message; None if there is none."""
+    hides: list[str]
+    """Roles of messages that it leaves out somewhere, or refuses after the first message."""
 
 
 def shown(source: str, variables: Mapping[str, Any], *, trusted: bool) -> Shown | None:
@@ -74,7 +76,7 @@ def _shown_of(source: str, variables: str, trusted: bool) -> Shown:
     try:
         return Shown(*_ask({"source": source, "variables": json.loads(variables)})["shown"])
     except ChildError as error:
-        return Shown(str(error), True, True, None)
+        return Shown(str(error), True, True, None, [])
 
 
 # ---- the child
@@ -129,15 +131,15 @@ def _render(source: str, variables: Mapping[str, Any], messages: Sequence[View])
 
 def _shown(source: str, variables: Mapping[str, Any]) -> Shown:
     from engine.tokens.chat_template import ChatTemplate
-    from engine.tokens.probing import abilities_of, rewritten_part
+    from engine.tokens.probing import abilities_of, hidden_roles, rewritten_part
 
     try:
         template = ChatTemplate(source, variables)
     except RenderError as error:
-        return Shown(str(error), True, True, None)
+        return Shown(str(error), True, True, None, [])
     try:
         template.text([{"role": "user", "content": "Q"}], None)
     except RenderError:
-        return Shown("it refuses a conversation that a user begins", True, True, None)
+        return Shown("it refuses a conversation that a user begins", True, True, None, [])
     found = abilities_of(template.text)
-    return Shown(None, found.tools, found.tool_results, rewritten_part(template.text))
+    return Shown(None, found.tools, found.tool_results, rewritten_part(template.text), hidden_roles(template.text))

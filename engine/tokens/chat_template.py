@@ -55,7 +55,9 @@ class ChatTemplate:
                 messages=views, tools=tools, documents=None, add_generation_prompt=True, **self._variables
             )
         except Exception as error:
-            raise RenderError(f"the chat template refuses these messages: {error}{_advice(views)}") from error
+            raise RenderError(
+                f"the chat template refuses these messages: {str(error).rstrip('.')}{_advice(views)}"
+            ) from error
         if _ESCAPED_MARK in written:
             raise RenderError(
                 "text in the conversation spells a special token, and the chat template escapes it (\\ufdd0), so that it cannot be "
@@ -104,6 +106,9 @@ def _in_parts(view: View) -> View:
 
 
 def _advice(views: Sequence[View]) -> str:
+    advice = ""
     if any(view["role"] == "tool" for view in views):
-        return ". If it knows no tool messages, set model.tool_role: user"
-    return ""
+        advice = ". If it knows no tool messages, set model.tool_role: user"
+    if any(view["role"] == "system" for view in views[1:]):
+        advice += ". If it wants no system message after the first message, set model.hidden_roles: [system] to leave them out"
+    return advice

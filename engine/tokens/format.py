@@ -22,7 +22,7 @@ from engine.errors import RenderError
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridging import Bridges
-from engine.tokens.probing import abilities_of
+from engine.tokens.probing import abilities_of, refuses_later_system
 from engine.tokens.proof import MARKERS, Extension, View, has_mark, mark, probe
 from engine.tokens.replies import ReplyParser
 from engine.tokens.tape import IntVector
@@ -60,6 +60,10 @@ class ChatFormat(ABC):
         self.vocab_size = vocab_size
         self.context = context
         self.tool_role = spec.tool_role
+        self.hidden_roles = frozenset(spec.hidden_roles)
+        """Roles whose messages the template may leave out."""
+        self.skips_system = False
+        """System messages after the first message are not shown to the template, which refuses them."""
         self.allow_special = spec.allow_special
         """Text that spells an added token becomes that token."""
         self.stop_token_ids: list[int] = []
@@ -155,7 +159,8 @@ class ChatFormat(ABC):
         ids = self.render_views(views, shown)
         if dropped := self._dropped(bytes([self.views.kind(view) for view in views]), shown):
             raise RenderError(
-                f"the chat format {self.name!r} does not show messages of role `{dropped}` here: they would be lost"
+                f"the chat format {self.name!r} does not show messages of role `{dropped}` here: they would be lost; if it "
+                f"leaves them out on purpose, set model.hidden_roles: [{dropped}]"
             )
         return ids
 
@@ -214,6 +219,7 @@ class ChatFormat(ABC):
         self.knows_reasoning = found.reasoning
         self.calls_shown = found.calls
         self.alternates = found.alternates
+        self.skips_system = "system" in self.hidden_roles and refuses_later_system(self.text)
 
     def _dropped(self, kinds: bytes, tools: list[View] | None) -> str:
         """The role of a message that the template leaves out without an error; empty where there is none."""
@@ -222,5 +228,6 @@ class ChatFormat(ABC):
             views = [probe(kind, index, str) for index, kind in enumerate(kinds)]
             shown = self.text(views, tools)
             lost = [view["role"] for index, view in enumerate(views) if has_mark(view) and mark(index) not in shown]
-            self._dropped_roles[key] = next((role for role in lost if role != "assistant"), "")
+            allowed = {"assistant", *self.hidden_roles}
+            self._dropped_roles[key] = next((role for role in lost if role not in allowed), "")
         return self._dropped_roles[key]

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.errors import RenderError
 from engine.schemas.message import ToolCall
-from engine.tokens.proof import ASSISTANT, CALLS, REASONS, TOOL, TOOL_NAME, USER, View, mark, probe
+from engine.tokens.proof import ASSISTANT, CALLS, REASONS, SYSTEM, TOOL, TOOL_NAME, USER, View, mark, probe
 from engine.tokens.toolcalls import ToolCallFormat, parse_calls
 
 if TYPE_CHECKING:
@@ -103,6 +103,32 @@ def rewritten_part(write: Writer) -> str | None:
         if shown and not later.startswith(before):
             return part
     return None
+
+
+def refuses_later_system(write: Writer) -> bool:
+    """Whether the template refuses a system message after a reply, and takes the conversation without it."""
+    before, after = [probe(USER, 0, str), probe(ASSISTANT, 1, str)], [probe(USER, 3, str)]
+    return _shows_views(write, [*before, *after], mark(3)) and not _shows_views(
+        write, [*before, probe(SYSTEM, 2, str), *after]
+    )
+
+
+def hidden_roles(write: Writer) -> list[str]:
+    """Roles whose messages the template leaves out somewhere, and `system` where it refuses a later system message."""
+    caller = [ASSISTANT + CALLS, TOOL]
+    found = {"system"} if refuses_later_system(write) else set()
+    for kinds in (
+        [USER, *caller, *caller, ASSISTANT, USER] * 3,
+        [SYSTEM, USER, ASSISTANT, SYSTEM, USER, ASSISTANT, USER],
+    ):
+        views = [probe(kind, index, str) for index, kind in enumerate(kinds)]
+        for end in range(1, len(views) + 1):
+            try:
+                shown = write(views[:end], None)
+            except RenderError:
+                continue
+            found |= {view["role"] for index, view in enumerate(views[:end]) if mark(index) not in shown}
+    return sorted(found - {"assistant"})
 
 
 def _shows(write: Writer, kinds: Iterable[int], *texts: str, tools: list[View] | None = None) -> bool:

@@ -212,7 +212,10 @@ class Thread:
 
     def views(self, start: int = 0, end: int | None = None) -> list[View]:
         """Messages of the thread from number `start` up to `end`, as the template gets them."""
-        views = [self._view(number) for number in range(start, len(self.messages) if end is None else end)]
+        numbers = range(start, len(self.messages) if end is None else end)
+        if self._form.skips_system:
+            numbers = [at for at in numbers if at == 0 or self.messages[at].role != "system"]
+        views = [self._view(number) for number in numbers]
         return _alternating(views) if self._form.alternates else views
 
     def measure(self, thread: Sequence[Message]) -> int:
@@ -226,7 +229,8 @@ class Thread:
         """
         form = self._form
         own = {id(message): self._view(number) for number, message in enumerate(self.messages)}
-        views = [own.get(id(message)) or form.views.of(message) for message in thread]
+        shown = [at for at, message in enumerate(thread) if not (at and form.skips_system and message.role == "system")]
+        views = [own.get(id(thread[at])) or form.views.of(thread[at]) for at in shown]
         ids = form.render_views(_alternating(views) if form.alternates else views, self._tools)
         if form.vision is None:
             return len(ids)

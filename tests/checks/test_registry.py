@@ -69,6 +69,7 @@ def test_ids_are_stable() -> None:
         ("machine.user-after-user", "warning"),
         ("model.calls-not-read", "error"),
         ("model.context", "warning"),
+        ("model.hidden-roles", "warning"),
         ("model.images", "error"),
         ("model.no-tool-role", "error"),
         ("model.no-tools", "warning"),
