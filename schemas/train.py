@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from engine.schemas.base import Contract, Seconds
+from engine.schemas.credit import CreditMethod
 from engine.schemas.critic import CriticSpec
 from engine.schemas.loss import CrossEntropyLoss, DrGrpoLoss, LossSpec
 from engine.schemas.plan import PlanSpec
@@ -303,6 +304,9 @@ class TrainSpec(Contract):
     dynamic_sampling: bool = True
     """Drop groups without signal (every advantage is 0) and sample other groups instead (DAPO). With a credit method that needs a
     critic no group is dropped."""
+    min_group: int | None = Field(default=None, ge=1)
+    """Groups with fewer trainable episodes than this, because others failed, are left out: the advantage of an episode without others
+    would be its raw return. Default: 2 if the credit method subtracts a baseline of the group and a task has several samples, else 1."""
     max_sampling_rounds: int = Field(default=4, ge=1)
     """Limit of dynamic sampling: at most this many times `tasks_per_step` groups are sampled for one batch. Then the batch is
     trained on with fewer groups."""
@@ -355,6 +359,17 @@ class TrainSpec(Contract):
     def uses_backend(self) -> bool:
         """Whether the backend gets the weights: for the training's own episodes, or for evaluations."""
         return self.samples_episodes or self.eval is not None
+
+    def smallest_group(self, credit: CreditMethod, samples: int) -> int:
+        """The number of trainable episodes that a group needs.
+
+        Args:
+            credit: The credit method.
+            samples: Episodes that the group was to have.
+        """
+        if self.min_group is not None:
+            return self.min_group
+        return 2 if samples > 1 and credit.comparison is not None and credit.comparison.baseline != "none" else 1
 
     def effective(self) -> TrainSpec:
         """The settings of the updates. With `kind: sft`, keys that it does not read have their defaults, and the loss is the cross-entropy."""

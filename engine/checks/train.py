@@ -121,7 +121,7 @@ def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
     """The credit method gives 0 in a group of one episode."""
     for train in _sampling(ctx):
         credit = ctx.spec.rewards.credit
-        moved = train.entropy_coefficient != 0 or train.kl.coefficient > 0
+        moved = train.entropy_coefficient != 0 or train.kl.in_loss
         if (
             ctx.spec.rollout.samples_per_task > 1
             or not credit.zero_without_group
@@ -145,6 +145,16 @@ def random_weights(ctx: CheckContext) -> Iterator[Finding]:
             message = f"`{entry.name}` has random weights: its replies are noise, and seldom earn rewards that differ"
             fix = f"teach it the format first: `{entry.teach}`, then add `--set model.path={entry.taught}`"
             yield Finding(message, ("model", "path"), fix)
+
+
+@rule("train.min-group", "error", "no group would be large enough to train on")
+def min_group(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.min_group` above `rollout.samples_per_task`."""
+    for train in _sampling(ctx):
+        samples = ctx.spec.rollout.samples_per_task
+        if train.min_group is not None and train.min_group > samples:
+            message = f"a group has {samples} episodes (`rollout.samples_per_task`), so every group is left out"
+            yield Finding(message, ("train", "min_group"), f"set it to {samples} or less", key=True)
 
 
 @rule("train.half-precision", "warning", "the sampler computes in 16 bits without rollout correction")

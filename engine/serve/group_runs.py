@@ -178,7 +178,8 @@ class GroupRuns:
             raise
         finally:
             del self._groups[key]
-        rows = self._rows.rows(trajectories)
+        small = self._rows.is_small(trajectories, request.samples)
+        rows = [] if small else self._rows.rows(trajectories)
         rows = [row | {"run_id": self._store.run_id} for row in rows]
         digests = {image["image"] for row in rows for image in row["images"]}
         if digests:
@@ -200,7 +201,7 @@ class GroupRuns:
             "sums": asdict(Sums.of_whole_rows(rows, [row["advantages"] for row in rows])),
             "episodes": episodes,
             "signal": any(float(abs(row["advantages"]).max(initial=0.0)) > ZERO_ADVANTAGE for row in rows),
-            "left_out": None if rows else "no_rows",
+            "left_out": None if rows else "too_few_episodes" if small else "no_rows",
         }
         return ReadyGroup(note | about, rows, {each.digest: (each.mime, each.data) for each in stored})
 

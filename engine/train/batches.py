@@ -49,6 +49,15 @@ class Group:
     """Number of its episodes that continued from the journal of an earlier launch."""
     regenerated_tokens: int = 0
     """Tokens of its episodes that were sampled again because a launch of the training had ended; see `stored.py`."""
+    small: bool = False
+    """Whether it has no rows because it has fewer trainable episodes than `train.min_group`."""
+
+    @property
+    def why_no_rows(self) -> str:
+        """For a log, of a group without rows."""
+        if self.small and any(each.outcome.trainable for each in self.trajectories):
+            return "the group has fewer trainable episodes than `train.min_group`"
+        return "no episode of the group can be trained on"
 
     @property
     def without_signal(self) -> bool:
@@ -95,6 +104,10 @@ class Batch:
             listed = f"{listed}; the first failure: {failures[0]}"
         if faults:
             listed = f"{listed}{'; ' if listed else ''}{len(faults)} could not be finished, for example {faults[0]}"
+        if small := sum(
+            any(each.outcome.trainable for each in group.trajectories) for group in self.left_out if group.small
+        ):
+            listed += f"; {small} groups have fewer trainable episodes than `train.min_group`"
         return TrainError(
             f"no episode of {len(self.left_out)} groups can be trained on: {listed or 'none was finished'}",
             kind="no_data",
@@ -122,7 +135,8 @@ class Batch:
             "episodes/count": float(summary.episodes),
             "episodes/masked": float(masked),
             "groups/used": float(len(self.used)),
-            "groups/equal": float(len(self.left_out)),
+            "groups/equal": float(sum(group.without_signal and not group.small for group in groups)),
+            "groups/small": float(sum(group.small for group in groups)),
             "groups/cancelled": float(len(self.cancelled)),
             "groups/sampled": float(len(groups)),
             "rollout/resumed_episodes": float(sum(group.resumed for group in groups)),
@@ -171,14 +185,44 @@ class RowBuilder:
         credit = spec.rewards.credit
         members = credit.needs_values or train.kl.in_reward
         self._plan = Plan(credit, spec.rewards.placement, base, None, None, False, members=members)
+        self._train = train
         self._limits = spec.limits
         self._most = min(spec.limits.turn_tokens, spec.sampling.max_new_tokens or spec.limits.turn_tokens)
         self._overlong = train.overlong
         self._bootstrap = frozenset(train.critic.bootstrap) if train.critic is not None else frozenset()
         self._bonuses = [(bonus, _entry(bonus, base)) for bonus in train.advantage_bonuses]
 
+    def group(
+        self,
+        number: int,
+        task_id: str,
+        version: int,
+        trajectories: Sequence[Trajectory],
+        *,
+        samples: int,
+        resumed: int = 0,
+        regenerated_tokens: int = 0,
+    ) -> Group:
+        """Make a group of finished episodes. It has no rows if too few of them are trainable (`train.min_group`).
+
+        Args:
+            samples: Episodes that the group was to have. The other arguments are the fields of `Group`.
+
+        Raises:
+            LedgerError: as in `rows`.
+            TrainError: as in `rows`.
+        """
+        small = self.is_small(trajectories, samples)
+        rows = [] if small else self.rows(trajectories)
+        return Group(number, task_id, version, trajectories, rows, resumed, regenerated_tokens, small)
+
+    def is_small(self, trajectories: Sequence[Trajectory], samples: int) -> bool:
+        """Whether a group of `samples` episodes has fewer trainable ones than credit needs (`train.min_group`)."""
+        trainable = sum(each.outcome.trainable and bool(each.turns) for each in trajectories)
+        return trainable < self._train.smallest_group(self._plan.credit, samples)
+
     def rows(self, trajectories: Sequence[Trajectory]) -> list[Row]:
-        """Build the training rows of a group; bonuses are added to the advantages of sampled tokens.
+        """Build the training rows of a group, however small it is; bonuses are added to the advantages of sampled tokens.
 
         Raises:
             LedgerError: the credit method cannot be computed.

@@ -259,9 +259,15 @@ class BatchCollector:
             raise
         ended = [each for each in done if each is not None]
         trajectories = [each.trajectory for each in ended]
-        rows = self._row_builder.rows(trajectories)
-        resumed, again = sum(each.resumed for each in ended), sum(each.regenerated_tokens for each in ended)
-        return Group(number, task.id, version, trajectories, rows, resumed, again)
+        return self._row_builder.group(
+            number,
+            task.id,
+            version,
+            trajectories,
+            samples=self._samples,
+            resumed=sum(each.resumed for each in ended),
+            regenerated_tokens=sum(each.regenerated_tokens for each in ended),
+        )
 
     async def _run_episode(self, task: Task, sample: int) -> _EndedEpisode | None:
         """Run an episode, or read it if it is finished. Returns None if the engine itself failed; the other episodes continue."""

@@ -96,6 +96,10 @@ FOUND: dict[str, Case] = {
         f"{CRITIC}train: {{critic: {{kind: probe}}, dynamic_sampling: true}}",
         "with a critic no group",
     ),
+    "train.min_group": (
+        train("min_group: 9"),
+        "a group has 8 episodes (`rollout.samples_per_task`), so every group is left out",
+    ),
     "train.max_sampling_rounds": no_effect("max_sampling_rounds", f"{SFT}, max_sampling_rounds: 2"),
     **{
         f"train.difficulty.{key}": no_effect(

@@ -138,6 +138,7 @@ def test_ids_are_stable() -> None:
         ("train.kl-credit", "error"),
         ("train.kl-estimator", "warning"),
         ("train.metric", "error"),
+        ("train.min-group", "error"),
         ("train.no-effect", "warning"),
         ("train.no-package", "info"),
         ("train.nothing-to-learn", "error"),

@@ -71,6 +71,36 @@ def test_the_first_error_is_found_in_nested_groups() -> None:
     assert first_of(nested) is error
 
 
+def test_a_group_of_one_episode_is_not_handed_over(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Of two episodes of t0 the simulator of one fails: what is left has no baseline. A batch of such groups is an error."""
+    path = spec_of(tmp_path, tiny_model_dir)
+    spec = yaml.safe_load(path.read_text()) | {
+        "machine": {
+            "preset": "tools_and_user",
+            "transitions": [{"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}],
+        },
+        "user": {"use": "code_for_training:Fading"},
+        "limits": {"turn_tokens": 4, "assistant_turns": 2},
+    }
+    spec["tasks"] = {"source": "inline", "rows": [{"id": "t0"}, {"id": "t1"}], "id": "id"}
+    path.write_text(yaml.safe_dump(spec))
+
+    async def launch() -> None:
+        rollouts = TrainerRollouts(path, tmp_path / "out", "verl")
+        await rollouts.start(open_backend(rollouts.loaded, rollouts.format))
+        try:
+            batch = await rollouts.batch(["t0", "t1"], 2, 0)
+            assert [(group.task_id, len(group.trajectories)) for group in batch.left_out] == [("t0", 2)]
+            assert {row["task_id"] for row in batch.rows} == {"t1"}
+            assert batch.left_out[0].why_no_rows == "the group has fewer trainable episodes than `train.min_group`"
+            (alone,) = [each for each in batch.left_out[0].trajectories if each.outcome.trainable]
+            assert alone.episode_id == "t0/0"
+        finally:
+            await rollouts.close()
+
+    asyncio.run(launch())
+
+
 @pytest.mark.slow
 def test_groups_are_whole_and_a_second_launch_gives_other_ids(tmp_path: Path, tiny_model_dir: Path) -> None:
     path = spec_of(tmp_path, tiny_model_dir)

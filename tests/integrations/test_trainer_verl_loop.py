@@ -182,6 +182,42 @@ async def test_an_episode_that_a_user_broke_is_not_a_reward_of_zero(write: Any) 
     assert caught.value.kind == "untrainable"
 
 
+async def test_an_episode_whose_group_failed_is_not_handed_over_alone(write: Any) -> None:
+    """verl trains on what a failed prompt has, and gives an episode without others its raw reward. t1 keeps two of three episodes."""
+    path = write("fading", user={"use": "code_for_training:Fading"})
+    episodes = await asyncio.to_thread(LoopEpisodes, path, path.parent / "out", config_of(), Servers())
+    ended = {}
+    try:
+        for task in ("t0", "t1"):
+            columns = {"uid": task, "extra_info": {"task": task}}
+            begun = [episodes.submit(columns | {"session_id": at}, lambda *_: None) for at in range(3)]
+            ended[task] = await asyncio.gather(*map(asyncio.wrap_future, begun), return_exceptions=True)
+    finally:
+        await asyncio.to_thread(episodes.stop)
+    alone, failed, _ = map(str, ended["t0"])
+    assert alone == "t0/0 is not trained on: its group has fewer trainable episodes than `train.min_group`"
+    assert failed.startswith("t0/1 cannot be trained on (user_error: ")
+    assert [each if isinstance(each, Exception) else len(each[1]) for each in ended["t1"]][:2] == [1, 1]
+    assert isinstance(ended["t1"][2], TrainError)
+
+
+async def test_a_group_whose_rows_verl_does_not_carry_leaves_none_alone(write: Any) -> None:
+    path = write("refused")
+    episodes = await asyncio.to_thread(LoopEpisodes, path, path.parent / "out", config_of(), Servers())
+
+    def refuse(rows: Any, episode: str) -> None:
+        if episode != "t0/1":
+            raise TrainError(f"{episode} has 2 rows", kind="handover")
+
+    try:
+        columns = {"uid": "u", "extra_info": {"task": "t0"}}
+        begun = [episodes.submit(columns | {"session_id": at}, refuse) for at in range(3)]
+        ended = await asyncio.gather(*map(asyncio.wrap_future, begun), return_exceptions=True)
+    finally:
+        await asyncio.to_thread(episodes.stop)
+    assert [getattr(error, "kind", error) for error in ended] == ["handover", "untrainable", "handover"]
+
+
 async def test_episodes_of_one_process_have_one_client(write: Any) -> None:
     path = write("clients")
     episodes = await asyncio.to_thread(LoopEpisodes.of, path, path.parent / "out", config_of(), Servers())
@@ -201,7 +237,7 @@ async def test_groups_of_two_processes_have_other_ids_and_go_on_after_a_restart(
         both = [await asyncio.to_thread(LoopEpisodes, path, path.parent / "out", config, Servers()) for _ in range(2)]
         for episodes in both:
             columns = [{"uid": uid, "extra_info": {"task": "t0"}} for uid in ("u", "u", "v", "u", "v", "v", "w")]
-            ended = [await asyncio.wrap_future(episodes.submit(each)) for each in columns]
+            ended = [await asyncio.wrap_future(episodes.submit(each, lambda *_: None)) for each in columns]
             found.append([trajectory.episode_id for trajectory, _ in ended])
         for episodes in both:
             await asyncio.to_thread(episodes.stop)

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from serve_kit import ROOT, TOKEN, ask, content, read, serving, unpacked, written
 
 from engine.client import ServeError, Sums
@@ -181,6 +182,30 @@ async def test_a_version_that_is_told_while_a_group_waits_to_be_read_leaves_it_o
         assert (first["left_out"], waited["left_out"], begun_later["left_out"]) == (None, "stale", None)
         assert (waited["rows"], waited["version"], begun_later["version"]) == (0, 0, 1)
         assert rest[-1] == {"end": {"groups": 3, "sent": 3}}
+
+
+async def test_a_group_of_one_episode_is_not_handed_over(tmp_path: Path) -> None:
+    """Two of three episodes of task 0 fail. With one sample for a group by request, an episode has no others by intention."""
+    tasks = {"source": "inline", "rows": [{"id": "t0"}, {"id": "t1"}], "id": "id"}
+    changes = {
+        "tasks": tasks, "environment": None, "machine": "tools_and_user", "prompt": [{"role": "user", "content": "?"}],
+        "user": {"use": "code_for_training:Fading"},
+    }  # fmt: skip
+    path = written(tmp_path, **changes)
+    path.write_text(yaml.safe_dump({k: v for k, v in yaml.safe_load(path.read_text()).items() if v is not None}))
+    (tmp_path / "replies.yaml").write_text(yaml.safe_dump({"replies": ["blue", "red"]}))
+    async with serving(path) as (_, address):
+        _, lines = await ask(address, "/groups", {"id": "one", "tasks": ["t0", "t1"]})
+        groups = {line["group"]["task_id"]: line["group"] for line in lines if "group" in line}
+        assert [sum(each["trainable"] for each in group["episodes"]) for group in groups.values()] == [1, 2]
+        assert (groups["t0"]["left_out"], groups["t0"]["rows"], groups["t0"]["signal"]) == (
+            "too_few_episodes",
+            0,
+            False,
+        )
+        assert (groups["t1"]["left_out"], groups["t1"]["rows"]) == (None, 2)
+        _, lines = await ask(address, "/groups", {"id": "two", "tasks": ["t0"], "samples": 1})
+        assert [line["group"]["rows"] for line in lines if "group" in line] == [1]
 
 
 async def test_a_full_disk_refuses_a_request_before_anything_runs(

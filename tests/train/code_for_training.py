@@ -38,3 +38,13 @@ class Broken:
 
     def respond(self, view: EpisodeView) -> UserTurn:
         raise RuntimeError("the simulator is down")
+
+
+class Fading:
+    """Its simulator fails in all episodes of a task with number 0 but the first, and in all of other tasks but the first two."""
+
+    def respond(self, view: EpisodeView) -> UserTurn:
+        sample = int(view.episode_id.rpartition("/")[2])
+        if sample >= (1 if view.task.id.partition("~")[0].endswith("0") else 2):
+            raise RuntimeError("the simulator is down")
+        return UserTurn(satisfied=True, rewards=[RewardEvent(value=1.0 + sample)])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine.errors import StoreError, TrainError
 from engine.runner.run import Runner
+from engine.schemas.credit import read_credit
 from engine.schemas.environment import Task
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.reward import Posting
@@ -162,6 +163,72 @@ async def test_kept_where_the_spec_says_so() -> None:
     batch = await collector_of(FakeRunner(lambda task, sample: 1.0, lambda *_: 1), dynamic_sampling=False).batch()
     assert ids(batch.used) == ["t0", "t1"]
     assert [row["advantages"].tolist() for row in batch.rows] == [[0.0] * 5] * 4
+
+
+@pytest.mark.parametrize("dynamic_sampling", [True, False])
+async def test_groups_without_advantage_are_counted_whether_they_are_kept_or_not(dynamic_sampling: bool) -> None:
+    """t0 and t2 are equal; with dynamic sampling others take their place."""
+    fake = FakeRunner(lambda task, sample: 1.0 if task in ("t0", "t2") else float(sample), lambda *_: 1)
+    batch = await collector_of(fake, dynamic_sampling=dynamic_sampling, tasks_per_step=3, max_sampling_rounds=2).batch()
+    told = batch.metrics()
+    wanted = (3.0, 2.0, 5.0) if dynamic_sampling else (3.0, 2.0, 3.0)
+    assert (told["groups/used"], told["groups/equal"], told["groups/sampled"]) == wanted
+
+
+CRASH = Failure(kind="env_error", message="x", blame="environment")
+LAST_ONLY = {"t0": 3, "t2": 2, "t3": 0}
+"""How many of four episodes fail in which group: t0 keeps one, t2 keeps two."""
+
+
+def failing(task: str, sample: int) -> float | Failure:
+    return CRASH if sample < LAST_ONLY.get(task, 0) else float(sample)
+
+
+@pytest.mark.parametrize(
+    ("train", "credit", "left_out"),
+    [
+        ({}, {}, ["t0"]),
+        ({"dynamic_sampling": False}, {}, ["t0"]),
+        ({}, {"method": "outcome", "baseline": "mean", "scale": "std"}, ["t0"]),
+        ({"min_group": 3}, {}, ["t0", "t2"]),
+        ({"min_group": 1}, {}, []),
+        # without a baseline an episode needs no others
+        ({}, {"method": "outcome", "baseline": "none"}, []),
+    ],
+    ids=str,
+)
+async def test_a_group_that_failures_left_too_small_for_a_baseline_does_not_train(
+    train: dict[str, Any], credit: dict[str, Any], left_out: list[str]
+) -> None:
+    runner: Any = FakeRunner(failing, lambda *_: 1)
+    spec, wanted = spec_of(**train)
+    rewards = spec.rewards.model_copy(update={"credit": read_credit(credit)})
+    rows = RowBuilder(spec.model_copy(update={"rewards": rewards}), wanted, None)
+    order = TaskOrder(TASKS, shuffle=False, seed=0)
+    batch = await BatchCollector(runner, order, rows, wanted, samples=4, max_live_episodes=100).batch()
+    assert ids(batch.left_out) == left_out
+    assert batch.metrics()["groups/small"] == len(left_out)
+    assert batch.metrics()["groups/equal"] == 0.0
+    if credit.get("baseline") != "none" and wanted.min_group != 1:  # no advantage is a raw return
+        for group in batch.used:
+            assert sum(row["advantages"].sum() for row in group.rows) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("credit", [{}, {"method": "outcome", "baseline": "mean"}])
+async def test_groups_of_one_by_the_spec_train(credit: dict[str, Any]) -> None:
+    spec, wanted = spec_of(dynamic_sampling=False)
+    rewards = spec.rewards.model_copy(update={"credit": read_credit(credit)})
+    builder = RowBuilder(spec.model_copy(update={"rewards": rewards}), wanted, None)
+    group = builder.group(0, "t0", 0, [make_trajectory(TASKS[0], 0, 1.0)], samples=1)
+    assert (len(group.rows), group.small) == (1, False)
+
+
+async def test_a_batch_of_groups_that_are_too_small_says_so() -> None:
+    fake = FakeRunner(lambda task, sample: CRASH if sample else 1.0, lambda *_: 1)
+    batch = await collector_of(fake, max_sampling_rounds=1).batch()
+    assert (batch.used, batch.metrics()["groups/small"]) == ([], 2.0)
+    said = "no episode of 2 groups can be trained on: solved 2, failed: env_error (environment) 2; the first failure: x; 2 groups have fewer trainable episodes than `train.min_group`"
+    assert said in str(batch.no_data([]))
 
 
 async def test_refilling_has_an_end() -> None:

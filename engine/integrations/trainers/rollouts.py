@@ -153,7 +153,7 @@ class TrainerRollouts:
         return await self._group(self._used(task_id), samples, version, number)
 
     async def batch(self, task_ids: Sequence[str], samples: int, version: int) -> Batch:
-        """Run one group for each task. Groups without rows are in `left_out`.
+        """Run one group for each task. Groups without rows are in `left_out`: nothing of them is handed over.
 
         Raises:
             TrainError: as `group`; kind `no_data`: no episode can be trained on.
@@ -204,7 +204,7 @@ class TrainerRollouts:
         except BaseExceptionGroup as several:
             raise first_of(several) from None
         ended = [each for work in works if (each := work.result()) is not None]
-        return Group(number, task.id, version, ended, self._rows.rows(ended))
+        return self._rows.group(number, task.id, version, ended, samples=samples)
 
     async def _episode(self, task: Task, sample: int) -> Trajectory | None:
         """Run an episode. Returns None if the engine itself failed; the other episodes continue."""

@@ -113,6 +113,7 @@ def test_a_rollout_is_groups_of_samples_or_of_lists(router: Any, write: Any, rew
         "engine/groups_sampled": 2,
         "engine/groups_replaced": 0,
         "engine/groups_without_signal": 0,
+        "engine/groups_small": 0,
         "engine/untrained_episodes": 0,
     }
 
@@ -137,6 +138,27 @@ def test_groups_without_signal_are_replaced_for_a_number_of_rounds(router: Any, 
     assert len(output.samples) == 2
     assert output.metrics["engine/groups_replaced"] == 4
     assert output.metrics["engine/groups_without_signal"] == 2
+
+
+@pytest.mark.usefixtures("results")
+@pytest.mark.parametrize("dynamic_sampling", [True, False])
+def test_a_group_of_one_episode_is_replaced_or_not_trained(router: Any, write: Any, dynamic_sampling: bool) -> None:
+    """The task prompt-0 keeps one of two episodes, whose advantage would be its raw return."""
+    train = document(Path())["train"] | {"dynamic_sampling": dynamic_sampling, "max_sampling_rounds": 2}
+    args = slime_args(router.url, write(train=train, user={"use": "code_for_training:Fading"}, rewards={}))
+    try:
+        output = generate_rollout(args, 0, Source())
+    finally:
+        Episodes.of(args).stop()
+    assert output.metrics["engine/groups_small"] >= 1
+    flat = [sample for group in output.samples for sample in group]
+    data = convert(args, flat)
+    trained = {sample.prompt: any(mask) for sample, mask in zip(flat, data["loss_masks"], strict=True)}
+    assert (
+        trained == {"prompt-1": True, "prompt-2": True} if dynamic_sampling else {"prompt-0": False, "prompt-1": True}
+    )
+    for sample, rewards in zip(flat, data["rewards"], strict=True):
+        assert bool(rewards.any()) <= trained[sample.prompt]
 
 
 @pytest.mark.usefixtures("results")

@@ -104,7 +104,7 @@ class EngineGroups:
         self._actor = SimpleNamespace(**reward)
 
     async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Run one group and return its rows. Returns None, which AReaL counts as rejected, if no episode of it can be trained on.
+        """Run one group and return its rows. Returns None, which AReaL counts as rejected, if it has none (see `train.min_group`).
 
         Args:
             engine: AReaL's inference engine.
@@ -136,7 +136,7 @@ class EngineGroups:
                 reward=each.outcome.reward or 0.0, num_turns=len(each.turns), trainable=float(each.outcome.trainable)
             )
         if not group.rows:
-            log.warning("no episode of the group can be trained on", task=group.task_id, faults=rollouts.faults[-3:])
+            log.warning(group.why_no_rows, task=group.task_id, faults=rollouts.faults[-3:])
             return None
         rewards = {each.episode_id: each.outcome.reward or 0.0 for each in group.trajectories}
         return trajectory(

@@ -79,7 +79,10 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 def _rows(args: Any, samples: Sequence[Any]) -> tuple[list[HandedRow | None], list[HandedRow]]:
-    """The engine's row of each sample, None for samples that are not trained; and all rows to train, built from the episodes."""
+    """The engine's row of each sample, None for samples that are not trained; and all rows to train, built from the episodes.
+
+    Groups with fewer trainable episodes than `train.min_group` are not trained.
+    """
     from engine.integrations.trainers.slime.settings import Settings
     from engine.schemas.train import TrainSpec
     from engine.spec.load import load_spec
@@ -99,7 +102,9 @@ def _rows(args: Any, samples: Sequence[Any]) -> tuple[list[HandedRow | None], li
         if origin is not None and (ended := origin.trajectory) is not None:
             groups.setdefault(ended.task_id, {})[ended.episode_id] = ended
     builder = RowBuilder(loaded.spec, train, loaded.base)
-    rows = [row for group in groups.values() for row in builder.rows(list(group.values()))]
+    samples_per_task = loaded.spec.rollout.samples_per_task
+    whole = [list(group.values()) for group in groups.values()]
+    rows = [row for group in whole if not builder.is_small(group, samples_per_task) for row in builder.rows(group)]
     values = whitened_advantages(rows) if train.advantage_norm == "batch" else [row["advantages"] for row in rows]
     made = {
         (row["episode_id"], row["branch"]): HandedRow.of(row, value) for row, value in zip(rows, values, strict=True)

@@ -14,6 +14,8 @@ from engine.train.batches import ZERO_ADVANTAGE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.schemas.trajectory import Trajectory
+
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
     """Run one episode: slime's `--custom-generate-function-path`.
@@ -56,7 +58,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """Run the episodes of one rollout: slime's `--rollout-function-path`.
 
-    With `train.dynamic_sampling`, groups in which every advantage is 0 are replaced by other groups, `train.max_sampling_rounds` times.
+    With `train.dynamic_sampling`, groups in which every advantage is 0 or that have fewer trainable episodes than `train.min_group` are replaced by other
+    groups, `train.max_sampling_rounds` times.
 
     Args:
         args: slime's arguments, with `engine_spec` and `engine_folder`.
@@ -82,7 +85,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     rounds = train.max_sampling_rounds if train.dynamic_sampling else 1
     kept: list[list[list[Any]]] = []
     equal: list[list[list[Any]]] = []
-    sampled = 0
+    sampled = too_small = 0
     for _ in range(rounds):
         groups = data_source.get_samples(wanted - len(kept))
         for group in groups:
@@ -93,18 +96,23 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
                 )
         sampled += len(groups)
         for made in episodes.submit(_run(episodes, groups)).result():
-            (equal if train.dynamic_sampling and _without_signal(episodes, made) else kept).append(made)
+            ended = _trajectories(made)
+            small = episodes.rows.is_small(ended, size)
+            too_small += small
+            replaced = train.dynamic_sampling and (small or _without_signal(episodes, ended))
+            (equal if replaced else kept).append(made)
         if len(kept) >= wanted or not groups:
             break
     filled = equal[: wanted - len(kept)]
-    ended = [*kept, *filled]
-    several = any(len(rows) > 1 for group in ended for rows in group)
-    samples = [[rows if several else rows[0] for rows in group] for group in ended]
+    handed = [*kept, *filled]
+    several = any(len(rows) > 1 for group in handed for rows in group)
+    samples = [[rows if several else rows[0] for rows in group] for group in handed]
     metrics = {
         "engine/groups_sampled": sampled,
         "engine/groups_replaced": len(equal) - len(filled),
         "engine/groups_without_signal": len(filled),
-        "engine/untrained_episodes": sum(rows[0].remove_sample for group in ended for rows in group),
+        "engine/groups_small": too_small,
+        "engine/untrained_episodes": sum(rows[0].remove_sample for group in handed for rows in group),
     }
     return RolloutFnTrainOutput(samples=samples, metrics=metrics)
 
@@ -118,10 +126,14 @@ async def _run(episodes: Episodes, groups: Sequence[Sequence[Any]]) -> list[list
     ]
 
 
-def _without_signal(episodes: Episodes, group: Sequence[Sequence[Any]]) -> bool:
-    """Whether every advantage of a group is 0."""
+def _trajectories(group: Sequence[Sequence[Any]]) -> list[Trajectory]:
+    """The finished episodes of a group of samples."""
     origins = [origin_of(rows[0]) for rows in group]
-    ended = [origin.trajectory for origin in origins if origin is not None and origin.trajectory is not None]
+    return [origin.trajectory for origin in origins if origin is not None and origin.trajectory is not None]
+
+
+def _without_signal(episodes: Episodes, ended: Sequence[Trajectory]) -> bool:
+    """Whether every advantage of a group is 0."""
     return all(abs(row["advantages"]).max(initial=0.0) <= ZERO_ADVANTAGE for row in episodes.rows.rows(ended))
 
 

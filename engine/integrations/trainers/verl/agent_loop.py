@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,7 @@ from engine.integrations.trainers.verl.sampler import VerlBackend, context_of
 from engine.integrations.trainers.verl.settings import of, refuse_loop_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
     from engine.schemas.environment import Task
@@ -89,9 +91,9 @@ class EngineAgentLoop:
                 f"verl asks for temperature {asked:g}, and {episodes.loaded.path} samples with {own:g}; evaluate with `engine eval`",
                 kind="train_setup",
             )
-        trajectory, rows = await asyncio.wrap_future(episodes.submit(columns))
         session = "session_id" in columns
-        self._refuse_rows(rows, trajectory.episode_id, session)
+        refuse = partial(self._refuse_rows, session=session)
+        trajectory, rows = await asyncio.wrap_future(episodes.submit(columns, refuse))
         outputs = [_output(row, trajectory, named=session) for row in rows]
         return outputs if session else outputs[0]
 
@@ -116,6 +118,27 @@ class EngineAgentLoop:
                 )
 
 
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """The episodes of one prompt, all of which one worker of verl runs."""
+
+    task: Task
+    running: int
+    """Episodes that have not ended, those that have not begun included."""
+    begun: int = 0
+    usable: list[Trajectory] = field(default_factory=list)
+    """Episodes that verl can train on."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, trajectory: Trajectory | None) -> None:
+        """Count an episode that has ended; None if it cannot be trained on."""
+        self.running -= 1
+        if trajectory is not None:
+            self.usable.append(trajectory)
+        if not self.running:
+            self.ended.set()
+
+
 class LoopEpisodes(TrainerRollouts):
     """The episodes of a spec in one worker of verl, on a loop of their own. `LoopEpisodes.of` gives those of this process.
 
@@ -136,7 +159,7 @@ class LoopEpisodes(TrainerRollouts):
         self.client = client
         self.backend = VerlBackend(client, type(self.spec.backend), context=context_of(config, self.context))
         """What samples; its `stats` count replies whose versions collapsed."""
-        self._groups: dict[str, tuple[Task, int]] = {}
+        self._groups: dict[str, _Prompt] = {}
         self._own = ProcessFolder.take(folder)
         self.folder = self._own.path
         self.number_uses_of(self._own.number)
@@ -166,36 +189,63 @@ class LoopEpisodes(TrainerRollouts):
             )
         return found
 
-    def submit(self, columns: Mapping[str, Any]) -> Future[tuple[Trajectory, list[Row]]]:
-        """Start an episode of the task that a row of verl's data set names; its result is the episode and its rows."""
-        return self._loop.submit(self._rows_of(columns))
+    def submit(
+        self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]
+    ) -> Future[tuple[Trajectory, list[Row]]]:
+        """Start an episode of the task that a row of verl's data set names; its result is the episode and its rows.
 
-    async def _rows_of(self, columns: Mapping[str, Any]) -> tuple[Trajectory, list[Row]]:
-        task, number = self._place(columns)
+        In verl's V1 trainer it comes when all episodes of the prompt have ended: verl trains on what a failed prompt has, and would give
+        the raw reward to an episode without others.
+
+        Args:
+            columns: The row of verl's data set.
+            refuse: Raises if verl does not carry these rows of an episode.
+        """
+        return self._loop.submit(self._rows_of(columns, refuse))
+
+    async def _rows_of(
+        self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]
+    ) -> tuple[Trajectory, list[Row]]:
+        task, number, prompt = self._place(columns)
         self._runner.live.total += 1
-        trajectory = await self._episode(task, number)
-        rows = [] if trajectory is None else self._rows.rows([trajectory])
-        if trajectory is None or not rows:
-            failure = None if trajectory is None else trajectory.outcome.failure
-            cause = f"{failure.kind}: {failure.message}" if failure is not None else "; ".join(self.faults[-1:])
-            raise TrainError(
-                f"{task.id}/{number} cannot be trained on ({cause or 'it has no sampled token'})", kind="untrainable"
-            )
-        return trajectory, rows
+        usable = None
+        try:
+            trajectory = await self._episode(task, number)
+            rows = [] if trajectory is None else self._rows.rows([trajectory])
+            if trajectory is None or not rows:
+                failure = None if trajectory is None else trajectory.outcome.failure
+                cause = f"{failure.kind}: {failure.message}" if failure is not None else "; ".join(self.faults[-1:])
+                raise TrainError(
+                    f"{task.id}/{number} cannot be trained on ({cause or 'it has no sampled token'})",
+                    kind="untrainable",
+                )
+            refuse(rows, trajectory.episode_id)
+            usable = trajectory
+        finally:
+            prompt.add(usable)
+        if "session_id" in columns:
+            await prompt.ended.wait()
+            if self._rows.is_small(prompt.usable, self.spec.rollout.samples_per_task):
+                raise TrainError(
+                    f"{task.id}/{number} is not trained on: its group has fewer trainable episodes than `train.min_group`",
+                    kind="untrainable",
+                )
+        return usable, rows
 
-    def _place(self, columns: Mapping[str, Any]) -> tuple[Task, int]:
-        """The task of a prompt, and the number of this episode in the prompt's group."""
+    def _place(self, columns: Mapping[str, Any]) -> tuple[Task, int, _Prompt]:
+        """The task of a prompt, the number of this episode in the prompt's group, and what is known of the group."""
         uid, name = columns.get("uid"), (columns.get("extra_info") or {}).get("task")
         if uid is None or name is None:
             raise TrainError(
                 "a row of verl's data set has no `uid` or no `extra_info.task`; make the data file with `write_tasks`",
                 kind="train_setup",
             )
-        known = self._groups.pop(str(uid), None)
-        task, count = (self._used(str(name)), 0) if known is None else known
-        if count + 1 < self.spec.rollout.samples_per_task:
-            self._groups[str(uid)] = (task, count + 1)
-        return task, int(columns.get("session_id", count))
+        samples = self.spec.rollout.samples_per_task
+        prompt = self._groups.pop(str(uid), None) or _Prompt(self._used(str(name)), running=samples)
+        number, prompt.begun = prompt.begun, prompt.begun + 1
+        if prompt.begun < samples:
+            self._groups[str(uid)] = prompt
+        return prompt.task, int(columns.get("session_id", number)), prompt
 
     def stop(self) -> None:
         """Close the run store and the services, and leave the folder to another process."""

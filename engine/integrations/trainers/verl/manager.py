@@ -121,9 +121,7 @@ class EngineManager:
                 await asyncio.to_thread(_put, keys, fields, tags)
                 status = "finished"
             else:
-                log.error(
-                    "no episode of the group can be trained on", task=group.task_id, faults=self._episodes.faults[-3:]
-                )
+                log.error(group.why_no_rows, task=group.task_id, faults=self._episodes.faults[-3:])
         except EngineError as error:
             log.error("the group failed", task=task, error=str(error))
         except Exception:
