@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import wrong_usage
+from engine.cli.options import only_looks
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from engine.train.keep import Plan
 
 
+@only_looks
 def compact(
     run: Annotated[str, typer.Argument(help="A training: its folder, its id or the beginning of it, or `latest`.")],
     steps: Annotated[int | None, typer.Option(min=0, help="Keep the groups of the last STEPS steps.")] = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.cli.eval import Format
+from engine.cli.options import only_looks
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ _VALUE = 60
 """Maximum number of characters of a value of a spec."""
 
 
+@only_looks
 def compare(
     first: Annotated[
         str, typer.Argument(help="A run's or a training's folder, a run's id or the beginning of it, or `latest`.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.export_credit import changed_credit, read_values
+from engine.cli.options import Imports, only_looks
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Images(StrEnum):
     PATHS = "paths"
 
 
+@only_looks
 def export(
     run: Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")],
     format: Annotated[
@@ -123,6 +125,7 @@ def export(
             "a list for each turn, a number for each sampled token.",
         ),
     ] = None,
+    imports: Imports = None,
 ) -> None:
     """Write training rows, one per branch: ids, loss mask, log-probs, rewards and advantages by token, messages.
 
@@ -134,8 +137,8 @@ def export(
 
     With --format trl or verl: a data set of messages, and a line for each thing that such a data set does not carry.
 
-    With --format scenario: a scenario of one episode, with its replies and its result, which has passed `engine test`. A file that
-    holds scenarios of the same spec gets one more.
+    With --format scenario: a scenario of one episode, with its replies and its result, which has passed `engine test`, so the spec's
+    code runs. A file that holds scenarios of the same spec gets one more.
     """
     from engine.cli.console import make_console
     from engine.cli.report import dropped_words, unchecked_warning
@@ -159,6 +162,7 @@ def export(
         "--ground-truth": ground_truth,
         "--push": push,
         "--public": public,
+        "--import": imports,
     }
     if unused := _without_effect(chosen, out, given):
         echo(f"error: {unused}", err=True)
@@ -227,6 +231,7 @@ _TAKEN: dict[str, frozenset[Format]] = {
     "--ground-truth": _DATASETS,
     "--push": _DATASETS,
     "--public": _DATASETS,
+    "--import": _ROWS | _DATASETS | {Format.SFT},
 }
 """The formats in which an option has an effect."""
 _KINDS: dict[Format, tuple[str, tuple[str, ...]]] = {
@@ -298,13 +303,14 @@ def _export_scenario(run: str, runs: Path, out: Path | None, episode: str | None
     from engine.errors import EngineError
     from engine.scenarios.recorded import add_scenario
     from engine.scenarios.suite import Formats
+    from engine.spec.entry import looking
     from engine.store.find import find_run
     from engine.store.store import RunStore
 
     assert out is not None
     assert episode is not None
     try:
-        with RunStore.open(find_run(run, runs), readonly=True) as store:
+        with looking(None), RunStore.open(find_run(run, runs), readonly=True) as store:  # the scenario is tried
             made = add_scenario(store, episode, Formats(), out)
     except EngineError as error:
         echo(str(error), err=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from engine.terminal import echo
 
 SpecPath = Annotated[Path | None, typer.Argument(help="The episode spec. With --resume the run's own spec is used.")]
 Overrides = Annotated[
@@ -16,3 +20,26 @@ Out = Annotated[Path | None, typer.Option(help="Folder in which runs are stored;
 Resume = Annotated[
     str | None, typer.Option(metavar="RUN", help="Continue this run: a folder, an id or its beginning, or `latest`.")
 ]
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE:NAME",
+        help="Import this code, which the run names, such as its credit method. Code of a run is not imported without it.",
+    ),
+]
+
+
+def only_looks(command: Callable[..., None]) -> Callable[..., None]:
+    """A command during which nothing that a run names is imported, but what its option `--import` names, and nothing from the current folder."""
+
+    @wraps(command)
+    def looks(**options: Any) -> None:
+        from engine.spec.entry import looking
+
+        with looking(options.get("imports") or []) as imported:
+            command(**options)
+        for use in [use for use, done in imported.items() if not done]:
+            echo(f"--import {use} had no effect: nothing needed this code", err=True)
+
+    return looks

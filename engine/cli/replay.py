@@ -28,6 +28,8 @@ def replay(
 ) -> None:
     """Rebuild finished episodes from their journals, and compare them with the stored ones, byte for byte.
 
+    Runs code that the run names: formats of tool calls, actions, and environments whose tools stand in the prompt.
+
     Exits with 0 if every episode is the same, and 1 if one differs: the spec, the tokenizer or the engine has changed.
 
     With --from-turn K a new run is made instead: each episode begins with the old journal's entries before turn K

@@ -29,7 +29,8 @@ def rescore(
     """Score stored episodes with another spec's rewards. No model is called: the rules are applied to the journals.
 
     The results of the run's own rules are kept; `engine show` and `engine export` take --score LABEL. A rule that cannot
-    be applied to an episode, or that would have led to another event, is a failure of that episode's score.
+    be applied to an episode, or that would have led to another event, is a failure of that episode's score. Runs code that the run
+    names, as `engine replay` does.
     """
     from engine.cli.console import make_console
     from engine.errors import EngineError

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import wrong_usage
+from engine.cli.options import Imports, only_looks
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from engine.store.reading import EpisodeRow
 
 
+@only_looks
 def show(
     run: Annotated[
         str,
@@ -62,6 +64,7 @@ def show(
         str | None, typer.Option(metavar="LABEL", help="Use the rewards of this score of `engine rescore`.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    imports: Imports = None,
 ) -> None:
     """Show a stored run or training, also one that is still running.
 

@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
+from engine.cli.options import Imports, only_looks
 from engine.terminal import echo
 
 MOST_RUNS = 20
 """Number of runs that are shown if none is named."""
 
 
+@only_looks
 def view(
     runs: Annotated[
         list[str] | None,
@@ -38,6 +40,7 @@ def view(
             metavar="SIZE", help="With --export: maximum size of the file; episodes that do not fit are left out."
         ),
     ] = "50MB",
+    imports: Imports = None,
 ) -> None:
     """Look at episodes in a browser: transcript, rewards and who moved them, tokens, branches, machine, timings.
 

@@ -77,7 +77,7 @@ class PlainTokenizer:
         if self._real is None:
             from transformers import AutoTokenizer
 
-            self._real = AutoTokenizer.from_pretrained(self.name_or_path)
+            self._real = AutoTokenizer.from_pretrained(self.name_or_path, trust_remote_code=False)
             self._real.chat_template = self.chat_template
         return self._real
 

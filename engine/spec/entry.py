@@ -3,14 +3,18 @@
 Modules are looked for in the standard library first, then in the spec's folder, in the folder that the engine was started
 in, and among what is installed. So a file beside the spec never replaces a module of Python's own, and two specs in two
 folders each get their own module where both have one of the same name.
+
+A command that only looks at a run, which a stranger may have made, imports nothing that the run names (`looking`).
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
@@ -22,6 +26,8 @@ from engine.errors import EngineError
 _INSTALLED = ("site-packages", "dist-packages")
 _ADDED: set[str] = set()
 """Folders that were put on the import path here."""
+_named: dict[str, bool] | None = None
+"""While a command looks at a run: the entry points that may be imported, and whether they were; None: all may."""
 
 
 class EntryError(EngineError):
@@ -39,9 +45,17 @@ def load_entry(use: str, base: Path | None) -> Any:
         base: The spec's folder, which is put on the import path, as is the current folder.
 
     Raises:
-        EntryError: it is not of that form, the module cannot be imported, or it has no such name.
+        EntryError: it is not of that form, the module cannot be imported, or it has no such name; or a command only looks at a
+            run, and its user did not name it.
     """
     module_name, parts = parse_entry(use)
+    if _named is not None:
+        if use not in _named:
+            raise EntryError(
+                f"the run names the code `{use}`, and looking at a run imports none: it would be {_place(module_name, use, base)}. "
+                f"If you trust it: --import {use}"
+            )
+        _named[use] = True
     _extend_path(base)
     _own_modules_first(base)
     target = _import(module_name, use)
@@ -54,6 +68,45 @@ def load_entry(use: str, base: Path | None) -> Any:
         except Exception as error:  # a module may load its parts lazily, and that may fail
             raise EntryError(f"`{part}` of `{module_name}` failed{raised_at(error)}: {_words(error)}") from error
     return target
+
+
+@contextmanager
+def looking(named: Sequence[str] | None) -> Iterator[dict[str, bool]]:
+    """Import nothing that a run names, but what the user names, and nothing from the current folder.
+
+    Args:
+        named: The entry points that may be imported; None: all, again.
+
+    Yields:
+        These, and whether each was imported.
+    """
+    global _named
+    before, path, here = _named, [*sys.path], str(Path.cwd())
+    _named = None if named is None else dict.fromkeys(named, False)
+    if named is not None and not here.endswith(_INSTALLED) and here != str(Path(os.__file__).parent):
+        sys.path[:] = [entry for entry in path if entry not in ("", here)]
+    try:
+        yield _named or {}
+    finally:
+        _named = before
+        sys.path[:] = path
+
+
+def is_looking() -> bool:
+    """Whether a command only looks at a run."""
+    return _named is not None
+
+
+def _place(module: str, use: str, base: Path | None) -> str:
+    """Where a module would be imported from, in words. Nothing is imported."""
+    from engine.spec.access import Access
+    from engine.spec.module_files import ModuleFiles
+
+    try:
+        found = ModuleFiles(base, Access()).find(module, use)
+    except EntryError:
+        return "nothing, because there is no such module here"
+    return str(found or f"the module `{module}`, which has no text")
 
 
 def parse_entry(use: str) -> tuple[str, list[str]]:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
+from engine.spec.entry import is_looking
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,13 +161,15 @@ def resolve_model(path: str, revision: str | None = None, base: Path | None = No
         base: The folder of the spec that names the model.
 
     Raises:
-        ModelError: It does not exist, or it could not be downloaded.
+        ModelError: It does not exist, or it could not be downloaded, or a command that only looks at a run would have to.
     """
     for folder in _folders(path, base):
         if folder.is_dir():
             return folder.resolve()
     if path in CATALOGUE:
-        return cached(path) or _fetch(CATALOGUE[path])
+        if (made := cached(path)) is None and is_looking():
+            raise ModelError(f"the model {path!r} is not on this machine, and looking at a run downloads nothing")
+        return made or _fetch(CATALOGUE[path])
     if _HUB_ID.fullmatch(path):
         return _from_hub(path, revision)
     raise ModelError(f"no model {path!r}: {_advice(path)}")
@@ -336,11 +339,11 @@ def hub_reachable() -> bool:
 
 
 def _from_hub(hub_id: str, revision: str | None) -> Path:
-    """A snapshot of a hub model; the newest local one if the hub cannot be reached."""
+    """A snapshot of a hub model; the newest local one if the hub cannot be reached, or a command only looks at a run."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    online = hub_reachable()
+    online = not is_looking() and hub_reachable()
     if online:
         _say(f"{hub_id}: fetching from the hub")
     try:
@@ -348,7 +351,8 @@ def _from_hub(hub_id: str, revision: str | None) -> Path:
             hub_id, revision=revision, local_files_only=not online, allow_patterns=_HUB_FILES, etag_timeout=5.0
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        why = str(error).splitlines()[0] if online else "the hub does not answer, and there is no local copy"
+        offline = "looking at a run downloads nothing" if is_looking() else "the hub does not answer"
+        why = str(error).splitlines()[0] if online else f"{offline}, and there is no local copy"
         raise ModelError(f"{hub_id}: {why}.") from error
     return Path(found)
 

@@ -63,6 +63,17 @@ def load_format(model: ModelSpec, base: Path) -> ChatFormat:
     return found
 
 
+def load_tokenizer(model: ModelSpec, base: Path) -> FastTokenizer:
+    """The tokenizer that a spec's `model` names, as in `load_format`, without anything else: no chat template, no code.
+
+    Raises:
+        RenderError: There is no tokenizer.
+        ModelError: The model's files are not there and cannot be fetched.
+    """
+    source = model_folders(model, base)[1]
+    return FastTokenizer(read_plain(source) or _ask_transformers(source))
+
+
 def _load_template(tokenizer: FastTokenizer, model: ModelSpec) -> ChatTemplate:
     full = tokenizer.full
     if not full.chat_template:
@@ -123,7 +134,7 @@ def _ask_transformers(source: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise RenderError(f"model: no tokenizer can be loaded from {source}: {error}") from error
     except Exception as error:  # damaged files raise whatever the library meets

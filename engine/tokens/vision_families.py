@@ -41,7 +41,7 @@ def family_of(config: dict[str, Any]) -> QwenFamily | TiledFamily | None:
 def _image_processor(folder: Path) -> Any:
     from transformers import AutoImageProcessor
 
-    return AutoImageProcessor.from_pretrained(folder, backend="pil")
+    return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
 
 
 def _image_only(kind: str, name: str, begin: Callable[..., None]) -> Any:

@@ -44,7 +44,7 @@ class DeferredWeights:
         from accelerate import init_empty_weights
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with init_empty_weights(include_buffers=False), no_bars():
             self.model = kind.from_config(config, dtype=dtype, attn_implementation="sdpa")
         self.model.tie_weights()
@@ -154,7 +154,9 @@ class DeferredWeights:
         whole: dict[str, Tensor] = {}
         if process_group.main:
             with no_bars():
-                whole = self._kind.from_pretrained(self._folder, dtype=self._dtype).state_dict()
+                whole = self._kind.from_pretrained(
+                    self._folder, dtype=self._dtype, trust_remote_code=False
+                ).state_dict()
         done: set[int] = set()
         for name in self._slots:
             into = self._tensor(name)

@@ -99,11 +99,13 @@ def _merge(adapter: Path, base: Path, target: Path) -> None:
 
     from engine.tokens.catalogue import no_bars
 
-    sees = getattr(AutoConfig.from_pretrained(base), "vision_config", None) is not None
+    sees = getattr(AutoConfig.from_pretrained(base, trust_remote_code=False), "vision_config", None) is not None
     kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     try:
         with no_bars():
-            model = kind.from_pretrained(base, dtype=torch.float32)  # bfloat16 would round small changes away
+            model = kind.from_pretrained(
+                base, dtype=torch.float32, trust_remote_code=False
+            )  # bfloat16 would round small changes away
             wrapped = PeftModel.from_pretrained(model, str(adapter))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise TrainError(

@@ -349,7 +349,7 @@ def _load(
         if deferred is not None:
             return deferred(folder, dtype, kind)
         with no_bars():
-            return kind.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+            return kind.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False)
     except (OSError, ValueError) as error:
         why = str(error).partition("\n")[0].partition(". ")[0]
         raise TrainError(

@@ -8,10 +8,12 @@ Every parameter is a text, as it stands in an address.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -35,10 +37,25 @@ if TYPE_CHECKING:
 Document = dict[str, Any] | list[Any]
 _SHOWN_IMAGES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp", "image/bmp"})
 """Media types that a browser draws and that hold no code."""
+_ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _FIRST = frozenset({"page", "episode"})
 """Documents that the page of an address shows first."""
 MOST_ROWS = 500
 """Maximum number of rows of one page."""
+
+
+_PLAYING = Lock()
+"""One scenario is played at a time, because what it may import is a matter of the process."""
+
+
+def _entry_points(written: Any) -> Iterator[str]:
+    """The entry points in a spec: every text that could be one."""
+    if isinstance(written, str):
+        if _ENTRY.fullmatch(written):
+            yield written
+    elif isinstance(written, dict | list):
+        for value in written.values() if isinstance(written, dict) else written:
+            yield from _entry_points(value)
 
 
 class Documents:
@@ -158,11 +175,15 @@ class Documents:
         return sorted({Path(source.training) for source in self.listing.sources if source.training is not None})
 
     def scenario(self, run: str, id: str) -> Document:
-        """Return a scenario of a finished episode, which was played and passes. Imports the spec's code, unlike all other documents."""
+        """Return a scenario of a finished episode, which was played and passes. Imports the code that the run names, unlike all
+        other documents."""
         from engine.scenarios.recorded import recorded_scenario
         from engine.scenarios.suite import Formats
+        from engine.spec.entry import looking
 
-        made = recorded_scenario(self.listing.store(run), id, Formats())
+        store = self.listing.store(run)
+        with _PLAYING, looking([*_entry_points(store.header.spec)]):
+            made = recorded_scenario(store, id, Formats())
         return {"name": made.name, "text": made.text, "notes": made.notes}
 
     def rows(self, filter: str = "", text: str = "") -> Iterator[bytes]:
@@ -170,6 +191,7 @@ class Documents:
 
         Raises:
             StoreError: the filter is not valid.
+            EntryError: the run's credit method is code that may not be imported.
         """
         keys = set(self.listing.keys(filter, text))
 
@@ -182,7 +204,8 @@ class Documents:
                     if row["episode_id"] in wanted:
                         yield orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
-        return lines()
+        rest = lines()
+        return chain([*islice(rest, 1)], rest)  # what is refused is refused before the answer begins
 
     def machine(self, run: str) -> Document:
         """Return the picture of a run's machine as SVG; None with the reason if it cannot be drawn."""

@@ -76,10 +76,10 @@ class TokenTexts:
 
 @lru_cache(maxsize=8)
 def _load(model: str, base: str) -> TokenTexts:
-    from engine.tokens.loading import load_format
+    from engine.tokens.loading import load_tokenizer
 
     try:
-        return TokenTexts(load_format(ModelSpec.model_validate_json(model), Path(base)).fast)
+        return TokenTexts(load_tokenizer(ModelSpec.model_validate_json(model), Path(base)))
     except EngineError as error:
         return TokenTexts(None, str(error))
     except (OSError, ValueError) as error:

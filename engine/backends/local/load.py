@@ -80,7 +80,7 @@ class PackedModel:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
         self.device, self.dtype = device, dtype
         try:
-            self.config = AutoConfig.from_pretrained(folder)
+            self.config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             self.model: Any = self._open(folder)
         except (OSError, ValueError) as error:
             why = str(error).partition("\n")[0].partition(". ")[0]
@@ -113,7 +113,9 @@ class PackedModel:
         from transformers import AutoModelForCausalLM
 
         with no_bars():
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, attn_implementation="sdpa")
+            return AutoModelForCausalLM.from_pretrained(
+                folder, dtype=self.dtype, attn_implementation="sdpa", trust_remote_code=False
+            )
 
     def _watch_routers(self, folder: Path) -> ExpertLayout:
         """Store the choices of the model's routers in each forward pass.

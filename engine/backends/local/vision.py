@@ -76,7 +76,9 @@ class VisionModel(PackedModel):
         from transformers import AutoModelForImageTextToText
 
         with no_bars():
-            return AutoModelForImageTextToText.from_pretrained(folder, dtype=self.dtype, attn_implementation="sdpa")
+            return AutoModelForImageTextToText.from_pretrained(
+                folder, dtype=self.dtype, attn_implementation="sdpa", trust_remote_code=False
+            )
 
     def _set_attention(self) -> None:
         self.model.set_attn_implementation({"text_config": ATTENTION})
