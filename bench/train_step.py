@@ -4,6 +4,7 @@
     python bench/train_step.py                         # Qwen's vocabulary of 151,936 tokens
     python bench/train_step.py --vocabulary 4096       # where the layers count for more than the output layer
     python bench/train_step.py --checkpointing --lora 16
+    python bench/train_step.py --precision bfloat16    # ours alone: trl has no float32 master weights
 
 Eight samples of one task: a prompt of 64 tokens and 448 more in four turns, of which 4 x 76 were sampled and 3 x 48 are
 observations; 2,432 tokens train. The model is a Qwen3 of random weights, float32, eager, on `--threads` threads. Both sides
@@ -124,6 +125,7 @@ class Ours:
         spec = TrainSpec.model_validate(
             {
                 "device": "cpu",
+                "precision": args.precision,
                 "proximal_logprobs": "sampler",
                 "rollout_correction": {"kind": "none"},
                 "loss": {"kind": "grpo", "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH},
@@ -270,6 +272,17 @@ def compare(folder: Path, rows: list[dict[str, Any]], args: argparse.Namespace) 
     print(f"CPU time: {least['ours']:.2f} s, trl {least['trl']:.2f} s: {least['ours'] / least['trl']:.2f}x")
 
 
+def alone(folder: Path, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """Our side only."""
+    ours, times = Ours(folder, args), []
+    for _ in range(args.repetitions):
+        gc.collect()
+        began = time.process_time()
+        ours.step(rows)
+        times.append(time.process_time() - began)
+    print(f"CPU time: {min(times[1:]):.2f} s")
+
+
 def peak(side: str, folder: Path, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     """Two steps of one side; prints the process's highest memory, in MB."""
     if side == "ours":
@@ -291,6 +304,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=6)
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--precision", choices=["float32", "mixed", "bfloat16"], default="float32")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK")
     parser.add_argument("--memory-of", choices=["ours", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -317,13 +331,17 @@ def main() -> None:
             f"{len(rows)} x ({PROMPT} + {COMPLETION}) tokens, {TURNS} turns, {trained:,} trained; vocabulary {args.vocabulary:,}, "
             f"hidden {args.hidden}, {args.layers} layers, {args.threads} threads"
         )
-        compare(folder, rows, args)
+        sides = ["ours", "trl"] if args.precision == "float32" else ["ours"]
+        if len(sides) > 1:
+            compare(folder, rows, args)
+        else:
+            alone(folder, rows, args)
         peaks = {}
-        for side in ("ours", "trl"):
+        for side in sides:
             command = [sys.executable, __file__, *sys.argv[1:], "--memory-of", side, "--folder", str(folder)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             peaks[side] = float(done.stdout.split("peak ")[1])
-        print(f"peak memory: {peaks['ours']:.0f} MB, trl {peaks['trl']:.0f} MB")
+        print("peak memory: " + ", ".join(f"{side} {size:.0f} MB" for side, size in peaks.items()))
 
 
 if __name__ == "__main__":

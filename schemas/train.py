@@ -315,7 +315,7 @@ class TrainSpec(Contract):
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
     """Optimizer (AdamW)."""
     precision: Literal["float32", "mixed", "bfloat16"] = "float32"
-    """`mixed`: float32 weights with bfloat16 autocast. `bfloat16`: weights in bfloat16 as well."""
+    """`mixed`: float32 weights with bfloat16 autocast. `bfloat16`: weights in bfloat16 as well; the optimizer updates float32 copies of them."""
     device: str = "auto"
     """Device of the trainer: `auto`, `cpu`, `cuda`, `cuda:1`."""
     freeze: list[str] = Field(default_factory=list)

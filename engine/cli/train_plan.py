@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _WORDS = {
     "weights": "weights",
+    "masters": "float32 master weights",
     "gradients": "gradients",
     "moments": "AdamW's moments",
     "reference": "KL reference",

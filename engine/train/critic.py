@@ -25,6 +25,7 @@ from torch import nn
 
 from engine.errors import TrainError
 from engine.train.moments import load_moments, moments
+from engine.train.optimizers import MasterWeights
 from engine.train.policy import enable_gradient_checkpointing
 from engine.train.state_parts import StatePart
 from engine.train.tensor_files import read_tensors, stored_names
@@ -128,7 +129,9 @@ class Critic:
         if self._model is not None:
             self._model.shard(offload=offload)
             trained = self._model.model
-        self.parameters = {name: each for name, each in trained.named_parameters() if each.requires_grad}
+        self.masters = MasterWeights({name: each for name, each in trained.named_parameters() if each.requires_grad})
+        self.parameters = self.masters.named
+        """What the optimizer updates, by name."""
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=self.spec.lr, weight_decay=0.0)
 
     @property
@@ -169,6 +172,11 @@ class Critic:
             self._process_group.sum_gradients(parameters)
         return self._process_group.clip_grad_norm(parameters, self.spec.max_grad_norm or math.inf)
 
+    def update(self) -> None:
+        """Make a step of the optimizer with the gradients that are there."""
+        self.optimizer.step()
+        self.masters.publish()
+
     # --- checkpoints ----------------------------------------------------------------------------------------
 
     def state_part(self) -> StatePart:
@@ -176,7 +184,7 @@ class Critic:
         return StatePart(1, self._tensors, self._load)
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        return {f"{_WEIGHT}{name}": each.detach() for name, each in self.parameters.items()}
+        return {f"{_WEIGHT}{name}": each for name, each in self.masters.tensors().items()}
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return self._weights() | moments(self.optimizer, self.parameters)
@@ -197,6 +205,7 @@ class Critic:
                 f"{odd[0].removeprefix(_WEIGHT)!r}"
             )
         read_tensors(own, folder, self._process_group)
+        self.masters.publish()
         load_moments(folder, self.optimizer, self.parameters, self._process_group)
 
 

@@ -89,6 +89,6 @@ def update_critic(
             "`train.critic.update_epochs`, or look at critic/loss in metrics.jsonl",
             kind="diverged",
         )
-    critic.optimizer.step()
+    critic.update()
     critic.optimizer.zero_grad(set_to_none=True)
     return metrics.result() | {"critic/grad_norm": norm}

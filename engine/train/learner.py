@@ -30,7 +30,7 @@ from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums
 from engine.train.minibatches import minibatches
 from engine.train.moments import load_moments, moments
-from engine.train.optimizers import make_optimizer, set_rate, update
+from engine.train.optimizers import MasterWeights, make_optimizer, set_rate, update
 from engine.train.packing import Pack, pack_rows
 from engine.train.schedule import learning_rate
 from engine.train.state_parts import StatePart, part_folder
@@ -96,8 +96,9 @@ class Learner:
         self._longest = episode_tokens
         self._length: float | None = spec.loss.constant_length
         """The constant of `dr_grpo`. None: it is measured in the first step that makes an update."""
-        self._names = [name for name, _ in policy.named_parameters()]
-        self._parameters = [parameter for _, parameter in policy.named_parameters()]
+        self._masters = MasterWeights(dict(policy.named_parameters()))
+        self._parameters = list(self._masters.named.values())
+        """What the optimizer updates, and what has the gradients."""
         if not self._parameters:
             raise TrainError(
                 "no parameter is trained: the patterns of `train.freeze` match all of them; remove one",
@@ -316,9 +317,10 @@ class Learner:
             self._zero_gradients()
             raise TrainError(_not_finite(told), kind="diverged")
         if critic is not None:
-            critic.optimizer.step()
+            critic.update()
         if not self._only_critic:
             update(self.optimizer, offload=self._offload)
+            self._masters.publish()
         self._zero_gradients()
         self.updates += 1
         return metrics.result() | told
@@ -337,7 +339,7 @@ class Learner:
     def state_parts(self) -> dict[str, StatePart]:
         """The parts of a checkpoint that this learner needs to continue, by name."""
         parts = {
-            "policy": StatePart(1, self.policy.state, self.policy.load_state),
+            "policy": StatePart(1, self._masters.tensors, self._load_policy),
             "optimizer": StatePart(1, self._optimizer_tensors, self._load_optimizer),
         }
         return parts if self.critic is None else parts | {"critic": self.critic.state_part()}
@@ -367,12 +369,16 @@ class Learner:
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise TrainError(f"cannot resume from {folder}: {error}", kind="checkpoint") from error
 
+    def _load_policy(self, folder: Path) -> None:
+        self.policy.load_state(folder, self._masters.tensors())
+        self._masters.publish()
+
     def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
         length = torch.tensor(self._length or 0.0, dtype=torch.float64)
-        return moments(self.optimizer, self._named()) | {self._random_name: torch.get_rng_state(), LENGTH: length}
+        return moments(self.optimizer, self._masters.named) | {self._random_name: torch.get_rng_state(), LENGTH: length}
 
     def _load_optimizer(self, folder: Path) -> None:
-        load_moments(folder, self.optimizer, self._named(), self.process_group)
+        load_moments(folder, self.optimizer, self._masters.named, self.process_group)
         stored = stored_names(folder)
         name = self._random_name if self._random_name in stored else RANDOM
         random = torch.zeros(stored[name], dtype=torch.uint8)
@@ -386,9 +392,6 @@ class Learner:
     @property
     def _random_name(self) -> str:
         return RANDOM if self.process_group.main else f"{RANDOM}.{self.process_group.rank}"
-
-    def _named(self) -> dict[str, torch.nn.Parameter]:
-        return dict(zip(self._names, self._parameters, strict=True))
 
     def follow(self) -> None:
         """In every process except process 0: run the calls of process 0 until it closes."""

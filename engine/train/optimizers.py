@@ -1,8 +1,10 @@
-"""The optimizers: AdamW of torch, AdamW with moments of 8 bits (torchao), and moments that stay on the CPU between updates."""
+"""The optimizers: AdamW of torch, AdamW with moments of 8 bits (torchao), moments that stay on the CPU between updates, and float32 master
+weights of 16-bit parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,54 @@ if TYPE_CHECKING:
 
 _GROUP_BYTES = 256 << 20
 """Bytes of parameters whose moments are on the device at the same time, if moments stay on the CPU."""
+
+
+class MasterWeights:
+    """The tensors that an optimizer updates: a float32 copy of each 16-bit parameter, and the other parameters themselves.
+
+    Neighbouring bfloat16 numbers are further apart than the steps of AdamW at learning rates such as 1e-6, so these would be rounded away. Gradients
+    of such a parameter are added up in float32 too; it has none itself. Stochastic rounding would need no copies, but adds
+    noise that is larger than the movement, and its random numbers would be a part of every checkpoint.
+
+    Args:
+        parameters: The trained parameters by name, sharded or not.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.named: dict[str, nn.Parameter] = {}
+        """What is updated, by the names of the parameters, each in its parameter's shape."""
+        self.copies: list[nn.Parameter] = []
+        """Those of it that are copies."""
+        self._copied: list[nn.Parameter] = []
+        for name, parameter in parameters.items():
+            if parameter.dtype.itemsize > 2:
+                self.named[name] = parameter
+                continue
+            master = nn.Parameter(parameter.detach().float())
+            parameter.register_post_accumulate_grad_hook(partial(_add_gradient, master))
+            self.named[name] = master
+            self.copies.append(master)
+            self._copied.append(parameter)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the copies into their parameters."""
+        for parameter, master in zip(self._copied, self.copies, strict=True):
+            local_of(parameter).copy_(local_of(master))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything by name, detached but not copied: this process's part of each, in its parameter's shape."""
+        return {name: each.detach() for name, each in self.named.items()}
+
+
+def _add_gradient(master: nn.Parameter, parameter: Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is None:
+        return
+    if master.grad is None:
+        master.grad = gradient.float()
+    else:
+        master.grad += gradient
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec) -> torch.optim.Optimizer:

@@ -44,8 +44,8 @@ class MemoryPlan:
     row_tokens: int | None
     """The longest row that the spec's limits allow; None if they do not say."""
     bytes: dict[str, int]
-    """On the device: weights, gradients, moments, reference, critic (all of its own), images (pixels and activations of the vision
-    model), activations, logits (with gathered blocks and other temporary tensors)."""
+    """On the device: weights, masters (float32 copies of 16-bit weights), gradients, moments, reference, critic (all of its own), images
+    (pixels and activations of the vision model), activations, logits (with gathered blocks and other temporary tensors)."""
     cpu_bytes: int
     """Of these kinds, what `memory.offload` keeps on the CPU."""
     bytes_per_token: float
@@ -135,7 +135,9 @@ def _plan(
     gpu: bool,
 ) -> MemoryPlan:
     """The plan from the bytes of a step."""
-    held = {name: getattr(whole, name) for name in ("weights", "gradients", "moments", "reference", "critic")}
+    held = {
+        name: getattr(whole, name) for name in ("weights", "masters", "gradients", "moments", "reference", "critic")
+    }
     rest = whole.peak - sum(held.values())
     images = min(whole.images, rest)
     activations = min(whole.activations, rest - images)

@@ -31,8 +31,10 @@ def what_saves(plan: MemoryPlan, train: TrainSpec, longest: int) -> list[str]:
         options.insert(0, f"`train.memory.max_tokens_per_microbatch: {longest}`" if longest else "a smaller model")
     if not train.memory.gradient_checkpointing:
         options.append("`train.memory.gradient_checkpointing: true`")
-    if train.precision == "float32":
-        options.append("`train.precision: bfloat16`")
+    # an adapter computes in float32 beside a model of bfloat16, so there autocast keeps less
+    smaller = "bfloat16" if train.lora is None else "mixed"
+    if train.precision not in ("bfloat16", smaller):
+        options.append(f"`train.precision: {smaller}`")
     if train.optimizer.kind == "adamw":
         options.append("`train.optimizer.kind: adamw_8bit`")
     if train.memory.offload != "all":

@@ -21,7 +21,7 @@ from engine.train.allocated_bytes import AllocatedBytes
 from engine.train.critic import Critic
 from engine.train.distributed import RunForward, ShardedProcessGroup
 from engine.train.logprobs import CPU_BLOCK_ELEMENTS
-from engine.train.optimizers import local_of
+from engine.train.optimizers import MasterWeights, local_of
 from engine.train.packing import Pack, pack_rows
 from engine.train.planned_images import PlannedImages, planned_row
 from engine.train.policy import Policy
@@ -40,12 +40,14 @@ class StepBytes:
     """Bytes of one process in a step."""
 
     weights: int
+    masters: int
+    """Float32 copies of 16-bit weights."""
     gradients: int
     moments: int
-    """AdamW's moments in the number type of the parameters."""
+    """AdamW's moments in float32."""
     reference: int
     critic: int
-    """The critic's own weights, gradients and moments."""
+    """The critic's own weights, their copies, gradients and moments."""
     images: int
     """Pixels of the micro-batch's images, and activations of the vision model."""
     activations: int
@@ -124,7 +126,8 @@ def _step(
     policy: Policy, critic: Critic | None, train: TrainSpec, held: AllocatedBytes, pack: Pack, *, gpu: bool
 ) -> StepBytes:
     """Make a step. What was computed before the micro-batch at the peak is there: moments, and gradients of other micro-batches."""
-    trained = list(policy.parameters())
+    masters = MasterWeights(dict(policy.named_parameters()))
+    trained = list(masters.named.values())
     optimizer = torch.optim.AdamW(trained, lr=1e-6, foreach=gpu)
     own = [] if critic is None else list(critic.parameters.values())
     updated = [optimizer] if critic is None else [optimizer, critic.optimizer]
@@ -154,10 +157,13 @@ def _step(
         each.step()
     return StepBytes(
         weights=_bytes(policy.model.parameters()),
+        masters=_bytes(masters.copies),
         gradients=_bytes(trained),
         moments=_moments(optimizer),
         reference=0 if policy.reference_model is None else _bytes(policy.reference_model.model.parameters()),
-        critic=0 if critic is None else _bytes(critic.weights()) + _bytes(own) + _moments(critic.optimizer),
+        critic=0
+        if critic is None
+        else _bytes([*critic.weights(), *critic.masters.copies, *own]) + _moments(critic.optimizer),
         images=seen.bytes,
         activations=activations - seen.bytes,
         peak=held.peak,

@@ -261,14 +261,18 @@ class Policy:
         """
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
-    def load_state(self, folder: Path) -> None:
-        """Read the tensors of `state` from files of `write_tensors`, each process its part.
+    def load_state(self, folder: Path, tensors: dict[str, torch.Tensor] | None = None) -> None:
+        """Read the tensors of `state`, or their float32 copies, from files of `write_tensors`, each process its part.
+
+        Args:
+            folder: The folder of the files.
+            tensors: What is read into, in the names and shapes of `state`. Default: `state`.
 
         Raises:
             TrainError: kind `checkpoint`: names or shapes differ from those of this model.
             ValueError, OSError: the files cannot be read.
         """
-        own, stored = self.state(), stored_names(folder)
+        own, stored = tensors or self.state(), stored_names(folder)
         odd = sorted(own.keys() ^ stored.keys())
         odd += [name for name in own if name in stored and own[name].shape != stored[name]]
         if odd:

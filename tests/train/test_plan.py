@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "kl": {"kl": {"coefficient": 0.1}, "memory": {"max_tokens_per_microbatch": 300, "gradient_checkpointing": True}},
     "lora": {"lora": {"rank": 8}, "kl": {"coefficient": 0.1}},
+    "bfloat16": {"precision": "bfloat16", "kl": {"coefficient": 0.1}},
     "probe": {"critic": {"kind": "probe"}},
     "head": {"critic": {"kind": "head"}, "lora": {"rank": 8}},
     "network": {
@@ -101,6 +102,7 @@ def measured(path: Path, processes: int) -> list[dict[str, int]]:
     ("kind", "processes"),
     [
         *[("plain", 1), ("plain", 2), ("plain", 4), ("kl", 1), ("kl", 2), ("lora", 2)],
+        *[("bfloat16", 1), ("bfloat16", 2)],
         *[("probe", 1), ("probe", 2), ("head", 2), ("network", 1), ("network", 2), ("network", 4)],
         *[("images", 1), ("images", 2), ("images", 4), ("images again", 2), ("images of a critic", 2)],
         *[("experts", 1), ("experts", 2)],
