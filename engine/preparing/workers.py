@@ -8,20 +8,24 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+
+_ENGINE = str(Path(__file__).parents[2])
 
 
 def start_worker(module: str) -> subprocess.Popen[bytes]:
-    """Start `python -m module` with this process's import path, and pipes to its standard input and output.
+    """Start `python -m module` with this process's import path, and pipes to its standard input and output. The current folder comes
+    to the import path only where this process has it there.
 
     Raises:
         OSError: no process can be started.
     """
     return subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), _ENGINE])},
     )
 
 

