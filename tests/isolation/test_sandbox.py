@@ -8,7 +8,7 @@ import platform
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -151,6 +151,59 @@ def test_a_fork_bomb_is_bounded_and_leaves_nothing(python: Python) -> None:
     assert time.monotonic() - began < 60
     ours = [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit() and _child_of_this(entry)]
     assert ours == []
+
+
+SURVIVE = (
+    C
+    + """
+import sys, time
+try:
+  libc.prctl(1, 0)
+finally:
+  for _ in range(3):
+    if not os.fork():
+      os.setsid()
+      if not os.fork():
+        os.closerange(0, 256)
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(1000)", "SURVIVOR"])
+      os._exit(0)
+END
+"""
+)
+LEAVE = """
+import json, sys
+from engine.isolation.sandbox import Python
+print(json.dumps([Python(seconds=3)(code) for code in sys.argv[1:]]))
+"""
+
+
+@needs_sandbox
+@pytest.mark.slow
+@pytest.mark.parametrize("user", ["this user", "another user"])
+def test_no_process_is_left_at_the_end_or_the_deadline(user: str) -> None:
+    marker = f"survivor-{os.urandom(8).hex()}"
+    code = SURVIVE.replace("SURVIVOR", marker)
+    programs = [code.replace("END", end) for end in ("time.sleep(1)", "time.sleep(1000)")]
+    if user == "this user":
+        said = [Python(seconds=3)(program) for program in programs]
+    else:
+        with other_user() as other:
+            said = json.loads(other.run("-c", LEAVE, *programs))
+    assert said == ["(no output)", "(stopped: it ran longer than 3 s)"]
+    until = time.monotonic() + 30
+    while _running(marker) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert _running(marker) == []
+
+
+def _running(marker: str) -> list[str]:
+    """Process ids of programs with an argument; the test's own command line has it inside of a longer one."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if marker.encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+    return found
 
 
 def _child_of_this(entry: Path) -> bool:
