@@ -191,7 +191,8 @@ class Reader:
         """
         found = [read(item, at) for at, item in objects(self.body.get("tools"), "tools")]
         names = [tool["function"]["name"] for tool in found]
-        if twice := next((name for name in names if names.count(name) > 1), None):
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
             raise ApiError(f"`tools` has two tools with the name {twice!r}", param="tools")
         return found
 
