@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from engine.agents.admission import Admission
 from engine.agents.connection import Connection
 from engine.backends.base import Backend
 from engine.backends.registry import open_backend
@@ -109,12 +110,13 @@ async def run(spec: LoadedSpec, form: ChatFormat, backend: Backend, out: Path) -
 async def plain_server(form: ChatFormat, backend: Backend) -> asyncio.Server:
     """A server that renders the messages, samples, and answers with the text."""
 
+    admission = Admission()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = Connection(reader, writer)
-        while (asked := await connection.request()) is not None:
-            messages = [
-                Message(role=each["role"], content=each["content"]) for each in json.loads(asked.body)["messages"]
-            ]
+        connection = Connection(reader, writer, admission, "bench")
+        while await connection.head() is not None:
+            body = json.loads(await connection.body())
+            messages = [Message(role=each["role"], content=each["content"]) for each in body["messages"]]
             request = GenerateRequest(
                 episode_id="t0/0",
                 turn=0,

@@ -7,8 +7,10 @@ same form.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
+import time
 from collections.abc import MutableMapping
 from typing import Any, TextIO, cast
 
@@ -106,3 +108,26 @@ def configure_logging(level: str | None = None, *, json: bool | None = None) -> 
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(max(_LEVELS[name], logging.WARNING))
+
+
+class Seldom:
+    """Writes of each event at most one line a second; the next line says how many were left out.
+
+    Args:
+        log: Where the lines go.
+    """
+
+    def __init__(self, log: Any) -> None:
+        self._log = log
+        self._written: dict[str, tuple[float, int]] = {}
+        """By event: when its last line was written, and how many were left out since."""
+
+    def warning(self, event: str, **values: Any) -> None:
+        """Write a line of the level warning; `exc_info=True` adds the traceback."""
+        now = time.monotonic()
+        last, left_out = self._written.get(event, (-math.inf, 0))
+        if now - last < 1.0:
+            self._written[event] = last, left_out + 1
+            return
+        self._written[event] = now, 0
+        self._log.warning(event, **values, **({"left_out": left_out} if left_out else {}))

@@ -16,7 +16,7 @@ from engine.agents.keeper import REWARD
 from engine.agents.process import MOST_OUTPUT, ProgramProcess
 from engine.agents.program import Endpoint
 from engine.agents.rewards import PATH as REWARD_PATH
-from engine.agents.server import server_of_loop
+from engine.agents.server import Listener, server_of_loop
 from engine.schemas.agent import AgentSandbox
 
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "SYSTEMROOT", "TMPDIR", "VIRTUAL_ENV")
@@ -51,7 +51,7 @@ class CommandProgram:
     ) -> None:
         self._sandbox, self._answers = sandbox, answers
         self._confined: Confined | None = None
-        self._socket: asyncio.Server | None = None
+        self._socket: Listener | None = None
         self._command, self._base, self._env, self._task, self._episode = command, base, env, task, episode
         self._folder: Path | None = None
         self._process: ProgramProcess | None = None

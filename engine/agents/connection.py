@@ -1,88 +1,159 @@
-"""One HTTP/1.1 connection of an agent program: requests one after the other, and whether the program still reads its answers."""
+"""One HTTP/1.1 connection: requests one after the other, and whether the other side still reads its answers.
+
+Invariant: a request is its head until a route has checked its key and asks for the body. What cannot be read as HTTP gets an answer too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import h11
 
+from engine.agents.admission import BODY_SECONDS, HEAD_SECONDS
+from engine.agents.wire.requests import ApiError
+from engine.storable import valid_text
+
+if TYPE_CHECKING:
+    from engine.agents.admission import Admission
+
 MAX_BODY = 64 << 20
 """Maximum bytes of a request's body."""
+MAX_VALUES = 250_000
+"""Maximum number of commas, colons and brackets of a JSON body: reading it holds the event loop for about 50 ms."""
 _READ = 1 << 16
+"""Maximum bytes of a head, and of what is read at once."""
+_ANSWERABLE = (h11.IDLE, h11.SEND_RESPONSE)
 
 
-class TooLargeError(Exception):
-    """A request's body is larger than `MAX_BODY`."""
-
-
-class HttpRequest(NamedTuple):
-    """One request."""
+class Head(NamedTuple):
+    """A request without its body."""
 
     method: str
     path: str
     """Without a query and a slash at its end."""
     headers: Mapping[str, str]
     """By name in lower case."""
-    body: bytes
+
+    @property
+    def key(self) -> str:
+        """The bearer token, or the header `x-api-key`; empty if it has neither."""
+        kind, _, key = self.headers.get("authorization", "").partition(" ")
+        return key.strip() if kind.lower() == "bearer" else self.headers.get("x-api-key", "")
 
 
 class Connection:
     """One connection.
 
     An answer counts as received when its last byte was sent to a program that had not closed the connection, and the program's
-    system took it: a program that closes with unread bytes resets the connection, and the next `request` raises ConnectionError.
+    system took it: a program that closes with unread bytes resets the connection, and the next `head` raises ConnectionError.
 
     Args:
         reader: What the program sends.
         writer: What it gets.
+        admission: The connections of its server.
+        peer: The address or socket file that it came from.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, admission: Admission, peer: str
+    ) -> None:
+        self._reader, self._writer, self._admission, self.peer = reader, writer, admission, peer
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_READ)
+        self._head: Head | None = None
         self._reading: asyncio.Task[bytes] | None = None
         """A read that began while an answer was awaited."""
         self._unsent = bytearray()
         self.gone = False
         """Whether the program has closed the connection."""
+        self.key: str | None = None
+        """The known key that it sent."""
+        self.waits = True
+        """Whether it waits for a request."""
+        self.patience: int | None = HEAD_SECONDS
+        """Seconds that are left to what is awaited; None: no limit."""
+        self.held = 0
+        """Bytes of the body of its request."""
 
-    async def request(self) -> HttpRequest | None:
+    # --- requests -----------------------------------------------------------------------------------------
+
+    async def head(self) -> Head | None:
         """Wait for the next request; None if the program has closed the connection.
 
         Raises:
             ConnectionError: The connection was reset, so the program did not get all of the newest answer.
-            TooLargeError: Its body is too large.
+            ApiError: What came is not HTTP; `json` sends the error and ends the connection.
         """
-        if self._http.our_state is h11.MUST_CLOSE:
-            self._writer.write_eof()
+        http, self._head, self.held, self.waits = self._http, None, 0, True
+        if http.our_state is h11.MUST_CLOSE:
+            self.patience = HEAD_SECONDS
+            try:
+                self._writer.write_eof()
+            except OSError as error:
+                raise ConnectionAbortedError("the connection was reset") from error
             while await self._more():  # the program closes the connection, or resets it
                 pass
             return None
-        if self._http.our_state is h11.DONE:
-            if self._http.their_state is not h11.DONE:
-                return None
-            self._http.start_next_cycle()
+        if http.our_state is h11.DONE:
+            http.start_next_cycle()
+            if http.trailing_data[0]:  # many small requests at once must not hold the loop
+                await asyncio.sleep(0)
+        if self.key is None:
+            self.patience = HEAD_SECONDS
         head = await self._event()
         if not isinstance(head, h11.Request):
             return None
-        body = bytearray()
-        while isinstance(event := await self._event(), h11.Data):
-            body += event.data
-            if len(body) > MAX_BODY:
-                raise TooLargeError
         headers = {name.decode(): value.decode("latin-1") for name, value in head.headers}
         path = head.target.decode("latin-1").partition("?")[0].rstrip("/")
-        return HttpRequest(head.method.decode(), path, headers, bytes(body))
+        if head.http_version not in (b"1.0", b"1.1"):
+            raise ApiError("this server speaks HTTP/1.1", status=505, code="bad_http")
+        if "content-length" in headers and "transfer-encoding" in headers:
+            raise ApiError("a request has `Content-Length` or `Transfer-Encoding`, not both", code="bad_http")
+        self._head = Head(head.method.decode(), path, headers)
+        return self._head
+
+    def claim(self, key: str) -> None:
+        """Note that the key of the request is known. Raises ApiError where it has too many connections."""
+        self._admission.claim(self, key)
+
+    async def body(self, most: int = MAX_BODY) -> bytes:
+        """The body of the request.
+
+        Args:
+            most: Maximum number of bytes.
+
+        Raises:
+            ApiError: It is larger, or what came is not HTTP.
+            ConnectionError: The connection was reset.
+        """
+        assert self._head is not None
+        self.patience, self.waits, data = BODY_SECONDS, True, bytearray()
+        if int(self._head.headers.get("content-length", 0)) <= most:
+            if self._http.they_are_waiting_for_100_continue:
+                self._writer.write(self._http.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+            while isinstance(event := await self._event(), h11.Data) and len(data) + len(event.data) <= most:
+                data += event.data
+                self._admission.hold(self, len(event.data))
+            if isinstance(event, h11.EndOfMessage):
+                self.patience, self.waits = None, False
+                return bytes(data)
+        raise ApiError(f"the body is larger than {most} bytes", status=413, code="too_large")
 
     async def _event(self) -> Any:
         while True:
-            event = self._http.next_event()
+            try:
+                event = self._http.next_event()
+            except h11.RemoteProtocolError as error:
+                text = f"this is not HTTP/1.1: {valid_text(str(error), 200)}"
+                raise ApiError(text, status=error.error_status_hint, code="bad_http") from None
             if event is not h11.NEED_DATA:
                 return event
-            self._http.receive_data(await self._more())
+            data = await self._more()
+            if self.patience is None:
+                self.patience = HEAD_SECONDS
+            self._http.receive_data(data)
 
     async def _more(self) -> bytes:
         reading, self._reading = self._reading, None
@@ -92,29 +163,52 @@ class Connection:
         """Wait until an answer is known, the program has closed the connection (`gone`), or some time has passed."""
         if self.gone:
             return
-        self._reading = self._reading or asyncio.ensure_future(self._reader.read(_READ))
-        await asyncio.wait([answer, self._reading], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if not self._reading.done():
+        waited: list[asyncio.Future[Any]] = [answer]
+        if len(self._http.trailing_data[0]) < _READ:  # what follows the request waits, and is not read without end
+            self._reading = self._reading or asyncio.ensure_future(self._reader.read(_READ))
+            waited.append(self._reading)
+        await asyncio.wait(waited, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if self._reading is None or not self._reading.done():
             return
         reading, self._reading = self._reading, None
         data = b"" if reading.exception() is not None else reading.result()
         self.gone = not data
-        if data:  # the next request, which the program sent before it had this answer
+        if data:
             self._http.receive_data(data)
 
     # --- answers ------------------------------------------------------------------------------------------
 
     async def json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
-        """Send a whole answer.
+        """Send a whole answer. The connection ends with it if the request was not read to its end.
 
         Raises:
             ConnectionError: The program has closed the connection.
         """
+        self._add_json(status, value, headers or {})
+        await self.flush()
+
+    def _add_json(self, status: int, value: Any, headers: Mapping[str, str]) -> None:
+        if self._http.our_state not in _ANSWERABLE:
+            raise ConnectionAbortedError("an answer has begun")
         data = json.dumps(value).encode()
-        head = {"content-type": "application/json", "content-length": str(len(data)), **(headers or {})}
+        head = {"content-type": "application/json", "content-length": str(len(data)), **headers}
+        if not self._is_read():
+            head["connection"] = "close"
         self._add(h11.Response(status_code=status, headers=list(head.items())))
-        self._add(h11.Data(data=data))
-        await self.end()
+        if self._head is None or self._head.method != "HEAD":
+            self._add(h11.Data(data=data))
+        self._add(h11.EndOfMessage())
+
+    def _is_read(self) -> bool:
+        """Whether all of the request has come; what has come of a body that nobody wants is left out."""
+        if self._head is None:
+            return False
+        try:
+            while self._http.their_state is h11.SEND_BODY and self._http.next_event() is not h11.NEED_DATA:
+                pass
+        except h11.RemoteProtocolError:
+            return False
+        return self._http.their_state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)
 
     def begin(self, content_type: str = "text/event-stream") -> None:
         """Begin an answer that is sent in parts: events, or what `content_type` says."""
@@ -146,13 +240,44 @@ class Connection:
         self._writer.write(data)
         await self._writer.drain()
 
-    def close(self) -> None:
-        """Close the connection."""
-        if self._reading is not None:
-            self._reading.cancel()
-        self._writer.close()
-
     def _add(self, event: Any) -> None:
         data = self._http.send(event)
         if data:
             self._unsent += data
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def time_out(self) -> None:
+        """Close the connection; a request that has begun gets status 408."""
+        begun = self._http.their_state is h11.SEND_BODY or self._http.trailing_data[0]
+        if begun and self._http.our_state in _ANSWERABLE and not self.gone:
+            error = {"message": "the request took too long to come", "type": "invalid_request_error", "code": "timeout"}
+            self._add_json(408, {"error": error}, {})
+            self._writer.write(bytes(self._unsent))
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._writer.transport.get_write_buffer_size():
+            self._writer.transport.abort()  # a program that does not read would hold it
+        self._writer.close()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._writer.transport.abort()
+
+
+def read_json(body: bytes) -> Any:
+    """The value of a JSON body.
+
+    Raises:
+        ValueError: It is not JSON, or has too many values; the message says where.
+    """
+    if sum(map(body.count, (b",", b":", b"[", b"{"))) > MAX_VALUES:
+        raise ValueError(f"the body has more than {MAX_VALUES} commas, colons and brackets")
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the body is not JSON: {valid_text(str(error), 200)}") from None

@@ -1,4 +1,4 @@
-"""The endpoint that agent programs call: one HTTP/1.1 server on each event loop, for all its episodes.
+"""The endpoint that agent programs call: one HTTP/1.1 server on each event loop, for all its episodes and the services on it.
 
 A request's key says to which episode it belongs (`Authorization: Bearer`, or `x-api-key`). A request with an unknown key is
 refused, so the key of an episode that has ended is worthless. The server listens on 127.0.0.1 only, while an episode is open.
@@ -7,9 +7,10 @@ refused, so the key of an episode that has ended is worthless. The server listen
 from __future__ import annotations
 
 import asyncio
-import json
+import errno
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,22 +21,32 @@ import h11
 import structlog
 
 from engine.agents import rewards
-from engine.agents.connection import MAX_BODY, Connection, HttpRequest, TooLargeError
+from engine.agents.admission import Admission
+from engine.agents.connection import MAX_BODY, Connection, Head, read_json
 from engine.agents.wire.api import ModelApi
 from engine.agents.wire.models import MODELS_PATH, list_models, one_model
 from engine.agents.wire.registry import APIS, CHAT, MESSAGES
 from engine.agents.wire.requests import ApiError, ModelRequest, Session
+from engine.logs import Seldom
+from engine.storable import valid_text, words_of
 
 if TYPE_CHECKING:
     from engine.agents.inbox import Exchange
 
-log = structlog.get_logger(__name__)
+log = Seldom(structlog.get_logger(__name__))
 
 _MOST_ENDED = 4096
 """Closed keys that are remembered, for the message of a late reward."""
 KEEP_ALIVE_SECONDS = 3.0
 """A stream whose reply takes longer begins, and gets a comment each time as long passes."""
 
+_MAX_REWARD = 1 << 16
+"""Maximum bytes of a posted reward."""
+_BURST = 8
+"""Connections that are accepted before others are read. The requests of a well-behaved client are read before it has many connections without one."""
+_PAUSE = 0.1
+"""Seconds after which connections are accepted again, where the system had no room for one and none could be closed."""
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REWARDS = (rewards.PATH, rewards.PATH.removeprefix("/v1"))
 
 
@@ -73,9 +84,64 @@ class Answerer(Protocol):
 class Router(Protocol):
     """The routes of a service on the same port, such as `engine.serve.http.JsonService`."""
 
-    async def answer(self, request: HttpRequest, connection: Connection) -> bool:
-        """Answer a request; False: it has no such route, and has sent nothing."""
+    async def answer(self, head: Head, connection: Connection) -> bool:
+        """Answer a request; False: it has no such route, and has read and sent nothing.
+
+        Raises:
+            ApiError: The request is not HTTP, or has no place.
+        """
         ...
+
+
+class Listener:
+    """Accepts the connections of one socket until `close`.
+
+    Args:
+        listening: The socket, which this closes.
+        take: Called with each connection's socket and peer.
+        admission: The connections of the server.
+    """
+
+    def __init__(
+        self, listening: socket.socket, take: Callable[[socket.socket, str], None], admission: Admission
+    ) -> None:
+        self._socket, self._take, self._admission = listening, take, admission
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        listening.setblocking(False)
+        self._resume()
+
+    @property
+    def address(self) -> str:
+        """Its address, without a path."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def close(self) -> None:
+        """Stop; a second call does nothing."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._socket, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_BURST):
+            try:
+                accepted, address = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # the loop would call again at once
+                log.warning("a connection could not be accepted", error=str(error))
+                freed = error.errno in _FULL and self._admission.make_room()
+                self._loop.remove_reader(self._socket)
+                self._timer = self._loop.call_later(0.0 if freed else _PAUSE, self._resume)
+                return
+            unix = self._socket.family == socket.AF_UNIX
+            self._take(accepted, self._socket.getsockname() if unix else address[0])
 
 
 class AgentServer:
@@ -85,7 +151,8 @@ class AgentServer:
         self._answerers: dict[str, Answerer] = {}
         self._ended: dict[str, None] = {}
         """The newest keys that were closed."""
-        self._server: asyncio.Server | None = None
+        self.admission = Admission()
+        self._listener: Listener | None = None
         self._opening = asyncio.Lock()
         self._connections: set[asyncio.Task[None]] = set()
         self._router: Router | None = None
@@ -102,9 +169,8 @@ class AgentServer:
             OSError: The address cannot be used.
         """
         async with self._opening:
-            self._server = await asyncio.start_server(self._serve, host, port, limit=1 << 20, backlog=1024)
-            self._router = router
-            return self._address()
+            self._listener, self._router = self._listening(host, port), router
+            return self._listener.address
 
     async def stop_listening(self) -> None:
         """End what `listen` began."""
@@ -116,47 +182,65 @@ class AgentServer:
         """Take requests with a key. Returns the server's address, without a path."""
         async with self._opening:
             self._answerers[key] = answerer
-            if self._server is None:
-                self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 20, backlog=1024)
-            return self._address()
+            self._listener = self._listener or self._listening("127.0.0.1", 0)
+            return self._listener.address
 
-    async def listen_on_file(self, path: Path) -> asyncio.Server:
-        """Take the same requests on a socket file too. The caller closes the server."""
-        return await asyncio.start_unix_server(self._serve, path, limit=1 << 20, backlog=256)
+    async def listen_on_file(self, path: Path) -> Listener:
+        """Take the same requests on a socket file too. The caller closes the listener."""
+        listening = socket.socket(socket.AF_UNIX)
+        try:
+            listening.bind(str(path))
+            listening.listen(256)
+        except OSError:
+            listening.close()
+            raise
+        return Listener(listening, self._take, self.admission)
 
     async def close(self, key: str) -> None:
         """Refuse requests with a key from now on; without keys, stop to listen."""
         async with self._opening:
             if self._answerers.pop(key, None) is not None:
                 self._ended[key] = None
+                self.admission.forget_key(key)
             if len(self._ended) > _MOST_ENDED:
                 del self._ended[next(iter(self._ended))]
             if not self._answerers and self._router is None:
                 self._close()
 
-    def _address(self) -> str:
-        assert self._server is not None
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    def _listening(self, host: str, port: int) -> Listener:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return Listener(socket.create_server((host, port), family=family, backlog=1024), self._take, self.admission)
 
     def _close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        self.admission.close()
         for task in [*self._connections]:
             task.cancel()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _take(self, accepted: socket.socket, peer: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(accepted, peer))
         self._connections.add(task)
-        connection = Connection(reader, writer)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, accepted: socket.socket, peer: str) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        try:
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, accepted)
+        except (OSError, asyncio.CancelledError):
+            accepted.close()
+            return
+        connection = Connection(reader, asyncio.StreamWriter(transport, protocol, reader, loop), self.admission, peer)
+        self.admission.add(connection)
         try:
             await _Service(self._answerers, self._ended, self._router, connection).run()
-        except (ConnectionError, h11.ProtocolError, asyncio.CancelledError) as error:
-            log.debug("a connection of an agent program ended", error=str(error))
+        except (ConnectionError, h11.ProtocolError, asyncio.CancelledError):
+            pass  # the other side has gone, or the server stops
         finally:
-            self._connections.discard(task)
+            self.admission.remove(connection)
             with suppress(ConnectionError):
                 connection.close()
 
@@ -193,56 +277,57 @@ class _Service:
         """Answer requests until the connection ends."""
         while True:
             try:
-                request = await self._connection.request()
-            except TooLargeError:
-                await self._error(ApiError(f"the body is larger than {MAX_BODY >> 20} MiB", status=413))
-                return
+                head = await self._connection.head()
+                if head is None:
+                    return
+                self._newest = None
+                await self._answer(head)
+            except ApiError as fault:
+                await self._error(fault)
             except ConnectionError:
                 if self._newest is not None:
                     self._newest.leave()
                 raise
-            if request is None:
-                return
-            self._newest = None
-            try:
-                await self._answer(request)
-            except ApiError as fault:
-                await self._error(fault)
+            except Exception as error:
+                log.warning("a request failed with an error of the engine", exc_info=True)
+                await self._error(ApiError(words_of(error), status=500, code="engine_error"))
 
-    async def _answer(self, request: HttpRequest) -> None:
-        method, path, headers = request.method, request.path, request.headers
-        if self._router is not None and await self._router.answer(request, self._connection):
+    async def _answer(self, head: Head) -> None:
+        connection, (method, path, headers) = self._connection, head
+        if self._router is not None and await self._router.answer(head, connection):
             return
         anthropic = MESSAGES.required_header in headers or path.startswith(MESSAGES.path)
         self._api = APIS.get(path, MESSAGES if anthropic else CHAT)
-        key, needed = _key(headers), self._api.required_header
+        key, needed = head.key, self._api.required_header
         answerer = self._answerers.get(key)
         if answerer is None and key in self._ended and path in _REWARDS:
             raise ApiError("the episode is over", status=409, code="episode_over")
         if answerer is None:
             raise ApiError("the key belongs to no running episode", status=401, code="invalid_api_key")
-        if method == "GET" and path == MODELS_PATH:
-            await self._connection.json(200, list_models(answerer.session, anthropic=anthropic))
-        elif method == "GET" and path.startswith(f"{MODELS_PATH}/"):
+        connection.claim(key)
+        if method in ("GET", "HEAD") and path == MODELS_PATH:
+            await connection.json(200, list_models(answerer.session, anthropic=anthropic))
+        elif method in ("GET", "HEAD") and path.startswith(f"{MODELS_PATH}/"):
             name = unquote(path.removeprefix(f"{MODELS_PATH}/"))
-            await self._connection.json(200, one_model(name, answerer.session, anthropic=anthropic))
+            await connection.json(200, one_model(name, answerer.session, anthropic=anthropic))
         elif method == "POST" and path in _REWARDS:
-            await self._connection.json(200, answerer.reward(_json(request.body)))
+            await connection.json(200, answerer.reward(_json(await connection.body(_MAX_REWARD))))
         elif method != "POST" or path not in (*APIS, MESSAGES.count_path):
             served = f"GET {MODELS_PATH}, POST {', '.join(APIS)}, {MESSAGES.count_path} and {rewards.PATH}"
-            raise ApiError(f"{method} {path} is not served; served are {served}", status=404, code="not_found")
+            shown = valid_text(f"{method} {path}", 200)
+            raise ApiError(f"{shown} is not served; served are {served}", status=404, code="not_found")
         elif needed and needed not in headers:
             raise ApiError(f"the header `{needed}` is missing", param=needed)
         elif path == MESSAGES.count_path:
-            counted = answerer.count(MESSAGES.counted(_json(request.body), answerer.session))
-            await self._connection.json(200, {"input_tokens": counted})
+            counted = answerer.count(MESSAGES.counted(_json(await connection.body(MAX_BODY)), answerer.session))
+            await connection.json(200, {"input_tokens": counted})
         else:
-            await self._reply(answerer, request)
+            await self._reply(answerer, head, await connection.body(MAX_BODY))
 
-    async def _reply(self, answerer: Answerer, request: HttpRequest) -> None:
+    async def _reply(self, answerer: Answerer, head: Head, body: bytes) -> None:
         api, session = self._api, answerer.session
-        asked = api.read(_json(request.body), session)
-        exchange = answerer.ask(asked, request.path, request.body, request.headers)
+        asked = api.read(_json(body), session)
+        exchange = answerer.ask(asked, head.path, body, head.headers)
         try:
             await (self._streamed if asked.stream else self._whole)(asked, exchange, api, session)
         except ConnectionError:
@@ -251,9 +336,10 @@ class _Service:
         self._newest = exchange
 
     async def _whole(self, asked: ModelRequest, exchange: Exchange, api: ModelApi, session: Session) -> None:
-        await self._connection.until(exchange.answer)
-        if not exchange.answer.done():
-            raise ConnectionAbortedError("the program did not wait for its reply")
+        while not exchange.answer.done():
+            await self._connection.until(exchange.answer)
+            if self._connection.gone:
+                raise ConnectionAbortedError("the program did not wait for its reply")
         await self._connection.json(200, api.whole(asked, exchange.answer.result(), session))
 
     async def _streamed(self, asked: ModelRequest, exchange: Exchange, api: ModelApi, session: Session) -> None:
@@ -279,20 +365,15 @@ class _Service:
         await connection.end()
 
     async def _error(self, fault: ApiError) -> None:
-        headers = {"x-should-retry": "false"}
+        headers = {"retry-after": "1"} if fault.status == 429 else {"x-should-retry": "false"}
         await self._connection.json(fault.status, self._api.fault(fault), headers)
 
 
 def _json(body: bytes) -> Any:
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        raise ApiError("the body is not JSON") from None
-
-
-def _key(headers: Mapping[str, str]) -> str:
-    kind, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+        return read_json(body)
+    except ValueError as error:
+        raise ApiError(str(error)) from None
 
 
 def now() -> int:

@@ -75,7 +75,8 @@ class EpisodeService:
         self._work: dict[str, asyncio.Task[Trajectory | None]] = {}
         """The episodes that run, also those that are not open yet, by id."""
         self._open: dict[str, _Open] = {}
-        self._ended: dict[str, Mapping[str, Any]] = {}
+        self._ended: dict[str, tuple[str | None, Mapping[str, Any]]] = {}
+        """The keys and results of ended episodes, by id."""
         self._places: dict[str, int] | None = None
         """The position of each task by id, once it is needed."""
         self._first = 0
@@ -85,8 +86,8 @@ class EpisodeService:
         """Episodes that could not be finished because of an error in the engine."""
         self.service = JsonService(token, self._health)
         self.service.add("POST", "/episodes", self._post)
-        self.service.add("POST", "/episodes/{id}/end", self._post_end)
-        self.service.add("DELETE", "/episodes/{id}", self._delete)
+        self.service.add("POST", "/episodes/{id}/end", self._post_end, self._key)
+        self.service.add("DELETE", "/episodes/{id}", self._delete, self._key)
 
     @property
     def busy(self) -> bool:
@@ -115,7 +116,6 @@ class EpisodeService:
 
     async def _post(self, call: Call) -> Answer:
         """Open an episode: of the task `task`, or of the `next` one."""
-        self.service.require(call)
         call.only("task")
         wanted = call.value.get("task", "next")
         if not isinstance(wanted, str):
@@ -138,8 +138,8 @@ class EpisodeService:
                 opened = _Open(program, program.endpoint.result(), work)
                 self._open[episode] = opened
                 return Answer(_shown(episode, opened, call.host), 201)
-        ended = self._ended.get(episode)
-        why = (ended or {}).get("failure") or {"message": "; ".join(self.faults[-1:]) or "the service is ending"}
+        _, ended = self._ended.get(episode, (None, {}))
+        why = ended.get("failure") or {"message": "; ".join(self.faults[-1:]) or "the service is ending"}
         raise ServiceError(500, f"{episode} ended before its program could begin: {why['message']}", "not_opened")
 
     async def _post_end(self, call: Call) -> Answer:
@@ -163,13 +163,17 @@ class EpisodeService:
         call.only()
         return await self._finish(call, ServedProgram.abandon)
 
+    def _key(self, names: Mapping[str, str]) -> str | None:
+        """The key with which an episode may be ended, also once more."""
+        opened = self._open.get(names["id"])
+        return opened.endpoint.key if opened is not None else self._ended.get(names["id"], (None, {}))[0]
+
     async def _finish(self, call: Call, end: Callable[[ServedProgram], None]) -> Answer:
         episode = call.names["id"]
         opened = self._open.get(episode)
-        self.service.require(call, opened.endpoint.key if opened else None)
         if opened is None:
             if episode in self._ended:
-                return Answer(self._ended[episode])
+                return Answer(self._ended[episode][1])
             known = "it has ended" if episode in self._done else "open it with POST /episodes"
             raise ServiceError(404, f"{episode!r} is not open; {known}", "not_open")
         end(opened.program)
@@ -178,7 +182,7 @@ class EpisodeService:
             raise ServiceError(
                 503, f"{episode} was stopped before its end; it begins again when it is opened", "stopped"
             )
-        return Answer(self._ended[episode])
+        return Answer(self._ended[episode][1])
 
     # --- episodes -----------------------------------------------------------------------------------------
 
@@ -190,7 +194,8 @@ class EpisodeService:
             if trajectory is not None:
                 self._runner.count(trajectory)
                 self._done.add(episode)
-                self._ended[episode] = _result(trajectory)
+                opened = self._open.get(episode)
+                self._ended[episode] = (opened.endpoint.key if opened else None, _result(trajectory))
                 if len(self._ended) > MOST_ENDED:
                     del self._ended[next(iter(self._ended))]
             return trajectory

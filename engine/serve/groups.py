@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from engine.store.store import RunStore
     from engine.tokens.format import ChatFormat
 
-MAX_BODY = 1 << 20
-"""Maximum bytes of a request."""
 MAX_GROUPS = 10_000
 """Maximum number of groups of one request."""
 RETRY_SECONDS = 2
@@ -129,7 +127,7 @@ class GroupService:
         self._open: dict[str, _Open] = {}
         self._sent = 0
         self._closing = False
-        self.service = JsonService(token, self._health, MAX_BODY)
+        self.service = JsonService(token, self._health)
         self.service.add("POST", "/groups", self._post)
         self.service.add("GET", "/weights", self._weights)
         self.service.add("POST", "/weights", self._set_weights)
@@ -169,12 +167,10 @@ class GroupService:
         }
 
     async def _weights(self, call: Call) -> Answer:
-        self.service.require(call)
         return Answer({"version": self._log.version, "max_staleness": self._runs.max_staleness})
 
     async def _set_weights(self, call: Call) -> Answer:
         """The trainer tells that the servers have weights of `version` from now on."""
-        self.service.require(call)
         call.only("version")
         version = _whole(call.value, "version", 0, None)
         declared = self._backend.declared
@@ -193,7 +189,6 @@ class GroupService:
         return await self._weights(call)
 
     async def _cancel(self, call: Call) -> Answer:
-        self.service.require(call)
         call.only("id")
         name = _name(call.value)
         if name not in self._log.requests:
@@ -207,7 +202,6 @@ class GroupService:
 
     async def _post(self, call: Call) -> Stream:
         """Run groups, and send each when it is finished."""
-        self.service.require(call)
         call.only("id", "tasks", "count", "samples", "version", "sampling", "trainer", "skip")
         if self._closing:
             raise ServiceError(503, "the service is ending", "closing", retry_after=RETRY_SECONDS)

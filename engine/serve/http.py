@@ -1,33 +1,39 @@
 """The base of the services: JSON over HTTP on one port, a bearer token, `/health`.
 
     service = JsonService(token, health=lambda: {"open": 3})
-    service.add("POST", "/episodes", open_episode)                  # async (Call) -> Answer
+    service.add("POST", "/episodes", open_episode)                  # async (Call) -> Answer; needs the token
     address = await server_of_loop().listen("127.0.0.1", 0, service)
 
 The port is that of the model endpoint (`engine.agents.server`): a request that no route takes goes to it. A handler that raises
-`ServiceError` is answered with its status; the error has the form `{"error": {"message", "code"}}`.
+`ServiceError` is answered with its status; the error has the form `{"error": {"message", "code"}}`. The token is checked from the head: before it,
+no body is read, and no answer depends on what the service holds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
 import structlog
 
+from engine.agents.connection import read_json
+from engine.agents.wire.requests import ApiError
 from engine.errors import EngineError
-from engine.storable import words_of
+from engine.logs import Seldom
+from engine.storable import refusal, valid_text, words_of
 
 if TYPE_CHECKING:
-    from engine.agents.connection import Connection, HttpRequest
+    from engine.agents.connection import Connection, Head
 
-log = structlog.get_logger(__name__)
+log = Seldom(structlog.get_logger(__name__))
+
+MAX_BODY = 1 << 20
+"""Maximum bytes of a request's body."""
 
 
 class ServiceError(Exception):
@@ -51,8 +57,6 @@ class Call:
 
     value: Mapping[str, Any]
     """Its body; empty where it has none."""
-    token: str
-    """Its bearer token; empty where it has none."""
     host: str
     """The address that it was sent to, `host:port`; empty where it does not say it."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -85,12 +89,16 @@ class Stream(NamedTuple):
 
 
 Handler = Callable[[Call], Awaitable[Answer | Stream]]
+Keys = Callable[[Mapping[str, str]], str | None]
+"""A key that a route takes besides the service's token, by the parts of its path."""
 
 
 class _Route(NamedTuple):
     method: str
     pattern: re.Pattern[str]
     handler: Handler
+    keys: Keys | None
+    public: bool
 
 
 class JsonService:
@@ -99,119 +107,126 @@ class JsonService:
     Args:
         token: The bearer token of the service.
         health: What `GET /health` answers besides `status`; it needs no token.
-        max_body: Maximum bytes of a request's body.
     """
 
-    def __init__(self, token: str, health: Callable[[], Mapping[str, Any]], max_body: int | None = None) -> None:
+    def __init__(self, token: str, health: Callable[[], Mapping[str, Any]]) -> None:
         self._token = token
-        self._max_body = max_body
         self._health = health
         self._routes: list[_Route] = []
-        self.add("GET", "/health", self._healthy)
+        self.add("GET", "/health", self._healthy, public=True)
 
-    def add(self, method: str, path: str, handler: Handler) -> None:
-        """Add a route. `{name}` in the path is one part of it, which may have escaped slashes (`%2F`)."""
-        pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path)
-        self._routes.append(_Route(method, re.compile(pattern), handler))
+    def add(self, method: str, path: str, handler: Handler, keys: Keys | None = None, *, public: bool = False) -> None:
+        """Add a route, which needs the token.
 
-    def require(self, call: Call, *others: str | None) -> None:
-        """Refuse a request whose token is neither the service's nor one of some others.
-
-        Raises:
-            ServiceError: Status 401.
+        Args:
+            method: Its method.
+            path: Its path. `{name}` is one part, which may have escaped slashes (`%2F`).
+            handler: Answers it.
+            keys: A key that it takes too.
+            public: Whether it needs no token; it reads no body then.
         """
-        if not any(
-            hmac.compare_digest(call.token.encode(), item.encode()) for item in (self._token, *filter(None, others))
-        ):
-            raise ServiceError(401, "send `Authorization: Bearer TOKEN` with the token of this service", "bad_token")
+        pattern = re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path)
+        self._routes.append(_Route(method, re.compile(pattern), handler, keys, public))
 
-    async def answer(self, request: HttpRequest, connection: Connection) -> bool:
-        """Answer a request. Returns False, and sends nothing, if no route has its path."""
-        matches = [(route, found) for route in self._routes if (found := route.pattern.fullmatch(request.path))]
+    async def answer(self, head: Head, connection: Connection) -> bool:
+        """Answer a request. Returns False, and reads and sends nothing, if no route has its path."""
+        matches = [(route, found) for route in self._routes if (found := route.pattern.fullmatch(head.path))]
         if not matches:
             return False
         try:
-            chosen = next(((route, found) for route, found in matches if route.method == request.method), None)
-            if chosen is None:
-                methods = " and ".join(route.method for route, _ in matches)
-                raise ServiceError(405, f"{request.path} takes {methods}", "bad_method")
-            route, found = chosen
-            names = {name: unquote(part) for name, part in found.groupdict().items()}
-            if self._max_body is not None and len(request.body) > self._max_body:
-                raise ServiceError(413, f"the body is larger than {self._max_body} bytes", "too_large")
-            headers = request.headers
-            call = Call(_body(request), _token(request), headers.get("host", ""), names, headers.get("accept", ""))
-            made = await route.handler(call)
-        except ServiceError as error:
-            retry = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+            made = await self._made(matches, head, connection)
+        except (ServiceError, ApiError) as error:
+            retry = getattr(error, "retry_after", None)
             value = {"error": {"message": error.message, "code": error.code}}
-            await connection.json(error.status, value, retry)
+            await connection.json(error.status, value, {} if retry is None else {"retry-after": str(retry)})
         except EngineError as error:
             await connection.json(500, {"error": {"message": words_of(error), "code": error.kind}})
         except ConnectionError:
             raise
         except Exception as error:
-            log.exception("a request to the service failed", path=request.path)
+            log.warning("a request to the service failed", path=valid_text(head.path, 200), exc_info=True)
             await connection.json(500, {"error": {"message": words_of(error), "code": "engine_error"}})
         else:
             if isinstance(made, Stream):
-                await _send(made, connection)
+                await self._send(made, connection)
             else:
                 await connection.json(made.status, made.value)
         return True
 
+    async def _made(
+        self, matches: Sequence[tuple[_Route, re.Match[str]]], head: Head, connection: Connection
+    ) -> Answer | Stream:
+        """Check the token, read the body, and call the route.
+
+        Raises:
+            ServiceError: The request is refused.
+            ApiError: It is not HTTP, or is too large.
+        """
+        method = "GET" if head.method == "HEAD" else head.method
+        route, found = next((each for each in matches if each[0].method == method), matches[0])
+        names = {name: unquote(part) for name, part in found.groupdict().items()}
+        value: Mapping[str, Any] = {}
+        if not route.public:
+            key = route.keys(names) if route.keys is not None else None
+            if not any(hmac.compare_digest(head.key.encode(), each.encode()) for each in (self._token, key) if each):
+                text = "send `Authorization: Bearer TOKEN` with the token of this service"
+                raise ServiceError(401, text, "bad_token")
+            connection.claim(head.key)
+        if route.method != method:
+            methods = " and ".join(each.method for each, _ in matches)
+            raise ServiceError(405, f"{valid_text(head.path, 200)} takes {methods}", "bad_method")
+        if not route.public:
+            value = _read(await connection.body(MAX_BODY))
+        headers = head.headers
+        return await route.handler(Call(value, headers.get("host", ""), names, headers.get("accept", "")))
+
     async def _healthy(self, call: Call) -> Answer:
         return Answer({"status": "ok", **self._health()})
 
+    async def _send(self, stream: Stream, connection: Connection) -> None:
+        """Send a stream part by part, and close it when its reader has gone.
 
-async def _send(stream: Stream, connection: Connection) -> None:
-    """Send a stream part by part, and close it when its reader has gone.
-
-    Raises:
-        ConnectionError: The reader has gone, or a part could not be made: the answer has no end then.
-    """
-    parts = stream.parts
-    try:
-        connection.begin(stream.content_type)
-        await connection.flush()
-        while True:
-            following = asyncio.ensure_future(anext(parts, None))
-            try:
-                while not following.done():
-                    await connection.until(following)
-                    if connection.gone:
-                        raise ConnectionAbortedError("the reader has closed the connection")
-            finally:
-                if not following.done():
-                    following.cancel()
-                    await asyncio.wait([following])
-            part = following.result()
-            if part is None:
-                break
-            connection.add(part)
+        Raises:
+            ConnectionError: The reader has gone, or a part could not be made: the answer has no end then.
+        """
+        parts = stream.parts
+        try:
+            connection.begin(stream.content_type)
             await connection.flush()
-        await connection.end()
-    except ConnectionError:
-        raise
-    except Exception as error:
-        log.exception("a stream of the service failed")
-        raise ConnectionAbortedError("the stream failed") from error
-    finally:
-        await parts.aclose()
+            while True:
+                following = asyncio.ensure_future(anext(parts, None))
+                try:
+                    while not following.done():
+                        await connection.until(following)
+                        if connection.gone:
+                            raise ConnectionAbortedError("the reader has closed the connection")
+                finally:
+                    if not following.done():
+                        following.cancel()
+                        await asyncio.wait([following])
+                part = following.result()
+                if part is None:
+                    break
+                connection.add(part)
+                await connection.flush()
+            await connection.end()
+        except ConnectionError:
+            raise
+        except Exception as error:
+            log.warning("a stream of the service failed", exc_info=True)
+            raise ConnectionAbortedError("the stream failed") from error
+        finally:
+            await parts.aclose()
 
 
-def _body(request: HttpRequest) -> Mapping[str, Any]:
-    if not request.body.strip():
-        return {}
+def _read(body: bytes) -> Mapping[str, Any]:
+    """The object of a body; empty where there is none. Raises ServiceError."""
     try:
-        value = json.loads(request.body)
-    except (ValueError, RecursionError):
-        raise ServiceError(400, "the body is not JSON", "bad_body") from None
+        value = read_json(body) if body.strip() else {}
+    except ValueError as error:
+        raise ServiceError(400, str(error), "bad_body") from None
     if not isinstance(value, dict):
         raise ServiceError(400, "the body is not a JSON object", "bad_body")
+    if (why := refusal(value)) is not None:
+        raise ServiceError(400, f"the body: {valid_text(why, 300)}", "bad_body")
     return value
-
-
-def _token(request: HttpRequest) -> str:
-    kind, _, token = request.headers.get("authorization", "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else ""

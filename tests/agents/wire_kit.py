@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -47,6 +48,9 @@ class Answers:
             made = Replies(str(len(self.asked)), 7, [self.reply] * request.replies)
             loop.call_later(self.wait, answer.set_result, made)
         return Exchange(request, "", answer, readers=1)
+
+    def reward(self, body: Any) -> dict[str, Any]:
+        return {}
 
     def count(self, request: ModelRequest) -> int:
         return 100 + len(request.messages)

@@ -146,7 +146,8 @@ async def test_an_episode_is_the_one_that_a_run_would_have_made(tmp_path: Path, 
             "episode": "a/0", "event": "exited", "limit": None, "reward": 0.5, "rewards": {"reward": 0.5}, "trainable": True,
             "failure": None, "turns": 2, "rows": 1,
         }  # fmt: skip
-        assert await client.end({**opened, "key": TOKEN}) == ended  # a client that did not get the answer asks again
+        for key in (opened["key"], TOKEN):  # a client that did not get the answer asks again
+            assert await client.end({**opened, "key": key}) == ended
     found = content(trajectories(spec, tmp_path / "runs")["a/0"])
     expected = content(played.trajectory)
     assert {key: found[key] for key in ("branches", "turns", "messages", "postings", "outcome")} == {
@@ -200,6 +201,27 @@ async def test_what_is_refused_and_how(tmp_path: Path, tiny_tokenizer_dir: Path)
         status, fault, _ = await client.call("POST", "/episodes", {})
         assert (status, fault["code"]) == (410, "no_episodes_left")
     assert sorted(trajectories(spec, tmp_path / "runs")) == ["a/0", "b/0"]
+
+
+async def test_nothing_is_said_of_an_episode_without_its_key(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """Open, ended, not opened or not there: every answer is the same."""
+    spec = served_spec(tmp_path, tiny_tokenizer_dir, ["It is 42."] * 4, agent={"reward_names": ["secret"]})
+    async with serving(spec, tmp_path / "runs") as client:
+        first, second = await client.open(), await client.open()
+        await client.chat(first, ASK)
+        await client.end(first, reward={"secret": 1})
+        places = [first["url"], second["url"], "/episodes/b%2F7", "/episodes/z%2F0"]
+        refused = [
+            await client.call(method, place + path, body, token)
+            for place in places
+            for method, path in (("POST", "/end"), ("DELETE", ""), ("GET", ""), ("GET", "/end"))
+            for body in ({}, {"reward": {"other": 1}}, {"status": "x"}, {"unknown": 1}, [1])
+            for token in ("", "wrong", (first if place != first["url"] else second)["key"])
+        ]
+        assert {status for status, _, _ in refused} == {401}
+        assert {json.dumps(answer) for _, answer, _ in refused} == {json.dumps(refused[0][1])}
+        await client.chat(second, ASK)
+        await client.end(second, reward={"secret": 0})
 
 
 async def talked(client: Client) -> dict[str, Any]:
