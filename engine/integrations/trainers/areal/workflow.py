@@ -19,7 +19,7 @@ from engine.errors import EngineError, TrainError
 from engine.integrations.trainers.areal.handover import check_batches, trajectory
 from engine.integrations.trainers.areal.sampler import ArealBackend
 from engine.integrations.trainers.areal.settings import refuse_settings
-from engine.integrations.trainers.library import imports_of
+from engine.integrations.trainers.library import check_overrides, imports_of
 from engine.integrations.trainers.process_folder import ProcessFolder
 from engine.integrations.trainers.rollouts import TrainerRollouts
 from engine.spec.load import load_spec
@@ -224,8 +224,9 @@ def workflow_class() -> type[Any]:
     """AReaL's RolloutWorkflow with the methods of `EngineGroups`.
 
     Raises:
-        TrainError: kind `train_setup`: AReaL cannot be imported.
+        TrainError: kind `train_setup`: AReaL cannot be imported, or has other methods than the version that was tested.
     """
     with imports_of("AReaL", "'episode-engine[areal]'"):
         from areal.api import RolloutWorkflow
+    check_overrides(EngineGroups, RolloutWorkflow, "areal", {"arun_episode": "engine, data"})
     return type("EngineWorkflow", (EngineGroups, RolloutWorkflow), {"__doc__": EngineGroups.__doc__})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import TrainError
 from engine.integrations.trainers.handover import SeveralRows
-from engine.integrations.trainers.library import imports_of
+from engine.integrations.trainers.library import check_overrides, imports_of
 from engine.integrations.trainers.rollouts import TrainerRollouts
 from engine.integrations.trainers.skyrl.generator import generator_class
 from engine.integrations.trainers.skyrl.handover import register_estimator
@@ -133,10 +133,16 @@ def trainer_class() -> type[Any]:
     """SkyRL's RayPPOTrainer with the methods of `EngineTrainer`.
 
     Raises:
-        TrainError: kind `train_setup`: SkyRL cannot be imported.
+        TrainError: kind `train_setup`: SkyRL cannot be imported, or has other methods than the version that was tested.
     """
     with imports_of("SkyRL", "'episode-engine[skyrl]'"):
         from skyrl.train.trainer import RayPPOTrainer
+    overrides = {
+        "train": "",
+        "postprocess_generator_output": "generator_output, uids, metrics_generator_output, metrics_uids",
+        "compute_advantages_and_returns": "data",
+    }
+    check_overrides(EngineTrainer, RayPPOTrainer, "skyrl", overrides)
     return type("EngineSkyRLTrainer", (EngineTrainer, RayPPOTrainer), {"__doc__": EngineTrainer.__doc__})
 
 
@@ -145,8 +151,16 @@ def experiment_class() -> type[Any]:
     """SkyRL's BasePPOExp with the methods of `EngineExperiment`.
 
     Raises:
-        TrainError: kind `train_setup`: SkyRL cannot be imported.
+        TrainError: kind `train_setup`: SkyRL cannot be imported, or has other methods than the version that was tested.
     """
     with imports_of("SkyRL", "'episode-engine[skyrl]'"):
         from skyrl.train.entrypoints.main_base import BasePPOExp
+    overrides = {
+        "__init__": "cfg",
+        "get_train_dataset": "",
+        "get_eval_dataset": "",
+        "get_generator": "cfg, tokenizer, inference_engine_client",
+        "get_trainer": "cfg, tracker, tokenizer, train_dataset, eval_dataset, inference_engine_client, generator, colocate_pg",
+    }
+    check_overrides(EngineExperiment, BasePPOExp, "skyrl", overrides)
     return type("EnginePPOExp", (EngineExperiment, BasePPOExp), {"__doc__": EngineExperiment.__doc__})

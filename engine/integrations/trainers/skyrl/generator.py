@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import TrainError
 from engine.integrations.trainers.handover import HandedRow, SeveralRows, Sums, groups_of, one_row_each
-from engine.integrations.trainers.library import imports_of
+from engine.integrations.trainers.library import check_overrides, imports_of
 from engine.integrations.trainers.skyrl.handover import generator_output, sums_of_batch
 from engine.integrations.trainers.skyrl.sampler import SkyRLBackend
 
@@ -111,8 +111,9 @@ def generator_class() -> type[Any]:
     """SkyRL's GeneratorInterface with the methods of `EngineEpisodes`.
 
     Raises:
-        TrainError: kind `train_setup`: SkyRL cannot be imported.
+        TrainError: kind `train_setup`: SkyRL cannot be imported, or has other methods than the version that was tested.
     """
     with imports_of("SkyRL", "'episode-engine[skyrl]'"):
         from skyrl.train.generators.base import GeneratorInterface
+    check_overrides(EngineEpisodes, GeneratorInterface, "skyrl", {"generate": "input_batch"})
     return type("EngineGenerator", (EngineEpisodes, GeneratorInterface), {"__doc__": EngineEpisodes.__doc__})

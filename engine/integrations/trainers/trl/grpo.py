@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine.errors import TrainError
-from engine.integrations.trainers.library import imports_of
+from engine.integrations.trainers.library import check_overrides, imports_of
 from engine.integrations.trainers.trl.arguments import refuse_arguments
 from engine.integrations.trainers.trl.handover import check_batches
 from engine.train.logprobs import MASKED_LOGIT
@@ -31,6 +31,17 @@ _IMAGE_TENSORS = {"pixel_values", "image_grid_thw"}
 def engine_reward(prompts: list[Any], completions: list[Any], engine_reward: list[float | None], **_: Any) -> list[Any]:
     """The sum of an episode's rewards, for TRL's metrics; the loss reads the engine's advantages. None: the engine failed."""
     return engine_reward
+
+
+_OVERRIDES = {
+    "_generate_and_score_completions": "inputs",
+    "_prepare_inputs": "generation_batch",
+    "_get_per_token_logps_and_entropies": "model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, "
+    "compute_aux_loss, pixel_values, image_grid_thw, num_images, pixel_attention_mask, spatial_shapes, num_tiles, image_sizes, "
+    "token_type_ids, mm_token_type_ids, image_position_ids",
+    "_compute_loss": "model, inputs",
+}
+"""The methods of TRL's GRPOTrainer that are overridden, with their parameters."""
 
 
 class EngineGRPO:
@@ -182,8 +193,9 @@ def trainer_class() -> type[Any]:
     """TRL's GRPOTrainer with the methods of `EngineGRPO`.
 
     Raises:
-        TrainError: kind `train_setup`: TRL is not installed.
+        TrainError: kind `train_setup`: TRL is not installed, or has other methods than the version that was tested.
     """
     with imports_of("TRL", "'episode-engine[trl]'"):
         from trl import GRPOTrainer
+    check_overrides(EngineGRPO, GRPOTrainer, "trl", _OVERRIDES)
     return type("EngineGRPOTrainer", (EngineGRPO, GRPOTrainer), {"__doc__": EngineGRPO.__doc__})

@@ -1,6 +1,6 @@
 """verl's synchronous V1 trainer with the engine's advantages, registered as `trainer.v1.trainer_mode=engine` when this module is imported.
 
-Written for verl 0.9.1. `_compute_advantage` is extended: verl's own runs first (it also computes a rollout correction, if the configuration has one), and its
+Tested with verl 0.9.1; an import with a version whose class has other methods is an error. `_compute_advantage` is extended: verl's own runs first (it also computes a rollout correction, if the configuration has one), and its
 advantages are replaced by the column of the rows.
 """
 
@@ -13,6 +13,7 @@ import transfer_queue
 from tensordict import TensorDict
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 
+from engine.integrations.trainers.library import check_overrides
 from engine.integrations.trainers.verl.rows import COLUMN, check_rows, refuse_foreign
 
 
@@ -38,6 +39,11 @@ class EnginePPOTrainer(PPOTrainerSync):  # type: ignore[misc]
         result = transfer_queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
         result.extra_info.update(written.extra_info)
         return result
+
+
+check_overrides(
+    EnginePPOTrainer, PPOTrainerSync, "verl", {"__init__": "config", "_compute_advantage": "batch, metrics"}
+)
 
 
 def given_advantages(batch: Any) -> list[torch.Tensor]:
