@@ -45,6 +45,33 @@ transformers writes. It also checks that every sampled token is trained once, an
 tokenizer are played on a small byte-level one that has their special tokens. To try yours: a folder with
 `chat_template.jinja` (and `tokenizer.json`, `tokenizer_config.json`) under a folder that `EPISODE_ENGINE_TEMPLATES` names, then
 `pytest tests/tokens/test_exactness.py`.
+
+## The guard
+
+A row is handed over only after its guard has answered: a process of its own renders the conversation of every ended branch, and compares it
+with the row. It does not use the checks that allow bridges, so an error in them cannot hide itself. For each branch it takes the messages
+that the model was shown before the branch's last reply, as they are (nothing is quoted), and the tools; it renders them with the generation
+prompt as `apply_chat_template` does, and compares the text with the decoded ids up to that reply.
+
+- White space inside of sampled text may differ. Nothing else may: not a character of the prompt, of messages, of what stands between turns.
+- What was not sampled is encoded again, and must give the ids of the row. Sampled ids are not canonical, so they are not encoded.
+- Prompts of the branch's earlier replies are beginnings of what is compared. They are wrong unnoticed only if the template writes something
+  for them that it does not write for the longer conversation.
+
+| failure (`outcome.failure.kind`, blame `engine`) | what it means | what follows |
+|---|---|---|
+| `bridge_differs` | a bridge of the row is not what the template writes; the message names branch, token and message | every later prompt of this chat format is rendered whole, in this process, in its drivers and after a resume; `engine run --resume RUN --retry-failed all` repeats the episode |
+| `prompt_differs` | the row differs although its prompt was rendered whole, or because a text that only spells a special token is hidden from a template that looks for it | the message says which; with `model.allow_special: true` nothing is hidden |
+| `unguarded` | the guard gave no answer three times: its process died, ran out of memory, or took longer than 60 s and 1 s for each 10,000 tokens | the rows are stored and not trainable |
+
+The rows of such an episode are stored with `trainable: false`, and the failure is shown wherever failures are. A failure that makes them
+untrainable already is kept. `bridge_differs` does not count towards the first episodes that all fail with one cause, because its cause is gone.
+
+Not guarded: rows without exact ids (`openai`, `anthropic`), which are never trainable; episodes with `history: keep`, whose rows are what was
+sampled, whatever the template would write; and rows of other frameworks, which [audits](audit.md) check. Replays and `rescore` keep the
+stored verdict. Families of the library `renderers` (`model.renderer`) have no template; their guard renders with that library.
+
+## Templates
 """
 
 

@@ -11,6 +11,7 @@ Subjects run one after another against the same server, which has a core of its 
     raw     the floor: and tokenising, and parsing of tool calls
     client  our SGLang backend alone: the same requests, checked prompts and replies; no tokenizer
     engine  a run of the engine, journal on (subject.py)
+    guard   the other process of that run, which compares each ended branch with the chat template
 
 What is measured:
 
@@ -80,6 +81,14 @@ async def _engine(
         engine.close()
 
 
+async def _guard(url: str, workload: Workload, turns: int, episodes: int, concurrency: int) -> tuple[int, float, float]:
+    from engine.tokens.guard import cpu_seconds
+
+    before = cpu_seconds()
+    done, _, took = await _engine(url, workload, turns, episodes, concurrency)
+    return done, cpu_seconds() - before, took
+
+
 async def _client(url: str, workload: Workload, turns: int, episodes: int, concurrency: int) -> int:
     from engine.backends.sglang.client import SGLangBackend
     from engine.schemas.backend import SGLangBackendSpec
@@ -134,6 +143,7 @@ SUBJECTS: dict[str, Subject] = {
     "raw": _timed(partial(_floor, "raw")),
     "client": _timed(_client),
     "engine": _engine,
+    "guard": _guard,
 }
 
 
@@ -278,7 +288,9 @@ def main() -> None:
     if "cost" in arguments.measure:
         found["cost"] = cost(arguments.subjects, workload, arguments.turns, arguments.total, arguments.concurrency)
     if "throughput" in arguments.measure:
-        found["throughput"] = throughput([name for name in arguments.subjects if name != "client"], workload)
+        found["throughput"] = throughput(
+            [name for name in arguments.subjects if name not in ("client", "guard")], workload
+        )
     if "slots" in arguments.measure:
         found["slots"] = slots(workload)
     if "memory" in arguments.measure:

@@ -319,7 +319,10 @@ class Executor:
         for entry in journal:
             if call and not ended:
                 await self._call_again(episode, objects, entry)
-            action = self._actions.get(episode.state) if isinstance(entry.record, GenerationRecord) else None
+            action = None
+            if isinstance(entry.record, GenerationRecord):
+                action = self._actions.get(episode.state)
+                episode.conversation.recorded = entry.record.whole
             if action is not None and (preparing := action.prepare(episode)) is not None:
                 await preparing
             self.follow(episode, entry)

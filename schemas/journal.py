@@ -66,6 +66,8 @@ class GenerationRecord(RecordBase):
     blame: ClassVar[Blame] = "backend"
     kind: Literal["generation"] = "generation"
     generation: Generation
+    whole: bool = False
+    """Whether the bridge before it was found by rendering the whole conversation, because the chat template is not trusted otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,7 +123,7 @@ class GenerateAction(BuiltInAction):
         ahead = None if objects.agent is None else objects.agent.take(request)
         generation = await (ahead or self.sample(request))
         self._check(episode, generation, request.max_new_tokens)
-        return GenerationRecord(generation=generation)
+        return GenerationRecord(generation=generation, whole=episode.conversation.whole)
 
     async def sample(self, request: GenerateRequest) -> Generation:
         """Request a reply from the backend, when a generation slot is free."""
@@ -183,6 +183,7 @@ class GenerateAction(BuiltInAction):
     def apply(self, episode: Episode, record: GenerationRecord) -> str:
         """Append the reply to the tape and parse it."""
         generation = record.generation
+        episode.conversation.recorded = record.whole
         episode.conversation.prompt()  # a replay has not built the prompt yet
         state_key = self._compute_state_key(episode)
         episode.turn += 1

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 FIRST = 16
 """If the first finished episodes, up to this number, all fail with one cause, the run stops."""
+REPAIRED = "bridge_differs"
+"""The kind of a failure whose cause is gone when it is found; see `engine.runner.guarded`."""
 BACKEND_SHARE = 0.1
 """Maximum share of episodes that the backend may fail; with more, the run counts as failed."""
 _TRACE_LINES = 12
@@ -112,7 +114,7 @@ class Verdict:
         Raises:
             FailingError: this is the last of the first min(16, total) episodes, and all failed with one cause.
         """
-        if self._decided:
+        if self._decided or (cause is not None and cause.kind == REPAIRED):
             return
         if cause is None or failure is None or cause.blame == "policy" or self._cause not in (None, cause):
             self._decided = True

@@ -6,9 +6,11 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from engine.errors import StoreError
+from engine.store.codec import write_trajectory
 
 if TYPE_CHECKING:
     from engine.episode import Episode
+    from engine.runner.guarded import EpisodeGuard
     from engine.schemas.trajectory import Trajectory
     from engine.store.codec import Ending
     from engine.store.store import RunStore
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 FINISHING = 64
 """Maximum number of trajectories in memory that wait to be written; each is several times as large as its episode."""
 
+PATIENCE = 5.0
+"""Seconds for which a cancelled run waits for the guard's answer."""
+
 
 class Finisher:
     """Writes the ends of a run's episodes.
@@ -24,20 +29,21 @@ class Finisher:
     Args:
         store: The run's store.
         traces: Where traces are written, if they are.
-        exact: Whether the backend reports the exact ids of prompts and replies.
+        guard: Compares rows with the chat template; None if the backend does not report the exact ids of prompts and replies,
+            so that no row is trained on.
     """
 
-    def __init__(self, store: RunStore, traces: TraceWriter | None, *, exact: bool) -> None:
+    def __init__(self, store: RunStore, traces: TraceWriter | None, guard: EpisodeGuard | None) -> None:
         self._store = store
         self._traces = traces
-        self._exact = exact
+        self._guard = guard
         self._waiting = asyncio.Semaphore(FINISHING)
 
     async def finish(self, episode: Episode, ending: Ending | None) -> Trajectory:
-        """Write the end of an episode, in one commit.
+        """Have an ended episode judged by the guard, and write its end in one commit.
 
         Its last action is never performed again: if this is cancelled, the episode is written first, and if the trajectory
-        cannot be written, the last entry is.
+        cannot be written or the guard does not answer soon, the last entry is.
         """
         cancelled: asyncio.CancelledError | None = None
         while True:
@@ -47,8 +53,22 @@ class Finisher:
             except asyncio.CancelledError as error:
                 cancelled = error
         try:
-            trajectory = episode.trajectory(self._store.run_id, exact=self._exact)
-            await self._store.finish(trajectory, ending)
+            trajectory = episode.trajectory(self._store.run_id, exact=self._guard is not None)
+            written = write_trajectory(trajectory)
+            if self._guard is not None:
+                judging = asyncio.ensure_future(self._guard.judged(episode, trajectory, written))
+                try:
+                    judged = await asyncio.shield(judging)
+                except asyncio.CancelledError as error:
+                    cancelled = error
+                    await asyncio.wait({judging}, timeout=PATIENCE)
+                    if not judging.done():
+                        judging.cancel()
+                        raise TimeoutError from error
+                    judged = judging.result()
+                if judged is not trajectory:
+                    trajectory, written = judged, write_trajectory(judged)
+            await self._store.finish(trajectory, ending, written)
             if self._traces is not None:
                 self._traces.add(trajectory)
         except StoreError:
@@ -56,6 +76,8 @@ class Finisher:
         except Exception:
             if ending is not None:
                 await self._store.append(episode.id, *ending)
+            if cancelled is not None:
+                raise cancelled from None
             raise
         finally:
             self._waiting.release()

@@ -17,6 +17,7 @@ from engine.backends.replay import ReplayBackend
 from engine.errors import EngineError, ReplayError, StoreError
 from engine.executor import never_built, until_end
 from engine.factory import EpisodeFactory
+from engine.runner.guarded import as_judged
 from engine.schemas.base import Struct
 from engine.schemas.trajectory import EpisodeScore, Failure
 from engine.storable import valid_text, words_of
@@ -105,7 +106,7 @@ class Replayer:
                 return _unscored(stored, episode.failure or elsewhere)
             if episode.failure is not None and episode.failure != stored.outcome.failure:
                 return _unscored(stored, episode.failure)
-            again = episode.trajectory(stored.run_id, exact=self._exact)
+            again = as_judged(episode.trajectory(stored.run_id, exact=self._exact), stored)
         except StoreError:  # the journal cannot be read, which says nothing about the rules
             raise
         except EngineError as error:
@@ -142,7 +143,7 @@ class Replayer:
         tokens = sum(len(branch.input_ids) for branch in stored.branches)
         try:
             episode = await self.rebuild(task, stored.sample_index, self._store.journal(stored.episode_id))
-            again = episode.trajectory(stored.run_id, exact=self._exact)
+            again = as_judged(episode.trajectory(stored.run_id, exact=self._exact), stored)
         except EngineError as error:
             return Replayed(stored.episode_id, tokens, f"{words_of(error)}")
         return Replayed(stored.episode_id, tokens, first_difference(again, stored))

@@ -33,6 +33,7 @@ from engine.factory import EpisodeFactory
 from engine.runner.causes import Causes, Verdict, places
 from engine.runner.crew import rare_collections, run_crew
 from engine.runner.finishing import Finisher
+from engine.runner.guarded import EpisodeGuard
 from engine.runner.source import Episodes, InOrder, unfinished
 from engine.runner.spending import paying
 from engine.runner.stats import Live, Summary
@@ -131,7 +132,8 @@ class Runner:
         )
         self._tool_schemas = ToolSchemas(store.folder)
         self._traces = TraceWriter(spec, store.folder, store.header) if spec.traces.active else None
-        self._finisher = Finisher(store, self._traces, exact=backend.declared.exact_ids)
+        guard = EpisodeGuard(format, loaded, store.folder) if backend.declared.exact_ids else None
+        self._finisher = Finisher(store, self._traces, guard)
         self._shared_budget = budget
         self._elsewhere = programs
         self.budget: Budget | None = None

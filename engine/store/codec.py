@@ -118,7 +118,8 @@ def write_record(record: Record) -> Written:
             if generation.routed_experts is not None:
                 packed = pack_experts(generation.routed_experts)
                 tokens, said["routed_experts"] = tokens + packed["data"], [*packed["shape"], packed["dtype"]]
-            return Written("generation", json_of({"kind": "generation", "generation": said}), tokens, record)
+            beside = {"whole": True} if record.whole else {}
+            return Written("generation", json_of({"kind": "generation", "generation": said} | beside), tokens, record)
         answers = record.answers()
         problem = next(filter(None, (refusal({place: answer}) for place, answer in (answers or {}).items())), None)
         if problem is not None:

@@ -42,7 +42,7 @@ MEANINGS: dict[str, str] = {
     "outcome.event": "The event that led there.",
     "outcome.limit": "The limit that ended it, or null.",
     "outcome.failure": "The failure, or null.",
-    "outcome.failure.kind": "Stable name of the failure, such as `tool_timeout`.",
+    "outcome.failure.kind": "Stable name of the failure, such as `tool_timeout`; those of the guard are `bridge_differs`, `prompt_differs` and `unguarded` (exactness.md).",
     "outcome.failure.blame": "Who caused it: policy, tool, user, environment, backend, spec or engine.",
     "outcome.failure.message": "What happened, and how to fix it.",
     "outcome.failure.state": "The state in which it happened.",

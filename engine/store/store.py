@@ -268,7 +268,12 @@ class RunStore(RunReader):
         )
         return found
 
-    async def finish(self, trajectory: Trajectory, ending: codec.Ending | None = None) -> None:
+    async def finish(
+        self,
+        trajectory: Trajectory,
+        ending: codec.Ending | None = None,
+        written: codec.WrittenTrajectory | None = None,
+    ) -> None:
         """Write the end of an episode in one commit: its last entry, outcome, trajectory, branches, postings and status.
 
         If the caller is cancelled while it waits, the write still happens.
@@ -276,6 +281,7 @@ class RunStore(RunReader):
         Args:
             trajectory: The episode.
             ending: Its last journal entry, if that is not written yet.
+            written: Its rows, if they are made already.
 
         Raises:
             StoreError: the episode has not begun, part of its journal is missing, or the write failed.
@@ -283,7 +289,7 @@ class RunStore(RunReader):
         """
         self._writing()
         track = self._tracks.get(trajectory.episode_id)
-        written = codec.write_trajectory(trajectory)
+        written = written or codec.write_trajectory(trajectory)
         last = [self._next_row(trajectory.episode_id, *ending)[1]] if ending is not None else []
         entries = track.next + len(last)
 

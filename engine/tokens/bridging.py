@@ -59,6 +59,7 @@ class Bridges:
         keep: bool = False,
         conversation: Callable[[], list[View]] | None = None,
         tape: Tape | None = None,
+        whole: bool | None = None,
     ) -> Extension | str:
         """The exact continuation of a tape whose newest reply is `reply`, or why there is none.
 
@@ -76,8 +77,11 @@ class Bridges:
             keep: Continue although the template would rewrite earlier messages.
             conversation: Gives all messages up to and including the reply; called where a shorter conversation is not enough.
             tape: The tape, which ends with the reply. Without it, and without `conversation`, probes decide.
+            whole: Whether the whole conversation is rendered. Default: as `self.whole` says.
         """
-        if (trail.odd or self.whole is not None) and conversation is not None and tape is not None:
+        if whole is None:
+            whole = self.whole is not None
+        if (trail.odd or whole) and conversation is not None and tape is not None:
             found = self._bridge_by_whole(conversation(), new, tools, last, tape)
             if not (keep and isinstance(found, str)):
                 return found

@@ -36,6 +36,16 @@ class ChatTemplate:
         self._in_parts = self._wants_parts()
         self.reasoning_key = self._find_reasoning_key()
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What another process needs to render conversations as this template does; JSON values."""
+        return {
+            "sources": self.sources,
+            "variables": self._variables,
+            "in_parts": self._in_parts,
+            "reasoning_key": self.reasoning_key,
+        }
+
     def text(self, views: Sequence[View], tools: list[View] | None) -> str:
         """What the template writes, generation prompt included.
 

@@ -259,6 +259,9 @@ class Conversation(Prompts):
             tool_calls=[attempt for attempt in parsed.attempts if isinstance(attempt, ToolCall)],
         )
         view = self.form.views.of_reply(parsed, () if ids is None else ids)
+        thread = self.thread
+        messages, numbers = thread.messages, None if thread.messages is thread.said else thread.numbers
+        self.tapes.asked[place.branch] = (messages, numbers, len(messages), thread.verbatim, self._tools, self.whole)
         as_written = (parsed.attempts and not parsed.as_calls) or self.form.views.spells_tokens(view)
         self.thread.reply(message, view if as_written else None)
         self._trail.add(self.form.views.kind(view))
@@ -267,5 +270,5 @@ class Conversation(Prompts):
         self.tapes.places.append(place)
         self._newest = view
         self._end = end
-        self._asked = False
+        self._asked, self.recorded = False, None
         return Reply(message, parsed.attempts, parsed.content)

@@ -48,8 +48,10 @@ class Prompts:
         "_trail",
         "form",
         "history",
+        "recorded",
         "tapes",
         "thread",
+        "whole",
     )
 
     def __init__(
@@ -75,6 +77,10 @@ class Prompts:
         self._asked = False
         self._before: PromptMark | None = None
         """The state before the prompt that has no reply yet."""
+        self.whole = False
+        """Whether the newest bridge was found by rendering the whole conversation because the format was told to (`Bridges.whole`)."""
+        self.recorded: bool | None = None
+        """What `whole` was when the next prompt was made, for a replay; None: as the format says now."""
         self._newest: View = {}
         """The newest reply."""
         self._end = ReplyEnd(None, False)
@@ -215,6 +221,7 @@ class Prompts:
         """Continue the tape after its newest reply, or begin a new one."""
         keep, tape = self.history == "keep", self.tapes.current
         assert tape is not None
+        self.whole = self.form.bridges.whole is not None if self.recorded is None else self.recorded
         found = self.form.bridges.bridge(
             self._trail,
             self._newest,
@@ -227,6 +234,7 @@ class Prompts:
             keep=keep,
             conversation=lambda: self.thread.views(0, self._prompted),
             tape=tape,
+            whole=self.whole,
         )
         if not isinstance(found, str):
             bridge, images = self._expanded(found.bridge, self._prompted)

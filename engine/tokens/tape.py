@@ -94,6 +94,7 @@ class Tape:
         "_view",
         "_vocab",
         "images",
+        "inherited",
         "routed",
     )
 
@@ -113,6 +114,8 @@ class Tape:
         self._turn = -1
         self._forked = False
         """The prompt ends with a reply of another tape, which a closing may follow."""
+        self.inherited: list[tuple[int, int]] = []
+        """Tokens [start, end) of the prompt that were sampled on another tape."""
         self._experts: list[np.ndarray] = []
         self.routed = 0
         """How many tokens, from the first one on, have known experts."""
@@ -253,6 +256,8 @@ class Tape:
         """
         fresh = Tape(self._vocab, self._placeholder)
         fresh._forked = True
+        own = [(first, last) for kind, first, last, _ in self._records() if kind == _GENERATED and last <= end]
+        fresh.inherited = [*self.inherited, *own]
         fresh.append("prompt", self._ids[:end], images=[(picture, at) for picture, at in self.images if at < end])
         return fresh
 

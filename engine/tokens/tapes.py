@@ -5,9 +5,12 @@ Invariant: each turn is on exactly one tape. Only a tape without a turn is ever 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from engine.schemas.message import Message
 from engine.schemas.trajectory import Branch
+from engine.tokens.proof import View
 from engine.tokens.tape import IntVector, Tape
 
 TAIL = 64
@@ -22,6 +25,11 @@ class TurnPlace(NamedTuple):
     end: int
 
 
+Asked = tuple[list[Message], Sequence[int | None] | None, int, dict[int, View], list[dict[str, Any]] | None, bool]
+"""The conversation before a reply: the thread's messages, the number of each in the episode (None: they are its first ones; None for
+one that stands for others), how many there were (the lists grow on), its verbatim views, the tools, and `Prompts.whole`."""
+
+
 class TapesMark(NamedTuple):
     """The tapes at one moment, for `restore`."""
 
@@ -34,13 +42,15 @@ class TapesMark(NamedTuple):
 class Tapes:
     """The tapes of one conversation, in the order in which they began; at first there is none."""
 
-    __slots__ = ("all", "at", "places")
+    __slots__ = ("all", "asked", "at", "places")
 
     def __init__(self) -> None:
         self.all: list[tuple[Tape, str]] = []
         """Each tape, and why it began."""
         self.at = -1
         """Number of the current tape; -1 before the first."""
+        self.asked: dict[int, Asked] = {}
+        """By number of a tape: the conversation before its newest reply."""
         self.places: list[TurnPlace] = []
         """By turn: its position."""
 

@@ -12,7 +12,7 @@ then begins a branch, which is as exact and costs O(conversation).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -69,6 +69,11 @@ class TemplateFormat(ChatFormat):
         """The template shows reasoning. `knows_reasoning` is also true where only replies have it."""
         if not self._ends.tokens:
             log.warning("no_bridge", format=self.name, why="the template writes no added token after a reply")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See `ChatTemplate.facts`."""
+        return self._template.facts
 
     def text(self, views: Sequence[View], tools: list[View] | None) -> str:
         """See `ChatFormat.text`."""

@@ -22,11 +22,14 @@ from engine.errors import EngineError, RenderError
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import ToolCall
 from engine.schemas.model import ModelSpec
+from engine.store.codec import _write_branch, json_of
 from engine.tokens.choosing import ARGUMENTS, AWKWARD, written
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
+from engine.tokens.guard import Guard, _Job
+from engine.tokens.guard_child import compare
 from engine.tokens.loading import load_format
-from engine.tokens.tape import Tape
+from engine.tokens.tape import Tape, as_seen
 
 SHIPPED = Path(__file__).parents[1] / "data" / "templates"
 SPECIAL = re.compile(
@@ -204,6 +207,7 @@ class Player:
                     (self.conversation.add if number else self.conversation.open)(step)
                     self._check()
             self._check_rows()
+            self._check_guard()
         except Wrong as wrong:
             return Result("WRONG", str(wrong))
         except RenderError as error:
@@ -383,6 +387,18 @@ class Player:
         wanted = {turn: ids for turn, ids in enumerate(self.sampled) if ids}
         if trained != wanted:
             raise Wrong(f"trained {trained}, sampled {wanted}")
+
+    def _check_guard(self) -> None:
+        """The guard finds nothing wrong with what is right."""
+        if not self.conversation.tapes.asked:
+            return
+        rows = [_write_branch(as_seen(branch), "e/0") for branch in self.conversation.branches()]
+        told = Guard(self.form, ModelSpec(path=self.form.fast.name_or_path), Path())._told
+        stored = json_of({"messages": self.conversation.messages})
+        job = _Job(told, self.conversation, stored, [(row[3], row[4]) for row in rows])
+        asked = json.loads(b'{"form":' + told + b',"episodes":[' + job.line() + b"]}")
+        if compare(None, asked) != [{}]:
+            raise Wrong(f"the guard refuses it: {compare(None, asked)}")
 
 
 def play(form: ChatFormat, name: str) -> list[Result]:

@@ -1,0 +1,298 @@
+"""The guard: in a process of its own, every ended branch is compared with what the chat template writes.
+
+    guard = Guard(form, spec.model, base)
+    finding = await guard.check(conversation, written.trajectory, branches)     # None: each branch is what the template writes
+
+It trusts nothing that made the tape: not the proofs of bridges, not quoting, not earlier renderings. The messages that the model
+was shown before a branch's last reply are rendered by Jinja as they are, and compared as text with the decoded ids up to that
+reply (guard_child.py). White space inside of what was sampled may differ, because it stays as it was sampled; nothing else may. What was
+not sampled is encoded again and must give the same ids. Sampled ids are not canonical, so they are not encoded.
+
+This process only hands over what is stored of the episode. A child that dies, hangs or fails is replaced, and what it had is asked
+again, one episode at a time. An episode that has no answer after `TRIES` gets an `Unanswered`: it was not checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import os
+import queue
+import subprocess
+import tempfile
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import structlog
+from pydantic_core import to_json
+
+from engine.fast.plain_tokenizer import PlainTokenizer
+from engine.preparing.workers import end_worker, killed_after, start_worker
+from engine.tokens.template import TemplateFormat
+
+if TYPE_CHECKING:
+    from engine.schemas.model import ModelSpec
+    from engine.tokens.conversation import Conversation
+    from engine.tokens.format import ChatFormat
+
+log = structlog.get_logger(__name__)
+
+TRIES = 3
+"""How often an episode is asked before it counts as unanswered: with others first, then alone."""
+SECONDS = 60.0
+"""Time for an answer, and one more second for each `TOKENS_A_SECOND`, which are far fewer than are compared in it."""
+TOKENS_A_SECOND = 10_000
+MOST_TOKENS = 1 << 20
+"""Tokens that are asked about at once, unless one episode has more."""
+_FIRST = json.dumps({"call": "engine.tokens.guard_child:compare", "common": None}).encode() + b"\n"
+
+
+class Difference(NamedTuple):
+    """A place where a branch is not what the template writes."""
+
+    branch: int
+    token: int
+    """Its index in the branch."""
+    id: int
+    turns: int
+    """How many replies the branch has."""
+    message: str
+    spelled: bool
+    """It is because text that only spells a special token was hidden from the template."""
+
+
+class Unanswered(NamedTuple):
+    """There is no answer for an episode: it was not checked."""
+
+    message: str
+
+
+Finding = Difference | Unanswered
+
+
+class Guard:
+    """Checks the episodes of one chat format.
+
+    Args:
+        form: The chat format.
+        model: The spec's `model`, from which it was loaded.
+        base: The folder that relative paths in `model` are under.
+    """
+
+    def __init__(self, form: ChatFormat, model: ModelSpec, base: Path) -> None:
+        self._form = form
+        self._model = model
+        self._base = base
+
+    async def check(
+        self, conversation: Conversation, trajectory: str, branches: Sequence[tuple[str, bytes]]
+    ) -> Finding | None:
+        """Compare the branches of an ended episode with what the template writes; None where each is that.
+
+        Args:
+            conversation: The episode's conversation.
+            trajectory: Its trajectory as it is stored: JSON with `messages`.
+            branches: The spans and the ids of each branch, as they are stored.
+        """
+        job = _Job(self._told, conversation, trajectory, branches)
+        _asking().put(job)
+        return await asyncio.wrap_future(job.answer)
+
+    @cached_property
+    def _told(self) -> bytes:
+        """What the child needs of the chat format, as JSON."""
+        form = self._form
+        told: dict[str, Any] = {
+            "tool_role": form.tool_role,
+            "alternates": form.alternates,
+            "skips_system": form.skips_system,
+            "allow_special": form.allow_special,
+            "marker": None if form.vision is None else form.vision.marker_id,
+        }
+        backend = getattr(form.fast.full, "backend_tokenizer", None)
+        if isinstance(form, TemplateFormat) and backend is not None:
+            told |= form.facts
+            told["tokenizer"] = (
+                str(Path(form.fast.full.name_or_path, "tokenizer.json").absolute())
+                if isinstance(form.fast.full, PlainTokenizer)
+                else _saved(backend)
+            )
+        else:
+            told |= {"model": self._model.model_dump(mode="json", by_alias=True), "base": str(self._base.absolute())}
+        told["key"] = blake2b(to_json(told), digest_size=16).hexdigest()
+        return to_json(told)
+
+
+class _Job:
+    """One episode that waits for its answer."""
+
+    __slots__ = ("_branches", "_conversation", "_trajectory", "answer", "tokens", "told", "tries")
+
+    def __init__(
+        self, told: bytes, conversation: Conversation, trajectory: str, branches: Sequence[tuple[str, bytes]]
+    ) -> None:
+        self.told = told
+        self._trajectory = trajectory
+        self._branches = branches
+        self._conversation = conversation
+        self.tokens = sum([len(ids) for _, ids in branches]) // 4
+        self.tries = 0
+        self.answer: Future[Finding | None] = Future()
+
+    def line(self) -> bytes:
+        """What the child gets of it."""
+        branches = [(spans, b64encode(ids).decode()) for spans, ids in self._branches]
+        parts = [b'{"episode":', self._trajectory.encode(), b',"branches":', to_json(branches), b',"shown":']
+        return b"".join([*parts, to_json(_asked(self._conversation), inf_nan_mode="constants"), b"}"])
+
+
+def _asked(conversation: Conversation) -> list[tuple[Any, ...]]:
+    """For each branch: the thread before its last reply, replies as they were written, tools, and tokens that another branch sampled.
+
+    A thread is how many of the episode's first messages it has or, where it has others, numbers of these and messages.
+    """
+    tapes, found = conversation.tapes, []
+    for at, (messages, numbers, count, verbatim, tools, _) in sorted(tapes.asked.items()):
+        thread: Any = count
+        if numbers is not None:
+            pairs = zip(messages[:count], numbers, strict=False)
+            thread = [message if number is None else number for message, number in pairs]
+        before = {number: view for number, view in verbatim.items() if number < count}
+        found.append((thread, before, tools, tapes.all[at][0].inherited))
+    return found
+
+
+class _LostError(Exception):
+    """The child has no answer."""
+
+
+class _Asking:
+    """A thread that asks the child, which all guards of this process share. Both start with the first episode."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self.put = self._jobs.put
+        self.child: subprocess.Popen[bytes] | None = None
+        self._ahead: _Job | None = None
+        threading.Thread(target=self._serve, name="guard", daemon=True).start()
+        atexit.register(self._end)
+
+    def _serve(self) -> None:
+        while True:
+            jobs = self._next()
+            try:
+                if jobs:
+                    self._answer(jobs)
+            except Exception as error:  # noqa: BLE001 - nobody may wait for ever
+                for job in jobs:
+                    if not job.answer.done():
+                        job.answer.set_result(Unanswered(f"{type(error).__name__}: {error}"))
+
+    def _next(self) -> list[_Job]:
+        """All that waits, of one chat format."""
+        jobs, tokens = [self._ahead or self._jobs.get()], 0
+        self._ahead = None
+        while (tokens := tokens + jobs[-1].tokens) < MOST_TOKENS:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                break
+            if job.told != jobs[0].told:
+                self._ahead = job
+                break
+            jobs.append(job)
+        return [job for job in jobs if job.answer.set_running_or_notify_cancel()]
+
+    def _answer(self, jobs: Sequence[_Job]) -> None:
+        try:
+            found = self._ask(jobs)
+        except _LostError as error:
+            found = [{"error": str(error)}] * len(jobs)
+        again: list[_Job] = []
+        for job, answer in zip(jobs, found, strict=True):
+            job.tries += 1
+            if "error" not in answer:
+                job.answer.set_result(Difference(**answer) if answer else None)
+            elif job.tries < TRIES:
+                again.append(job)
+            else:
+                job.answer.set_result(Unanswered(f"{answer['error']} ({TRIES} times)"))
+        for job in again:
+            self._answer([job])
+
+    def _ask(self, jobs: Sequence[_Job]) -> list[dict[str, Any]]:
+        seconds = SECONDS + sum(job.tokens for job in jobs) / TOKENS_A_SECOND
+        try:
+            lines = b",".join([job.line() for job in jobs])
+        except Exception as error:
+            raise _LostError(f"{type(error).__name__}: {error}") from error
+        began = time.monotonic()
+        try:
+            child = self._started()
+            assert child.stdin is not None
+            assert child.stdout is not None
+            with killed_after(child, seconds):
+                child.stdin.write(b'{"form":' + jobs[0].told + b',"episodes":[' + lines + b"]}\n")
+                child.stdin.flush()
+                answer = json.loads(child.stdout.readline())
+        except (OSError, ValueError) as error:
+            late = time.monotonic() - began >= seconds
+            ended = self._end()
+            reason = f"it did not answer within {seconds:.3g} s" if late else ended or str(error)
+            log.warning("the process that checks ended episodes is started again", reason=reason, episodes=len(jobs))
+            raise _LostError(reason) from error
+        if "error" in answer:
+            raise _LostError(answer["error"])
+        found: list[dict[str, Any]] = answer["result"]
+        return found
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self.child is None:
+            self.child = start_worker("engine.preparing.worker")
+            assert self.child.stdin is not None
+            self.child.stdin.write(_FIRST)
+        return self.child
+
+    def _end(self) -> str:
+        """End the child; returns how it had ended already, in words."""
+        child, self.child = self.child, None
+        if child is None:
+            return ""
+        end_worker(child)
+        status = child.returncode
+        return f"it was killed by signal {-status}" if status < 0 else f"it ended with status {status}"
+
+
+_current: _Asking | None = None
+
+
+def _asking() -> _Asking:
+    """The thread of this process; another one after a fork."""
+    global _current
+    if _current is None or _current.process != os.getpid():
+        _current = _Asking()
+    return _current
+
+
+def cpu_seconds() -> float:
+    """CPU time of the child so far; 0 where there is none. Linux."""
+    child = None if _current is None else _current.child
+    return 0.0 if child is None else int(Path(f"/proc/{child.pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+def _saved(backend: Any) -> str:
+    """A file with a tokenizer of `tokenizers`, which this process removes at its end."""
+    folder = tempfile.TemporaryDirectory(prefix="episode-engine-guard-")
+    atexit.register(folder.cleanup)
+    path = str(Path(folder.name, "tokenizer.json"))
+    backend.save(path)
+    return path

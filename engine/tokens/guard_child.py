@@ -1,0 +1,484 @@
+"""The guard's own process: renders conversations with Jinja, and compares them with the tokens of their branches.
+
+It shares no code with what makes the tape (proof.py, bridging.py, quoting), so that one bug cannot hide itself, and imports only what it
+needs. `compare` is called by `engine.preparing.worker`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from array import array
+from base64 import b64decode
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.fast.byte_level import ByteDecoder
+from engine.fast.jinja import compile_template
+
+Json = dict[str, Any]
+_MARKS = re.compile("\ufdd0\ufdd0?")
+"""How text is quoted that only spells a special token: see `engine.tokens.literal`."""
+_SAMPLED = ("generated", "unreceived")
+"""Kinds of spans that the model sampled."""
+_EXCERPT, _BEFORE = 60, 12
+"""Characters of a text that a difference quotes: in all, and how many before it."""
+_SHORT = 16
+"""Characters by which a message's beginning is found in what the template writes."""
+_REMEMBERED = 1 << 16
+"""Texts between replies whose ids are kept."""
+_MOST_FORMS = 16
+_forms: dict[str, _Form] = {}
+
+
+class _Run(NamedTuple):
+    """Tokens [start, end) of a branch."""
+
+    sampled: bool
+    start: int
+    end: int
+
+
+class _Piece(NamedTuple):
+    """A run of a branch as text."""
+
+    sampled: bool
+    start: int
+    """Its first token in the branch."""
+    ids: list[int]
+    """Its ids, with one marker for an image."""
+    text: str
+    images: Sequence[tuple[int, int]] = ()
+    """The index of each marker in `ids`, and how many tokens it stands for."""
+
+    def token(self, at: int) -> int:
+        """The index in the branch of number `at` of `ids`."""
+        return self.start + at + sum(count - 1 for marker, count in self.images if marker < at)
+
+
+class _Form:
+    """One chat format: a template and a tokenizer."""
+
+    def __init__(self, told: Json) -> None:
+        self._told = told
+        self._known: dict[str, list[int]] = {}
+
+    @cached_property
+    def _templates(self) -> list[Any]:
+        return [compile_template(source) for source in self._told["sources"]]
+
+    @cached_property
+    def _backend(self) -> Any:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(self._told["tokenizer"])
+
+    @cached_property
+    def _format(self) -> Any:
+        """The engine's own chat format, where it has no template (a family of `renderers`) or a tokenizer without a file."""
+        from engine.schemas.model import ModelSpec
+        from engine.tokens.loading import load_format
+
+        return load_format(ModelSpec.model_validate(self._told["model"]), Path(self._told["base"]))
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        if "sources" not in self._told:
+            return frozenset(self._format.fast.added.values())
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    @cached_property
+    def _bytes(self) -> ByteDecoder | None:
+        if type(self._backend.decoder).__name__ != "ByteLevel":
+            return None
+        return ByteDecoder(self._backend, self._backend.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def _absorbs(self) -> bool:
+        """Whether tokens do not give all of a text back: added tokens take white space in, or pieces begin with a space of their own."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return self._bytes is None or any(token.lstrip or token.rstrip for token in added)
+
+    @cached_property
+    def _anchor(self) -> tuple[int, str]:
+        """An added token and its text: other decoders than byte-level ones leave out the space of a first token."""
+        id_ = min(self._added)
+        return id_, self._backend.decode([id_], skip_special_tokens=False)
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids inside a longer text."""
+        if "sources" not in self._told:
+            return str(self._format.decode(ids))
+        if self._bytes is not None:
+            return self._bytes.decode(ids)
+        first, text = self._anchor
+        return str(self._backend.decode([first, *ids], skip_special_tokens=False)[len(text) :])
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, special tokens that it spells included."""
+        known = self._known.get(text)
+        if known is None:
+            plain = "sources" in self._told
+            known = self._backend.encode(text, add_special_tokens=False).ids if plain else self._format.encode(text)
+            if len(self._known) < _REMEMBERED:
+                self._known[text] = known
+        return known
+
+    @property
+    def hides(self) -> bool:
+        """Whether the engine hides text from the template that only spells a special token."""
+        return "sources" in self._told and not self._told["allow_special"]
+
+    def normal(self, text: str) -> str:
+        """A text in the form of Unicode that the tokenizer reads."""
+        if text.isascii() or "sources" not in self._told or self._backend.normalizer is None or self._bytes is None:
+            return text
+        return str(self._backend.normalizer.normalize_str(text))
+
+    def given_back(self, text: str) -> str | None:
+        """A text as the tokenizer gives it back; None where that is the text itself."""
+        return self.decode(self.encode(text)) if "sources" not in self._told or self._absorbs else None
+
+    def views(self, messages: Iterable[Json], verbatim: dict[str, Json], *, quoted: bool = False) -> list[Json]:
+        """Messages as `apply_chat_template` gets them. quoted: as the engine's own rendering gets them."""
+        told = self._told
+        views: list[Json] = []
+        for number, message in enumerate(messages):
+            if number and told["skips_system"] and message["role"] == "system":
+                continue
+            written = verbatim.get(str(number))
+            if written is not None:
+                view = written if quoted or told["allow_special"] else _unquoted(written)
+            else:
+                view = _view(message, told["tool_role"])
+                view = self._quoted(view) if quoted else view
+            if told["alternates"] and views and views[-1]["role"] == view["role"] == "user":
+                view = {**view, "content": _joined(views.pop()["content"], view["content"])}
+            views.append(view)
+        return views
+
+    def _quoted(self, value: Any) -> Any:
+        """A value with a mark in each text that spells an added token."""
+        if isinstance(value, str):
+            return self._tokens.sub(
+                lambda match: f"{match[0][0]}\ufdd0{match[0][1:]}", value.replace("\ufdd0", "\ufdd0\ufdd0")
+            )
+        if isinstance(value, dict):
+            return {key: self._quoted(item) for key, item in value.items()}
+        return [self._quoted(item) for item in value] if isinstance(value, list) else value
+
+    @cached_property
+    def _tokens(self) -> re.Pattern[str]:
+        texts = [str(token) for token in self._backend.get_added_tokens_decoder().values()]
+        return re.compile("|".join(map(re.escape, sorted(filter(str.strip, texts), key=len, reverse=True))))
+
+    def render(self, views: list[Json], tools: list[Json] | None) -> str:
+        """What the template writes, generation prompt included."""
+        told = self._told
+        if "sources" not in told:
+            return str(self._format.text(views, tools))
+        shown = views
+        if told["in_parts"]:
+            shown = [
+                {**view, "content": [{"type": "text", "text": view["content"]}]}
+                if isinstance(view["content"], str)
+                else view
+                for view in shown
+            ]
+        key = told["reasoning_key"]
+        if key != "reasoning_content":
+            shown = [
+                {**view, key: view["reasoning_content"]} if view.get("reasoning_content") else view for view in shown
+            ]
+        template = self._templates[-1 if tools else 0]
+        return self.normal(
+            template.render(
+                messages=shown, tools=tools, documents=None, add_generation_prompt=True, **told["variables"]
+            )
+        )
+
+    def piece(self, ids: list[int], run: _Run, images: Sequence[Sequence[int]]) -> _Piece:
+        """One run of a branch."""
+        sampled, start, end = run
+        own = ids[start:end]
+        markers: list[tuple[int, int]] = []
+        for begin, stop in reversed(images):
+            if start <= begin < end:
+                own[begin - start : stop - start] = [self._told["marker"]]
+                markers = [(begin - start, stop - begin), *((at - stop + begin + 1, count) for at, count in markers)]
+        return _Piece(sampled, start, own, self.normal(self.decode(own)), markers)
+
+    def misread(self, piece: _Piece) -> int | None:
+        """The index of the first token of a piece that its text is not tokenised to; None where there is none."""
+        if piece.sampled or not piece.ids or (piece.start and piece.ids[0] not in self._added):
+            return None  # what begins inside a text is not encoded apart from it
+        ids = self.encode(piece.text)
+        if ids == piece.ids:
+            return None
+        if sum(id_ in self._added for id_ in ids) > sum(id_ in self._added for id_ in piece.ids):
+            ids = self._spelled(piece.ids)  # text that only spells a special token is not that token
+        pairs = enumerate(zip(ids, piece.ids, strict=False))
+        return next((at for at, (a, b) in pairs if a != b), None if ids == piece.ids else min(len(ids), len(piece.ids)))
+
+    def _spelled(self, ids: list[int]) -> list[int]:
+        """Ids whose texts between added tokens are encoded again, without reading such tokens in them."""
+        if "sources" not in self._told or self._bytes is None:
+            return ids  # other tokenizers do not give such texts apart
+        again: list[int] = []
+        for added, run in groupby(ids, self._added.__contains__):
+            own = list(run)
+            again += own if added else self._plain.encode(self.decode(own), add_special_tokens=False).ids
+        return again
+
+    @cached_property
+    def _plain(self) -> Any:
+        """The tokenizer without added tokens."""
+        from tokenizers import Tokenizer
+
+        plain = Tokenizer(self._backend.model)
+        if self._backend.normalizer is not None:
+            plain.normalizer = self._backend.normalizer
+        if self._backend.pre_tokenizer is not None:
+            plain.pre_tokenizer = self._backend.pre_tokenizer
+        return plain
+
+
+def compare(_: Any, asked: Json) -> list[Json]:
+    """Compare the branches of episodes with what their template writes.
+
+    Args:
+        asked: `form`, and `episodes`: rows as they are stored, and what each branch was shown.
+
+    Returns:
+        For each episode {}, or its first difference: `branch`, `token`, `id`, `turns` and `message`; or {"error": why there is no answer}.
+    """
+    told = asked["form"]
+    form = _forms.get(told["key"])
+    if form is None:
+        _prepare()
+        if len(_forms) == _MOST_FORMS:
+            _forms.clear()
+        form = _forms[told["key"]] = _Form(told)
+    return [_checked(form, episode) for episode in asked["episodes"]]
+
+
+def _prepare() -> None:
+    """One thread for tokenizers, and the first process to go where memory is short."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _checked(form: _Form, episode: Json) -> Json:
+    try:
+        messages = episode["episode"]["messages"]
+        for number, ((spans, data), place) in enumerate(zip(episode["branches"], episode["shown"], strict=True)):
+            found = _difference(form, messages, spans, data, place)
+            if found is not None:
+                return {"branch": number, **found}
+    except Exception as error:  # noqa: BLE001 - the one who asked decides what an episode without an answer is
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {}
+
+
+def _difference(form: _Form, messages: list[Json], spans: Any, data: str, place: Sequence[Any]) -> Json | None:
+    thread, verbatim, tools, inherited = place
+    shown = (
+        messages[:thread]
+        if isinstance(thread, int)
+        else [messages[each] if isinstance(each, int) else each for each in thread]
+    )
+    buffer = array("i")
+    buffer.frombytes(b64decode(data))
+    if sys.byteorder == "big":
+        buffer.byteswap()
+    ids = buffer.tolist()
+    runs, images, turns = _runs(json.loads(spans), inherited)
+    views = form.views(shown, verbatim)
+
+    def difference(token: int, message: str) -> Json:
+        found = {"token": token, "id": ids[token] if token < len(ids) else -1, "turns": turns, "message": message}
+        return found | {"spelled": _is_spelled(form, shown, verbatim, tools, pieces)}
+
+    pieces: list[_Piece] = []
+
+    try:
+        text = form.render(views, tools)
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a template may raise anything
+        return difference(runs[-1].end, f"the chat template refuses the conversation before it: {error}")
+    same = not images and form.normal(form.decode(ids[: runs[-1].end])) == text
+    pieces = [form.piece(ids, run, images) for run in runs if not same or not run.sampled]
+    if not same:
+        apart = _apart(pieces, text)
+        if apart is not None and (given := form.given_back(text)) is not None:
+            text = given
+            apart = _apart(pieces, text)
+        if apart is not None:
+            piece, offset, at = apart
+            row = "".join([each.text for each in pieces if each.start >= piece.start])
+            return difference(
+                piece.token(_token_at(form, piece, offset)),
+                f"{_where(views, text, at)}, the chat template writes {_quote(text[max(at - _BEFORE, 0) :])}, "
+                f"and the row has {_quote(row[max(offset - _BEFORE, 0) :])}",
+            )
+    for piece in pieces:
+        wrong = form.misread(piece)
+        if wrong is not None:
+            read = form.encode(piece.text)[wrong : wrong + 6]
+            return difference(
+                piece.token(wrong),
+                f"the text {_quote(form.decode(piece.ids[max(wrong - 2, 0) :]))} is tokenised to {read} at its token {min(wrong, 2)}, and the row has "
+                f"{piece.ids[wrong : wrong + 6]}",
+            )
+    return None
+
+
+def _is_spelled(form: _Form, shown: list[Json], verbatim: Any, tools: Any, pieces: Sequence[_Piece]) -> bool:
+    """Whether a branch is what the template writes if text that only spells a special token is hidden from it."""
+    if not pieces or not form.hides:
+        return False
+    try:
+        text = form.render(form.views(shown, verbatim, quoted=True), tools)
+    except Exception:  # noqa: BLE001 - a template may raise anything
+        return False
+    return _apart(pieces, _unquoted(text)) is None
+
+
+def _runs(spans: list[Any], inherited: Sequence[Sequence[int]]) -> tuple[list[_Run], list[list[int]], int]:
+    """The runs of a branch up to its last reply, in order, its images, and how many replies it has."""
+    told = [span for span in spans if span[0] not in ("image", "experts")]
+    replies = [at for at, span in enumerate(told) if span[0] in _SAMPLED]
+    runs: list[_Run] = []
+    for kind, start, end, *_ in told[: replies[-1]]:
+        cuts = [start, *(edge for run in inherited for edge in run), end] if kind == "prompt" else [start, end]
+        runs += [_Run(kind in _SAMPLED or number % 2 == 1, *run) for number, run in enumerate(pairwise(cuts))]
+    return runs, [span[1:3] for span in spans if span[0] == "image"], len(replies)
+
+
+def _apart(pieces: Sequence[_Piece], text: str) -> tuple[_Piece, int, int] | None:
+    """Where a branch differs from a text: (piece, character of it, character of the text); None where white space of replies alone does."""
+    places = {0}
+    furthest = (pieces[0], 0, 0)
+    for piece in pieces:
+        after: set[int] = set()
+        for start in places:
+            if text.startswith(piece.text, start):
+                after.add(start + len(piece.text))
+            if piece.sampled:
+                after.update(_ends(piece.text, text, start))
+        if not after:
+            same, start = max((_same(piece.text, text, start), start) for start in places)
+            return piece, same, start + same
+        places = after
+        furthest = (piece, len(piece.text), max(places))
+    return None if len(text) in places else furthest
+
+
+def _same(said: str, text: str, start: int) -> int:
+    """How many characters of the beginning of `said` stand in a text at `start`."""
+    pairs = enumerate(zip(said, text[start : start + len(said)], strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(said), len(text) - start))
+
+
+def _ends(said: str, text: str, start: int) -> Iterable[int]:
+    """Where a reply that begins at `start` may end in a text, if only white space differs."""
+    at = start
+    for character in said:
+        if character.isspace():
+            continue
+        while at < len(text) and text[at].isspace():
+            at += 1
+        if at >= len(text) or text[at] != character:
+            return
+        at += 1
+    yield at
+    while at < len(text) and text[at].isspace():
+        at += 1
+        yield at
+
+
+def _token_at(form: _Form, piece: _Piece, offset: int) -> int:
+    """The token of a piece that holds a character of its text."""
+    low, high = 0, max(len(piece.ids) - 1, 0)
+    while low < high:
+        middle = (low + high) // 2
+        if len(form.decode(piece.ids[: middle + 1])) > offset:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _where(views: Sequence[Json], text: str, at: int) -> str:
+    """The message in which, or after which, a character of the rendered text stands."""
+    found, cursor = "before the first message", 0
+    for number, view in enumerate(views):
+        content = view["content"]
+        parts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+        words = next((part.strip() for part in parts if part.strip()), "")
+        start = text.find(words[:_SHORT], cursor) if words else -1
+        if start < 0:
+            continue
+        if start > at:
+            break
+        same = _same(words, text, start)
+        cursor = start + same
+        inside = at < cursor or (at == cursor and same < len(words))
+        found = f"{'in' if inside else 'after'} message {number} (`{view['role']}`)"
+    return found
+
+
+def _quote(text: str) -> str:
+    return repr(text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}…")
+
+
+def _view(message: Json, tool_role: str) -> Json:
+    role, content = message["role"], message["content"]
+    if not isinstance(content, str):
+        parts = [
+            {"type": "image"} if part["type"] == "image" else {"type": "text", "text": part["text"]} for part in content
+        ]
+        pictured = any(part["type"] == "image" for part in parts)
+        content = parts if pictured else "".join([part["text"] for part in parts])
+    if role == "tool" and tool_role == "user":
+        return {"role": "user", "content": content}
+    view: Json = {"role": role, "content": content}
+    if role == "tool":
+        view |= {key: message[key] for key in ("name", "tool_call_id") if message[key] is not None}
+    if role == "assistant":
+        if message["reasoning"]:
+            view["reasoning_content"] = message["reasoning"]
+        if message["tool_calls"]:
+            view["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call["id"],
+                    "function": {"name": call["name"], "arguments": call["arguments"]},
+                }
+                for call in message["tool_calls"]
+            ]
+    return view
+
+
+def _unquoted(value: Any) -> Any:
+    if isinstance(value, str):
+        return _MARKS.sub(lambda match: match[0][1:], value)
+    if isinstance(value, dict):
+        return {_unquoted(key): _unquoted(item) for key, item in value.items()}
+    return [_unquoted(item) for item in value] if isinstance(value, list) else value
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Two contents of neighbouring user messages as one, for a template that refuses two of them."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)]
+    return [*parts[0], {"type": "text", "text": "\n\n"}, *parts[1]]

@@ -1,0 +1,113 @@
+"""Rows whose bridges are wrong although their proof accepts them are refused by the guard, and what follows is rendered whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_kit import COUNTING, make_tokenizer
+
+from engine.runner.guarded import FILE
+from engine.runner.replay import Replayer
+from engine.schemas.trajectory import Trajectory
+from engine.store.export import export_rows
+from engine.tokens import bridging
+from engine.tokens.proof import Verdict
+
+PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+
+
+def each(content: str, before: str = "") -> str:
+    """A template that writes a content for each message `m`."""
+    message = "{{ '<|im_start|>' + m.role + '\\n' + CONTENT + '<|im_end|>\\n' }}".replace("CONTENT", content)
+    return "{%- for m in messages %}" + before + message + "{% endfor %}" + PROMPT
+
+
+REMINDED = "{%- set ns = namespace(asked=0) %}" + each(
+    "m.content + (' Be brief.' if m.role == 'user' and ns.asked == 2 else '')",
+    "{%- if m.role == 'user' %}{%- set ns.asked = ns.asked + 1 %}{% endif %}",
+)
+"""Adds a reminder to the second message of a user."""
+CUT = each("m.content[:40]")
+"""Cuts long messages."""
+MARKED = each("(m.content + ' (a number)' if '17' in m.content else m.content)")
+"""Marks messages that have a number."""
+KIND = "{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}"
+MOOD = "{%- if 'please' in messages[-1].content %}" + KIND + "{% endif %}" + each("m.content")
+"""Its first line depends on words of the newest message."""
+ANSWERED = each("m.content").replace("assistant\\n'", "assistant\\nAnswer: '")
+"""Its generation prompt has words that history is shown without."""
+REPLIES = ["no", "it is 17, or what the second line of the table says, please", "no"]
+HOSTILE = {
+    "counting": (COUNTING, "5 messages", "before the first message"),
+    "reminded": (REMINDED, "Be brief.", "after message 4 (`user`)"),
+    "cut": (CUT, "<|im_end|>", "message 3 (`assistant`)"),
+    "marked": (MARKED, " (a number)", "after message 3 (`assistant`)"),
+    "mood": (MOOD, "Be kind.", "before the first message"),
+    "answered": (ANSWERED, "no", "message 1 (`assistant`)"),
+}
+"""Templates, what they write where the row has something else, and where that is."""
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof that accepts every bridge."""
+    monkeypatch.setattr(bridging, "prove", lambda *_: Verdict(True, False, history=True))
+
+
+@pytest.fixture
+def hostile(make_spec: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """A spec with three episodes, one after the other, on a template."""
+
+    def make(template: str, **changes: Any) -> Path:
+        folder = make_tokenizer(tmp_path / "tokenizer", template)
+        return make_spec(
+            REPLIES,
+            model={"path": str(folder)},
+            tools=[],
+            tasks={"rows": [{"id": each} for each in "abc"]},
+            limits={"user_turns": 2},
+            rollout={"live_episodes": 1, "concurrency": 1},
+            **changes,
+        )
+
+    return make
+
+
+def written(form: Any, trajectory: Trajectory, branch: int) -> str:
+    """What transformers writes for the conversation before a branch's last reply."""
+    last = max(turn.index for turn in trajectory.turns if turn.branch == branch)
+    replies = [at for at, message in enumerate(trajectory.messages) if message.role == "assistant"]
+    shown = [{"role": each.role, "content": each.text} for each in trajectory.messages[: replies[last]]]
+    return str(form.tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=True))
+
+
+@pytest.mark.usefixtures("blind")
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_bridge_that_its_proof_accepts_wrongly_is_refused_and_the_next_episodes_are_right(
+    name: str, hostile: Any, run_spec: Any
+) -> None:
+    template, text, place = HOSTILE[name]
+    ran = await run_spec(hostile(template))
+    first, *others = (ran.trajectories[f"{each}/0"] for each in "abc")
+    failure = first.outcome.failure
+    assert (failure.kind, failure.blame, first.outcome.trainable) == ("bridge_differs", "engine", False)
+    assert text in failure.message
+    assert place in failure.message
+    assert not ran.result.faults
+    for trajectory in others:
+        assert trajectory.outcome.failure is None
+        assert trajectory.outcome.trainable
+        for branch in trajectory.branches:
+            start = max(span.start for span in branch.spans if span.kind == "generated")
+            assert ran.form.decode(branch.input_ids[:start]) == written(ran.form, trajectory, branch.index)
+    rows = {(row["episode_id"], row["trainable"]) for row in export_rows(ran.store)}
+    assert rows == {("a/0", False), ("b/0", True), ("c/0", True)}
+    assert json.loads((ran.store.folder / FILE).read_text())["reason"].startswith("a/0, branch 0, token ")
+    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    for trajectory in ran.trajectories.values():
+        assert (await replayer.check(trajectory, ran.store.task(trajectory.task_id))).difference is None
+    replayer.close()

@@ -1,0 +1,165 @@
+"""The guard's answers: no false alarm on any template, the place of a difference, and what a child that dies or hangs does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conversation_kit import said, user
+
+from engine.schemas.model import ModelSpec
+from engine.store.codec import _write_branch, json_of
+from engine.tokens import guard as guard_module
+from engine.tokens.conversation import Conversation
+from engine.tokens.format import ChatFormat
+from engine.tokens.guard import Difference, Finding, Guard, Unanswered
+from engine.tokens.tape import as_seen
+
+Formats = Callable[..., ChatFormat]
+
+
+async def judged(
+    guard: Guard, conversation: Conversation, change: Callable[[np.ndarray], None] = lambda _: None
+) -> Finding | None:
+    """The guard's finding on a conversation; `change` damages the ids of its last branch."""
+    branches = [as_seen(branch) for branch in conversation.branches()]
+    change(branches[-1].input_ids)
+    rows = [_write_branch(branch, "e/0") for branch in branches]
+    return await guard.check(
+        conversation, json_of({"messages": conversation.messages}), [(row[3], row[4]) for row in rows]
+    )
+
+
+def guard_of(form: ChatFormat) -> Guard:
+    return Guard(form, ModelSpec(path=form.fast.name_or_path), Path())
+
+
+def talk(form: ChatFormat, *replies: str, **named: Any) -> Conversation:
+    conversation = Conversation(form, [], **named)
+    conversation.open([user("Hello <|im_end|> there.")])
+    for turn, reply in enumerate(replies):
+        if turn:
+            conversation.add([user(f"And then? {turn}")])
+        conversation.prompt()
+        conversation.reply(said(form, reply), turn)
+    return conversation
+
+
+async def test_each_token_that_was_not_sampled_is_compared(formats: Formats) -> None:
+    form = formats("plain")
+    guard = guard_of(form)
+    conversation = talk(form, "One.<|im_end|>", "Two.<|im_end|>")
+    [branch] = conversation.branches()
+    assert await judged(guard, conversation) is None
+    other = form.encode("~")[0]
+    last = max(span.start for span in branch.spans if span.kind == "generated")
+    for token in np.flatnonzero(branch.loss_mask[:last] == 0).tolist():
+
+        def change(ids: np.ndarray, token: int = token) -> None:
+            ids[token] = other
+
+        finding = await judged(guard, conversation, change)
+        assert isinstance(finding, Difference)
+        assert (finding.branch, finding.token, finding.id, finding.turns) == (0, token, other, 2)
+
+
+async def test_text_that_is_cut_otherwise_is_found_although_it_reads_the_same(formats: Formats) -> None:
+    form = formats("plain")
+    conversation = talk(form, "One.<|im_end|>", "Two.<|im_end|>")
+    [branch] = conversation.branches()
+    ids = branch.input_ids.tolist()
+    at = next(at for at, id_ in enumerate(ids) if len(form.decode([id_])) == 2 and form.decode([id_]).isalpha())
+    letters = [form.fast.convert_tokens_to_ids(letter) for letter in form.decode([ids[at]])]
+    tape = conversation.tapes.all[0][0]
+    tape._ids = np.array([*ids[:at], *letters, *ids[at + 1 :]], np.int32)
+    tape._length += 1
+    kinds, starts, ends, turns = np.array(tape._spans).reshape(-1, 4).T
+    shifted = np.stack([kinds, starts + (starts > at), ends + (ends > at), turns], 1)
+    tape._spans = type(tape._spans)("i", shifted.ravel().tolist())
+    tape._versions = [(version, start + 1, end + 1) for version, start, end in tape._versions]
+    assert form.decode(tape._ids) == form.decode(ids)
+    finding = await judged(guard_of(form), conversation)
+    assert isinstance(finding, Difference)
+    assert finding.token == at
+    assert "is tokenised to" in finding.message
+
+
+# --- the child -----------------------------------------------------------------------------------------------------------
+
+
+SLOW = "{%- if messages | length > 2 %}{% for a in range(LOOPS) %}{% for b in range(10000) %}{% endfor %}{% endfor %}{% endif %}"
+
+
+def slow_guard(form: ChatFormat, loops: int) -> Guard:
+    """A guard whose child takes long for conversations of more than one turn."""
+    guard = guard_of(form)
+    told = json.loads(guard._told)
+    told["sources"] = [SLOW.replace("LOOPS", str(loops)) + source for source in told["sources"]]
+    told["key"] += str(loops)
+    guard.__dict__["_told"] = json.dumps(told).encode()
+    return guard
+
+
+async def child() -> Any:
+    """The guard's process, once it has started."""
+    while True:
+        asking = guard_module._current
+        if asking is not None and asking.child is not None and asking.child.poll() is None:
+            return asking.child
+        await asyncio.sleep(0.001)
+
+
+async def test_an_episode_whose_child_is_killed_is_asked_again(formats: Formats) -> None:
+    form = formats("plain")
+    guard = slow_guard(form, 40)
+    assert await judged(guard, talk(form, "One.<|im_end|>")) is None
+    asked = asyncio.gather(*(judged(guard, talk(form, "One.<|im_end|>", "Two.<|im_end|>")) for _ in range(2)))
+    await asyncio.sleep(0)
+    first = await child()
+    assert not asked.done()
+    os.kill(first.pid, signal.SIGKILL)
+    assert await asked == [None, None]
+    assert (await child()).pid != first.pid
+
+
+@pytest.mark.slow
+async def test_one_that_never_ends_is_given_up_and_the_others_are_answered(
+    formats: Formats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard_module, "SECONDS", 4.0)
+    monkeypatch.setattr(guard_module, "TRIES", 2)
+    form = formats("plain")
+    guard = slow_guard(form, 100_000)
+    short, long = talk(form, "One.<|im_end|>"), talk(form, "One.<|im_end|>", "Two.<|im_end|>")
+    first, endless, last = await asyncio.gather(*(judged(guard, each) for each in (short, long, short)))
+    assert (first, last) == (None, None)
+    assert isinstance(endless, Unanswered)
+    assert endless.message.startswith("it did not answer within 4")
+
+
+async def test_one_that_takes_all_memory_is_given_up(formats: Formats) -> None:
+    form = formats("plain")
+    guard = guard_of(form)
+    told = json.loads(guard._told)
+    told["sources"], told["key"] = ["{{ ('x' * 1000000000000000) | length }}"], "memory"
+    guard.__dict__["_told"] = json.dumps(told).encode()
+    finding = await judged(guard, talk(form, "One.<|im_end|>"))
+    assert finding == Unanswered("MemoryError:  (3 times)")
+
+
+async def test_a_child_that_cannot_start_leaves_the_episode_unanswered(
+    formats: Formats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard_module, "_current", None)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    finding = await judged(guard_of(formats("plain")), talk(formats("plain"), "One.<|im_end|>"))
+    assert isinstance(finding, Unanswered)
+    assert "/nowhere/python" in finding.message
