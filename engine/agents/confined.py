@@ -33,6 +33,7 @@ _ARGS, _CALLS, _CHANNEL = 3, 4, 5
 _MOST_ENTRIES, _MOST_HIDDEN = 100_000, 1000
 _PRIVATE = re.compile(r"\.|runs$|.*\.(db|sqlite3?)(-wal|-shm|-journal)?$", re.S)
 """Names of what is hidden: dot files, folders of runs, stores."""
+_WORD_ENDS = re.compile(r"[\s'\"=;|&<>()]+")
 _OF_RUN = ("run.db", "run.json", "train.json")
 """Files that only folders of runs and trainings have."""
 _PACKAGES = ("node_modules", "site-packages")
@@ -170,12 +171,17 @@ def confine(
         raise OSError(
             f"{base} has more than {_MOST_HIDDEN} hidden files: give the spec and its program a folder of their own"
         )
+    for word in filter(None, _WORD_ENDS.split(command)):
+        named = Path(os.path.normpath(base / word))
+        if cause := next((path for path in hidden if path == named or path in named.parents), None):
+            name = cause.relative_to(base)
+            raise OSError(f"`agent.run` names {word}, and {name} is hidden: write `agent.sandbox.read: [{name}]`")
     inside = dict(env) | {"HOME": HOME, "TMPDIR": "/tmp"}
     for name in ("LD_LIBRARY_PATH", "PYTHONPATH"):
         inside.pop(name, None)
-    options = sandbox.system_of(root, inside)
-    options += ["--perms", "1777", "--size", str(settings.disk), "--tmpfs", HOME]
-    options += ["--perms", "1777", "--dir", f"{HOME}/tmp", "--symlink", f".{HOME}/tmp", "/tmp"]
+    own = ["--perms", "1777", "--size", str(settings.disk), "--tmpfs", HOME]
+    own += ["--perms", "1777", "--dir", f"{HOME}/tmp", "--symlink", f".{HOME}/tmp", "/tmp"]
+    options = sandbox.system_of(root, inside, own=own)
     options += ["--perms", "0755", "--dir", INSIDE]
     for path in sorted(folder.iterdir()):
         options += ["--ro-bind", str(path), f"{INSIDE}/{path.name}"]

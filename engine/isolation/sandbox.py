@@ -159,9 +159,9 @@ def _in_bubblewrap(program: Sequence[str], code: str, limits: SandboxLimits) -> 
         data = memory_file(code.encode("utf-8", "surrogatepass"))
         stack.callback(os.close, data)
         ours, theirs = map(stack.enter_context, socket.socketpair())
-        options = system_of(uid is not None, {"PATH": PATH, "HOME": "/work", "LANG": "C.UTF-8"})
+        own = ["--perms", "1777", "--size", str(limits.disk), "--tmpfs", "/work", "--symlink", "./work", "/tmp"]
+        options = system_of(uid is not None, {"PATH": PATH, "HOME": "/work", "LANG": "C.UTF-8"}, own=own)
         options += ["--perms", "0444", "--file", str(data), "/code"]
-        options += ["--perms", "1777", "--size", str(limits.disk), "--tmpfs", "/work", "--symlink", "/work", "/tmp"]
         options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/work"]
         inside = entering(rlimits(limits, processes=True), uid, channel=theirs.fileno())
         inside += [part.replace("{code}", "/code") for part in program]
@@ -260,7 +260,9 @@ PATH = "/usr/local/bin:/usr/bin:/bin"
 """Where programs in the sandbox are found."""
 
 
-def system_of(root: bool, env: Mapping[str, str], writable: Mapping[str, Path] | None = None) -> list[str]:
+def system_of(
+    root: bool, env: Mapping[str, str], writable: Mapping[str, Path] | None = None, own: Sequence[str] = ()
+) -> list[str]:
     """The options of a sandbox with the system's programs.
 
     Args:
@@ -268,6 +270,7 @@ def system_of(root: bool, env: Mapping[str, str], writable: Mapping[str, Path] |
         env: The variables of its programs.
         writable: Folders and files that can be written, by their absolute path in the sandbox; nothing else can be. None lies in
             another one: bubblewrap would follow links that a program made there.
+        own: Options for new folders that can be written; the interpreter may lie in a folder of the same name.
 
     Root needs no user namespace, and without one may become any user inside, also where only root may read the interpreter. Other
     users get one in which they are themselves, and in which RLIMIT_NPROC counts from zero.
@@ -288,7 +291,7 @@ def system_of(root: bool, env: Mapping[str, str], writable: Mapping[str, Path] |
     for place, source in (writable or {}).items():
         command += [*parents(place), "--bind", str(source), place]
     prefix = os.path.realpath(sys.base_prefix)
-    command += parents(prefix)
+    command += [*own, *parents(prefix)]
     command += ["--perms", "0755", "--dir", "/etc"]
     for folder in ("/usr", *([] if Path(prefix).is_relative_to("/usr") else [prefix])):
         command += ["--ro-bind", folder, folder]

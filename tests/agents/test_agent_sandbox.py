@@ -16,8 +16,10 @@ import pytest
 from agent_kit import play, write_spec
 from other_user import other_user
 
+from engine.agents.confined import confine
 from engine.errors import SpecError
 from engine.isolation.sandbox import refusal
+from engine.schemas.agent import AgentSandbox
 from engine.spec.load import load_spec
 from engine.store import RunStore, find_run
 
@@ -279,6 +281,30 @@ async def test_a_folder_that_the_program_could_not_read_is_named(tmp_path: Path,
     assert failure is not None
     assert failure.kind == "agent_not_started"
     assert f"cannot read {tmp_path}: chmod o+rx it" in failure.message
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("command", "files", "words"),
+    [
+        (".venv/bin/python a.py", [".venv/bin/python"], r"names .venv/bin/python, and .venv is hidden: write `agent.sandbox.read: \[.venv\]`"),
+        ("python a.py 'tasks.jsonl'", ["tasks.jsonl"], "names tasks.jsonl, and tasks.jsonl is hidden"),
+        ("python a.py", [f".{number}" for number in range(1001)], "more than 1000 hidden files: give the spec and its program a folder"),
+        ("python a.py", ["temporary"], "is also the folder of temporary files, which are of other episodes too: move the spec"),
+    ],
+    ids=["interpreter", "tasks", "many", "temporary"],
+)  # fmt: skip
+def test_what_the_sandbox_cannot_show_or_hide_is_refused(
+    command: str, files: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allow(tmp_path, 0o755)
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    if files == ["temporary"]:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(OSError, match=words):
+        confine(AgentSandbox(), command, tmp_path, tmp_path, 1, {}, [tmp_path / "tasks.jsonl"])
 
 
 def test_a_coroutine_has_no_sandbox(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:

@@ -25,11 +25,11 @@ exec setpriv --reuid 65534 --regid 65534 --clear-groups --inh-caps -all "$here/p
 
 
 @contextmanager
-def other_user() -> Iterator[OtherUser]:
-    """The user nobody, with a folder of his own; skips where this is not possible."""
+def other_user(place: str = "/var/tmp") -> Iterator[OtherUser]:
+    """The user nobody, with a folder of his own in a place; skips where this is not possible."""
     if os.getuid() != 0:
         pytest.skip("the engine's user is not root here, so the tests of its own user are these")
-    folder = Path(tempfile.mkdtemp(prefix="other-", dir="/var/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="other-", dir=place))
     try:
         yield OtherUser(folder)
     finally:
