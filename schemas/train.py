@@ -231,6 +231,9 @@ class TrackingSpec(Contract):
     """Weights & Biases: tags of the run. MLflow: tags with an empty value."""
 
 
+Precision = Literal["float32", "mixed", "bfloat16"]
+
+
 class TrainSpec(Contract):
     """How the model is trained on its episodes."""
 
@@ -314,8 +317,8 @@ class TrainSpec(Contract):
     """Draw tasks less often that are always or never solved; all tasks alike if not set."""
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
     """Optimizer (AdamW)."""
-    precision: Literal["float32", "mixed", "bfloat16"] = "float32"
-    """`mixed`: float32 weights with bfloat16 autocast. `bfloat16`: weights in bfloat16 as well; the optimizer updates float32 copies of them."""
+    precision: Literal["auto", "float32", "mixed", "bfloat16"] = "auto"
+    """`auto`: `mixed` on a CUDA device, else `float32`; a training keeps that with which it began. `mixed`: float32 weights with bfloat16 autocast. `bfloat16`: weights in bfloat16 as well; the optimizer updates float32 copies of them."""
     device: str = "auto"
     """Device of the trainer: `auto`, `cpu`, `cuda`, `cuda:1`."""
     freeze: list[str] = Field(default_factory=list)
@@ -354,6 +357,12 @@ class TrainSpec(Contract):
     def samples_episodes(self) -> bool:
         """Whether the model is trained on episodes that it samples, and so needs a backend that takes new weights."""
         return self.kind == "rl"
+
+    def precision_on(self, device: str) -> Precision:
+        """The precision on a device of the type `cuda`, `cpu` and so on."""
+        if self.precision == "auto":
+            return "mixed" if device == "cuda" else "float32"
+        return self.precision
 
     @property
     def uses_backend(self) -> bool:

@@ -30,6 +30,7 @@ _SHIFTS = {
 }
 """Keys that change the logits before the log-probs are computed, and the value that changes nothing."""
 _PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow"}
+FLOAT32_ON_GPU = "in `float32` a GPU multiplies matrices without its tensor cores (TF32 is off), several times slower than in `mixed`"
 _MEASURE = re.compile(r"success|reward|turns|tokens|reward:.+|success@turn:[0-9]+|pass@[1-9][0-9]*")
 _MEASURES = ("reward", "success", "turns", "tokens", "success@turn:0", "pass@1", "reward:name")
 _HERE = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
@@ -155,6 +156,15 @@ def min_group(ctx: CheckContext) -> Iterator[Finding]:
         if train.min_group is not None and train.min_group > samples:
             message = f"a group has {samples} episodes (`rollout.samples_per_task`), so every group is left out"
             yield Finding(message, ("train", "min_group"), f"set it to {samples} or less", key=True)
+
+
+@rule("train.precision", "warning", "a GPU computes in float32, which is slow")
+def precision(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.precision: float32` with a CUDA device, or planned for a GPU."""
+    for train in _train(ctx):
+        cuda = train.device.startswith("cuda") or (train.plan is not None and train.device != "cpu")
+        if cuda and train.precision_on("cuda") == "float32":
+            yield Finding(FLOAT32_ON_GPU, ("train", "precision"), "remove it, or write `mixed`")
 
 
 @rule("train.half-precision", "warning", "the sampler computes in 16 bits without rollout correction")

@@ -156,12 +156,12 @@ def _follow(
 
     from engine.spec.load import load_spec
     from engine.train import folder as folders
-    from engine.train.setup import follow
+    from engine.train.setup import follow, with_precision
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if spec is not None:
-        follow(load_spec(spec, overrides), process_group)
+        follow(with_precision(load_spec(spec, overrides)), process_group)
     elif resume is not None:
         follow(_changed(folders.find_training(resume, out or Path("runs")), overrides), process_group)
 
@@ -170,9 +170,10 @@ def _changed(folder: Path, overrides: list[str]) -> LoadedSpec:
     """Load the spec of a training, with the values that a resume changes."""
     from engine.spec.load import override_spec
     from engine.train import folder as folders
+    from engine.train.setup import with_precision
 
     loaded = folders.read_header(folder).loaded_spec(strict=True)
-    return override_spec(loaded, overrides) if overrides else loaded
+    return with_precision(override_spec(loaded, overrides), loaded.spec) if overrides else loaded
 
 
 def _prepare(
@@ -187,7 +188,7 @@ def _prepare(
     from engine.spec.load import load_spec
     from engine.store.header import RunHeader, new_run_id
     from engine.train import folder as folders
-    from engine.train.setup import train_spec_of
+    from engine.train.setup import train_spec_of, with_precision
 
     if run_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run_name):
         wrong_usage(
@@ -208,9 +209,11 @@ def _prepare(
     if begun is not None and resume is None:
         wrong_usage(f"the training {begun} exists: --resume auto continues it")
     if begun is not None:
+        loaded = with_precision(loaded, folders.read_header(begun).loaded_spec().spec)
         _continue(console, begun, loaded, overrides)
         return loaded, begun
     _check(console, loaded)
+    loaded = with_precision(loaded)
     train_spec_of(loaded)
     name = run_name or new_run_id(f"{loaded.spec.name}-train")
     return loaded, folders.begin(folder, RunHeader.of(loaded, overrides=overrides, run_id=name))

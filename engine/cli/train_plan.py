@@ -43,6 +43,7 @@ def plan_training(
 
     Exits with status 1 if memory is given and a step, or the longest row, does not fit.
     """
+    from engine.checks.train import FLOAT32_ON_GPU
     from engine.errors import EngineError
     from engine.schemas.base import parse_bytes
     from engine.spec.load import load_spec
@@ -73,6 +74,8 @@ def plan_training(
         raise typer.Exit(ERROR) from None
     for line in plan_lines(plan):
         console.print(line)
+    if gpu and plan.precision == "float32":
+        console.print(FLOAT32_ON_GPU, style="yellow")
     if most is None:
         return
     fits, lines = fit_lines(plan, train, most)
@@ -97,6 +100,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     )
     if plan.cpu_bytes:
         lines.append(f"  {size_words(plan.cpu_bytes):>10}  on the CPU (`train.memory.offload`)")
+    lines.append(f"Precision: {plan.precision} (`train.precision`)")
     if plan.omitted:
         lines.append(f"Not counted: {'; '.join(plan.omitted)}")
     return lines

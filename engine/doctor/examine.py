@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from engine.checks.train import FLOAT32_ON_GPU
 from engine.doctor.facts import Machine, SGLangInstall, last_line, release, sglang_of
 from engine.schemas.backend import SGLangBackendSpec
 
@@ -341,6 +342,23 @@ def packages(examined: Examined) -> Iterator[Finding]:
         yield Finding("error", "packages", "`train.lora` needs peft", "pip install 'peft>=0.17'")
 
 
+def precision(examined: Examined) -> Iterator[Finding]:
+    """The precision of a training on the device that it gets here."""
+    train = None if examined.loaded is None else examined.loaded.spec.train
+    if train is None:
+        return
+    device = train.device.partition(":")[0]
+    if device == "auto":
+        device = "cuda" if examined.machine.gpus else "cpu"
+    name = train.precision_on(device)
+    if device == "cuda" and name == "float32":
+        yield Finding("warning", "precision", FLOAT32_ON_GPU, "remove `train.precision: float32`, or write `mixed`")
+    else:
+        yield Finding(
+            "ok", "precision", f"the training computes in {name} on {device} (`train.precision: {train.precision}`)"
+        )
+
+
 CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
     system,
     torch_build,
@@ -352,6 +370,7 @@ CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
     shared_memory,
     disk,
     packages,
+    precision,
 )
 """Every check, in the order in which findings are printed."""
 

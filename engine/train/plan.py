@@ -54,6 +54,8 @@ class MemoryPlan:
     """The images of the micro-batch; None for a model without images."""
     omitted: tuple[str, ...]
     """What the plan does not count."""
+    precision: str
+    """The precision of the step."""
 
     @property
     def total(self) -> int:
@@ -87,6 +89,7 @@ def plan_memory(
         ModelError: the model's files cannot be found.
     """
     spec, train = loaded.spec, train_spec_of(loaded)
+    train = train.model_copy(update={"precision": train.precision_on("cuda" if gpu else "cpu")})
     format = load_format(spec.model, loaded.base)
     if format.vision is None and (images, image_size) != (None, None):
         raise TrainError(f"the model {spec.model.path} gets no images, so none can be planned", kind="train_setup")
@@ -159,6 +162,7 @@ def _plan(
         slope,
         size.images,
         ("what torch's allocator and CUDA take",) if gpu else (),
+        train.precision,
     )
 
 

@@ -33,7 +33,7 @@ def what_saves(plan: MemoryPlan, train: TrainSpec, longest: int) -> list[str]:
         options.append("`train.memory.gradient_checkpointing: true`")
     # an adapter computes in float32 beside a model of bfloat16, so there autocast keeps less
     smaller = "bfloat16" if train.lora is None else "mixed"
-    if train.precision not in ("bfloat16", smaller):
+    if plan.precision not in ("bfloat16", smaller):
         options.append(f"`train.precision: {smaller}`")
     if train.optimizer.kind == "adamw":
         options.append("`train.optimizer.kind: adamw_8bit`")

@@ -316,11 +316,13 @@ def open_model(
     replay_experts: bool = False,
 ) -> PackedModel:
     """Load a model with the precision, device and memory limits of a spec. Arguments and errors as in `Policy.load`."""
+    device = pick_device(spec.device, "train.device")
+    precision = spec.precision_on(device.type)
     return PackedModel(
         folder,
-        device=pick_device(spec.device, "train.device"),
-        dtype=torch.bfloat16 if spec.precision == "bfloat16" else torch.float32,
-        autocast=torch.bfloat16 if spec.precision == "mixed" else None,
+        device=device,
+        dtype=torch.bfloat16 if precision == "bfloat16" else torch.float32,
+        autocast=torch.bfloat16 if precision == "mixed" else None,
         temperature=temperature,
         vocab=vocab,
         vision=vision,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from engine.backends.local.device import pick_device
 from engine.errors import TrainError
 from engine.schemas.backend import kinds_that_train
+from engine.spec.load import override_spec
 from engine.spec.tasks import load_tasks
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
@@ -17,6 +19,7 @@ from engine.train.learner import Learner
 from engine.train.policy import Policy, open_model
 
 if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
@@ -52,6 +55,26 @@ def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
     return train.model_copy(update={"steps": max(1, steps)})
 
 
+def with_precision(loaded: LoadedSpec, began: EpisodeSpec | None = None) -> LoadedSpec:
+    """The spec with the precision that its training has, where it says `auto`.
+
+    Args:
+        loaded: The spec.
+        began: The spec that the training began with, at a resume. Default: the training begins here, on this device.
+
+    Raises:
+        DeviceError: torch does not have `train.device`.
+    """
+    train = loaded.spec.train
+    if train is None or train.precision != "auto":
+        return loaded
+    if began is None or began.train is None:
+        precision: str = train.precision_on(pick_device(train.device, "train.device").type)
+    else:
+        precision = began.train.precision
+    return override_spec(loaded, [f"train.precision={precision}"])
+
+
 def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGroup) -> Learner:
     """Make the learner: the policy with the sampler's temperature and vocabulary, and its optimizer.
 
@@ -61,6 +84,13 @@ def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGro
     """
     spec, train = loaded.spec, train_spec_of(loaded)
     credit = spec.rewards.credit
+    named = set(process_group.all_gather(train.precision_on(pick_device(train.device, "train.device").type)))
+    if len(named) > 1:
+        raise TrainError(
+            f"the processes of this training compute in {' and '.join(sorted(named))}; write the one with which it began as "
+            "`train.precision`",
+            kind="train_setup",
+        )
     if train.samples_episodes and credit.needs_values and train.critic is None:
         raise TrainError(
             f"{loaded.path}: `{credit.method}` needs a critic: add `train.critic: {{kind: probe}}`", kind="train_setup"

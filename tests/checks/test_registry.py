@@ -143,6 +143,7 @@ def test_ids_are_stable() -> None:
         ("train.no-package", "info"),
         ("train.nothing-to-learn", "error"),
         ("train.overlong", "warning"),
+        ("train.precision", "warning"),
         ("train.published-steps", "warning"),
         ("train.random-weights", "warning"),
         ("train.sft", "error"),

@@ -48,6 +48,8 @@ def found(lines: str) -> list[str]:
         GROUP + "backend: {kind: sglang, urls: ['http://gpu-7:30000']}\ntrain: {weight_sync: {method: collective}}\n",
         GROUP + "limits: {assistant_turns: null, episode_tokens: 2048}\ntrain: {}\n",
         GROUP + "limits: {assistant_turns: null}\ntrain: {}\n",
+        GROUP + "train: {precision: float32}\n",
+        GROUP + "train: {device: cuda}\n",
         GROUP + "limits: {assistant_turns: null}\ntrain: {loss: {kind: dr_grpo, length: 2048}}\n",
         GROUP + "limits: {assistant_turns: 3}\ntrain: {}\n",
         GROUP + "limits: {assistant_turns: null}\ntrain: {loss: {kind: grpo}}\n",
@@ -147,6 +149,13 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
             [
                 "7:29: error[train.nothing-to-learn] `progress` subtracts the mean of the group, and a group "
                 "is one episode: every advantage is 0"
+            ],
+        ),
+        (
+            GROUP + "train: {device: 'cuda:1', precision: float32}\n",
+            [
+                "8:38: warning[train.precision] in `float32` a GPU multiplies matrices without its tensor cores (TF32 is off), "
+                "several times slower than in `mixed`"
             ],
         ),
         (

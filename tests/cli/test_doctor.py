@@ -66,6 +66,28 @@ def test_a_good_machine_has_no_problems(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("train", "gpus", "level", "words"),
+    [
+        ({}, (H200,), "ok", "computes in mixed on cuda (`train.precision: auto`)"),
+        ({}, (), "ok", "computes in float32 on cpu (`train.precision: auto`)"),
+        ({"device": "cpu"}, (H200,), "ok", "computes in float32 on cpu"),
+        ({"precision": "bfloat16"}, (H200,), "ok", "computes in bfloat16 on cuda (`train.precision: bfloat16`)"),
+        ({"precision": "float32"}, (), "ok", "computes in float32 on cpu"),
+        ({"precision": "float32"}, (H200,), "warning", "without its tensor cores (TF32 is off)"),
+        ({"precision": "float32", "device": "cuda:1"}, (H200, H200), "warning", "without its tensor cores"),
+    ],
+)
+def test_the_precision_on_the_device_that_a_training_gets(
+    train: dict[str, Any], gpus: tuple[Gpu, ...], level: str, words: str, tmp_path: Path
+) -> None:
+    machine = dataclasses.replace(GOOD, gpus=gpus)
+    loaded = spec(tmp_path, backend={"kind": "local"}, train=train)
+    (found,) = [finding for finding in check(Examined(machine, loaded)) if finding.about == "precision"]
+    assert found.level == level
+    assert words in found.text
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"torch": None}, "error torch: torch is not installed"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -201,3 +202,34 @@ def test_sigterm_saves_within_the_grace_and_a_resume_loses_nothing(hung: str, sp
     lines = read_metrics(folder)
     assert [line["step"] for line in lines if line["step"]] == list(range(1, max(done, 3) + 1))
     assert ("eval/reward" in lines[-1]) == (hung == "evaluation")
+
+
+@pytest.mark.slow
+def test_a_training_keeps_the_precision_of_the_device_that_it_began_on(
+    spec: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU that is float32, also where the same spec is resumed on a GPU; a training that began on one stays mixed."""
+    from engine.train import setup
+
+    command = ["train", str(spec), "--run-name", "kept", "--quiet"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    folder = Path("runs/kept")
+
+    def header() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((folder / "train.json").read_text())
+        return found
+
+    assert header()["spec"]["train"]["precision"] == "float32"
+    began = folders.read_header(folder).loaded_spec().spec
+    assert began.train is not None
+    mixed = began.model_copy(update={"train": began.train.model_copy(update={"precision": "mixed"})})
+    loaded = load_spec(spec)
+    with monkeypatch.context() as patched:
+        patched.setattr(setup, "pick_device", lambda name, key: torch.device("cuda"))
+        found = [setup.with_precision(loaded, each).spec.train for each in (None, began, mixed)]
+    assert [each.precision for each in found if each is not None] == ["mixed", "float32", "mixed"]
+    # the header of an older engine has the key without that the spec has it; other values may change
+    for more in (["--resume", "kept"], [str(spec), "--run-name", "kept", "--resume", "auto"]):
+        told = CliRunner().invoke(app, ["train", *more, "--quiet", "--set", "train.checkpoints.keep=3"])
+        assert told.exit_code == 0, told.output
+        assert header()["spec"]["train"]["precision"] == "float32"

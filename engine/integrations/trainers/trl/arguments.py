@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine.backends.local.device import pick_device
 from engine.errors import TrainError
 from engine.schemas.loss import CispoLoss, ClippedLoss, DrGrpoLoss, LossSpec, SapoLoss
 from engine.schemas.train import TrainSpec
@@ -56,7 +57,7 @@ def grpo_arguments(loaded: LoadedSpec) -> dict[str, Any]:
         "max_grad_norm": optimizer.max_grad_norm or 0.0,
         "beta": train.kl.coefficient,
         "entropy_coef": train.entropy_coefficient,
-        "bf16": train.precision == "mixed",
+        "bf16": train.precision_on(pick_device(train.device, "train.device").type) == "mixed",
         "model_init_kwargs": {"dtype": "float32"},
         "gradient_checkpointing": train.memory.gradient_checkpointing,
         "use_cpu": train.device == "cpu",
