@@ -7,8 +7,7 @@ filters and functions. Tests compare the two on every template that they have.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -88,46 +87,21 @@ def _now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+def make_environment() -> ImmutableSandboxedEnvironment:
+    """The environment of chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals.update(
+        {"raise_exception": _raise, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
+    )
+    return environment
 
 
-def looked_for(sources: Iterable[str], also: Iterable[str] = ()) -> re.Pattern[str] | None:
-    """A pattern of the texts that templates may look for inside a message; None where there are none.
-
-    These are their string constants, without those that are only written, names (`tool_calls`) and white space.
-    """
-    found = set(also)
-    for source in sources:
-        found |= _looked_for(source)
-    telling = sorted(text for text in found if re.search(r"[^\w\s]", text))
-    return re.compile("|".join(map(re.escape, telling))) if telling else None
-
-
-@lru_cache(maxsize=64)
-def _looked_for(source: str) -> frozenset[str]:
-    found: set[str] = set()
-    _collect(_environment().parse(source), "looked", found)
-    return frozenset(found)
-
-
-def _collect(node: nodes.Node, use: str, found: set[str]) -> None:
-    """Adds the string constants below a node. `use`: what happens to the node's value: `written`, `assigned` or `looked` at."""
-    if isinstance(node, nodes.Const):
-        if use != "written" and isinstance(node.value, str):
-            found.add(node.value)
-        return
-    for child in node.iter_child_nodes():
-        inside = "looked"
-        if isinstance(node, nodes.Output):
-            inside = "written"
-        elif isinstance(node, nodes.Assign):
-            inside = "assigned"
-        elif isinstance(node, nodes.Add | nodes.Concat) and use != "looked":
-            inside = "written"
-        elif isinstance(node, nodes.CondExpr) and child is not node.test:
-            inside = use
-        _collect(child, inside, found)
+def parse_template(source: str) -> nodes.Template:
+    """A chat template's syntax tree; `source` is valid."""
+    return make_environment().parse(source)
 
 
 @lru_cache(maxsize=64)
@@ -137,9 +111,4 @@ def compile_template(source: str) -> Template:
     Raises:
         jinja2.TemplateSyntaxError: The source is not valid Jinja.
     """
-    environment = _environment()
-    environment.filters["tojson"] = to_json
-    environment.globals.update(
-        {"raise_exception": _raise, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
-    )
-    return environment.from_string(source)
+    return make_environment().from_string(source)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Render = Callable[["View"], str | None]
 """What the template writes for a reply; None where it does not write the reply between the same texts."""
 
-_STYLES = (*STYLES, lambda mark: f"\n\n \n{mark}\n \n\n", lambda mark: f"e\u0301 {mark} \ufb01\uff21\U00012000")
+REPLY_STYLES = (*STYLES, lambda mark: f"\n\n \n{mark}\n \n\n", lambda mark: f"e\u0301 {mark} \ufb01\uff21\U00012000")
 """The last one shows whether the format changes characters, as tokenizers that normalise texts do."""
 _TRIMS: tuple[Callable[[str], str], ...] = (
     str,
@@ -120,7 +120,7 @@ def make_reply_text(render: Render, reply: View) -> ReplyText | None:
     if made is None or rendered(plain, "Wr0idProbe") != written:
         return None
     for at in range(texts):
-        trials = [[*plain[:at], styled[at], *plain[at + 1 :]] for styled in map(probes, _STYLES)]
+        trials = [[*plain[:at], styled[at], *plain[at + 1 :]] for styled in map(probes, REPLY_STYLES)]
         shown = [rendered(trial) for trial in trials]
         for trim in _TRIMS:
             trimmed = made._replace(writers=(*made.writers[:at], trim, *made.writers[at + 1 :]))
@@ -129,7 +129,7 @@ def make_reply_text(render: Render, reply: View) -> ReplyText | None:
                 break
         else:
             return None
-    trials = [*map(probes, _STYLES), *[probes(str, partial(_given, value)) for value in _VALUES]]
+    trials = [*map(probes, REPLY_STYLES), *[probes(str, partial(_given, value)) for value in _VALUES]]
     if any(made.write(trial) != rendered(trial) for trial in trials):
         return None
     return made

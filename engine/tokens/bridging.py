@@ -7,14 +7,18 @@ is assumed, is in proof.py. Verdicts and wrappers depend on kinds of messages on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import date
 from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
 
 from engine.errors import RenderError
 from engine.fast.reply_text import make_reply_text, parts_of, shape_of
 from engine.fast.wrapper import Wrapper, is_plain, make_wrapper
 from engine.tokens.literal import MARK, quoted_index, unquote
-from engine.tokens.proof import Extension, Frame, Trail, Verdict, View, prove, remainder
+from engine.tokens.proof import ODD_KINDS, Extension, Frame, Trail, Verdict, View, prove, remainder
 from engine.tokens.tape_text import difference, end_in, pieces_of
+from engine.tokens.template_keys import TemplateKeys
 
 if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
@@ -42,8 +46,20 @@ class Bridges:
         self.whole: str | None = None
         """Why every bridge is found by rendering the whole conversation and comparing it with the tape; None where checks of
         probes decide. Setting it takes effect from the next bridge on, in all conversations of this format."""
+        self.timed = False
+        """No two renderings are alike: they show the time."""
+        self._copies = True
+        self._reads_tools = False
+        self._dated = False
+        self._day = date.today()
         self._verdicts: dict[Any, Verdict] = {}
         self._wrappers: dict[Any, Wrapper | None] = {}
+
+    def follow(self, keys: TemplateKeys) -> None:
+        """Rely on the checks of probes as far as what the template tests allows it."""
+        self.whole = next(iter(keys.whole), None)
+        self.timed, self._dated = keys.timed, keys.dated
+        self._copies, self._reads_tools = keys.copies, keys.tests_tools
 
     def bridge(
         self,
@@ -79,15 +95,22 @@ class Bridges:
             tape: The tape, which ends with the reply. Without it, and without `conversation`, probes decide.
             whole: Whether the whole conversation is rendered. Default: as `self.whole` says.
         """
-        if whole is None:
-            whole = self.whole is not None
-        if (trail.odd or whole) and conversation is not None and tape is not None:
-            found = self._bridge_by_whole(conversation(), new, tools, last, tape)
-            if not (keep and isinstance(found, str)):
-                return found
         if kinds is None:
             kinds = bytes([self._form.views.kind(view) for view in new])
-        key = (trail.signature(kinds), tools is not None)
+        if whole is None:
+            whole = self.whole is not None
+        whole = whole or trail.odd or not ODD_KINDS.isdisjoint(kinds)
+        if self._dated and trail.day != (today := date.today()):
+            whole = True
+            if today != self._day:
+                self._day = today
+                self._verdicts.clear()
+                self._wrappers.clear()
+        if whole and conversation is not None and tape is not None:
+            found = self._bridge_by_whole(conversation(), new, bytes(trail.kinds) + kinds, tools, last, tape)
+            if not (keep and isinstance(found, str)):
+                return found
+        key = (trail.signature(kinds), tools is not None if not (tools and self._reads_tools) else to_json(tools))
         verdict = self._verdicts.get(key)
         if verdict is None:
             verdict = self._verdicts[key] = prove(self._form, bytes(trail.kinds), kinds, tools)
@@ -113,7 +136,7 @@ class Bridges:
             RenderError: The template refuses these messages.
         """
         form = self._form
-        if not all(is_plain(view) for view in new):
+        if not (self._copies and all(is_plain(view) for view in new)):
             return form.extension(reply, new, tools)
         calls = tuple([call["function"]["name"] for call in reply.get("tool_calls", ())])
         key = (tools is not None, tuple([(view["role"], view.get("name")) for view in new]), calls)
@@ -128,7 +151,13 @@ class Bridges:
         return Extension(*wrapper.ids(form, [view["content"] for view in new]))
 
     def _bridge_by_whole(
-        self, views: list[View], new: Sequence[View], tools: list[View] | None, last: int | None, tape: Tape
+        self,
+        views: list[View],
+        new: Sequence[View],
+        kinds: bytes,
+        tools: list[View] | None,
+        last: int | None,
+        tape: Tape,
     ) -> Extension | str:
         """`bridge` for any template: what it writes for the whole conversation, after the text of the tape; O(conversation).
 
@@ -145,6 +174,8 @@ class Bridges:
             at = max(difference(pieces, text) - _BEFORE, 0)
             said = "".join([piece for _, piece in pieces])
             return f"the template writes {text[at : at + _EXCERPT]!r} where the tape has {said[at : at + _EXCERPT]!r}"
+        if role := form.dropped(kinds, tools):
+            return f"the template does not show a message of role `{role}` here"
         closed = last is not None and last in form.stop_set
         # A token that ends a reply may take white space after it: it is encoded again, in front of what follows.
         ids = form.encode(written[quoted_index(written, end - len(form.decode([last])) if closed else end) :])

@@ -11,6 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from datetime import date
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridging import Bridges
 from engine.tokens.probing import abilities_of, refuses_later_system
-from engine.tokens.proof import MARKERS, Extension, View, has_mark, mark, probe
+from engine.tokens.proof import MARKERS, Extension, Looked, View, has_mark, mark, probe
 from engine.tokens.replies import ReplyParser
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import FastTokenizer
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from engine.tokens.vision import Vision
 
 _ANY_TAG = re.compile(r"[<\[]")
+_OTHER = 5000
+"""Added to the index of a probe for another of its kind."""
 _MAX_OPENINGS = 256
 """Prompts whose ids are kept, the newest: as many tasks as may run at once."""
 
@@ -93,8 +96,8 @@ class ChatFormat(ABC):
         """Calls are read as the template writes them, so that a reply's calls can be shown as calls."""
         self.alternates = False
         """The template refuses two user messages in a row."""
-        self.markers: tuple[str, ...] = MARKERS
-        """Reasoning markers that the template may look for inside a reply's content."""
+        self.looked = Looked(MARKERS)
+        """What the template tests of messages."""
         self.inspected: re.Pattern[str] | None = _ANY_TAG
         """What the template may look for inside a content; None where it looks for nothing."""
         self.views = MessageViews(self)
@@ -157,7 +160,7 @@ class ChatFormat(ABC):
         ]
         shown = list(tools) if tools else None
         ids = self.render_views(views, shown)
-        if dropped := self._dropped(bytes([self.views.kind(view) for view in views]), shown):
+        if dropped := self.dropped(bytes([self.views.kind(view) for view in views]), shown):
             raise RenderError(
                 f"the chat format {self.name!r} does not show messages of role `{dropped}` here: they would be lost; if it "
                 f"leaves them out on purpose, set model.hidden_roles: [{dropped}]"
@@ -170,7 +173,9 @@ class ChatFormat(ABC):
         Raises:
             RenderError, ImageError: As `render` does.
         """
-        key = to_json((messages, tools))
+        if self.bridges.timed:
+            return np.array(self.render(messages, tools), np.int32)
+        key = to_json((messages, tools, date.today()))
         known = self._openings.pop(key, None)
         if known is None:
             known = np.array(self.render(messages, tools), np.int32)
@@ -221,13 +226,22 @@ class ChatFormat(ABC):
         self.alternates = found.alternates
         self.skips_system = "system" in self.hidden_roles and refuses_later_system(self.text)
 
-    def _dropped(self, kinds: bytes, tools: list[View] | None) -> str:
+    def dropped(self, kinds: bytes, tools: list[View] | None) -> str:
         """The role of a message that the template leaves out without an error; empty where there is none."""
         key = (frozenset(pairwise(kinds)), kinds[:2], tools is not None)
         if key not in self._dropped_roles:
             views = [probe(kind, index, str) for index, kind in enumerate(kinds)]
-            shown = self.text(views, tools)
-            lost = [view["role"] for index, view in enumerate(views) if has_mark(view) and mark(index) not in shown]
+            try:
+                shown = self.text(views, tools)
+            except RenderError:  # it refuses the probes, and wrote the messages
+                return ""
             allowed = {"assistant", *self.hidden_roles}
-            self._dropped_roles[key] = next((role for role in lost if role not in allowed), "")
+            lost = [at for at, view in enumerate(views) if has_mark(view) and mark(at) not in shown]
+            dropped = (at for at in lost if views[at]["role"] not in allowed and self._hides(views, kinds, at, tools))
+            self._dropped_roles[key] = next((views[at]["role"] for at in dropped), "")
         return self._dropped_roles[key]
+
+    def _hides(self, views: list[View], kinds: bytes, at: int, tools: list[View] | None) -> bool:
+        """Whether the template writes the same for another content of a message: it may write contents changed."""
+        other = probe(kinds[at], at + _OTHER, str)
+        return self.text([*views[:at], other, *views[at + 1 :]], tools) == self.text(views, tools)

@@ -72,6 +72,14 @@ class Quoting:
             at = start + 1
         return "".join([*parts, _doubled(text[at:])])
 
+    def quote_new(self, text: str, before: str) -> str:
+        """A quoted text that was made of the quoted text `before`, in which the tokens that `before` did not spell are quoted, too."""
+        if self.spans(before):
+            return text
+        for start, _ in reversed(self.spans(text)):
+            text = text[: start + 1] + MARK + text[start + 1 :]
+        return text
+
 
 def _doubled(text: str) -> str:
     return text.replace(MARK, MARK + MARK)

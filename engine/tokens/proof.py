@@ -34,13 +34,16 @@ template would write (it trims contents, and spaces its JSON); any other differe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from datetime import date
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from engine.errors import RenderError
 from engine.fast.reply_text import ReplyText
+from engine.tokens.literal import MARK, unquote
 
 View = dict[str, Any]
 """A message as chat templates read it."""
@@ -55,12 +58,17 @@ WRAPPED, WRAPPED_LOOSELY, BLANK_SYSTEM = 27, 28, 29
 blank message that is not the model's: this and its role."""
 PICTURED = 32
 """A message with images that is not the model's: this, its role, and 3 where an image comes first, or 6 where there is
-no text at all. Some templates look at the first part. All kinds are below 41."""
-_KINDS = 41
+no text at all. Some templates look at the first part."""
+LOOKED = 41
+"""A message that is not the model's, with a text that the template looks for: this and its role. All kinds are below 44."""
+_KINDS = 44
 
 MARKERS = ("<think>", "</think>", "<|channel", "[THINK]", "[/THINK]", "<seed:think>", "</seed:think>")
 """Texts that templates look for inside a reply's content to find its reasoning."""
-_WRAP = ("<tool_response>", "</tool_response>")
+WRAP = ("<tool_response>", "</tool_response>")
+_USERS = frozenset(
+    (USER, WRAPPED, WRAPPED_LOOSELY, BLANK_SYSTEM + USER, *range(PICTURED + USER, LOOKED, 3), LOOKED + USER)
+)
 STYLES: tuple[Callable[[str], str], ...] = (str, lambda mark: f"First 12 things.\n\n  then {mark}")
 
 TOOL_NAME = "probe_tool"
@@ -77,31 +85,63 @@ def _why(index: int) -> str:
     return f"Why {mark(index)}w"
 
 
-def kind_of(view: View, markers: Sequence[str] = ()) -> int:
-    """The kind of a message, in [0, 41): the facts that a template is assumed to look at.
+class Looked(NamedTuple):
+    """What a template tests of a message, as far as kinds tell it."""
+
+    markers: tuple[str, ...] = ()
+    """Those of MARKERS that it looks for."""
+    texts: re.Pattern[str] | None = None
+    """What it looks for in contents; None where it looks for nothing."""
+    in_replies: re.Pattern[str] | None = None
+    """`texts` without the markers."""
+    wrap: bool = True
+    """It looks for the tags of a tool's response."""
+    blank: bool = False
+    """It tests whether a text is empty."""
+    in_calls: bool = False
+    """It looks for `texts` in tool calls and names of tools too."""
+
+
+def kind_of(view: View, looked: Looked) -> int:
+    """The kind of a message, in [0, 44): what a template may test of it.
 
     Args:
         view: The message.
-        markers: Those of MARKERS that the template looks for.
+        looked: What the template tests.
     """
     role, content = view["role"], view["content"]
+    if looked.in_calls and looked.texts is not None and _calls_have(view, looked.texts):
+        return ASSISTANT + ODD if role == "assistant" else LOOKED + _ROLES[role]
     if isinstance(content, str):
         text = content
     else:
         own = _ROLES.get(role, ASSISTANT)
+        joined = "".join([part.get("text", "") for part in content])
+        if looked.texts is not None and looked.texts.search(unquote(joined)):
+            return LOOKED + own if own < ASSISTANT else ASSISTANT + ODD
         if own < ASSISTANT and any(part["type"] == "image" for part in content):
             if all(part["type"] == "image" for part in content):
                 return PICTURED + 6 + own
             return PICTURED + (3 if content[0]["type"] == "image" else 0) + own
         text = "x"
     bare = text.strip()
+    spaced = looked.blank and not bare and bool(text)
     if role != "assistant":
-        if role == "user" and bare.startswith(_WRAP[0]) and bare.endswith(_WRAP[1]):
+        wrapped = looked.wrap and role == "user" and bare.startswith(WRAP[0]) and bare.endswith(WRAP[1])
+        inner = bare[len(WRAP[0]) : -len(WRAP[1])] if wrapped else text
+        inner = unquote(inner) if MARK in inner else inner
+        if spaced or (looked.texts is not None and looked.texts.search(inner)):
+            return LOOKED + _ROLES[role]
+        if wrapped:
             return WRAPPED if bare == text else WRAPPED_LOOSELY
         return _ROLES[role] if bare else BLANK_SYSTEM + _ROLES[role]
     kind = ASSISTANT + CALLS * min(len(view.get("tool_calls", ())), 2)
     reasons = bool(view.get("reasoning_content"))
-    for marker in markers:
+    if spaced or (
+        looked.in_replies is not None and looked.in_replies.search(f"{text}\0{view.get('reasoning_content', '')}")
+    ):
+        return kind + ODD
+    for marker in looked.markers:
         if marker in text:
             kind += ODD if reasons or not _is_marked(bare) else MARKED
             break
@@ -110,9 +150,19 @@ def kind_of(view: View, markers: Sequence[str] = ()) -> int:
     return kind if bare else kind + BLANK
 
 
+def _calls_have(view: View, texts: re.Pattern[str]) -> bool:
+    """Whether a message's tool calls, or the name of the tool that it is of, have a text that is looked for."""
+    calls = view.get("tool_calls", ())
+    names = [view.get("name", ""), *(call["function"]["name"] for call in calls)]
+    return any(map(texts.search, [*names, *map(str, (call["function"]["arguments"] for call in calls))]))
+
+
 def is_odd(kind: int) -> bool:
-    """Whether this is a reply with markers in odd places."""
-    return ASSISTANT <= kind < WRAPPED and (kind - ASSISTANT) % CALLS == ODD
+    """Whether kinds do not tell what the template does with such a message: its conversation is rendered whole."""
+    return kind >= LOOKED or (ASSISTANT <= kind < WRAPPED and (kind - ASSISTANT) % CALLS == ODD)
+
+
+ODD_KINDS = frozenset(filter(is_odd, range(_KINDS)))
 
 
 def _is_marked(text: str) -> bool:
@@ -122,21 +172,27 @@ def _is_marked(text: str) -> bool:
     return text.startswith(MARKERS[0]) and bool(reasoning.strip()) and bool(rest.strip()) and not odd
 
 
-TrailMark = tuple[int, bool, bytes | None, int, int]
+TrailMark = tuple[int, bool, bytes | None, int, int, int]
 
 
 class Trail:
     """The kinds of a conversation's messages, and the signature that a verdict is kept under. O(1) a message."""
 
-    __slots__ = ("_head", "_pairs", "_since", "kinds", "odd")
+    __slots__ = ("_head", "_pairs", "_since", "_since_any", "day", "kinds", "odd")
 
     def __init__(self) -> None:
         self.kinds = bytearray()
+        self.day = date.today()
+        """The day on which it began."""
         self.odd = False
-        """A reply has reasoning markers where a template may read them in ways of its own."""
+        """A message is of an odd kind."""
         self._head: bytes | None = None
         self._pairs = 0
+        """A bit for each kind that ever followed another."""
         self._since = 0
+        """`_pairs` since the newest plain message of a user."""
+        self._since_any = 0
+        """`_pairs` since the newest message of role `user`."""
 
     def add(self, kind: int) -> None:
         """One more message."""
@@ -146,29 +202,31 @@ class Trail:
                 self._head = bytes(kinds)
             self.odd = self.odd or is_odd(kind)
         if kinds:
-            self._pairs |= 1 << (kinds[-1] * _KINDS + kind)
-        self._since = 1 << kind if kind == USER else self._since | 1 << kind
+            pair = 1 << (kinds[-1] * _KINDS + kind)
+            self._pairs |= pair
+            self._since = 0 if kind == USER else self._since | pair
+            self._since_any = 0 if kind in _USERS else self._since_any | pair
         kinds.append(kind)
 
     def copy(self) -> Trail:
         """A trail that grows independently; O(messages)."""
         other = Trail()
-        other.kinds = self.kinds[:]
+        other.kinds, other.day = self.kinds[:], self.day
         other.cut(self.mark())
         return other
 
     def mark(self) -> TrailMark:
         """The current state, for `cut`."""
-        return len(self.kinds), self.odd, self._head, self._pairs, self._since
+        return len(self.kinds), self.odd, self._head, self._pairs, self._since, self._since_any
 
     def cut(self, mark: TrailMark) -> None:
         """Remove the messages since `mark`."""
-        length, self.odd, self._head, self._pairs, self._since = mark
+        length, self.odd, self._head, self._pairs, self._since, self._since_any = mark
         del self.kinds[length:]
 
-    def signature(self, new: bytes) -> tuple[bytes | None, int, int, int, bytes]:
+    def signature(self, new: bytes) -> tuple[bytes | None, int, int, int, bytes, bytes]:
         """The key of the verdict on the kinds `new` after these messages."""
-        return self._head, self._pairs, self._since, self.kinds[-1], new
+        return self._head, self._pairs, self._since, self._since_any, bytes(self.kinds[-3:]), new
 
 
 class Frame(NamedTuple):
@@ -249,12 +307,13 @@ def remainder(said: str, shown: str) -> str | None:
 def probe(kind: int, index: int, style: Callable[[str], str]) -> View:
     """A message of one kind; each of its parts contains the mark of `index`."""
     content = style(mark(index))
+    kind = kind - LOOKED if kind >= LOOKED else kind
     if kind >= PICTURED:
         form, role = divmod(kind - PICTURED, 3)
         parts = [{"type": "text", "text": content}, {"type": "image"}]
         return {**probe(role, index, style), "content": (parts, parts[::-1], parts[1:])[form]}
     if kind in (WRAPPED, WRAPPED_LOOSELY):
-        wrapped = f"{_WRAP[0]}\n{content}\n{_WRAP[1]}"
+        wrapped = f"{WRAP[0]}\n{content}\n{WRAP[1]}"
         return {"role": "user", "content": wrapped if kind == WRAPPED else f"\n{wrapped} "}
     if kind >= BLANK_SYSTEM:
         kind, content = kind - BLANK_SYSTEM, ""

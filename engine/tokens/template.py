@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import structlog
 
 from engine.errors import RenderError
-from engine.fast.jinja import looked_for
 from engine.schemas.model import ModelSpec
 from engine.tokens.chat_template import ChatTemplate
 from engine.tokens.format import ChatFormat
-from engine.tokens.proof import ASSISTANT, MARKERS, SYSTEM, TOOL, USER, Extension, View, mark, probe, probe_call
+from engine.tokens.proof import ASSISTANT, SYSTEM, TOOL, USER, Extension, View, mark, probe, probe_call
+from engine.tokens.template_keys import looks
 from engine.tokens.tokenizer import FastTokenizer
 
 log = structlog.get_logger(__name__)
@@ -57,9 +57,10 @@ class TemplateFormat(ChatFormat):
         self._template = template
         self.sources = template.sources
         """The template's Jinja source: one, or a second one for conversations with tools."""
-        source = "".join(self.sources)
-        self.markers = tuple(marker for marker in MARKERS if marker in source)
-        self.inspected = looked_for(self.sources, self.markers)
+        self.keys = template.keys
+        template.see_through(tokenizer.quoting)
+        self.looked, self.inspected = looks(template.keys, "".join(self.sources))
+        self.bridges.follow(template.keys)
         self._ends = find_ends(self)
         self.close_id = self._ends.close
         stops = [self.close_id, *eos, tokenizer.eos_token_id, *self._ends.openers]

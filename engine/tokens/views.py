@@ -6,11 +6,12 @@ Invariant: what a template cannot show is refused, and never left out. See `lite
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import RenderError
 from engine.schemas.message import ImagePart, Message, ToolCall
-from engine.tokens.literal import MARK, Span
+from engine.tokens.literal import MARK, Span, quoted_index
 from engine.tokens.proof import View, kind_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class MessageViews:
 
     def kind(self, view: View) -> int:
         """The kind of a message: see proof.py."""
-        return kind_of(view, self._form.markers)
+        return kind_of(view, self._form.looked)
 
     def of(self, message: Message, intended: IntendedTokens = ()) -> View:
         """The view of a message that the model did not sample.
@@ -112,7 +113,7 @@ class MessageViews:
         if form.vision is not None and message.role != "assistant":  # a reply's own text stays as it was sampled
             for text, own in zip(texts, spans, strict=True):
                 form.vision.check_text(text if form.allow_special else "\n".join(text[a:b] for a, b in own))
-        quoted = [self._quoted(text, own) for text, own in zip(texts, spans, strict=True)]
+        quoted = self._quoted_texts(texts, spans)
         if not message.images:
             return "".join(quoted)
         if form.vision is None:
@@ -124,6 +125,20 @@ class MessageViews:
             {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": next(following)}
             for part in parts
         ]
+
+    def _quoted_texts(self, texts: list[str], spans: Sequence[Sequence[Span]]) -> list[str]:
+        """Texts that a template may write one after another: a token that they only spell together is quoted, too."""
+        if len(texts) <= 1:
+            return [self._quoted(text, own) for text, own in zip(texts, spans, strict=True)]
+        ends = list(accumulate(map(len, texts)))
+        intended = [
+            (end - len(text) + first, end - len(text) + last)
+            for text, own, end in zip(texts, spans, ends, strict=True)
+            for first, last in own
+        ]
+        quoted = self._quoted("".join(texts), intended)
+        cuts = [0, *(quoted_index(quoted, end) for end in ends[:-1]), len(quoted)]
+        return [quoted[start:end] for start, end in pairwise(cuts)]
 
     def _calls(self, calls: Iterable[ToolCall]) -> list[View]:
         views = [call_view(call) for call in calls]

@@ -15,7 +15,9 @@ from engine.runner.replay import Replayer
 from engine.schemas.trajectory import Trajectory
 from engine.store.export import export_rows
 from engine.tokens import bridging
+from engine.tokens.chat_template import ChatTemplate
 from engine.tokens.proof import Verdict
+from engine.tokens.template_keys import TemplateKeys
 
 PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 
@@ -54,7 +56,8 @@ HOSTILE = {
 
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proof that accepts every bridge."""
+    """A proof that accepts every bridge, of templates in which nothing is seen that it could not tell."""
+    monkeypatch.setattr(ChatTemplate, "keys", TemplateKeys())
     monkeypatch.setattr(bridging, "prove", lambda *_: Verdict(True, False, history=True))
 
 

@@ -28,6 +28,7 @@ from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
 from engine.tokens.guard import Guard, _Job
 from engine.tokens.guard_child import compare
+from engine.tokens.literal import unquote
 from engine.tokens.loading import load_format
 from engine.tokens.tape import Tape, as_seen
 
@@ -226,7 +227,7 @@ class Player:
                 found.append({"role": "assistant", "content": self.raw[index]})
                 continue
             if view is not None:
-                found.append(dict(view))
+                found.append({key: unquote(text) if isinstance(text, str) else text for key, text in view.items()})
                 continue
             view = {"role": message.role, "content": message.text}
             if message.reasoning:
@@ -248,9 +249,12 @@ class Player:
         messages = self._messages(raw)
         if getattr(self.form._template, "_in_parts", False):
             messages = [{**view, "content": [{"type": "text", "text": view["content"]}]} for view in messages]
+        tokenizer = self.form.tokenizer
+        variables = getattr(getattr(self.form, "_template", None), "_variables", {})
+        kwargs = {name: value for name, value in variables.items() if name not in tokenizer.special_tokens_map}
         return str(
-            self.form.tokenizer.apply_chat_template(
-                messages, tools=self.tools or None, add_generation_prompt=True, tokenize=False
+            tokenizer.apply_chat_template(
+                messages, tools=self.tools or None, add_generation_prompt=True, tokenize=False, **kwargs
             )
         )
 
@@ -266,8 +270,11 @@ class Player:
         prompt = self.conversation.prompt().tolist()
         text = self._written()
         tape, reason = self.conversation.tapes.all[-1]
+        spelled = any(self.form.fast.quoting.spans(message.text) for message in self.conversation.messages)
         for span in tape.spans:
             ids = prompt[span.start : span.end]
+            if spelled:  # their text spells tokens, and stays text
+                continue
             if span.kind != "generated" and ids != self.form.tokenizer.encode(
                 self.form.decode(ids), add_special_tokens=False
             ):
@@ -371,7 +378,10 @@ class Player:
                 [call],
                 [{"role": "tool", "content": "R", "name": "probe_tool", "tool_call_id": "call_0_0"}],
             )
-        found = form.extension(view, new, None)
+        try:
+            found = form.extension(view, new, None)
+        except RenderError:
+            found = None
         return [*found.closing, *found.bridge][0] if found is not None else form.stop_token_ids[0]
 
     def _check_rows(self) -> None:

@@ -29,6 +29,7 @@ from engine.tokens.proof import (
     TOOL,
     USER,
     Extension,
+    Looked,
     Trail,
     View,
     kind_of,
@@ -138,12 +139,12 @@ def test_wrappers_are_made_only_of_what_is_copied(formats: Formats, tmp_path: Pa
     ],
 )
 def test_kinds_are_what_templates_look_at(view: View, kind: int) -> None:
-    assert kind_of(view, ("<think>", "</think>")) == kind
+    assert kind_of(view, Looked(("<think>", "</think>"))) == kind
 
 
 def test_markers_that_a_template_does_not_name_are_only_text(formats: Formats) -> None:
     view = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\n42"}
-    assert kind_of(view, ()) == ASSISTANT
+    assert kind_of(view, Looked()) == ASSISTANT
     trail = Trail()
     trail.add(ASSISTANT + ODD + CALLS)
     assert trail.odd
