@@ -302,8 +302,9 @@ class TrainSpec(Contract):
     critic: CriticSpec | None = None
     """A critic, for credit methods that need values; `kind` selects it."""
     overlong: Literal["keep", "mask"] | OverlongPenalty = "keep"
-    """Replies that are as long as `limits.turn_tokens`. `keep`: trained on like others. `mask`: the tokens of a reply that was cut are not
-    trained (DAPO's overlong filtering). `{margin: N}`: a growing penalty near the limit, added to the turn's rewards."""
+    """Replies that were cut. `keep`: trained on like others. `mask`: the tokens of a reply that `limits.turn_tokens`,
+    `sampling.max_new_tokens`, `limits.episode_tokens` or the model's context cut are not trained (DAPO's overlong filtering); episodes that
+    another limit ended are. `{margin: N}`: a growing penalty near the limit, added to the turn's rewards."""
     dynamic_sampling: bool = True
     """Drop groups without signal (every advantage is 0) and sample other groups instead (DAPO). With a credit method that needs a
     critic no group is dropped."""

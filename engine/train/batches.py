@@ -20,7 +20,7 @@ from engine.runner.stats import Summary, label
 from engine.schemas.train import OverlongPenalty
 from engine.store.export import Plan, Row, group_rows
 from engine.train.credited_rows import BONUSES, CUT
-from engine.train.overlong import cut_by, cut_turns, mask_turns, penalized
+from engine.train.overlong import cut_by, cut_turns, mask_turns, most_reply_tokens, penalized
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -187,7 +187,7 @@ class RowBuilder:
         self._plan = Plan(credit, spec.rewards.placement, base, None, None, False, members=members)
         self._train = train
         self._limits = spec.limits
-        self._most = min(spec.limits.turn_tokens, spec.sampling.max_new_tokens or spec.limits.turn_tokens)
+        self._most = most_reply_tokens(spec)
         self._overlong = train.overlong
         self._bootstrap = frozenset(train.critic.bootstrap) if train.critic is not None else frozenset()
         self._bonuses = [(bonus, _entry(bonus, base)) for bonus in train.advantage_bonuses]
@@ -248,7 +248,7 @@ class RowBuilder:
 
     def _last_branch(self, trajectory: Trajectory) -> int | None:
         """The branch of the last turn, if a limit of `train.critic.bootstrap` cut the episode after it."""
-        return trajectory.turns[-1].branch if cut_by(trajectory, self._limits) in self._bootstrap else None
+        return trajectory.turns[-1].branch if cut_by(trajectory, self._limits, self._most) in self._bootstrap else None
 
 
 def _entry(bonus: BonusSpec, base: Path | None) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,25 +12,50 @@ from engine.schemas.reward import Posting
 from engine.schemas.train import OVERLONG_PENALTY
 
 if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
     from engine.schemas.limits import LimitsSpec
     from engine.schemas.train import OverlongPenalty
-    from engine.schemas.trajectory import Trajectory
+    from engine.schemas.trajectory import Trajectory, Turn
     from engine.store.export import Row
 
 
-def cut_by(trajectory: Trajectory, limits: LimitsSpec) -> str | None:
+def cut_by(trajectory: Trajectory, limits: LimitsSpec, most: int) -> str | None:
     """The limit that cut an episode; None if it ended by itself.
 
-    An episode that ended because its last reply was cut has no limit in its outcome; it was cut by `turn_tokens`, or by
-    `episode_tokens` or the model's context if the reply is shorter.
+    An episode that ended because its last reply was cut has no limit in its outcome: it is that of the reply. `most`: tokens of a reply.
     """
     outcome = trajectory.outcome
     if outcome.limit is not None or outcome.event != "truncated" or not trajectory.turns:
         return outcome.limit
-    last = trajectory.turns[-1]
-    if last.end - last.start >= limits.turn_tokens:
+    return _cut_reply(trajectory.turns[-1], limits, most)
+
+
+def _cut_reply(turn: Turn, limits: LimitsSpec, most: int) -> str:
+    """The limit that cut a reply: `turn_tokens`, or if it is shorter `episode_tokens` or the model's context."""
+    if turn.end - turn.start >= most:
         return "turn_tokens"
     return "context" if limits.episode_tokens is None else "episode_tokens"
+
+
+def most_reply_tokens(spec: EpisodeSpec) -> int:
+    """The largest number of tokens of a reply."""
+    return min(spec.limits.turn_tokens, spec.sampling.max_new_tokens or spec.limits.turn_tokens)
+
+
+def masked_metrics(spec: EpisodeSpec, trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    """With `overlong: mask`, the replies that it masks by the limit that cut them, and their episodes; else nothing."""
+    if spec.train is None or spec.train.overlong != "mask":
+        return {}
+    most, episodes = most_reply_tokens(spec), 0
+    limits = ("turn_tokens", "context" if spec.limits.episode_tokens is None else "episode_tokens")
+    counts = dict.fromkeys(limits, 0)
+    for trajectory in trajectories:
+        cut = cut_turns(trajectory)
+        episodes += bool(cut)
+        for turn in trajectory.turns:
+            if turn.index in cut:
+                counts[_cut_reply(turn, spec.limits, most)] += 1
+    return {"overlong/episodes": float(episodes)} | {f"overlong/{name}": float(count) for name, count in counts.items()}
 
 
 def cut_turns(trajectory: Trajectory) -> set[int]:

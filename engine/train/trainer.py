@@ -31,6 +31,7 @@ from engine.train.difficulty import DifficultyFilter
 from engine.train.keep import compact_training, plan_of
 from engine.train.loop import TrainingLoop, TrainResult
 from engine.train.missing_signal import MissingSignal
+from engine.train.overlong import masked_metrics
 from engine.train.repeat import StepRepeater, stored_rows
 from engine.train.rollouts import BatchCollector, TaskOrder
 from engine.train.setup import learner_of
@@ -276,6 +277,8 @@ class Trainer(TrainingLoop):
         values = batch.metrics(tuple(self.spec.tasks.mix or ()))
         reach = reach_of(self.spec.rewards.credit, [*batch.used, *batch.left_out], self.loaded.base)
         values |= reach.metrics()
+        ended = (each for group in (*batch.used, *batch.left_out) for each in group.trajectories)
+        values |= masked_metrics(self.spec, ended)
         if self._difficulty is not None:
             values |= self._difficulty.metrics(len(batch.skipped), batch.forced)
             if batch.forced:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import FinishReason
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.train import OVERLONG_PENALTY, OverlongPenalty
@@ -17,8 +18,18 @@ from engine.store import RunStore
 from engine.store.header import RunHeader
 from engine.train import folder as folders
 from engine.train.batches import RowBuilder
-from engine.train.overlong import cut_by, penalized
+from engine.train.overlong import cut_by, masked_metrics, penalized
 from engine.train.trainer import Trainer
+
+SPEC: dict[str, Any] = {
+    "spec": "episode/v1",
+    "name": "long",
+    "model": {"path": "m"},
+    "backend": {"kind": "local"},
+    "tasks": {"source": "inline", "rows": [{"q": "a"}]},
+    "prompt": [{"role": "user", "content": "{{q}}"}],
+    "limits": {"turn_tokens": 8, "episode_tokens": 64},
+}
 
 
 def trajectory(*sizes: int, event: str = "answered", limit: str | None = None, finish: Any = "stop") -> Trajectory:
@@ -57,7 +68,34 @@ def test_the_penalty_is_equation_13_of_dapo(size: int, reward: float) -> None:
     ],
 )
 def test_which_limit_cut_an_episode(made: Trajectory, limits: dict[str, Any], expected: str | None) -> None:
-    assert cut_by(made, LimitsSpec(**limits)) == expected
+    spec = LimitsSpec(**limits)
+    assert cut_by(made, spec, spec.turn_tokens) == expected
+
+
+def test_a_reply_that_sampling_limits_is_cut_by_that_limit() -> None:
+    """`sampling.max_new_tokens` is a limit of a turn's tokens too."""
+    made = trajectory(4, event="truncated", finish="length")
+    assert cut_by(made, LimitsSpec(turn_tokens=8), 4) == "turn_tokens"
+
+
+def test_the_limits_that_cut_the_masked_replies_are_counted() -> None:
+    """Only limits on the tokens of a reply mask: an episode that another limit ended is trained on."""
+    spec = EpisodeSpec.model_validate(SPEC | {"train": {"overlong": "mask"}})
+    ended = [
+        trajectory(8, 3, event="truncated", finish="length"),
+        trajectory(8, finish="length"),
+        trajectory(5, event="limit", limit="assistant_turns"),
+        trajectory(5, event="limit", limit="episode_seconds"),
+        trajectory(4),
+    ]
+    assert masked_metrics(spec, ended) == {
+        "overlong/episodes": 2.0,
+        "overlong/turn_tokens": 2.0,
+        "overlong/episode_tokens": 1.0,
+    }
+    without = spec.model_copy(update={"limits": LimitsSpec(turn_tokens=8)})
+    assert masked_metrics(without, ended)["overlong/context"] == 1.0
+    assert masked_metrics(EpisodeSpec.model_validate(SPEC | {"train": {}}), ended) == {}
 
 
 async def test_rows_of_a_training(train_spec: Any, tmp_path: Path) -> None:
