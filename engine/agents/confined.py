@@ -115,7 +115,8 @@ class Confined:
 
     command: list[str]
     reads: list[bytes]
-    """What bubblewrap reads from its descriptors: options with the program's variables, which no table of processes shows, and the filter."""
+    """What bubblewrap reads from its descriptors: options with the program's variables, which the table of processes must
+    not show, and the filter of system calls."""
     files: int
     """Maximum number of its files."""
     uid: int | None
@@ -210,13 +211,13 @@ def confine(
 
 
 def _readable(settings: AgentSandbox, base: Path) -> list[Path]:
-    """What the program may read besides the system's programs and the spec's folder: the engine's virtual environment, and `read`."""
+    """What the program may read besides the system's programs and the spec's folder."""
     found = [Path(sys.prefix).resolve()] if sys.prefix != sys.base_prefix else []
     return list(dict.fromkeys([*found, *(Path(base, path).resolve() for path in settings.read)]))
 
 
 def _hidden(base: Path, readable: Sequence[Path], private: set[Path]) -> Iterator[Path]:
-    """What lies in the spec's folder and is hidden from the program: dot files, runs, stores, specs, and what is in `private`.
+    """What is hidden in the spec's folder: dot files, runs, stores, specs, and what is in `private`.
 
     Raises:
         OSError: The folder has too many files to look at.

@@ -11,8 +11,9 @@ Protocol: the engine sends one JSON line over the socket FD for each program (`c
 and the program's output. On its own socket the guard answers `{"pid": …}` or `{"error": …}`, and at the end `{"status": …}`. Anything that the
 engine sends there, or its end, kills the program. When the socket FD is closed, the keeper ends; guards then see that the engine is gone.
 
-A program in a sandbox has two keys more. `reads` are texts in base64, which it finds at the descriptors 3, 4, …; after them comes a socket, over
-which it sends the open folder that it may write. The guard kills it if that has more than `files` files, and says at the end which `reward` is in it.
+A program in a sandbox has two keys more. `reads` are texts in base64, which it finds at the descriptors 3, 4, …; after them
+comes a socket, over which it sends the open folder that it may write. The guard kills it if that has more than `files`
+files, and says at the end which `reward` is in it.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ Imports = Annotated[
 
 
 def only_looks(command: Callable[..., None]) -> Callable[..., None]:
-    """A command during which nothing that a run names is imported, but what its option `--import` names, and nothing from the current folder."""
+    """Import nothing that a run names during a command, but what its option `--import` names, and nothing from the current folder."""
 
     @wraps(command)
     def looks(**options: Any) -> None:

@@ -8,6 +8,7 @@
     remote.py      objects and functions that live in workers
     pool.py        assigns workers to objects and calls
     sandbox.py     tools that run the model's programs in bubblewrap
+    system_calls.py the filter of system calls of programs in bubblewrap
 
 Invariants:
 - The engine never runs code that a worker sends: answers are JSON, validated against the expected contract.

@@ -53,16 +53,18 @@ if uid:
     os.setresuid(int(uid), int(uid), int(uid))
 for pair in filter(None, limits.split(",")):
     name, value = pair.split("=")
+    kind = getattr(resource, "RLIMIT_" + name)
+    most = min(int(value), resource.getrlimit(kind)[1] % 2**64)
     for pid in pids.split(","):
-        resource.prlimit(int(pid), getattr(resource, "RLIMIT_" + name), (int(value), int(value)))
+        resource.prlimit(int(pid), kind, (most, most))
 if channel:
     import _socket
     work = os.open("/work", os.O_RDONLY | os.O_DIRECTORY).to_bytes(4, sys.byteorder)
     _socket.socket(fileno=int(channel)).sendmsg([b"."], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, work)])
     os.closerange(3, 256)
 """
-"""Runs inside of the sandbox: changes from root to an unprivileged user, sets the limits (also of bubblewrap's process 1, which a program of
-the same user could take over), and sends the open folder /work out, so that its files can be counted and read."""
+"""Runs inside of the sandbox: changes from root to an unprivileged user, sets the limits (also of bubblewrap's process 1,
+which a program of the same user could take over), and sends the open folder /work out, so that its files can be counted."""
 _BOOT = f"{ENTER}os.execv(command[0], command)\n"
 
 

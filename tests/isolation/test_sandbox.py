@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -151,6 +153,25 @@ def test_a_fork_bomb_is_bounded_and_leaves_nothing(python: Python) -> None:
     assert time.monotonic() - began < 60
     ours = [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit() and _child_of_this(entry)]
     assert ours == []
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_an_interpreter_may_lie_in_the_folder_of_temporary_files() -> None:
+    code = "import os; print(os.listdir('/tmp'), os.getcwd())"
+    with other_user("/tmp") as other:
+        said = json.loads(other.run("-c", RUN, json.dumps({"here": code})))
+    assert said == {"here": f"['{other.folder.parent.name}'] /work"}
+
+
+@needs_sandbox
+@pytest.mark.slow
+def test_a_user_whose_own_limits_are_lower_has_a_sandbox() -> None:
+    code = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    lower = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))\n{RUN}"
+    line = [sys.executable, "-c", lower, json.dumps({"open": code})]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout or "{}") == {"open": "(100, 100)"}, done.stderr
 
 
 SURVIVE = (
