@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import code_for_tests as spec_code
 import pytest
-from chat_kit import COUNTING, make_tokenizer
+from chat_kit import COUNTING, PLAIN, make_tokenizer
+from stopping import Resumed
 
+from engine.actions import generate
+from engine.errors import StoreError
 from engine.runner.guarded import FILE
 from engine.runner.replay import Replayer
+from engine.schemas.journal import GenerationRecord
 from engine.schemas.trajectory import Trajectory
+from engine.store import RunStore
 from engine.store.export import export_rows
-from engine.tokens import bridging
+from engine.tokens import bridging, guard
 from engine.tokens.chat_template import ChatTemplate
 from engine.tokens.proof import Verdict
 from engine.tokens.template_keys import TemplateKeys
@@ -67,15 +76,14 @@ def hostile(make_spec: Callable[..., Path], tmp_path: Path) -> Callable[..., Pat
 
     def make(template: str, **changes: Any) -> Path:
         folder = make_tokenizer(tmp_path / "tokenizer", template)
-        return make_spec(
-            REPLIES,
-            model={"path": str(folder)},
-            tools=[],
-            tasks={"rows": [{"id": each} for each in "abc"]},
-            limits={"user_turns": 2},
-            rollout={"live_episodes": 1, "concurrency": 1},
-            **changes,
-        )
+        base: dict[str, Any] = {
+            "model": {"path": str(folder)},
+            "tools": [],
+            "tasks": {"rows": [{"id": each} for each in "abc"]},
+            "limits": {"user_turns": 2},
+            "rollout": {"live_episodes": 1, "concurrency": 1},
+        }
+        return make_spec(REPLIES, **(base | changes))
 
     return make
 
@@ -110,6 +118,112 @@ async def test_a_bridge_that_its_proof_accepts_wrongly_is_refused_and_the_next_e
     rows = {(row["episode_id"], row["trainable"]) for row in export_rows(ran.store)}
     assert rows == {("a/0", False), ("b/0", True), ("c/0", True)}
     assert json.loads((ran.store.folder / FILE).read_text())["reason"].startswith("a/0, branch 0, token ")
+    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    for trajectory in ran.trajectories.values():
+        assert (await replayer.check(trajectory, ran.store.task(trajectory.task_id))).difference is None
+    replayer.close()
+
+
+@pytest.mark.usefixtures("blind")
+async def test_a_resume_renders_whole_from_its_first_prompt_and_repairs_what_was_refused(
+    hostile: Any, tmp_path: Path
+) -> None:
+    path = hostile(REMINDED)
+    await Resumed(path).run(tmp_path / "runs")
+    again = Resumed(path)
+    with RunStore.open(next((tmp_path / "runs").iterdir())) as store:
+        assert await store.begin_again(["engine"]) == ["a/0"]
+    assert again.form.bridges.whole is None
+    result = await again.run(tmp_path / "runs")
+    assert again.form.bridges.whole is not None
+    assert result.summary.trainable == 3
+    assert await again.differences(tmp_path / "runs") == []
+
+
+def ways(store: RunStore) -> list[bool]:
+    """By turn of the first episode: whether its prompt was rendered whole."""
+    records = [entry.record for entry in store.journal("a/0")]
+    return [record.whole for record in records if isinstance(record, GenerationRecord)]
+
+
+@pytest.mark.usefixtures("blind")
+async def test_a_switch_in_the_middle_of_an_episode_is_replayed_where_it_was(hostile: Any, tmp_path: Path) -> None:
+    resumed = Resumed(hostile(REMINDED, tasks={"rows": [{"id": "a"}]}))
+
+    def switch() -> None:
+        if spec_code.CALLS["asked"] == 2:
+            resumed.form.bridges.whole = "a test"
+
+    spec_code.ON_CALL.append(switch)
+    await resumed.run(tmp_path / "runs")
+    with resumed.store(tmp_path / "runs") as store:
+        assert ways(store) == [False, False, True]
+        assert next(store.trajectories()).outcome.trainable
+    for way in (None, "a test"):
+        resumed.form.bridges.whole = way
+        assert await resumed.differences(tmp_path / "runs") == []
+
+
+@pytest.mark.usefixtures("blind")
+@pytest.mark.parametrize("way", [None, "a test"])
+@pytest.mark.parametrize("commit", [6, 8])
+async def test_turns_are_restored_in_the_way_in_which_they_were_made(
+    way: str | None, commit: int, hostile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "LONG_TEXT", 0)  # every prompt is made ahead, in a thread
+    resumed = Resumed(hostile(REMINDED, tasks={"rows": [{"id": "a"}]}))
+    other = None if way else "a test"
+    resumed.form.bridges.whole = way
+    assert await resumed.starved(tmp_path / "runs", commit)
+    resumed.form.bridges.whole = other
+    await resumed.run(tmp_path / "runs")
+    with resumed.store(tmp_path / "runs") as store:
+        assert ways(store)[1:] == [way is not None, (other if commit == 6 else way) is not None]
+    for replayed in (way, other):
+        resumed.form.bridges.whole = replayed
+        assert await resumed.differences(tmp_path / "runs") == []
+
+
+async def test_what_a_damaged_note_means_is_said(hostile: Any, tmp_path: Path) -> None:
+    resumed = Resumed(hostile(PLAIN))
+    await resumed.run(tmp_path / "runs")
+    (next((tmp_path / "runs").iterdir()) / FILE).write_text("{")
+    with pytest.raises(StoreError, match="is damaged"):
+        await resumed.run(tmp_path / "runs")
+
+
+# --- the child -----------------------------------------------------------------------------------------------------------
+
+
+async def killed(times: int) -> None:
+    """Kill the guard's process as often as it is there."""
+    last = 0
+    while times:
+        asking = guard._current
+        if asking is not None and (child := asking.child) is not None and child.pid != last:
+            last, times = child.pid, times - 1
+            os.kill(last, signal.SIGKILL)
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("times", [2, 1_000_000])
+async def test_a_run_whose_guard_is_killed_ends_and_hands_nothing_over_unchecked(
+    times: int, hostile: Any, run_spec: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "_current", None)
+    killing = asyncio.create_task(killed(times))
+    ran = await run_spec(hostile(PLAIN, rollout={"live_episodes": 3, "concurrency": 3}))
+    killing.cancel()
+    found = [each.outcome for each in ran.trajectories.values()]
+    assert len(found) == 3
+    assert not ran.result.faults
+    if times == 2:
+        assert all(outcome.trainable for outcome in found)
+    else:
+        kinds = {(outcome.failure.kind, outcome.failure.blame) for outcome in found}
+        assert kinds == {("unguarded", "engine")}
+        assert all("killed by signal 9" in outcome.failure.message for outcome in found)
+        assert not any(row["trainable"] for row in export_rows(ran.store))
     replayer = Replayer(ran.loaded, ran.form, ran.store)
     for trajectory in ran.trajectories.values():
         assert (await replayer.check(trajectory, ran.store.task(trajectory.task_id))).difference is None
