@@ -38,6 +38,7 @@ class Coordinator:
         self._machine = machine_id()
         self._shared = shared
         self._stopping = False
+        self._whole: str | None = None
         self._reports: dict[tuple[int, str], Report] = {}
         self._expired = 0
         self._checked = time.monotonic()
@@ -57,12 +58,13 @@ class Coordinator:
 
     async def call(
         self, slot: int, number: int, wanted: int, done: Sequence[int], faulty: Sequence[int], report: Report
-    ) -> tuple[Answer, bool]:
-        """Take a driver's report, and lease groups to it. See `Leases.call`. The flag says whether the run is to stop."""
+    ) -> tuple[Answer, bool, str | None]:
+        """Take a driver's report, and lease groups to it. See `Coordinating.call`."""
         self._reports[slot, report["incarnation"]] = report
+        self._whole = self._whole or report["whole"]
         answer = self._leases.call(slot, number, 0 if self._stopping else wanted, done, faulty)
         self._expire()
-        return answer, self._stopping
+        return answer, self._stopping, self._whole
 
     async def status(self, *, stop: bool = False) -> dict[str, Any]:
         """The counts of groups, the newest reports, and the CPU time of this process. stop: have all drivers stop."""
@@ -103,9 +105,11 @@ class RemoteCoordinator(Coordinating):
 
     async def call(
         self, slot: int, number: int, wanted: int, done: Sequence[int], faulty: Sequence[int], report: Report
-    ) -> tuple[Answer, bool]:
+    ) -> tuple[Answer, bool, str | None]:
         """See `Coordinator.call`."""
-        found: tuple[Answer, bool] = await self._ask("call", slot, number, wanted, list(done), list(faulty), report)
+        found: tuple[Answer, bool, str | None] = await self._ask(
+            "call", slot, number, wanted, list(done), list(faulty), report
+        )
         return found
 
     async def status(self, *, stop: bool = False) -> dict[str, Any]:

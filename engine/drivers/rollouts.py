@@ -168,6 +168,11 @@ class EpisodeDriver:
         await self._ready.wait()
         self._backend.follow(weights)
 
+    async def render_whole(self, reason: str) -> None:
+        """Render every prompt whole from now on, because another driver found a row with a wrong bridge."""
+        if self._runner.guard is not None:
+            self._runner.guard.render_whole(reason)
+
     async def report(self) -> Report:
         """Return the counts of this driver."""
         await self._ready.wait()
@@ -308,6 +313,11 @@ class DriverRollouts:
             for call in late:
                 call.cancel()
             self._fleet.take({"reports": reports, "expired": 0, "cpu": 0.0})
+            whole = next((report["whole"] for report in reports.values() if report["whole"] is not None), None)
+            if whole is not None:
+                ignorant = [slot for (slot, _), report in reports.items() if report["whole"] is None]
+                told = (self._actors[slot].render_whole.remote(whole) for slot in ignorant)
+                await asyncio.gather(*told, return_exceptions=True)
             self.live.before = before
             await asyncio.sleep(POLL)
 

@@ -113,8 +113,8 @@ class Coordinating:
 
     async def call(
         self, slot: int, number: int, wanted: int, done: Sequence[int], faulty: Sequence[int], report: Report
-    ) -> tuple[Answer, bool]:
-        """See `Leases.call`; also whether the run is to stop."""
+    ) -> tuple[Answer, bool, str | None]:
+        """See `Leases.call`; also whether the run is to stop, and why every prompt is rendered whole, if a driver found that out."""
         raise NotImplementedError
 
 
@@ -214,7 +214,9 @@ async def _session(setup: Setup, slot: int, coordinator: Coordinating) -> Done |
 
         async def call(number: int, wanted: int, done: Sequence[int], faulty: Sequence[int]) -> Answer:
             report = report_of(runner, name, incarnation)
-            answer, stopping = await coordinator.call(slot, number, wanted, done, faulty, report)
+            answer, stopping, whole = await coordinator.call(slot, number, wanted, done, faulty, report)
+            if whole is not None and runner.guard is not None:
+                runner.guard.render_whole(whole)
             if stopping or answer.word == "rejoin":
                 stop.set()
             return answer
@@ -313,6 +315,7 @@ def report_of(runner: Runner, store: str, incarnation: str) -> Report:
         "reward": summary.reward,
         "unchecked": summary.unchecked_prompts,
         "cpu": _cpu_seconds(),
+        "whole": None if runner.guard is None else runner.guard.reason,
     }
 
 

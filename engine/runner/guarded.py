@@ -56,8 +56,9 @@ class EpisodeGuard:
         self._form = form
         self._guard = Guard(form, loaded.spec.model, loaded.base)
         self._file = folder / FILE
-        if form.bridges.whole is None:
-            form.bridges.whole = read_reason(self._file)
+        self.reason = read_reason(self._file)
+        """Why every prompt is rendered whole; None where no row with a wrong bridge was found."""
+        form.bridges.whole = form.bridges.whole or self.reason
 
     async def judged(self, episode: Episode, trajectory: Trajectory, written: WrittenTrajectory) -> Trajectory:
         """The trajectory, with a failure where its rows are not what the chat template writes.
@@ -101,21 +102,26 @@ class EpisodeGuard:
         elif kind == PROMPT:
             advice = "this prompt was rendered whole, so please report it with the template"
         else:
-            self._render_whole(f"{episode.id}, {place}: {finding.message}")
+            self.render_whole(f"{episode.id}, {place}: {finding.message}")
             advice = "prompts of this template are rendered whole from now on, so `engine run --resume RUN --retry-failed all` repairs it"
         message = f"{place}: {finding.message}; {advice}{also}"
         return Failure(kind=kind, blame="engine", state=state, turn=turn, message=message)
 
-    def _render_whole(self, reason: str) -> None:
-        """Do without the checks of probes from now on, also after a resume."""
-        if self._form.bridges.whole is None:
-            log.warning("the chat template writes something that the checks of its bridges did not see", where=reason)
-            self._form.bridges.whole = reason
-        if not self._file.exists():
-            try:
-                private_file(self._file).write_text(json.dumps({"reason": reason}) + "\n")
-            except OSError as error:
-                raise StoreError(f"cannot write {self._file}: {error}; is the disk full?") from error
+    def render_whole(self, reason: str) -> None:
+        """Do without the checks of probes from now on, also after a resume. Only the first call has an effect.
+
+        Raises:
+            StoreError: the run's folder cannot be written.
+        """
+        if self.reason is not None:
+            return
+        log.warning("the chat template writes something that the checks of its bridges did not see", where=reason)
+        self.reason = reason
+        self._form.bridges.whole = self._form.bridges.whole or reason
+        try:
+            private_file(self._file).write_text(json.dumps({"reason": reason}) + "\n")
+        except OSError as error:
+            raise StoreError(f"cannot write {self._file}: {error}; is the disk full?") from error
 
 
 def refused(outcome: Outcome, failure: Failure) -> Outcome:

@@ -132,8 +132,9 @@ class Runner:
         )
         self._tool_schemas = ToolSchemas(store.folder)
         self._traces = TraceWriter(spec, store.folder, store.header) if spec.traces.active else None
-        guard = EpisodeGuard(format, loaded, store.folder) if backend.declared.exact_ids else None
-        self._finisher = Finisher(store, self._traces, guard)
+        self.guard = EpisodeGuard(format, loaded, store.folder) if backend.declared.exact_ids else None
+        """Judges ended episodes; None where no row is trained on, because its exact ids are not known."""
+        self._finisher = Finisher(store, self._traces, self.guard)
         self._shared_budget = budget
         self._elsewhere = programs
         self.budget: Budget | None = None

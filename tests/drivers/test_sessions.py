@@ -13,10 +13,12 @@ import pytest
 import yaml
 
 from engine.backends.registry import open_backend
+from engine.drivers.actors import Coordinator
 from engine.drivers.feed import Feed
 from engine.drivers.leases import Answer, Lease, Leases
 from engine.drivers.run import prepare_leases, summary_of
-from engine.drivers.session import Coordinating, Report, Setup, of_driver, run_driver, share_of
+from engine.drivers.session import Coordinating, Report, Setup, machine_id, of_driver, run_driver, share_of
+from engine.runner.guarded import FILE, read_reason
 from engine.runner.run import Runner
 from engine.schemas.environment import Task
 from engine.spec.load import LoadedSpec, load_spec
@@ -31,9 +33,10 @@ GROUPS, SAMPLES = 9, 2
 class Here(Coordinating):
     """The coordinator, without a process of its own."""
 
-    def __init__(self, leases: Leases, stop_at: int | None = None) -> None:
+    def __init__(self, leases: Leases, stop_at: int | None = None, whole: str | None = None) -> None:
         self.leases = leases
         self.stop_at = stop_at
+        self.whole = whole
         self.reports: dict[int, Report] = {}
 
     async def join(self, slot: int, machine: str, existing: list[str]) -> tuple[str, list[Lease]]:
@@ -41,10 +44,10 @@ class Here(Coordinating):
 
     async def call(
         self, slot: int, number: int, wanted: int, done: Sequence[int], faulty: Sequence[int], report: Report
-    ) -> tuple[Answer, bool]:
+    ) -> tuple[Answer, bool, str | None]:
         self.reports[slot] = report
         answer = self.leases.call(slot, number, wanted, done, faulty)
-        return answer, self.stop_at is not None and self.leases.counts.done >= self.stop_at
+        return answer, self.stop_at is not None and self.leases.counts.done >= self.stop_at, self.whole
 
 
 def spec_of(tmp_path: Path, tokenizer: Path, drivers: int = 2) -> LoadedSpec:
@@ -242,3 +245,25 @@ async def test_a_feed_reports_a_group_after_its_rows_are_published(tmp_path: Pat
     assert told[0] == ("call", ([], []))
     assert ("publish", ["b", "a"]) in told
     assert told.index(("publish", ["b", "a"])) < told.index(("call", ([1, 0], [])))
+
+
+async def test_what_one_driver_finds_wrong_with_the_template_all_are_told(
+    tmp_path: Path, tiny_tokenizer_dir: Path
+) -> None:
+    (tmp_path / "coordinator").mkdir()
+    coordinator = Coordinator(str(tmp_path / "coordinator"), GROUPS, 60.0, shared=False)
+    answers = []
+    for slot, whole in ((0, None), (1, "why"), (0, None)):
+        await coordinator.join(slot, machine_id(), [])
+        report = {"incarnation": str(slot), "whole": whole}
+        answers.append((await coordinator.call(slot, 1, 0, [], [], report))[2])
+    assert answers == [None, "why", "why"]
+
+    loaded = spec_of(tmp_path, tiny_tokenizer_dir)
+    folder = tmp_path / "many"
+    folder.mkdir()
+    here = Here(Leases(folder / "leases.db", GROUPS), whole="why")
+    setup = setup_of(loaded, RunHeader.of(loaded), folder)
+    await asyncio.gather(*(run_driver(setup, slot, here) for slot in range(2)))
+    assert [read_reason(folder / "drivers" / store / FILE) for store in "01"] == ["why", "why"]
+    assert {report["whole"] for report in here.reports.values()} == {"why"}
