@@ -50,8 +50,9 @@ tokenizer are played on a small byte-level one that has their special tokens. To
 
 A row is handed over only after its guard has answered: a process of its own renders the conversation of every ended branch, and compares it
 with the row. It does not use the checks that allow bridges, so an error in them cannot hide itself. For each branch it takes the messages
-that the model was shown before the branch's last reply, as they are (nothing is quoted), and the tools; it renders them with the generation
-prompt as `apply_chat_template` does, and compares the text with the decoded ids up to that reply.
+that the model was shown before the branch's last reply, as they are, and the tools; it renders them with the generation prompt as
+`apply_chat_template` does, at the time at which the prompt was made, and compares the text with the decoded ids up to that reply. Only in the
+model's own replies is text that spells a token without being one hidden from the template's tests, as it is where prompts are made.
 
 - White space inside of sampled text may differ. Nothing else may: not a character of the prompt, of messages, of what stands between turns.
 - What was not sampled is encoded again, and must give the ids of the row. Sampled ids are not canonical, so they are not encoded.

@@ -91,7 +91,7 @@ class EpisodeGuard:
                 f"{finding.message}; run it again with `engine run --resume RUN --retry-failed all`{also}",
             )
         turn = max((turn.index for turn in trajectory.turns if turn.branch == finding.branch), default=-1)
-        *_, whole = sorted(episode.conversation.tapes.asked.items())[finding.branch][1]
+        *_, whole, _ = sorted(episode.conversation.tapes.asked.items())[finding.branch][1]
         kind = PROMPT if finding.turns == 1 or whole or finding.spelled else BRIDGE
         place = f"branch {finding.branch}, token {finding.token} (id {finding.id})"
         if finding.spelled:

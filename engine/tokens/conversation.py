@@ -261,7 +261,15 @@ class Conversation(Prompts):
         view = self.form.views.of_reply(parsed, () if ids is None else ids)
         thread = self.thread
         messages, numbers = thread.messages, None if thread.messages is thread.said else thread.numbers
-        self.tapes.asked[place.branch] = (messages, numbers, len(messages), thread.verbatim, self._tools, self.whole)
+        self.tapes.asked[place.branch] = (
+            messages,
+            numbers,
+            len(messages),
+            thread.verbatim,
+            self._tools,
+            self.whole,
+            self._made,
+        )
         as_written = (parsed.attempts and not parsed.as_calls) or self.form.views.spells_tokens(view)
         self.thread.reply(message, view if as_written else None)
         self._trail.add(self.form.views.kind(view))

@@ -155,18 +155,18 @@ class _Job:
 
 
 def _asked(conversation: Conversation) -> list[tuple[Any, ...]]:
-    """For each branch: the thread before its last reply, replies as they were written, tools, and tokens that another branch sampled.
+    """For each branch: the thread before its last reply, replies as they were written, tools, tokens that another branch sampled, and the time.
 
     A thread is how many of the episode's first messages it has or, where it has others, numbers of these and messages.
     """
     tapes, found = conversation.tapes, []
-    for at, (messages, numbers, count, verbatim, tools, _) in sorted(tapes.asked.items()):
+    for at, (messages, numbers, count, verbatim, tools, _, made) in sorted(tapes.asked.items()):
         thread: Any = count
         if numbers is not None:
             pairs = zip(messages[:count], numbers, strict=False)
             thread = [message if number is None else number for message, number in pairs]
         before = {number: view for number, view in verbatim.items() if number < count}
-        found.append((thread, before, tools, tapes.all[at][0].inherited))
+        found.append((thread, before, tools, tapes.all[at][0].inherited, made))
     return found
 
 

@@ -14,6 +14,7 @@ from array import array
 from base64 import b64decode
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -23,7 +24,8 @@ from engine.fast.byte_level import ByteDecoder
 from engine.fast.jinja import compile_template
 
 Json = dict[str, Any]
-_MARKS = re.compile("\ufdd0\ufdd0?")
+_MARK = "\ufdd0"
+_MARKS = re.compile(f"{_MARK}{_MARK}?")
 """How text is quoted that only spells a special token: see `engine.tokens.literal`."""
 _SAMPLED = ("generated", "unreceived")
 """Kinds of spans that the model sampled."""
@@ -130,6 +132,11 @@ class _Form:
                 self._known[text] = known
         return known
 
+    @cached_property
+    def tells_time(self) -> bool:
+        """Whether the template may write the time."""
+        return any("strftime_now" in source for source in self._told.get("sources", ()))
+
     @property
     def hides(self) -> bool:
         """Whether the engine hides text from the template that only spells a special token."""
@@ -146,29 +153,29 @@ class _Form:
         return self.decode(self.encode(text)) if "sources" not in self._told or self._absorbs else None
 
     def views(self, messages: Iterable[Json], verbatim: dict[str, Json], *, quoted: bool = False) -> list[Json]:
-        """Messages as `apply_chat_template` gets them. quoted: as the engine's own rendering gets them."""
-        told = self._told
+        """Messages as `apply_chat_template` gets them; quoted where there are marks (see `unmarked`), or all of them with `quoted`."""
+        told, marks = self._told, quoted or bool(verbatim)
         views: list[Json] = []
         for number, message in enumerate(messages):
             if number and told["skips_system"] and message["role"] == "system":
                 continue
-            written = verbatim.get(str(number))
-            if written is not None:
-                view = written if quoted or told["allow_special"] else _unquoted(written)
-            else:
+            view = verbatim.get(str(number))
+            if view is None:
                 view = _view(message, told["tool_role"])
-                view = self._quoted(view) if quoted else view
+                view = self._quoted(view) if quoted else _doubled(view) if marks and self.hides else view
             if told["alternates"] and views and views[-1]["role"] == view["role"] == "user":
                 view = {**view, "content": _joined(views.pop()["content"], view["content"])}
             views.append(view)
         return views
 
+    def unmarked(self, text: str, verbatim: dict[str, Json]) -> str:
+        """What was rendered, before quoting. A reply's own text that only spells a token stays hidden from the template's tests."""
+        return _unquoted(text) if verbatim and self.hides else text
+
     def _quoted(self, value: Any) -> Any:
         """A value with a mark in each text that spells an added token."""
         if isinstance(value, str):
-            return self._tokens.sub(
-                lambda match: f"{match[0][0]}\ufdd0{match[0][1:]}", value.replace("\ufdd0", "\ufdd0\ufdd0")
-            )
+            return self._tokens.sub(lambda match: f"{match[0][0]}{_MARK}{match[0][1:]}", _doubled(value))
         if isinstance(value, dict):
             return {key: self._quoted(item) for key, item in value.items()}
         return [self._quoted(item) for item in value] if isinstance(value, list) else value
@@ -178,8 +185,8 @@ class _Form:
         texts = [str(token) for token in self._backend.get_added_tokens_decoder().values()]
         return re.compile("|".join(map(re.escape, sorted(filter(str.strip, texts), key=len, reverse=True))))
 
-    def render(self, views: list[Json], tools: list[Json] | None) -> str:
-        """What the template writes, generation prompt included."""
+    def render(self, views: list[Json], tools: list[Json] | None, now: float) -> str:
+        """What the template wrote at a time (Unix), generation prompt included."""
         told = self._told
         if "sources" not in told:
             return str(self._format.text(views, tools))
@@ -199,7 +206,12 @@ class _Form:
         template = self._templates[-1 if tools else 0]
         return self.normal(
             template.render(
-                messages=shown, tools=tools, documents=None, add_generation_prompt=True, **told["variables"]
+                messages=shown,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=True,
+                strftime_now=datetime.fromtimestamp(now).strftime,
+                **told["variables"],
             )
         )
 
@@ -288,7 +300,7 @@ def _checked(form: _Form, episode: Json) -> Json:
 
 
 def _difference(form: _Form, messages: list[Json], spans: Any, data: str, place: Sequence[Any]) -> Json | None:
-    thread, verbatim, tools, inherited = place
+    thread, verbatim, tools, inherited, now = place
     shown = (
         messages[:thread]
         if isinstance(thread, int)
@@ -304,12 +316,11 @@ def _difference(form: _Form, messages: list[Json], spans: Any, data: str, place:
 
     def difference(token: int, message: str) -> Json:
         found = {"token": token, "id": ids[token] if token < len(ids) else -1, "turns": turns, "message": message}
-        return found | {"spelled": _is_spelled(form, shown, verbatim, tools, pieces)}
+        return found | {"spelled": _is_spelled(form, shown, verbatim, tools, now, pieces)}
 
     pieces: list[_Piece] = []
-
     try:
-        text = form.render(views, tools)
+        text = form.unmarked(form.render(views, tools, now), verbatim)
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a template may raise anything
@@ -318,6 +329,11 @@ def _difference(form: _Form, messages: list[Json], spans: Any, data: str, place:
     pieces = [form.piece(ids, run, images) for run in runs if not same or not run.sampled]
     if not same:
         apart = _apart(pieces, text)
+        for seconds in (
+            (-1, 1) if apart is not None and form.tells_time else ()
+        ):  # the prompt was rendered a little earlier
+            other = form.unmarked(form.render(views, tools, now + seconds), verbatim)
+            apart = apart and _apart(pieces, other)
         if apart is not None and (given := form.given_back(text)) is not None:
             text = given
             apart = _apart(pieces, text)
@@ -341,12 +357,14 @@ def _difference(form: _Form, messages: list[Json], spans: Any, data: str, place:
     return None
 
 
-def _is_spelled(form: _Form, shown: list[Json], verbatim: Any, tools: Any, pieces: Sequence[_Piece]) -> bool:
+def _is_spelled(
+    form: _Form, shown: list[Json], verbatim: Any, tools: Any, now: float, pieces: Sequence[_Piece]
+) -> bool:
     """Whether a branch is what the template writes if text that only spells a special token is hidden from it."""
     if not pieces or not form.hides:
         return False
     try:
-        text = form.render(form.views(shown, verbatim, quoted=True), tools)
+        text = form.render(form.views(shown, verbatim, quoted=True), tools, now)
     except Exception:  # noqa: BLE001 - a template may raise anything
         return False
     return _apart(pieces, _unquoted(text)) is None
@@ -468,12 +486,17 @@ def _view(message: Json, tool_role: str) -> Json:
     return view
 
 
-def _unquoted(value: Any) -> Any:
+def _unquoted(text: str) -> str:
+    return _MARKS.sub(lambda match: match[0][1:], text) if _MARK in text else text
+
+
+def _doubled(value: Any) -> Any:
+    """A value of which `_unquoted` gives the texts."""
     if isinstance(value, str):
-        return _MARKS.sub(lambda match: match[0][1:], value)
+        return value.replace(_MARK, _MARK + _MARK)
     if isinstance(value, dict):
-        return {_unquoted(key): _unquoted(item) for key, item in value.items()}
-    return [_unquoted(item) for item in value] if isinstance(value, list) else value
+        return {_doubled(key): _doubled(item) for key, item in value.items()}
+    return [_doubled(item) for item in value] if isinstance(value, list) else value
 
 
 def _joined(first: Any, second: Any) -> Any:

@@ -7,6 +7,7 @@ A prompt that gets no reply is removed (`take_back`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import time
 from typing import Any, Literal
 
 import numpy as np
@@ -41,6 +42,7 @@ class Prompts:
         "_before",
         "_condensed",
         "_end",
+        "_made",
         "_newest",
         "_prompted",
         "_tokens",
@@ -79,6 +81,8 @@ class Prompts:
         """The state before the prompt that has no reply yet."""
         self.whole = False
         """Whether the newest bridge was found by rendering the whole conversation because the format was told to (`Bridges.whole`)."""
+        self._made = 0.0
+        """When the newest prompt was made, in Unix time."""
         self.recorded: bool | None = None
         """What `whole` was when the next prompt was made, for a replay; None: as the format says now."""
         self._newest: View = {}
@@ -179,6 +183,7 @@ class Prompts:
             self._trail.add(kind)
         self._prompted = len(self.thread)
         self._asked = True
+        self._made = time()
         return self.tapes.ids
 
     def take_back(self) -> None:

@@ -25,9 +25,11 @@ class TurnPlace(NamedTuple):
     end: int
 
 
-Asked = tuple[list[Message], Sequence[int | None] | None, int, dict[int, View], list[dict[str, Any]] | None, bool]
+Asked = tuple[
+    list[Message], Sequence[int | None] | None, int, dict[int, View], list[dict[str, Any]] | None, bool, float
+]
 """The conversation before a reply: the thread's messages, the number of each in the episode (None: they are its first ones; None for
-one that stands for others), how many there were (the lists grow on), its verbatim views, the tools, and `Prompts.whole`."""
+one that stands for others), how many there were (the lists grow on), its verbatim views, the tools, `Prompts.whole`, and when the prompt was made."""
 
 
 class TapesMark(NamedTuple):

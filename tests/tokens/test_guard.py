@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conversation_kit import said, user
+from chat_kit import PLAIN, make_tokenizer
+from conversation_kit import generation, said, user
 
 from engine.schemas.model import ModelSpec
 from engine.store.codec import _write_branch, json_of
@@ -21,6 +22,7 @@ from engine.tokens import guard as guard_module
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
 from engine.tokens.guard import Difference, Finding, Guard, Unanswered
+from engine.tokens.loading import load_format
 from engine.tokens.tape import as_seen
 
 Formats = Callable[..., ChatFormat]
@@ -90,6 +92,33 @@ async def test_text_that_is_cut_otherwise_is_found_although_it_reads_the_same(fo
     assert isinstance(finding, Difference)
     assert finding.token == at
     assert "is tokenised to" in finding.message
+
+
+async def test_text_that_only_spells_a_token_is_compared_as_text(formats: Formats) -> None:
+    form = formats("thinking")
+    conversation = Conversation(form, [])
+    conversation.open([user("Why <tool_response>?\ufdd0")])
+    for turn, reply in enumerate(["No </think> yet. \ufdd0", "<think>\nHm.\n</think>\n\nYes."]):
+        conversation.prompt()
+        spelled = form.encode(form.fast.quoting.quote(reply))
+        conversation.reply(generation([*spelled, *form.encode("<|im_end|>")]), turn)
+        conversation.add([user(f"And <|im_start|> {turn}? </tool_response>")])
+    conversation.prompt()
+    conversation.reply(said(form, "Done.<|im_end|>"), 2)
+    assert await judged(guard_of(form), conversation) is None
+
+
+async def test_a_template_that_shows_the_time_is_rendered_at_that_of_the_prompt(
+    formats: Formats, tmp_path: Path
+) -> None:
+    form = load_format(
+        ModelSpec(path=str(make_tokenizer(tmp_path, f"{{{{ strftime_now('%H:%M:%S') }}}}{PLAIN}"))), tmp_path
+    )
+    conversation = talk(form, "One.<|im_end|>")
+    *rest, made = conversation.tapes.asked[0]
+    assert await judged(guard_of(form), conversation) is None
+    conversation.tapes.asked[0] = (*rest, made - 5)
+    assert isinstance(await judged(guard_of(form), conversation), Difference)
 
 
 # --- the child -----------------------------------------------------------------------------------------------------------
