@@ -40,9 +40,11 @@ def compact(
     training needs is dropped, and outcome, reward and counts of each episode stay. The training must not be running.
     """
     from engine.errors import EngineError
+    from engine.logs import configure_logging
     from engine.train.folder import find_training, read_header
     from engine.train.keep import compact_training
 
+    configure_logging()
     try:
         folder = find_training(run, out)
         spec = read_header(folder).loaded_spec().spec

@@ -39,9 +39,11 @@ def compare(
     """
     from engine.cli.console import make_console
     from engine.errors import EngineError, StoreError
+    from engine.logs import configure_logging
     from engine.store import RunStore, find_run
     from engine.view.compare import compare_runs
 
+    configure_logging()
     try:
         one, other = (RunStore.open(find_run(_run(run), out=out), readonly=True) for run in (first, second))
 

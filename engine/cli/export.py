@@ -143,11 +143,13 @@ def export(
     from engine.cli.console import make_console
     from engine.cli.report import dropped_words, unchecked_warning
     from engine.errors import EngineError
+    from engine.logs import configure_logging
     from engine.store.export import export_rows
     from engine.store.find import find_run
     from engine.store.loader import vision_of, with_image_files
     from engine.store.store import RunStore
 
+    configure_logging()
     chosen = format or (Format.PARQUET if out is not None and out.suffix == ".parquet" else Format.JSONL)
     given = {
         "--turns": turns,

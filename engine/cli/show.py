@@ -72,8 +72,10 @@ def show(
     each turn, who moved which reward between turns, when and why, the facts, and the path through the machine.
     """
     from engine.errors import EngineError
+    from engine.logs import configure_logging
     from engine.view.sources import find
 
+    configure_logging()
     try:
         folder = find(run, out)
         if episode is None:

@@ -48,9 +48,11 @@ def view(
     trainings that are still going on. Ctrl-C ends it.
     """
     from engine.errors import EngineError
+    from engine.logs import configure_logging
     from engine.view.listing import Listing
     from engine.view.sources import find
 
+    configure_logging()
     try:
         if export is None and (filter or text):
             raise typer.BadParameter("--filter and --text belong to --export; in the app they are fields of the list")

@@ -20,6 +20,8 @@ from urllib.parse import quote
 
 from engine.errors import StoreError
 from engine.store import crashes
+from engine.store.ended import FILE as ENDED
+from engine.store.ended import noted
 from engine.store.private import private_file
 
 FILE = "run.db"
@@ -107,16 +109,47 @@ def create_tables(path: Path) -> None:
         raise StoreError(f"cannot create {path}: {error}; is its folder writable, and is the disk full?") from error
 
 
-def advice(error: BaseException) -> str:
-    """Return how to fix an SQLite error, as the end of a message; empty if there is no advice."""
+_WORDS = {
+    "SQLITE_FULL": "the disk is full; free space on the disk and resume the run",
+    "SQLITE_IOERR": "the disk reports an error; free space on the disk and resume the run",
+    "SQLITE_CANTOPEN": "it cannot be opened; are its folder and its files readable, and is the disk full?",
+    "SQLITE_READONLY": "it is read-only; make it and its folder writable",
+    "SQLITE_BUSY": "another process keeps it locked; wait for that process, or stop it",
+    "SQLITE_CONSTRAINT": "the same step was written twice",
+}
+_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_SHORT_READ", "SQLITE_IOERR_CORRUPTFS", "SQLITE_FORMAT")
+
+
+def is_damaged(error: BaseException) -> bool:
+    """Whether an error of SQLite says that the file is not what was written."""
     text = str(error)
-    if "full" in text or "disk I/O" in text:
-        return "; free space on the disk and resume the run"
-    if "malformed" in text or "no such table" in text or "no such column" in text or "not a database" in text:
-        return "; the file is damaged: restore it from a copy, or start a new run"
-    if "UNIQUE" in text:
-        return "; the same step was written twice"
-    return ""
+    return getattr(error, "sqlite_errorname", "").startswith(_DAMAGED) or any(
+        words in text
+        for words in ("malformed", "no such table", "no such column", "not a database", "Could not decode")
+    )
+
+
+def problem(path: Path | str, error: BaseException, doing: str = "read") -> StoreError:
+    """Return an error of SQLite as one that says what is wrong with a run's file and what to do, without SQLite's words.
+
+    Args:
+        path: The file.
+        error: The error.
+        doing: What could not be done: `read` or `write`.
+    """
+    if is_damaged(error):
+        count = len(noted(Path(path).parent))
+        had = f", which had {count} ended episodes" if count else ""
+        found = StoreError(
+            f"{path} is damaged: a part of the file{had} cannot be read; restore it and {Path(path).name}-wal from one copy. Without a copy "
+            "`sqlite3 run.db .recover` may save a part; begin a new run"
+        )
+    else:
+        name = getattr(error, "sqlite_errorname", "")
+        known = next((words for prefix, words in _WORDS.items() if name.startswith(prefix)), None)
+        found = StoreError(f"cannot {doing} {path}: {known or error or type(error).__name__}")
+    found.__cause__ = error
+    return found
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:
@@ -134,7 +167,7 @@ def connect_writer(path: Path) -> sqlite3.Connection:
         connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
         connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
     except sqlite3.Error as error:
-        raise StoreError(f"cannot open {path} for writing: {error}") from error
+        raise problem(path, error, "write") from error
     return connection
 
 
@@ -152,11 +185,13 @@ def connect_reader(path: Path) -> sqlite3.Connection:
         # A closed run on a read-only file system has no WAL, and none can be created: nobody can write to it, so it is immutable.
         barred = error.sqlite_errorname == "SQLITE_CANTOPEN" or error.sqlite_errorname.startswith("SQLITE_READONLY")
         if not barred or Path(f"{path}-wal").exists():
-            raise StoreError(f"cannot read {path}: {error}") from error
+            raise problem(path, error) from error
+    except sqlite3.Error as error:
+        raise problem(path, error) from error
     try:
         return _checked(f"{uri}&immutable=1", path)
-    except sqlite3.OperationalError as error:
-        raise StoreError(f"cannot read {path}: {error}") from error
+    except sqlite3.Error as error:
+        raise problem(path, error) from error
 
 
 def _checked(uri: str, path: Path) -> sqlite3.Connection:
@@ -190,7 +225,11 @@ def check_version(connection: sqlite3.Connection, path: Path) -> None:
     except sqlite3.OperationalError:
         raise
     except sqlite3.DatabaseError as error:
-        raise StoreError(f"{path} is not a run: {error}") from error
+        if (path.parent / ENDED).exists():
+            raise problem(path, error) from error
+        raise StoreError(
+            f"{path} is not a run, or its first page is damaged: restore it from a copy, or begin a new run"
+        ) from error
     if application != APPLICATION_ID:
         raise StoreError(f"{path} is not a run: it is another SQLite file")
     if version not in (SCHEMA_VERSION, COMPACTED_VERSION):

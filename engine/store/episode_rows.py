@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import StoreError
 from engine.storable import stored_fields
 from engine.store import codec, crashes, database, dropped
+from engine.store.ended import Ended
 from engine.store.reading import ENTRY, journal_rows
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def finish(
     entries: int,
     trajectory: Trajectory,
     written: codec.WrittenTrajectory,
-) -> None:
+) -> Ended:
     """Write the end of an episode whose journal holds `entries` entries.
 
     Raises:
@@ -155,6 +156,7 @@ def finish(
             number,
         ),
     )
+    return Ended(trajectory.episode_id, track.attempt)
 
 
 def _same_task(connection: sqlite3.Connection, task: Task, fields: str) -> None:

@@ -20,7 +20,7 @@ from engine.schemas.environment import Task
 from engine.schemas.journal import JournalEntry
 from engine.schemas.trajectory import Trajectory
 from engine.store import codec, database
-from engine.store.dropped import Dropped, Space, read_dropped, read_dropped_ids, refuse_dropped, space
+from engine.store.dropped import Dropped, Space, dropped_among, read_dropped, read_dropped_ids, refuse_dropped, space
 from engine.store.header import RunHeader
 from engine.store.images import StoredImage
 from engine.store.lock import is_held
@@ -172,7 +172,8 @@ class RunReader:
             row = connection.execute("SELECT position, fields FROM tasks WHERE id = ?", (task_id,)).fetchone()
         if row is None:
             raise StoreError(f"{self.run_id} has no task `{task_id}`")
-        return Task(id=task_id, index=row[0], fields=from_json(row[1]))
+        with decoding(self._path, task_id), codec.damaged("the task"):
+            return Task(id=task_id, index=row[0], fields=from_json(row[1]))
 
     def journal(self, episode_id: str, attempt: int | None = None) -> list[JournalEntry]:
         """Return an episode's journal: of its newest attempt, or of the given one.
@@ -224,10 +225,8 @@ class RunReader:
             if row.status != "done":
                 raise StoreError(f"{episode_id} is {row.status}: it has no trajectory yet")
             refuse_dropped(connection, row.number, row.id)
-            text = connection.execute(
-                "SELECT trajectory FROM trajectories WHERE episode = ?", (row.number,)
-            ).fetchone()[0]
-            found = self._decoded(connection, row.id, row.number, text)
+            text = connection.execute("SELECT trajectory FROM trajectories WHERE episode = ?", (row.number,)).fetchone()
+            found = self._decoded(connection, row.id, row.number, text[0] if text is not None else None)
             if score is None:
                 return found
             require(connection, score, self.run_id)
@@ -262,22 +261,29 @@ class RunReader:
     def _trajectories(self) -> Iterator[Trajectory]:
         query = (
             "SELECT e.task_index, e.task_id, e.sample_index, e.number, t.trajectory, e.id "
-            "FROM episodes e JOIN trajectories t ON t.episode = e.number "
-            "WHERE (e.task_index, e.task_id, e.sample_index, e.number) > (?, ?, ?, ?) "
+            "FROM episodes e LEFT JOIN trajectories t ON t.episode = e.number "
+            "WHERE e.status = 'done' AND (e.task_index, e.task_id, e.sample_index, e.number) > (?, ?, ?, ?) "
             f"ORDER BY e.task_index, e.task_id, e.sample_index, e.number LIMIT {_PAGE}"
         )  # the uses `t` and `t~1` of a task in a training have one position, and are two groups
         last: tuple[int, str, int, int] = (-1, "", -1, -1)
         while True:
             with self._reader() as connection:
                 rows = connection.execute(query, last).fetchall()
-                page = [self._decoded(connection, name, number, text) for _, _, _, number, text, name in rows]
+                gone = read_dropped_ids(connection) if any(row[4] is None for row in rows) else ()
+                page = [
+                    self._decoded(connection, name, number, text)
+                    for _, _, _, number, text, name in rows
+                    if text is not None or name not in gone
+                ]
             yield from page
             if len(rows) < _PAGE:
                 return
             last = rows[-1][:4]
 
-    def _decoded(self, connection: sqlite3.Connection, episode_id: str, number: int, text: str) -> Trajectory:
+    def _decoded(self, connection: sqlite3.Connection, episode_id: str, number: int, text: str | None) -> Trajectory:
         with decoding(self._path, episode_id):
+            if text is None:
+                raise StoreError("its trajectory is missing, so the file is damaged")
             return read_trajectory(connection, number, text)
 
     def _rescored(self, row: EpisodeRow, text: str) -> EpisodeRow:
@@ -360,12 +366,15 @@ class RunReader:
     def by_number(self, numbers: Sequence[int]) -> Iterator[tuple[int, Trajectory]]:
         """Yield the finished episodes with these numbers that have content."""
         query = (
-            "SELECT t.trajectory, e.id FROM trajectories t JOIN episodes e ON e.number = t.episode WHERE t.episode = ?"
+            "SELECT t.trajectory, e.id FROM episodes e LEFT JOIN trajectories t ON t.episode = e.number "
+            "WHERE e.number = ? AND e.status = 'done'"
         )
         with self._reader() as connection:
+            gone = {number for number, _ in dropped_among(connection, numbers)}
             for number in numbers:
                 for text, name in connection.execute(query, (number,)).fetchall():
-                    yield number, self._decoded(connection, name, number, text)
+                    if text is not None or number not in gone:
+                        yield number, self._decoded(connection, name, number, text)
 
     def has_image(self, digest: str) -> bool:
         """Return whether the run has an image."""

@@ -65,12 +65,14 @@ def own_header(folder: Path) -> RunHeader:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Convert errors of SQLite to StoreError with the file's name."""
+def reading(source: Path | sqlite3.Connection) -> Iterator[None]:
+    """Convert errors of SQLite to StoreError with the file's name; `source` is the file, or a connection to it."""
     try:
         yield
     except sqlite3.Error as error:
-        raise StoreError(f"{path}: {error}{database.advice(error)}") from error
+        if isinstance(source, sqlite3.Connection):
+            source = Path(source.execute("PRAGMA database_list").fetchone()[2])
+        raise database.problem(source, error) from error
 
 
 @contextmanager

@@ -37,9 +37,11 @@ def read_heads(connection: sqlite3.Connection) -> list[ScoreHead]:
     """Return the heads of all scores of the run, oldest first."""
 
     rows = connection.execute(f"SELECT {_HEAD} FROM scores ORDER BY created, label").fetchall()
-    return [
-        ScoreHead(label, created, version, from_json(rewards), path) for label, created, version, rewards, path in rows
-    ]
+    with codec.damaged("the head of a score"):
+        return [
+            ScoreHead(label, created, version, from_json(rewards), path)
+            for label, created, version, rewards, path in rows
+        ]
 
 
 def require(connection: sqlite3.Connection, label: str, run_id: str) -> ScoreHead:

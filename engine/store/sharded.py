@@ -21,6 +21,7 @@ from engine.schemas.trajectory import Trajectory
 from engine.store import database
 from engine.store.catalogue import STORE, Catalogue, catalogue_folder
 from engine.store.dropped import Dropped
+from engine.store.ended import report_lost
 from engine.store.images import StoredImage
 from engine.store.lock import is_held
 from engine.store.places import Place
@@ -72,6 +73,8 @@ class ShardedRun(RunReader):
         self._noted: RunStatus = "running"
         self._listed = float("-inf")
         self.refresh()
+        with self._reader() as connection:
+            report_lost(list(self._own().values()), folder, connection)
 
     def refresh(self) -> None:
         """Read what the drivers have written and published since."""

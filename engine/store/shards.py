@@ -234,8 +234,10 @@ def read_summaries(place: Place, part: Part, data: bytes, run_id: str) -> Summar
         table = pq.read_table(pa.BufferReader(data))
         told = json.loads((table.schema.metadata or {})[META])
         version, run, spec, images = told["version"], told["run_id"], told["spec"], told.get("images", [])
-    except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{where} is damaged: {error!r}; copy it again from where it was written") from error
+        if missing := {name.strip(' "') for name in SUMMARY.split(",")} - set(table.column_names):
+            raise ValueError(f"it has no column {', '.join(sorted(missing))}")
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{where} is damaged; copy it again from where it was written") from error
     _check_version(version, where)
     if run != run_id:
         raise StoreError(

@@ -39,6 +39,7 @@ from engine.schemas.trajectory import Blame, EpisodeScore, Trajectory
 from engine.storable import stored_fields
 from engine.store import codec, crashes, database, dropped, episode_rows
 from engine.store.again import begin_again
+from engine.store.ended import Ended, EndedList, report_lost
 from engine.store.episode_rows import episode_id_of
 from engine.store.find import find_run
 from engine.store.fork import copy_shared
@@ -50,7 +51,7 @@ from engine.store.reader import RunReader
 from engine.store.reading import EpisodeRow, decoding, own_header, reading
 from engine.store.scores import write_score
 from engine.store.sharded import ShardedRun, note_status
-from engine.store.shards import SHARDED, shards_of
+from engine.store.shards import DRIVERS, SHARDED, shards_of
 from engine.store.tracks import Tracks
 from engine.store.writer import Track, Writer
 
@@ -143,16 +144,20 @@ class RunStore(RunReader):
             )
         header = own_header(folder)
         if readonly:
+            with closing(database.connect_reader(path)) as connection, reading(path):
+                report_lost([folder], path, connection)
             return cls(folder, header, None, None)
         lock = RunLock(folder)
         try:
             connection = database.connect_writer(path)
             opening = (time.time(), os.getpid(), engine.__version__, codec.json_of(package_versions()))
             with reading(path):
+                if folder.parent.name != DRIVERS:  # of a driver: its shards may have them; `ShardedRun` looks
+                    report_lost([folder], path, connection)
                 connection.execute("INSERT INTO openings VALUES (?, ?, ?, ?)", opening)
                 connection.execute("UPDATE run SET status = 'running'")
                 (crashes.clear_running if lock.was_stopped else crashes.count_crashes)(connection)
-            opened = cls(folder, header, lock, Writer(connection, str(path)))
+            opened = cls(folder, header, lock, Writer(connection, str(path), EndedList(folder)))
         except BaseException:
             lock.restore()
             lock.release()
@@ -293,9 +298,9 @@ class RunStore(RunReader):
         last = [self._next_row(trajectory.episode_id, *ending)[1]] if ending is not None else []
         entries = track.next + len(last)
 
-        def job(connection: sqlite3.Connection) -> None:
+        def job(connection: sqlite3.Connection) -> Ended:
             database.insert(connection, "journal", last)
-            episode_rows.finish(connection, track, entries, trajectory, written)
+            return episode_rows.finish(connection, track, entries, trajectory, written)
 
         size = len(written.trajectory) + sum(12 * branch[2] for branch in written.branches)
         size += ending.written.size if ending is not None else 0

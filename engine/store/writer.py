@@ -25,7 +25,8 @@ import msgspec
 import structlog
 
 from engine.errors import EngineError, StoreError
-from engine.store.database import advice, insert
+from engine.store.database import insert, problem
+from engine.store.ended import Ended, EndedList
 
 log = structlog.get_logger(__name__)
 
@@ -135,10 +136,12 @@ class Writer:
     Args:
         connection: A connection that is open for writing, in autocommit mode.
         name: The file's name, for messages.
+        ended: The list to which ended episodes are added; closed with the writer.
     """
 
-    def __init__(self, connection: sqlite3.Connection, name: str) -> None:
+    def __init__(self, connection: sqlite3.Connection, name: str, ended: EndedList | None = None) -> None:
         self._connection = connection
+        self._ended = ended
         self._name = name
         self._queue: SimpleQueue[tuple[_Lane, list[Write]] | None] = SimpleQueue()
         self._lanes: dict[asyncio.AbstractEventLoop, _Lane] = {}
@@ -213,6 +216,8 @@ class Writer:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
                 lane.loop.call_soon_threadsafe(_reject_waiters, lane, StoreError(f"{self._name} is closed"))
         self._connection.close()
+        if self._ended is not None:
+            self._ended.close()
 
     # --- the thread ---
 
@@ -285,6 +290,8 @@ class Writer:
             assert write.job is not None
             write.result = write.job(connection)
         connection.execute("COMMIT")
+        if self._ended is not None and (ended := [each.result for each in jobs if isinstance(each.result, Ended)]):
+            self._ended.add(ended)
 
     def _rollback(self) -> None:
         if self._connection.in_transaction:
@@ -299,7 +306,7 @@ class Writer:
     def _failure(self, error: BaseException) -> StoreError:
         if isinstance(error, StoreError):
             return error
-        told = StoreError(f"cannot write {self._name}: {error or type(error).__name__}{advice(error)}")
+        told = problem(self._name, error, "write")
         told.__cause__ = error
         return told
 

@@ -19,7 +19,9 @@ from engine.errors import GuardError, StoreError
 from engine.machine.guards import Guard
 from engine.machine.variables import BOOL, INT, STRING, Member, Variable
 from engine.runner.finished import EPISODE_VARIABLES, compile_filter, feedback_value, stored_limits
+from engine.store.codec import damaged
 from engine.store.reader import RunReader
+from engine.store.reading import decoding, reading
 from engine.view.heads import EpisodeHead, read_head
 from engine.view.index import DAMAGED, VARIABLES, WHOLE, Index
 from engine.view.sources import Source
@@ -136,9 +138,11 @@ def _scopes(
         if limits is not None:
             scope["limits"] = limits
         if "task" in names:
-            scope["task"] = from_json(tasks[row[3]])
+            with decoding(store.path, str(row[2])), damaged("its task"):
+                scope["task"] = from_json(tasks[row[3]])
         if "feedback" in names:
-            scope["feedback"] = _feedback(said.get(row[0]))
+            with decoding(store.path, str(row[2])), damaged("the user's turn"):
+                scope["feedback"] = _feedback(said.get(row[0]))
         if "episode" in names:
             scope["episode"] = _episode(row[:15])
         if "run" in names:
@@ -176,9 +180,11 @@ def _user_turns(store: RunReader) -> dict[int, str]:
         "SELECT j.episode, j.payload FROM journal j JOIN episodes e ON e.number = j.episode AND e.attempt = j.attempt "
         "WHERE j.kind = 'user' ORDER BY j.episode, j.seq"
     )
-    return {
-        base + number: record for connection, base in store.contents() for number, record in connection.execute(query)
-    }
+    found: dict[int, str] = {}
+    for connection, base in store.contents():
+        with reading(connection):
+            found |= {base + number: record for number, record in connection.execute(query)}
+    return found
 
 
 def _feedback(record: str | None) -> dict[str, Any]:
@@ -207,15 +213,16 @@ def _said(store: RunReader, keys: Sequence[int], text: str) -> list[int]:
     needles = [part for part in re.split(r'["\\\x00-\x1f\x7f]', text) if part]
     found: set[int] = set()
     for connection, base in store.contents(keys):
-        for number, stored in connection.execute("SELECT episode, trajectory FROM trajectories"):
-            if base + number not in wanted or not _contains(stored, needles):
-                continue
-            with suppress(StoreError):  # a damaged episode says nothing
-                if text in cast("EpisodeHead", read_head(stored)).said().casefold():
+        with reading(connection):
+            for number, stored in connection.execute("SELECT episode, trajectory FROM trajectories"):
+                if base + number not in wanted or not _contains(stored, needles):
+                    continue
+                with suppress(StoreError):  # a damaged episode says nothing
+                    if text in cast("EpisodeHead", read_head(stored)).said().casefold():
+                        found.add(base + number)
+            for number, stored in connection.execute(_SCORES):
+                if base + number in wanted and _contains(stored, needles) and text in _judged(stored):
                     found.add(base + number)
-        for number, stored in connection.execute(_SCORES):
-            if base + number in wanted and _contains(stored, needles) and text in _judged(stored):
-                found.add(base + number)
     return [key for key in keys if key in found]
 
 

@@ -16,7 +16,7 @@ from engine.errors import StoreError
 from engine.schemas.trajectory import Outcome, Turn
 from engine.store import codec, database
 from engine.store.catalogue import STORE
-from engine.store.reading import decoding
+from engine.store.reading import decoding, reading
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
@@ -125,8 +125,12 @@ def heads(store: RunReader) -> Iterator[Trajectory]:
         for connection, base in store.contents([row[0] for row in part]):
             own = [number - base for number, _ in part if 0 < number - base < STORE]
             query = f"SELECT episode, trajectory FROM trajectories WHERE episode IN ({', '.join('?' * len(own))})"
-            texts |= {base + number: text for number, text in connection.execute(query, own)}
+            with reading(connection):
+                texts |= {base + number: text for number, text in connection.execute(query, own)}
+        gone = store.dropped_ids() if len(texts) < len(part) else ()
         for number, name in part:
-            if number in texts:
-                with decoding(store.folder / database.FILE, name):
+            with decoding(store.folder / database.FILE, name):
+                if number in texts:
                     yield read_head(texts[number])
+                elif name not in gone:
+                    raise StoreError("its trajectory is missing, so the file is damaged")

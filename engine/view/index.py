@@ -28,6 +28,7 @@ from engine.store.catalogue import STORE
 from engine.store.dropped import dropped_among
 from engine.store.private import private_file, private_folder
 from engine.store.reader import RunReader
+from engine.store.reading import reading
 from engine.tokens.catalogue import cache_root
 from engine.train.batch_log import FILE as BATCHES
 from engine.view.heads import read_head
@@ -302,12 +303,13 @@ def _live(store: RunReader) -> list[tuple[Any, ...]]:
 
 
 def _running(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
-    return connection.execute(
-        "SELECT coalesce(sum(j.kind = 'generation'), 0), coalesce(sum(length(j.tokens)) / 8, 0), "
-        "(SELECT dest FROM journal l WHERE l.episode = e.number AND l.attempt = e.attempt ORDER BY seq DESC LIMIT 1), e.number "
-        "FROM episodes e LEFT JOIN journal j ON j.episode = e.number AND j.attempt = e.attempt "
-        "WHERE e.status = 'running' GROUP BY e.number"
-    ).fetchall()
+    with reading(connection):
+        return connection.execute(
+            "SELECT coalesce(sum(j.kind = 'generation'), 0), coalesce(sum(length(j.tokens)) / 8, 0), "
+            "(SELECT dest FROM journal l WHERE l.episode = e.number AND l.attempt = e.attempt ORDER BY seq DESC LIMIT 1), "
+            "e.number FROM episodes e LEFT JOIN journal j ON j.episode = e.number AND j.attempt = e.attempt "
+            "WHERE e.status = 'running' GROUP BY e.number"
+        ).fetchall()
 
 
 def _read(store: RunReader, episodes: Sequence[int]) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
@@ -315,18 +317,26 @@ def _read(store: RunReader, episodes: Sequence[int]) -> tuple[list[tuple[Any, ..
     texts: list[tuple[int, int, str]] = []
     blobs: list[tuple[int, int, bytes]] = []
     gone: list[tuple[int, int]] = []
+    lost: list[tuple[int, int]] = []
     for connection, base in store.contents(episodes):
         own = tuple(number - base for number in episodes if 0 < number - base < STORE)
         marks = ", ".join("?" * len(own))
-        found = connection.execute(
-            f"SELECT episode, attempt, trajectory FROM trajectories WHERE episode IN ({marks})", own
-        ).fetchall()
-        texts += [(base + number, *rest) for number, *rest in found]
-        found = connection.execute(
-            f"SELECT episode, tokens, weight_versions FROM branches WHERE episode IN ({marks})", own
-        ).fetchall()
-        blobs += [(base + number, *rest) for number, *rest in found]
-        gone += [(base + number, attempt) for number, attempt in dropped_among(connection, own)]
+        with reading(connection):
+            found = connection.execute(
+                f"SELECT episode, attempt, trajectory FROM trajectories WHERE episode IN ({marks})", own
+            ).fetchall()
+            texts += [(base + number, *rest) for number, *rest in found]
+            found = connection.execute(
+                f"SELECT episode, tokens, weight_versions FROM branches WHERE episode IN ({marks})", own
+            ).fetchall()
+            blobs += [(base + number, *rest) for number, *rest in found]
+            gone += [(base + number, attempt) for number, attempt in dropped_among(connection, own)]
+            found = connection.execute(
+                f"SELECT number, attempt FROM episodes e WHERE number IN ({marks}) AND status = 'done' "
+                "AND NOT EXISTS (SELECT 1 FROM trajectories t WHERE t.episode = e.number)",
+                own,
+            ).fetchall()
+            lost += [(base + number, attempt) for number, attempt in found]
     rows: dict[int, list[tuple[int, bytes]]] = {}
     for episode, tokens, versions in blobs:
         rows.setdefault(episode, []).append((tokens, versions))
@@ -334,6 +344,10 @@ def _read(store: RunReader, episodes: Sequence[int]) -> tuple[list[tuple[Any, ..
     variables: list[tuple[Any, ...]] = []
     for key in gone:
         details.append(("its content was dropped to save space", *[None] * _DETAILS.count(","), DAMAGED, *key))
+    for key in set(lost) - set(gone):
+        details.append(
+            ("its trajectory is missing, so the file is damaged", *[None] * _DETAILS.count(","), DAMAGED, *key)
+        )
     for episode, attempt, text in texts:
         try:
             with codec.damaged("the episode"):

@@ -18,7 +18,9 @@ from typing import Any
 from pydantic_core import from_json
 
 from engine.errors import StoreError
+from engine.store.codec import damaged
 from engine.store.reader import RunReader
+from engine.store.reading import decoding
 from engine.view.filters import Matching, checked, matching, needs_details
 from engine.view.index import CHUNK, Index
 from engine.view.rows import EPISODE, Cause, Neighbours, Page, Row, Totals, row_of
@@ -358,7 +360,8 @@ def _task_fields(store: RunReader, tasks: set[str]) -> dict[str, Any]:
     marks = ", ".join("?" * len(tasks))
     with store.snapshot() as connection:
         rows = connection.execute(f"SELECT id, fields FROM tasks WHERE id IN ({marks})", tuple(tasks)).fetchall()
-    return {task: from_json(fields) for task, fields in rows}
+    with decoding(store.path, "tasks"), damaged("the fields of a task"):
+        return {task: from_json(fields) for task, fields in rows}
 
 
 def _order(sort: str, descending: bool) -> tuple[str, tuple[str, ...], bool]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 import shutil
+import sqlite3
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -274,3 +276,45 @@ def test_what_needs_one_store_is_refused(runs: Runs, form: str) -> None:
         code, _, err = engine_here("run", "--resume", name, cwd=runs.folder)
         assert code == 1
         assert f"{name} has only the shards of a run, which can be read" in err
+
+
+RAW = re.compile(r"malformed|not a database|no such table|sqlite3\.|Traceback|ArrowInvalid: |Parquet magic")
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_damage_of_a_shard_is_named(runs: Runs, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    many = tmp_path / runs.many.name
+    shutil.copytree(runs.many, many)
+    files = sorted(each for each in many.rglob("*") if each.is_file() and each.suffix in (".db", ".parquet", ".json"))
+    file = rng.choice(files)
+    data = bytearray(file.read_bytes())
+    if seed % 3 == 0:
+        data = data[: rng.randrange(len(data))]
+    for _ in range(1 + 40 * (seed % 2)):
+        if data:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    file.write_bytes(data)
+    for words in (["show", "--json"], ["export", "--out", str(tmp_path / "rows.jsonl")], ["replay"], ["compare"]):
+        command = [words[0], str(many), *([str(many)] if words == ["compare"] else words[1:])]
+        code, out, err = engine_here(*command, cwd=tmp_path)
+        told = f"{file.relative_to(many)}, {words[0]}: {code}\n{out}{err}"
+        assert not RAW.search(out + err), told
+        if code == 0 and words[0] == "show":
+            done = [row for row in json.loads(out)["rows"] if row["status"] == "done"]
+            assert len(done) == 8 or "damaged" in err, told
+        if code != 0:
+            assert any(each in out + err for each in ("damaged", "complete", "cannot", "not a", "replayed")), told
+
+
+def test_what_the_store_of_a_driver_has_lost_is_named_if_no_shard_has_it(runs: Runs, tmp_path: Path) -> None:
+    many = tmp_path / runs.many.name
+    shutil.copytree(runs.many, many)
+    for name in ("0", "2"):  # the episodes of driver 0 are in its shards
+        with sqlite3.connect(many / "drivers" / name / "run.db") as connection:
+            for table in ("trajectories", "branches", "postings", "journal", "crash_counts", "episodes"):
+                connection.execute(f"DELETE FROM {table}")
+    code, out, err = engine_here("show", str(many), "--json", cwd=tmp_path)
+    assert code == 0, err
+    assert sum(row["status"] == "done" for row in json.loads(out)["rows"]) == 6
+    assert re.search(r"is damaged: 2 of 6 ended episodes are lost \(\S+/0, \S+/1\)", err), err

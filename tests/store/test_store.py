@@ -61,7 +61,7 @@ async def test_an_episode_is_done_wholly_or_not_at_all(store: RunStore, maker: A
     await store.begin(maker.task(), 0)
     good = maker.trajectory()
     doubled = replace(good, postings=[good.postings[0], good.postings[0]])
-    with pytest.raises(StoreError, match="UNIQUE"):
+    with pytest.raises(StoreError, match="the same step was written twice"):
         await store.finish(doubled)
     connection = sqlite3.connect(store.folder / "run.db")
     for table in ("trajectories", "branches", "postings"):
@@ -240,7 +240,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"run\.db does not exist"):
         RunStore.open(tmp_path)
     (tmp_path / "run.db").write_bytes(b"no database, but long enough to be one" * 100)
-    with pytest.raises(StoreError, match="is not a run: file is not a database"):
+    with pytest.raises(StoreError, match="is not a run, or its first page is damaged"):
         RunStore.open(tmp_path, readonly=True)
 
 

@@ -164,7 +164,7 @@ async def test_a_full_disk_is_a_store_error_and_what_was_written_stays_readable(
     await asyncio.wait_for(asyncio.gather(*(episode(index) for index in range(30))), 120)
     assert len(refused) == 30
     assert set(refused) == {
-        f"cannot write {store.folder / 'run.db'}: database or disk is full; free space on the disk and resume the run"
+        f"cannot write {store.folder / 'run.db'}: the disk is full; free space on the disk and resume the run"
     }
     assert sum(written.values()) > 0
     for index, count in written.items():
