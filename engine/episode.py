@@ -103,6 +103,7 @@ class Episode:
         "id",
         "ledger",
         "limit",
+        "limit_count",
         "limits",
         "path",
         "performed",
@@ -173,6 +174,8 @@ class Episode:
         """How often each action was performed."""
         self.seconds: dict[str, float] = {}
         self.limit: str | None = None
+        self.limit_count = 0.0
+        """The count at which the limit was reached."""
         self.failure: Failure | None = None
         self.solved = False
         self.solved_turn: int | None = None

@@ -282,7 +282,7 @@ class Executor:
         if isinstance(record, LimitRecord):
             if record.overflow:
                 return OVERFLOW
-            episode.limit = record.limit
+            episode.limit, episode.limit_count = record.limit, record.value
             return LIMIT
         return self._failed(episode, record.failure)
 

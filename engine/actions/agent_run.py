@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -17,8 +17,9 @@ from engine.agents.coroutine import CoroutineProgram
 from engine.agents.inbox import Inbox
 from engine.agents.program import AgentProgram, ProgramBody, ProgramEnd
 from engine.agents.rewards import SOURCE, read_end
-from engine.agents.wire.requests import ModelRequest, Session
+from engine.agents.wire.requests import ApiError, ModelRequest, Session
 from engine.errors import SpecCodeError
+from engine.limits import CONTEXT, LIMITS, PROMPT_LIMITS, Limit
 from engine.rewards.ledger import REWARD
 from engine.schemas.environment import ProgramSettings
 from engine.schemas.reward import RewardEvent
@@ -44,14 +45,25 @@ class AgentRun(AgentProgram):
     Args:
         spec: The spec's `agent`.
         body: What runs.
-        episode: The episode's id.
+        episode: The episode.
         seconds: Its time.
+        bounds: The limits on a turn, and their values.
+        logprobs: Whether the backend gives log-probs.
     """
 
-    def __init__(self, spec: AgentSpec, body: ProgramBody, episode: str, seconds: float) -> None:
-        session = Session(allow=frozenset(spec.allow), ignore=frozenset(spec.ignore))
-        super().__init__(body, seconds, Inbox(session, episode, spec.reward_names), spec.idle or inf)
-        self._spec = spec
+    def __init__(
+        self,
+        spec: AgentSpec,
+        body: ProgramBody,
+        episode: Episode,
+        seconds: float,
+        bounds: Sequence[tuple[Limit, float]],
+        *,
+        logprobs: bool,
+    ) -> None:
+        session = Session(allow=frozenset(spec.allow), ignore=frozenset(spec.ignore), logprobs=logprobs)
+        super().__init__(body, seconds, Inbox(session, episode.id, spec.reward_names), spec.idle or inf)
+        self._spec, self._episode, self._bounds = spec, episode, bounds
         self.ahead: AheadSampler | None = None
         self.record: AgentRecord | None = None
         self.asked_at = -1
@@ -86,6 +98,25 @@ class AgentRun(AgentProgram):
         self.ended = True
         await self.close()
         return [] if end is None else self.end_rewards(end)
+
+    def fault(self) -> ApiError | None:
+        """See `AgentProgram.fault`."""
+        name, count = self._episode.limit, self._episode.limit_count
+        if name is None:
+            return None
+        limit = next(each for each in LIMITS if each.name == name)
+        most = next((most for each, most in self._bounds if each is limit), None)
+        if name not in PROMPT_LIMITS:
+            of = "" if most is None else f" ({most:g})"
+            return ApiError(f"the episode has ended at its limit `{limit.key}`{of}", code="episode_over")
+        keys = f"`{limit.key}` of the spec" + (
+            ", or the context of the model or its server" if limit is CONTEXT else ""
+        )
+        text = f"the prompt is too long: it has at least {count:g} tokens"
+        if most is not None:
+            text += f", and this model's maximum context length is {most:g} tokens"
+        text += f" ({keys}). The episode has ended"
+        return ApiError(text, param="messages", code="context_length_exceeded")
 
     async def stop(self, why: str = "the episode is over") -> None:
         """See `AgentProgram.stop`."""
@@ -123,8 +154,14 @@ class AgentStarter:
                 kind="agent_not_async",
             )
 
-    async def start(self, episode: Episode, objects: EpisodeObjects, threads: AgentThreads) -> AgentRun:
-        """Start the program of an episode.
+    async def start(
+        self,
+        episode: Episode,
+        objects: EpisodeObjects,
+        threads: AgentThreads,
+        bounds: Sequence[tuple[Limit, float]],
+    ) -> AgentRun:
+        """Start the program of an episode, with the limits on its turns.
 
         Raises:
             SpecCodeError: It cannot be started.
@@ -162,7 +199,9 @@ class AgentStarter:
             )
         else:
             body = CoroutineProgram(self._call, task, LoopReplacedError)
-        run = AgentRun(self._spec, body, episode.id, min(self._spec.timeout, added.seconds or self._spec.timeout))
+        seconds = min(self._spec.timeout, added.seconds or self._spec.timeout)
+        logprobs = not self._services.backend.declared.takes_messages
+        run = AgentRun(self._spec, body, episode, seconds, bounds, logprobs=logprobs)
         run.inbox.counter = lambda request: self._count(episode, threads, request)
         objects.agent = run
         objects.opened.append(run)

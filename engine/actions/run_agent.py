@@ -58,7 +58,7 @@ class RunAgentAction(BuiltInAction):
         threads.note_reply(episode)
         run = objects.agent
         if run is None:
-            run = await self._starter.start(episode, objects, threads)
+            run = await self._starter.start(episode, objects, threads, self._generate.bounds(episode))
         elif run.ended:
             raise SpecCodeError(
                 f"the program has ended; no transition may lead to {episode.state} again",
@@ -108,7 +108,7 @@ class RunAgentAction(BuiltInAction):
             return None
         run.asked_at = episode.turn
         exchange.turns.append(episode.turn)
-        exchange.replies.append(newest_reply(episode))
+        exchange.replies.append(newest_reply(episode, logprobs=exchange.request.logprobs))
         count = len(exchange.replies)
         if count < exchange.request.replies:
             assert run.record is not None

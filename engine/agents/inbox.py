@@ -80,7 +80,8 @@ class Inbox:
         """By hash of path and body, and by idempotency key: the newest request, for retries."""
         self._unheard: dict[Exchange, None] = {}
         """Requests whose connections were closed before they had the whole answer."""
-        self._over = ""
+        self._over: ApiError | None = None
+        """The answer to requests after the end."""
 
     async def open(self) -> str:
         """Take requests. Returns the endpoint's address, without a path."""
@@ -102,8 +103,8 @@ class Inbox:
         Raises:
             ApiError: The episode is over, or another request had the same idempotency key.
         """
-        if self._over:
-            raise ApiError(self._over, code="episode_over")
+        if self._over is not None:
+            raise self._over
         name = sha256(path.encode() + b"\0" + body).hexdigest()
         own = headers.get(IDEMPOTENCY_KEY, "")
         known = self._known.get(f"key {own}") if own else None
@@ -131,8 +132,8 @@ class Inbox:
         Raises:
             ApiError: The episode is over, or the model cannot be shown the request.
         """
-        if self._over or self.counter is None:
-            raise ApiError(self._over or "tokens cannot be counted now", code="episode_over")
+        if self._over is not None or self.counter is None:
+            raise self._over or ApiError("tokens cannot be counted now", code="episode_over")
         try:
             return self.counter(request)
         except EngineError as error:
@@ -150,8 +151,8 @@ class Inbox:
         Raises:
             ApiError: It cannot be written; status 409 if the episode is over.
         """
-        if self._over:
-            raise ApiError(self._over, status=409, code="episode_over")
+        if self._over is not None:
+            raise ApiError(self._over.message, status=409, code="episode_over")
         event = read_posted(body, self._names, self._sent, self._episode)
         self._rewards.append(event)
         return {"turn": event.turn, "name": event.name, "value": event.value}
@@ -179,21 +180,21 @@ class Inbox:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return bool(self._over)
+        return self._over is not None
 
-    async def close(self, why: str, *others: Exchange) -> None:
+    async def close(self, why: ApiError, *others: Exchange) -> None:
         """Refuse the key, and answer the requests that wait with an error. A second call does nothing.
 
         Args:
-            why: The error's message.
+            why: The error.
             others: Requests that are not in `waiting` any more and wait for their answers.
         """
-        if self._over:
+        if self._over is not None:
             return
         self._over = why
         open_ = [exchange for exchange in (*others, *self.waiting) if not exchange.answer.done()]
         for exchange in open_:
-            exchange.answer.set_exception(ApiError(why, code="episode_over"))
+            exchange.answer.set_exception(why)
         self.waiting.clear()
         if open_:
             await asyncio.sleep(0.05)  # the connections write the errors before the program dies

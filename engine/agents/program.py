@@ -137,7 +137,8 @@ class AgentProgram:
         while not self._body.ended.done():
             now = loop.time()
             if now >= (self._deadline if inbox.waiting else deadline):
-                return await self._end(None)
+                name = "timeout" if inbox.waiting or deadline == self._deadline else "idle"
+                return await self._end(None, f"the program ran out of time: `agent.{name}` of the spec")
             inbox.woken.clear()
             if recorded is not None:
                 others_since = others_since or (now if inbox.waiting else None)
@@ -159,7 +160,7 @@ class AgentProgram:
                     await inbox.woken.wait()
             except TimeoutError:
                 continue
-        return await self._end(self._body.ended.result())
+        return await self._end(self._body.ended.result(), "the program has ended")
 
     def _first(self) -> Exchange | None:
         """The waiting request that is answered next; None: none is ready."""
@@ -198,17 +199,22 @@ class AgentProgram:
         """Answer waiting requests with an error, end the program, and remove what it left."""
         current, self.current = self.current, None
         if self._started:
-            await self.inbox.close(why, *([current] if current else []))
+            await self.inbox.close(self.fault() or ApiError(why, code="episode_over"), *([current] if current else []))
         await self._body.stop()
         await self._body.close()
 
+    def fault(self) -> ApiError | None:
+        """The error that says which limit ended the episode; None: none did."""
+        return None
+
     async def end(self) -> ProgramEnd | None:
         """Stop a program that has not ended, and return its end; None if it has ended, or did not start."""
-        return None if self.inbox.closed or not self._started else await self._end(None)
+        ended = self.inbox.closed or not self._started
+        return None if ended else await self._end(None, "the episode is over")
 
-    async def _end(self, status: int | None) -> ProgramEnd:
+    async def _end(self, status: int | None, why: str) -> ProgramEnd:
         await self._body.stop()
         reward = await self._body.reward()
         output = self._body.output
-        await self.stop("the program has ended")
+        await self.stop(why)
         return ProgramEnd(status, output, reward)

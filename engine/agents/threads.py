@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine.agents.echo import Continuation, EchoIndex, Request, tools_key
-from engine.agents.wire.requests import ModelReply
+from engine.agents.wire.requests import ModelReply, SampledToken
 from engine.schemas.journal import AgentRecord
 from engine.schemas.message import MalformedCall, Message
 
@@ -90,8 +90,13 @@ class AgentThreads:
         self._request = self._index.add_request(record.messages, tools_key(record.tools), record.parent)
 
 
-def newest_reply(episode: Episode) -> ModelReply:
-    """The newest turn as the program gets it: a call that could not be parsed is part of the text."""
+def newest_reply(episode: Episode, *, logprobs: bool = False) -> ModelReply:
+    """The newest turn as the program gets it: a call that could not be parsed is part of the text.
+
+    Args:
+        episode: The episode.
+        logprobs: Whether the program asks for the log-probs of the sampled tokens.
+    """
     said = next(message for message in reversed(episode.conversation.thread.messages) if message.role == "assistant")
     raw = [attempt.raw for attempt in episode.attempts if isinstance(attempt, MalformedCall)]
     text = "\n".join([*([said.text] if said.text else []), *raw])
@@ -109,4 +114,12 @@ def newest_reply(episode: Episode) -> ModelReply:
         prompt_tokens=turn.prompt_tokens,
         reply_tokens=turn.reply_tokens or turn.end - turn.start,
         stopped=stopped,
+        sampled=_sampled(episode.conversation) if logprobs else (),
     )
+
+
+def _sampled(conversation: Conversation) -> list[SampledToken]:
+    """The tokens of the newest turn, with the log-probs of its row."""
+    ids, logprobs = conversation.tapes.newest()
+    data_of = conversation.form.fast.data_of
+    return [SampledToken(data_of(id_), logprob) for id_, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True)]

@@ -53,6 +53,10 @@ class ByteDecoder:
         self._known: list[bytes | None] = [None] * size
         """By id: its bytes, once it has occurred."""
 
+    def data_of(self, id_: int) -> bytes:
+        """The bytes of one id; none where it is not in the vocabulary."""
+        return self._bytes_of[id_]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Ids -> text. Bytes that are not UTF-8 become U+FFFD.
 

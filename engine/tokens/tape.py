@@ -136,6 +136,10 @@ class Tape:
         """How many tokens were sampled."""
         return self._sampled
 
+    def newest_logprobs(self, count: int) -> FloatVector:
+        """The log-probs of the last sampled tokens, float32 [count]."""
+        return self._logprobs[self._sampled - count : self._sampled]
+
     @property
     def spans(self) -> list[Span]:
         """The spans, in order; they cover the tape without a gap."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Branch
 from engine.tokens.proof import View
-from engine.tokens.tape import IntVector, Tape
+from engine.tokens.tape import FloatVector, IntVector, Tape
 
 TAIL = 64
 """Ids before a reply that its parser may look at."""
@@ -76,6 +76,12 @@ class Tapes:
         branch, start, end = self.places[turn]
         ids = self.all[branch][0].ids
         return ids[max(0, start - TAIL) : start], ids[start:end]
+
+    def newest(self) -> tuple[IntVector, FloatVector]:
+        """The sampled ids of the newest turn, int32 [tokens], and their log-probs, float32 [tokens]."""
+        branch, start, end = self.places[-1]
+        tape = self.all[branch][0]
+        return tape.ids[start:end], tape.newest_logprobs(end - start)
 
     def begin(self, tape: Tape, reason: str) -> None:
         """Make a new tape the current one. It replaces the current one if that has no turn, with its reason."""

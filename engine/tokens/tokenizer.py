@@ -7,6 +7,7 @@ not offered: `renderers` then encodes a message in one pass, and skips the attri
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,7 @@ from engine.fast.byte_level import BYTE_CHARACTERS, ByteDecoder
 from engine.fast.plain_tokenizer import PlainTokenizer
 from engine.tokens.literal import MARK, LiteralEncoder, Quoting
 
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _SHORT = 32
 """Longest text, in characters, whose ids are kept: texts that templates repeat."""
 _REMEMBERED = 4096
@@ -145,6 +147,16 @@ class FastTokenizer:
             if piece is not None and piece.startswith("▁"):
                 return str(piece.replace("▁", " "))
         return self.decode(id_)
+
+    def data_of(self, id_: int) -> bytes:
+        """The bytes of one token inside a longer text; those of a part of a character are not UTF-8."""
+        if self._bytes is not None:
+            return self._bytes.data_of(id_)
+        if self._backend is not None:
+            token = self._backend.id_to_token(id_) or ""
+            if id_ not in self.added_ids and _BYTE.fullmatch(token):  # SentencePiece's parts of characters
+                return bytes([int(token[3:5], 16)])
+        return self.piece(id_).encode()
 
     def spelled(self, ids: Sequence[int] | np.ndarray) -> tuple[str, list[tuple[int, int]]]:
         """The decoded text, and the characters [start, end) of each added token in it. ids: int [tokens]."""

@@ -107,7 +107,7 @@ async def test_what_sdks_send_is_read(api: tuple[Any, Answers]) -> None:
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"stop": ["x"]}, "stop"),

@@ -154,7 +154,7 @@ async def test_what_sdks_send_is_read(api: tuple[Any, Answers]) -> None:
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"frobnicate": 1}}, "text.frobnicate"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"include": ["message.output_text.logprobs", "x"]}, "include[1]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [TOOL | {"strict": True}]}, "tools[0].strict"),
         ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),

@@ -147,7 +147,7 @@ reward()
 
 async def test_what_is_not_supported_is_refused_and_costs_no_turn(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     program = """
-for field, value in {"logprobs": True, "stop": ["x"], "n": 0, "tool_choice": "required", "frobnicate": 1}.items():
+for field, value in {"top_logprobs": 2, "stop": ["x"], "n": 0, "tool_choice": "required", "frobnicate": 1}.items():
     status, error = post({"messages": [ASK], field: value})
     assert (status, error["param"]) == (400, field), (status, error)
 status, error = post({"messages": [ASK], "model": "gpt-9"})

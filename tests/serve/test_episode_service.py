@@ -304,6 +304,82 @@ async def test_how_episodes_end(
         assert "ran out of time" in failure.message
 
 
+LONG = {"role": "user", "content": "What? " * 200}
+APIS: dict[str, dict[str, Any]] = {
+    "/chat/completions": {"messages": [LONG]},
+    "/responses": {"input": LONG["content"]},
+    "/messages": {"messages": [LONG], "max_tokens": 5},
+}
+
+
+@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize(
+    ("changes", "key", "most"),
+    [
+        ({"model": {"context": 90}}, "`model.context`", "90 tokens"),
+        ({"limits": {"episode_tokens": 80}}, "`limits.episode_tokens`", "80 tokens"),
+    ],
+    ids=["context", "episode_tokens"],
+)
+async def test_a_prompt_that_is_too_long_is_answered_with_the_limit(
+    path: str, changes: dict[str, Any], key: str, most: str, tmp_path: Path, tiny_tokenizer_dir: Path
+) -> None:
+    spec = served_spec(tmp_path, tiny_tokenizer_dir, ["It is 42."], **changes)
+    async with serving(spec, tmp_path / "runs") as client:
+        opened = await client.open()
+        [work] = [item.work for item in client.service._open.values()]
+        status, fault = await asyncio.to_thread(
+            post_to_api, opened["base_url"] + path, {"model": "policy", **APIS[path]}, opened["key"]
+        )
+        assert (status, fault["code"], fault["param"]) == (400, "context_length_exceeded", "messages")
+        assert fault["type"] == "invalid_request_error"
+        for words in ("prompt is too long", "maximum context length", key, most):
+            assert words in fault["message"]
+        await asyncio.wait([work])
+    [trajectory] = trajectories(spec, tmp_path / "runs").values()
+    assert trajectory.outcome.limit == key.strip("`").rpartition(".")[2]
+
+
+def post_to_api(url: str, body: Any, key: str) -> tuple[int, Any]:
+    headers = {"authorization": f"Bearer {key}", "anthropic-version": "2023-06-01"}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=60
+        ) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "seconds", "bodies"),
+    [
+        ({"limits": {"assistant_turns": 1}}, "`limits.assistant_turns` (1)", 0, [{"n": 2}]),
+        ({"limits": {"episode_seconds": "200ms"}}, "`limits.episode_seconds`", 20, [{}]),
+        pytest.param({"agent": {"timeout": "200ms"}}, "`agent.timeout`", 3, [{}, {}], marks=pytest.mark.slow),
+    ],
+    ids=["assistant_turns", "episode_seconds", "timeout"],
+)
+async def test_a_request_that_a_limit_ends_is_answered_with_its_key(
+    changes: dict[str, Any],
+    key: str,
+    seconds: float,
+    bodies: list[dict[str, Any]],
+    tmp_path: Path,
+    tiny_tokenizer_dir: Path,
+) -> None:
+    """The program's time may end while another request is answered."""
+    spec = served_spec(tmp_path, tiny_tokenizer_dir, [{"text": "It is 42.", "delay": seconds}] * 2, **changes)
+    async with serving(spec, tmp_path / "runs") as client:
+        opened = await client.open()
+        url, ask = opened["base_url"] + "/chat/completions", {"model": "policy", "messages": [ASK]}
+        answers = await asyncio.gather(*(client.call("POST", url, ask | body, opened["key"]) for body in bodies))
+        refused = [answer for status, answer, _ in answers if status == 400]
+        assert refused
+        assert {answer["code"] for answer in refused} == {"episode_over"}
+        assert all(key in answer["message"] for answer in refused)
+
+
 async def test_a_stopped_service_goes_on_with_what_is_not_finished(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """Also after a failed disk in the middle: an open episode begins again, a finished one stays."""
     spec = served_spec(tmp_path, tiny_tokenizer_dir, ["It is 42.", "Yes."])

@@ -16,7 +16,7 @@ MOST_REPLIES = 64
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 FIELDS = Fields(
-    read=frozenset({"messages", "model", "n", "stream", "stream_options", "tools"}),
+    read=frozenset({"logprobs", "messages", "model", "n", "stream", "stream_options", "tools", "top_logprobs"}),
     without_effect=frozenset(
         {
             "metadata",
@@ -43,12 +43,10 @@ FIELDS = Fields(
         "function_call": ("auto",),
         "functions": ([],),
         "logit_bias": ({},),
-        "logprobs": (False,),
         "modalities": (["text"],),
         "parallel_tool_calls": (True,),
         "response_format": ({"type": "text"},),
         "tool_choice": ("auto",),
-        "top_logprobs": (0,),
         "verbosity": ("medium",),
     },
     ignorable={
@@ -79,7 +77,8 @@ class ChatCompletions:
         messages = [_message(item, at) for at, item in fields.objects(body.get("messages"), "messages")]
         if not messages:
             raise ApiError("`messages` must be a list of at least one message", param="messages")
-        return reader.request(messages, lambda tool, at: _tool(reader, tool, at), replies)
+        logprobs = reader.logprobs("logprobs", asked=reader.flag("logprobs"))
+        return reader.request(messages, lambda tool, at: _tool(reader, tool, at), replies, logprobs=logprobs)
 
     def whole(self, request: ModelRequest, made: Replies, session: Session) -> dict[str, Any]:
         """See `ModelApi`."""
@@ -89,7 +88,8 @@ class ChatCompletions:
             "created": made.created,
             "model": session.model,
             "choices": [
-                {"index": index, "message": _written(reply.message), "finish_reason": reply.finish, "logprobs": None}
+                {"index": index, "message": _written(reply.message), "finish_reason": reply.finish}
+                | {"logprobs": _logprobs(request, reply)}
                 for index, reply in enumerate(made.replies)
             ],
             "usage": _usage(made.replies),
@@ -109,8 +109,10 @@ class ChatCompletions:
             deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
             deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
             deltas += [{"tool_calls": [call]} for call in calls]
+            first = next((delta for delta in deltas if delta.get("content")), deltas[0])
             for delta, finish in [*((delta, None) for delta in deltas), ({}, reply.finish)]:
-                choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": None}
+                logprobs = _logprobs(request, reply) if delta is first else None
+                choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
                 yield Event(frame | {"choices": [choice]})
         if (request.body.get("stream_options") or {}).get("include_usage"):
             yield Event(frame | {"choices": [], "usage": _usage(made.replies)})
@@ -194,6 +196,10 @@ def _written(message: Message) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return made
+
+
+def _logprobs(request: ModelRequest, reply: ModelReply) -> dict[str, Any] | None:
+    return {"content": [token.written() for token in reply.sampled], "refusal": None} if request.logprobs else None
 
 
 def _usage(replies: Sequence[ModelReply]) -> dict[str, int]:

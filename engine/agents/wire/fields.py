@@ -160,8 +160,31 @@ class Reader:
             raise ApiError(f"`{name}` must be true or false", param=name)
         return bool(value)
 
+    def logprobs(self, at: str, *, asked: bool) -> bool:
+        """Whether log-probs are asked for.
+
+        Args:
+            at: The field that asks for them.
+            asked: Whether it does.
+
+        Raises:
+            ApiError: There are none, or it asks for those of tokens that were not sampled.
+        """
+        top = self.body.get("top_logprobs")
+        if top is not None and (type(top) is not int or top != 0):
+            text = "`top_logprobs` must be 0: the log-probs of sampled tokens are known, and of no others; leave it out"
+            raise ApiError(text, param="top_logprobs")
+        if asked and not self.session.logprobs:
+            raise ApiError(f"`{at}`: the backend of the spec gives no log-probs: leave it out", param=at)
+        return asked
+
     def request(
-        self, messages: list[Message], tool: Callable[[dict[str, Any], str], dict[str, Any]], replies: int = 1
+        self,
+        messages: list[Message],
+        tool: Callable[[dict[str, Any], str], dict[str, Any]],
+        replies: int = 1,
+        *,
+        logprobs: bool = False,
     ) -> ModelRequest:
         """Return the request.
 
@@ -169,6 +192,7 @@ class Reader:
             messages: Its conversation.
             tool: Reads one of its tools; see `tools`.
             replies: How many replies it asks for.
+            logprobs: Whether it asks for log-probs.
 
         Raises:
             ApiError: A tool or `stream` has an invalid value.
@@ -181,6 +205,7 @@ class Reader:
             sampling=self.sampling,
             overruled=self.overruled,
             body=self.body,
+            logprobs=logprobs,
         )
 
     def tools(self, read: Callable[[dict[str, Any], str], dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,6 +48,8 @@ class Session:
     """Parameters of sampling that requests may set: names of `agent.allow`."""
     ignore: frozenset[str] = frozenset()
     """Fields that requests may set without effect: names of `agent.ignore`."""
+    logprobs: bool = True
+    """Whether the backend gives log-probs."""
     stored: dict[str, Stored] = field(default_factory=dict)
     """By the id of a reply: the conversation up to and with it."""
 
@@ -74,6 +76,22 @@ class ModelRequest:
     """Fields that it sets and that have no effect, because the spec decides, sorted."""
     body: Mapping[str, Any] = field(default_factory=dict)
     """Its JSON object, for the fields that a reply repeats."""
+    logprobs: bool = False
+    """Whether it asks for the log-probs of the sampled tokens."""
+
+
+class SampledToken(NamedTuple):
+    """One sampled token."""
+
+    data: bytes
+    """Its bytes; a character may need those of several tokens."""
+    logprob: float
+    """Its log-prob in the training row."""
+
+    def written(self) -> dict[str, Any]:
+        """The token as OpenAI's APIs write it. Log-probs of tokens that were not sampled are not known."""
+        text = self.data.decode(errors="replace")
+        return {"token": text, "logprob": self.logprob, "bytes": [*self.data], "top_logprobs": []}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +106,8 @@ class ModelReply:
     reply_tokens: int
     stopped: str | None = None
     """The stop string that ended it."""
+    sampled: Sequence[SampledToken] = ()
+    """All its sampled tokens, also those of reasoning, calls and its end, where the request asks for log-probs."""
 
 
 class Replies(NamedTuple):

@@ -32,6 +32,7 @@ FIELDS = Fields(
             "stream_options",
             "text",
             "tools",
+            "top_logprobs",
         }
     ),
     without_effect=frozenset(
@@ -51,15 +52,15 @@ FIELDS = Fields(
         "background": (False,),
         "parallel_tool_calls": (True,),
         "tool_choice": ("auto",),
-        "top_logprobs": (0,),
         "truncation": ("disabled",),
     },
     ignorable={"parallel_tool_calls": "parallel_tool_calls", "tool_choice": "tool_choice"},
 )
-_ENCRYPTED = "reasoning.encrypted_content"
+_ENCRYPTED, _LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 _INCLUDED = frozenset(
     {
         _ENCRYPTED,
+        _LOGPROBS,
         "code_interpreter_call.outputs",
         "computer_call_output.output.image_url",
         "file_search_call.results",
@@ -68,7 +69,7 @@ _INCLUDED = frozenset(
         "web_search_call.results",
     }
 )
-"""Values of `include`: reasoning, and parts of items that no reply has."""
+"""Values of `include`: reasoning, log-probs, and parts of items that no reply has."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _OWN_CALL = re.compile(r"call_(\d+)_\d+")
 """Ids of calls that the engine writes; the number is the turn."""
@@ -100,7 +101,8 @@ class Responses:
         if instructions is not None:
             system = Message(role="system", content=fields.text(instructions, "instructions"))
             said = [system, *said]
-        return reader.request(said, lambda tool, at: _tool(reader, tool, at))
+        logprobs = reader.logprobs("include", asked=_LOGPROBS in (body.get("include") or ()))
+        return reader.request(said, lambda tool, at: _tool(reader, tool, at), logprobs=logprobs)
 
     def whole(self, request: ModelRequest, made: Replies, session: Session) -> dict[str, Any]:
         """See `ModelApi`."""
@@ -115,7 +117,9 @@ class Responses:
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "completed_at": float(made.created),
-            "output": _items(reply, made.id, encrypted=_ENCRYPTED in (body.get("include") or ())),
+            "output": _items(
+                reply, made.id, encrypted=_ENCRYPTED in (body.get("include") or ()), logprobs=request.logprobs
+            ),
             "usage": {
                 "input_tokens": reply.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -342,7 +346,7 @@ def _frame(request: ModelRequest, made: Replies, session: Session) -> dict[str, 
     }
 
 
-def _items(reply: ModelReply, id_: str, *, encrypted: bool) -> list[dict[str, Any]]:
+def _items(reply: ModelReply, id_: str, *, encrypted: bool, logprobs: bool) -> list[dict[str, Any]]:
     message, status = reply.message, "incomplete" if reply.finish == "length" else "completed"
     items: list[dict[str, Any]] = []
     if message.reasoning:
@@ -351,8 +355,9 @@ def _items(reply: ModelReply, id_: str, *, encrypted: bool) -> list[dict[str, An
         items.append(
             {"id": f"rs_{id_}", "type": "reasoning", "summary": [], "content": parts, "encrypted_content": hidden}
         )
-    if message.text or not message.tool_calls:
-        content = [{"type": "output_text", "text": message.text, "annotations": [], "logprobs": []}]
+    if message.text or not message.tool_calls or logprobs:  # only this item has a place for log-probs
+        sampled = [token.written() for token in reply.sampled] if logprobs else []
+        content = [{"type": "output_text", "text": message.text, "annotations": [], "logprobs": sampled}]
         items.append({"id": f"msg_{id_}", "type": "message", "role": "assistant", "status": status, "content": content})
     for index, call in enumerate(message.tool_calls):
         item = {"id": f"fc_{id_}_{index}", "type": "function_call", "status": status, "call_id": call.id}
@@ -371,11 +376,12 @@ def _item_events(item: dict[str, Any], index: int) -> Iterator[tuple[str, dict[s
         yield "response.function_call_arguments.done", at | {"arguments": arguments, "name": item["name"]}
     else:
         kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
-        extra: dict[str, Any] = {} if item["type"] == "reasoning" else {"logprobs": []}
+        [part] = item["content"]
+        extra: dict[str, Any] = {} if item["type"] == "reasoning" else {"logprobs": part["logprobs"]}
+        none: dict[str, Any] = {name: [] for name in extra}
         yield "response.output_item.added", place | {"item": begun | {"content": []}}
         at = place | {"item_id": item["id"], "content_index": 0}
-        [part] = item["content"]
-        yield "response.content_part.added", at | {"part": part | {"text": ""}}
+        yield "response.content_part.added", at | {"part": part | {"text": ""} | none}
         if part["text"]:
             yield f"response.{kind}.delta", at | {"delta": part["text"]} | extra
         yield f"response.{kind}.done", at | {"text": part["text"]} | extra
