@@ -4,17 +4,21 @@
 task's own query, in the shown database and in further databases that the model does not see.
 
 Invariants: a query can only read (SQLite's authorizer refuses everything else); each query has its own connection. The main
-limit is a number of steps of SQLite's virtual machine, so whether a query is stopped does not depend on the machine's speed.
+limit is a number of steps of SQLite's virtual machine, so whether a query is stopped does not depend on the machine's speed. Steps that take
+long are short enough (`_LIMITS`) that a second limit, of CPU time, ends a query at most half a second late.
 """
 
 from __future__ import annotations
 
 import re
 import sqlite3
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +31,14 @@ __all__ = ["Rows", "TextToSql", "problems", "run_query", "same_rows"]
 
 STEPS_PER_CHECK = 1000
 """Steps of SQLite's virtual machine between two checks of the limits."""
-LONGEST_VALUE = 100_000
-"""Maximum bytes of one text or blob, so that one function call cannot take long or use much memory."""
+LONGEST_VALUE = 20_000
+"""Maximum bytes of one text or blob, so that one function call cannot take long: `trim` compares each character with each."""
+LONGEST_QUERY = 50_000
+"""Maximum bytes of a query."""
+LARGEST_RESULT = 8_000_000
+"""Maximum characters and bytes of all rows of a result."""
+MAX_COPIES = 1_000
+"""How often SQLite may copy the tables of `WITH`, one copy for each use: tables that use each other twice double their number."""
 CELL_CHARACTERS = 200
 """Maximum number of characters shown of one value."""
 
@@ -36,6 +46,19 @@ _SQL = re.compile(r"<sql>(.*?)</sql>", re.DOTALL)
 _READS = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE)
 _NOT_CALLED = {"fts3_tokenizer", "load_extension", "random", "randomblob", "format", "printf"}
 """Functions that are refused: unsafe, not deterministic, or (`printf`) slow within one step."""
+
+_LIMITS = {
+    sqlite3.SQLITE_LIMIT_LENGTH: LONGEST_VALUE,
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 500,
+    sqlite3.SQLITE_LIMIT_SQL_LENGTH: LONGEST_QUERY,
+    sqlite3.SQLITE_LIMIT_COLUMN: 500,
+    sqlite3.SQLITE_LIMIT_VDBE_OP: 200_000,
+    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
+}
+"""SQLite's own limits: bytes of a value, of a pattern and of the query, columns, steps of the compiled query, other databases."""
+_TOKEN = re.compile(
+    r"'[^']*(?:'|\Z)|--[^\n]*|/\*.*?(?:\*/|\Z)|\"[^\"]*(?:\"|\Z)|`[^`]*(?:`|\Z)|\[[^\]]*(?:\]|\Z)|\w+|[()]", re.DOTALL
+)
 
 Open = Callable[[], sqlite3.Connection]
 
@@ -71,23 +94,29 @@ def run_query(opened: Open, sql: str, *, rows: int, steps: int, seconds: float) 
         sql: One statement.
         rows: Maximum number of rows of the result.
         steps: Maximum number of steps of SQLite's virtual machine.
-        seconds: Maximum CPU time of the thread, checked every `STEPS_PER_CHECK` steps.
+        seconds: Maximum CPU time of the thread.
 
     Raises:
         ValueError: The query is invalid, writes, or exceeds a limit; the message says which.
     """
     over = refused = ""
     left = steps // STEPS_PER_CHECK
-    deadline = time.thread_time() + seconds
+    if len(sql) <= LONGEST_QUERY and _copies(sql) > MAX_COPIES:
+        raise ValueError(
+            f"The tables of WITH use each other too often: more than {MAX_COPIES} copies. Name fewer of them."
+        )
 
     def check() -> int:
         nonlocal left, over
         left -= 1
         if left < 0:
             over = f"The query takes more than {steps} steps. Read fewer rows, or join on keys."
-        elif time.thread_time() > deadline:
-            over = f"The query takes more than {seconds:g} s."
         return 1 if over else 0
+
+    def stop() -> None:
+        nonlocal over
+        over = f"The query takes more than {seconds:g} s."
+        connection.interrupt()
 
     def allow(action: int, first: str | None, second: str | None, *_: object) -> int:
         nonlocal refused
@@ -101,18 +130,104 @@ def run_query(opened: Open, sql: str, *, rows: int, steps: int, seconds: float) 
         return sqlite3.SQLITE_DENY
 
     with closing(opened()) as connection:
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST_VALUE)
-        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+        for limit, most in _LIMITS.items():
+            connection.setlimit(limit, most)
         connection.set_authorizer(allow)
         connection.set_progress_handler(check, STEPS_PER_CHECK)
         try:
-            cursor = connection.execute(sql)
-            found = cursor.fetchmany(rows + 1)
-        except (sqlite3.Error, sqlite3.Warning, OverflowError, UnicodeError) as problem:
-            raise ValueError(over or refused or str(problem)) from None
+            with _stopped_after(seconds, stop):
+                cursor = connection.execute(sql)
+                found = _fetched(cursor, rows + 1)
+        except (sqlite3.Error, sqlite3.Warning, OverflowError, UnicodeError, MemoryError) as problem:
+            raise ValueError(over or refused or str(problem) or "The query is too large.") from None
         if cursor.description is None:
             raise ValueError("The query gives no rows: write one SELECT.")
         return Rows([column[0] for column in cursor.description], found[:rows], len(found) > rows)
+
+
+def _fetched(cursor: sqlite3.Cursor, most: int) -> list[tuple[Any, ...]]:
+    """The first rows of a result.
+
+    Raises:
+        ValueError: They are larger than `LARGEST_RESULT`.
+    """
+    rows: list[tuple[Any, ...]] = []
+    size = 0
+    for row in islice(cursor, most):
+        rows.append(row)
+        size += sum(len(value) for value in row if isinstance(value, str | bytes))
+        if size > LARGEST_RESULT:
+            raise ValueError(f"The result is larger than {LARGEST_RESULT:,} characters. Select less.")
+    return rows
+
+
+@contextmanager
+def _stopped_after(seconds: float, stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` in another thread once this one has taken so much CPU time (on macOS and Windows: after so much time)."""
+    ended = threading.Event()
+    clock = getattr(time, "pthread_getcpuclockid", None)
+    used = partial(time.clock_gettime, clock(threading.get_ident())) if clock is not None else time.monotonic
+    deadline = used() + seconds
+
+    def watch() -> None:
+        while not ended.wait(max(deadline - used(), 0)):
+            if used() >= deadline:
+                stop()
+                break
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _copies(sql: str) -> int:
+    """At least as many copies of the tables of `WITH` as SQLite makes of them; more than `MAX_COPIES` if there are many."""
+    words = [word.strip("'\"`[]").lower() for word in _TOKEN.findall(sql) if not word.startswith(("--", "/*"))]
+    if "with" not in words:
+        return 0
+    uses: dict[str, Counter[str]] = {"": Counter()}
+    inside, depth = [("", 0)], 0
+    for at, word in enumerate(words):
+        if word == "(" and (name := _defined(words, at)):
+            uses.setdefault(name, Counter())
+            inside.append((name, depth))
+        depth += {"(": 1, ")": -1}.get(word, 0)
+        if len(inside) > 1 and word == ")" and depth == inside[-1][1]:
+            inside.pop()
+        uses[inside[-1][0]][word] += 1
+    known: dict[str, int] = {}
+
+    def copies(name: str, above: tuple[str, ...]) -> int:
+        if name in above:
+            return 0
+        if name not in known:
+            found = sum(n * copies(used, (*above, name)) for used, n in uses[name].items() if used in uses)
+            known[name] = min(1 + found, MAX_COPIES + 1)
+        return known[name]
+
+    try:
+        return copies("", ())
+    except RecursionError:
+        return MAX_COPIES + 1
+
+
+def _defined(words: list[str], at: int) -> str:
+    """The table of `WITH` whose body begins with the parenthesis at `at`; empty if none does."""
+    at -= 1
+    while at > 0 and words[at] in ("materialized", "not"):
+        at -= 1
+    if at < 1 or words[at] != "as":
+        return ""
+    at -= 1
+    if words[at] == ")":
+        while at > 0 and words[at] != "(":
+            at -= 1
+        at -= 1
+    return words[at] if at >= 0 else ""
 
 
 def same_rows(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]], ordered: bool) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +106,97 @@ def test_what_is_wrong_with_a_query_is_said(sql: str, words: str) -> None:
 
 
 def test_wild_cards_cannot_hang_a_query() -> None:
-    assert ran("SELECT hex(zeroblob(49000)) LIKE '%0%0%0%0%0%0%1'").rows == [(0,)]
+    assert ran("SELECT hex(zeroblob(9900)) LIKE '%0%0%0%0%0%0%1'").rows == [(0,)]
+
+
+PAIRS = "FROM items a, items b WHERE"
+TEXT, OTHER = "hex(zeroblob(9900)) || a.quantity", "hex(zeroblob(4900)) || b.quantity || 'x'"
+CHARACTERS = "replace(hex(zeroblob(700)), '0', 'x') || '0' || b.quantity"
+BIG = "SELECT 1, hex(zeroblob(9900))"
+SLOW_STEPS = {
+    "like": f"SELECT COUNT(*) {PAIRS} {TEXT} LIKE '%' || hex(zeroblob(120)) || '1' || b.quantity || '%'",
+    "glob": f"SELECT COUNT(*) {PAIRS} {TEXT} GLOB '*' || hex(zeroblob(120)) || '[1-9]' || b.quantity || '*'",
+    "replace": f"SELECT COUNT(*) {PAIRS} replace({TEXT}, {OTHER}, '') = 'q'",
+    "instr": f"SELECT COUNT(*) FROM items c, items d, items a, items b WHERE instr({TEXT}, {OTHER}) = 7",
+    "trim": f"SELECT COUNT(*) {PAIRS} trim({TEXT}, {CHARACTERS}) = 'q'",
+    "endless": f"WITH RECURSIVE c(i, x) AS ({BIG} UNION ALL SELECT i + 1, x || '' FROM c) SELECT COUNT(*) FROM c",
+    "distinct": f"WITH RECURSIVE c(i, x) AS ({BIG} UNION SELECT i + 1, x FROM c) SELECT COUNT(*) FROM c",
+    "sort": f"WITH RECURSIVE c(i, x) AS ({BIG} UNION ALL SELECT i + 1, x FROM c LIMIT 400000) SELECT x || i FROM c ORDER BY 1",
+}
+"""Queries whose single steps take long, or move much."""
+
+
+@pytest.mark.parametrize("name", [*SLOW_STEPS])
+def test_a_query_of_slow_steps_is_ended_by_its_time(name: str) -> None:
+    with pytest.raises(ValueError, match=r"^The query takes more than 0\.05 s\.$"):
+        run_query(opened, SLOW_STEPS[name], rows=5, steps=10**9, seconds=0.05)
+
+
+def _doubled(count: int, first: str = "a0", second: str = "a1") -> str:
+    """Tables of WITH, each of which uses the one before it twice."""
+    names = [first, second, *(f"a{at}" for at in range(2, count))]
+    bodies = [f"{new} AS (SELECT x FROM {old} UNION ALL SELECT x FROM {old})" for old, new in pairwise(names)]
+    return f"WITH {first} AS (SELECT 1 AS x), {', '.join(bodies)} SELECT COUNT(*) FROM {names[-1]}"
+
+
+@pytest.mark.parametrize(
+    ("sql", "words"),
+    [
+        ("SELECT hex(zeroblob(9900)) LIKE '%' || hex(zeroblob(9000)) || '1'", "LIKE or GLOB pattern too complex"),
+        ("SELECT 1 GLOB '*' || hex(zeroblob(9000))", "LIKE or GLOB pattern too complex"),
+        (f"SELECT {', '.join(['hex(zeroblob(9900))'] * 400)} FROM items", "larger than 8,000,000 characters"),
+        (f"SELECT {', '.join(['1'] * 501)}", "too many columns in result set"),
+        (f"SELECT 1 {' ' * 50_000}", "query string is too large"),
+        (f"SELECT {'(' * 20_000}1{')' * 20_000}", "parser stack overflow"),
+        (_doubled(40), "more than 1000 copies"),
+        (_doubled(40, "'a b'", '"c ""d"'), "more than 1000 copies"),
+        (_doubled(40).replace(" AS (", "(x) AS /* as ( */ NOT MATERIALIZED ("), "more than 1000 copies"),
+        (", ".join(reversed(_doubled(40).removeprefix("WITH ").partition(" SELECT COUNT")[0].split(", "))).join(["WITH ", " SELECT x FROM a39"]), "more than 1000 copies"),
+        ("SELECT 1 " + "/*'" * 12_000, "too big"),
+    ],
+)  # fmt: skip
+def test_what_would_take_much_memory_is_refused(sql: str, words: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the message is compared)
+        run_query(opened, sql, rows=1_000, steps=10**7, seconds=60)
+    assert words in str(caught.value)
+
+
+def test_usual_tables_of_with_are_allowed() -> None:
+    assert ran(_doubled(6)).rows == [(32,)]
+    tables = "a AS (SELECT city FROM customers), b AS (SELECT city, COUNT(*) AS n FROM a GROUP BY city)"
+    assert len(ran(f"WITH {tables} SELECT * FROM b WHERE n = (SELECT MAX(n) FROM b)").rows) >= 1
+    counted = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c WHERE x < 9) SELECT MAX(x) FROM c"
+    assert ran(counted).rows == [(9,)]
+
+
+MEMORY = """
+import resource, sqlite3, sys
+from engine.environments.shop_database import shop
+from engine.environments.text_to_sql import run_query
+
+def opened():
+    connection = sqlite3.connect(":memory:")
+    connection.deserialize(shop(1))
+    return connection
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for sql in sys.argv[1:]:
+    try:
+        run_query(opened, sql, rows=1_000, steps=10_000_000, seconds=1)
+    except ValueError as error:
+        print(error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+@pytest.mark.slow
+def test_no_query_takes_more_than_a_hundred_megabytes() -> None:
+    queries = [*SLOW_STEPS.values(), _doubled(40), f"SELECT {', '.join(['hex(zeroblob(9900))'] * 400)} FROM items"]
+    queries.append(f"SELECT group_concat(x, '') FROM ({BIG.replace('1,', 'id AS i,')} AS x FROM items)")
+    ended = subprocess.run([sys.executable, "-c", MEMORY, *queries], capture_output=True, text=True, check=True)
+    *words, megabytes = ended.stdout.splitlines()
+    assert len(words) == len(queries)
+    assert int(megabytes) < 100
 
 
 def test_rows_are_shown_up_to_a_limit() -> None:
