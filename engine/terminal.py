@@ -27,6 +27,12 @@ _UNSAFE = re.compile(
 )
 """Characters that a terminal executes or does not show. Joiners and variation selectors stay: scripts and emoji need them."""
 
+MAX_LINE = 1_200
+"""Characters of one line of a message that quotes an input."""
+_MAX_QUOTE = 300
+_LONG_QUOTE = re.compile(rf"`[^`\n]{{{_MAX_QUOTE},}}`|'[^'\n]{{{_MAX_QUOTE},}}'|\"[^\"\n]{{{_MAX_QUOTE},}}\"")
+_LONG_WORD = re.compile(rf"\S{{{_MAX_QUOTE},}}")
+
 
 def visible(text: str, *, newlines: bool = True) -> str:
     """Replace each character that a terminal would execute or hide by its escape.
@@ -55,10 +61,40 @@ def _escaped(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
+def brief(message: str) -> str:
+    """A message in which long inputs are cut in the middle: quoted ones, words, and then lines of more than `MAX_LINE` characters."""
+    if len(message) <= _MAX_QUOTE:
+        return message
+    return "\n".join(_brief_line(line) for line in message.split("\n"))
+
+
+def _brief_line(line: str) -> str:
+    if len(line) <= _MAX_QUOTE:
+        return line
+    line = _LONG_QUOTE.sub(lambda match: match[0][0] + _cut(match[0][1:-1], 120) + match[0][0], line)
+    line = _LONG_WORD.sub(lambda match: _cut(match[0], 120), line)
+    return _cut(line, MAX_LINE - 300)
+
+
+def _cut(text: str, most: int) -> str:
+    """The beginning and the end of a text, with its length; at most `most` of its characters."""
+    if len(text) <= most:
+        return text
+    end = most // 3
+    return f"{text[: most - end]}… ({len(text):,} characters) …{text[-end:]}"
+
+
+def around(text: str, at: int, most: int = 160) -> str:
+    """The part of a text around one of its characters."""
+    start = max(min(at - most // 2, len(text) - most), 0)
+    part = text[start : start + most]
+    return f"{'…' * (start > 0)}{part}{'…' * (start + most < len(text))}"
+
+
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
-    """Print a line of plain text without secrets, on stderr if `err`; `nl=False` leaves out the line feed at the end."""
+    """Print a line of plain text without secrets, on stderr if `err`, where long inputs are cut; `nl=False` leaves out the line feed at the end."""
     stream = sys.stderr if err else sys.stdout
-    stream.write(visible(mask_credentials(text) if err else mask(text)) + ("\n" if nl else ""))
+    stream.write(visible(mask_credentials(brief(text)) if err else mask(text)) + ("\n" if nl else ""))
     stream.flush()
 
 

@@ -2,19 +2,47 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import typer
+import typer.core
 
-from engine.terminal import echo
+from engine.terminal import brief, echo
 
 # Torch reads this when it is imported. Threads that spin while they wait make a busy machine several times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+
+class _Commands(typer.core.TyperGroup):
+    """The commands. What is said of a wrong command line does not repeat a long argument."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        return _briefly(super().make_context, *arguments, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        return _briefly(super().invoke, ctx)
+
+
+def _briefly(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    try:
+        return call(*arguments, **options)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            echo(f"`{error.filename}` is too long for the name of a file or folder; give a shorter one", err=True)
+            raise typer.Exit(2) from None
+        if isinstance(words := getattr(error, "message", None), str) and hasattr(error, "format_message"):
+            error.message = brief(words)  # type: ignore[attr-defined]
+        raise
+
+
 app = typer.Typer(
     name="engine",
+    cls=_Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

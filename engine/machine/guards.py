@@ -16,6 +16,7 @@ from engine.machine.expression import ExpressionError, Name, parse
 from engine.machine.inference import GuardProblem, TypeInference, describe
 from engine.machine.operators import NUMBERS
 from engine.machine.variables import BOOL, DYN, STRING, VARIABLES, Variable
+from engine.terminal import around, brief
 
 MAX_CHARACTERS = 4_000
 """Characters that an expression may have."""
@@ -43,7 +44,8 @@ class Guard:
             self._evaluate = compile_tree(tree, expression)
         except ExpressionError as error:
             fix = f"; {error.fix}" if error.fix else ""
-            raise GuardError(f"guard `{expression}`, column {error.offset + 1}: {error}{fix}") from error
+            place = f"guard `{around(expression, error.offset)}`, column {error.offset + 1}"
+            raise GuardError(brief(f"{place}: {error}{fix}")) from error
         self.names = frozenset(node.name for node in tree.walk() if isinstance(node, Name)) & frozenset(variables)
         """The variables that it reads."""
         self._looping_tree = tree if is_looping(tree) else None
@@ -61,7 +63,9 @@ class Guard:
         value = self.value(context)
         if value is True or value is False:
             return bool(value)
-        raise GuardError(f"guard `{self.expression}` returns {value!r} instead of true or false; compare it")
+        raise GuardError(
+            f"guard `{around(self.expression, 0)}` returns {brief(repr(value))} instead of true or false; compare it"
+        )
 
     def value(self, context: Mapping[str, Any]) -> Any:
         """Return the expression's value, of any type.
@@ -73,15 +77,17 @@ class Guard:
             work = work_of(self._looping_tree, sizes_of(context.values()))
             if work > MAX_WORK:
                 raise GuardError(
-                    f"guard `{self.expression}`: it may take {work:,} steps on these values; {MAX_WORK:,} are allowed. "
+                    f"guard `{around(self.expression, 0)}`: it may take {work:,} steps on these values; {MAX_WORK:,} are allowed. "
                     "Nest fewer loops, or shorten the lists that it loops over"
                 )
         try:
             return self._evaluate(context)
         except EvaluationError as error:
-            raise GuardError(f"guard `{self.expression}`: {error}") from error
+            raise GuardError(f"guard `{around(self.expression, 0)}`: {error}") from error
         except RecursionError as error:
-            raise GuardError(f"guard `{self.expression}`: a value is nested too deeply to be compared") from error
+            raise GuardError(
+                f"guard `{around(self.expression, 0)}`: a value is nested too deeply to be compared"
+            ) from error
 
     def __repr__(self) -> str:
         return f"Guard({self.expression!r})"

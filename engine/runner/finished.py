@@ -19,6 +19,7 @@ from engine.machine.variables import BOOL, DOUBLE, DYN, INT, STRING, VARIABLES, 
 from engine.schemas.journal import UserRecord
 from engine.schemas.limits import LimitsSpec
 from engine.store.sft_rows import reply_numbers, shown_messages
+from engine.terminal import around, brief
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory, Turn
@@ -88,7 +89,8 @@ def compile_filter(expression: str, option: str, variables: Mapping[str, Variabl
     """
     for problem in guard_problems(expression, variables):
         fix = f"; {problem.fix}" if problem.fix else ""
-        raise StoreError(f"{option} `{expression}`, column {problem.column}: {problem.message}{fix}")
+        place = f"{option} `{around(expression, problem.column - 1)}`, column {problem.column}"
+        raise StoreError(brief(f"{place}: {problem.message}{fix}"))
     return Guard(expression, variables)
 
 

@@ -26,6 +26,7 @@ from engine.agents.wire.requests import ApiError
 from engine.errors import EngineError
 from engine.logs import Seldom
 from engine.storable import refusal, valid_text, words_of
+from engine.terminal import brief
 
 if TYPE_CHECKING:
     from engine.agents.connection import Connection, Head
@@ -48,7 +49,7 @@ class ServiceError(Exception):
 
     def __init__(self, status: int, message: str, code: str, *, retry_after: int | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.retry_after = status, message, code, retry_after
+        self.status, self.message, self.code, self.retry_after = status, brief(message), code, retry_after
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.terminal import around, brief
+
 Severity = Literal["error", "warning", "info"]
 PathKey = str | int
 DataPath = tuple[PathKey, ...]
@@ -32,10 +34,11 @@ class Origin:
     """What brought it here: `--set a.b=c`, `${ENV}`, `extends base.yaml`; empty when it was written in the spec itself."""
 
     def __str__(self) -> str:
+        via = around(self.via, 0)
         if self.file == SET_FILE:
-            return self.via
+            return via
         place = f"{self.file}:{self.line}:{self.column}"
-        return f"{place} ({self.via})" if self.via else place
+        return f"{place} ({via})" if via else place
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,10 @@ class Diagnostic:
     origin: Origin | None
     path: DataPath = ()
     """Which value of the resolved spec is meant."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", brief(self.message))
+        object.__setattr__(self, "fix", None if self.fix is None else brief(self.fix))
 
     def __str__(self) -> str:
         where = f"{self.origin}: " if self.origin else ""

@@ -16,6 +16,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from engine.schemas.environment import EpisodeView, ToolReply
+from engine.terminal import brief
 
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
 _PARAMETER = re.compile(r"^(\s+)(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")
@@ -226,7 +227,7 @@ def explain(error: ValidationError) -> str:
             parts.append(f"`{where}` is missing")
         else:
             parts.append(f"`{where}`: {item['msg'][0].lower()}{item['msg'][1:]}")
-    return "; ".join(parts)
+    return brief("; ".join(parts))
 
 
 def waits(target: Any) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine.schemas.message import Message
+from engine.terminal import brief
 
 MODEL = "policy"
 """The name of the model that programs ask for."""
@@ -26,7 +27,7 @@ class ApiError(Exception):
         self, message: str, *, param: str | None = None, status: int = 400, code: str = "invalid_request"
     ) -> None:
         super().__init__(message)
-        self.message, self.param, self.status, self.code = message, param, status, code
+        self.message, self.param, self.status, self.code = brief(message), param, status, code
 
 
 class Stored(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from engine.errors import RenderError
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.storable import refusal, words_of
+from engine.terminal import brief
 
 LONGEST_CALL = 20_000
 """Characters of one call. A longer one is malformed: literals are parsed recursively."""
@@ -35,7 +36,10 @@ class ParsedCalls(NamedTuple):
 
 
 class UnreadableCall(Exception):
-    """A call that cannot be read. The message tells the model what is wrong with it."""
+    """A call that cannot be read. The message tells the model what is wrong with it, and does not repeat a long call."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(brief(message))
 
 
 class ToolCallFormat(ABC):

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from engine.terminal import around
 from engine.tokens.toolcalls.base import JSON_WORDS, Call, TaggedFormat, UnreadableCall, as_json
 
 _FORM = "Write name(argument=value)."
@@ -31,7 +32,7 @@ class PlainFormat(TaggedFormat):
         """See `TaggedFormat.read_body`."""
         match = _NAMED.match(body)
         if match is None:
-            raise UnreadableCall(f"{body!r} is not of the form name(...). {_FORM}")
+            raise UnreadableCall(f"{around(body, 0)!r} is not of the form name(...). {_FORM}")
         name, inside = match.group(1), match.group(2).strip()
         parameters = _parameters(name, tools)
         sole = next(iter(parameters)) if list(parameters.values()) == ["string"] else None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.schemas.message import MalformedCall, ToolCall
+from engine.terminal import around
 from engine.tokens.toolcalls.base import (
     JSON_WORDS,
     LONGEST_CALL,
@@ -84,11 +85,11 @@ class PythonicFormat(ToolCallFormat):
                 warnings.simplefilter("ignore")
                 parsed = ast.parse(body, mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise UnreadableCall(f"{body!r} is not a list of calls. {_FORM}") from None
+            raise UnreadableCall(f"{around(body, 0)!r} is not a list of calls. {_FORM}") from None
         found: list[Call] = []
         for call in parsed.elts if isinstance(parsed, ast.List) else [parsed]:
             if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
-                raise UnreadableCall(f"{body!r} is not a list of calls with named arguments. {_FORM}")
+                raise UnreadableCall(f"{around(body, 0)!r} is not a list of calls with named arguments. {_FORM}")
             arguments = {str(word.arg): _literal(str(word.arg), word.value) for word in call.keywords}
             found.append((ast.unparse(call.func), arguments))
         return found
