@@ -142,7 +142,7 @@ def describe(form: ChatFormat, spec: Any) -> dict[str, Any]:
     from engine.tokens.choosing import chosen_reader, failures
     from engine.tokens.patches import patches_of, template_hash
     from engine.tokens.template import TemplateFormat
-    from engine.tokens.template_report import branch_rule, masks_or_why, usual_turns
+    from engine.tokens.template_report import branch_rule, how_prompts_are_made, masks_or_why, usual_turns
 
     found: dict[str, Any] = {"renders": "the model's chat template" if form.name == "template" else form.name}
     if isinstance(form, TemplateFormat):
@@ -172,6 +172,7 @@ def describe(form: ChatFormat, spec: Any) -> dict[str, Any]:
     found["ends replies with"] = form.stops
     if form.vision is not None:
         found["images"] = _images(form.vision)
+    found["prompts"] = ": ".join(how_prompts_are_made(form))
     found["turns"] = turns = usual_turns(form)
     found["branch rule"] = branch_rule(turns, spec.history)
     found["trained"] = masks_or_why(form)

@@ -15,7 +15,7 @@ from pydantic_core import to_json
 from engine.errors import RenderError
 from engine.fast.reply_text import make_reply_text, parts_of, shape_of
 from engine.fast.wrapper import Wrapper, is_plain, make_wrapper
-from engine.tokens.literal import MARK, quoted_index, unquote
+from engine.tokens.literal import MARK, unquote
 from engine.tokens.proof import ODD_KINDS, Extension, Frame, Trail, Verdict, View, prove, remainder
 from engine.tokens.tape_text import difference, end_in, pieces_of
 from engine.tokens.template_keys import TemplateKeys
@@ -164,8 +164,9 @@ class Bridges:
         Nothing is taken from probes, from earlier renderings or from what a template usually does with contents.
         """
         form = self._form
+        shown = [*views, *new]
         try:
-            written = form.text([*views, *new], tools)
+            written = form.text(shown, tools)
         except RenderError as error:
             return str(error)
         pieces, text = pieces_of(form, tape), unquote(written)
@@ -178,7 +179,7 @@ class Bridges:
             return f"the template does not show a message of role `{role}` here"
         closed = last is not None and last in form.stop_set
         # A token that ends a reply may take white space after it: it is encoded again, in front of what follows.
-        ids = form.encode(written[quoted_index(written, end - len(form.decode([last])) if closed else end) :])
+        ids = form.ids_from(shown, tools, written, end - len(form.decode([last])) if closed else end)
         if closed:
             return Extension([], ids[1:]) if ids[:1] == [last] else _NO_TOKEN
         ends = [at for at, id_ in enumerate(ids) if id_ in form.fast.added_ids]

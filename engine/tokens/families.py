@@ -7,6 +7,7 @@ Invariant: for `auto`, the library never renders. The model's chat template rend
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -139,6 +140,12 @@ class FamilyFormat(ChatFormat):
     def text(self, views: Sequence[View], tools: list[View] | None) -> str:
         """See `ChatFormat.text`."""
         return self.decode(self.render_views(views, tools))
+
+    def ids_from(self, views: Sequence[View], tools: list[View] | None, written: str, index: int) -> list[int]:
+        """See `ChatFormat.ids_from`: the library's own ids, in which text that spells a token is not that token."""
+        ids = self.render_views(views, tools)
+        start = bisect_left(range(len(ids)), index - len(written), key=lambda at: -len(self.decode(ids[at:])))
+        return ids[start:]
 
     def extension(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Extension | None:
         """See `ChatFormat.extension`: the library's own ids, cut at the token that ends a stand-in for the reply."""

@@ -23,6 +23,7 @@ from engine.errors import RenderError
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridging import Bridges
+from engine.tokens.literal import quoted_index
 from engine.tokens.probing import abilities_of, refuses_later_system
 from engine.tokens.proof import MARKERS, Extension, Looked, View, has_mark, mark, probe
 from engine.tokens.replies import ReplyParser
@@ -201,6 +202,17 @@ class ChatFormat(ABC):
         Raises:
             RenderError: The template refuses these messages.
         """
+
+    def ids_from(self, views: Sequence[View], tools: list[View] | None, written: str, index: int) -> list[int]:
+        """The ids of what is written for messages, from a character on that begins a token.
+
+        Args:
+            views: The messages.
+            tools: Tools in view.
+            written: Their text (`text`).
+            index: The character, in the text before quoting.
+        """
+        return self.encode(written[quoted_index(written, index) :])
 
     @abstractmethod
     def extension(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Extension | None:

@@ -646,7 +646,7 @@ class _Reading:
             if not labels & _TEXT and (texts := self._texts_of(part)) != [""]:
                 if texts is None:
                     return found & ~Of.CONTENT | Of.CHANGED
-                self._around.update(dict.fromkeys(texts))
+                self._around.update(dict.fromkeys(filter(None, texts)))
                 found |= Of.JOINED
         return found
 
@@ -822,7 +822,7 @@ class _Reading:
             case nodes.Const():
                 return bool(node.value)
             case nodes.Name() if node.name in self._texts:
-                return [self._texts[node.name]]
+                return bool(self._texts[node.name])
             case nodes.Name() if node.name not in self._assigned and node.name not in ("messages", "tools", "loop"):
                 value = self._variables.get(node.name)
                 return None if value is ... else bool(value)
@@ -1023,6 +1023,8 @@ class _Reading:
             case nodes.List() | nodes.Tuple():
                 found = [self._literals_of(item) for item in node.items]
                 return None if None in found else [text for texts in found if texts is not None for text in texts]
+            case nodes.Name() if node.name in self._texts:
+                return [self._texts[node.name]]
             case nodes.Name() if node.name not in self._assigned and isinstance(
                 self._variables.get(node.name, ""), str
             ):

@@ -17,6 +17,7 @@ from engine.tokens.choosing import TOOL as TOOL_SCHEMA
 from engine.tokens.choosing import written
 from engine.tokens.conversation import Conversation
 from engine.tokens.proof import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, View, probe, prove
+from engine.tokens.template import TemplateFormat
 
 if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
@@ -29,6 +30,7 @@ CASES: dict[str, tuple[list[int], int]] = {
     "user after calls and an answer": ([USER, ASSISTANT + CALLS, TOOL, ASSISTANT], USER),
 }
 """The usual turns: the kinds of the messages so far, and of the new one."""
+_MOST_REASONS = 3
 _BEFORE, _AFTER = 24, 56
 """Characters that are shown before and after the place where two renderings part."""
 
@@ -92,6 +94,27 @@ def _reply_end(text: str, reply: View) -> int:
     """Index behind the newest reply in a text: without the template's end of the message, which may differ."""
     marks = [call["function"]["arguments"]["x"] for call in reply.get("tool_calls", ())] or [reply["content"]]
     return text.rfind(marks[-1]) + len(marks[-1])
+
+
+def how_prompts_are_made(form: ChatFormat) -> tuple[str, str]:
+    """How a format's prompts are made after the first: `copied`, `keyed`, `rendered` or `library`, and what that means here."""
+    if not isinstance(form, TemplateFormat):
+        return "library", "the library `renderers` writes them; bridges are checked on probes"
+    keys = form.keys
+    dated = "; it shows the date: a conversation that goes on after midnight is rendered whole" if keys.dated else ""
+    if keys.whole:
+        more = f" (and {len(keys.whole) - _MOST_REASONS} more)" if len(keys.whole) > _MOST_REASONS else ""
+        return (
+            "rendered",
+            f"every conversation is rendered whole at each turn: {'; '.join(keys.whole[:_MOST_REASONS])}{more}",
+        )
+    texts = ", ".join(repr(text) for text in (*keys.literals, *keys.equals))
+    if texts:
+        return (
+            "keyed",
+            f"bridges; rendered whole from the message on that has a text which the template looks for: {texts}{dated}",
+        )
+    return "copied", f"bridges; the template looks for nothing in contents{dated}"
 
 
 def branch_rule(turns: dict[str, TurnRendering], history: str) -> str:

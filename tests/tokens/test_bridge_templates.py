@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
-from chat_kit import make_tokenizer
+from chat_kit import PLAIN, make_tokenizer
 from conversation_kit import said
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RenderError
+from engine.fast import jinja
 from engine.fast.wrapper import make_wrapper
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
+from engine.tokens import bridging, proof
+from engine.tokens import format as format_module
 from engine.tokens.conversation import Conversation
 from engine.tokens.loading import load_format
 from engine.tokens.proof import (
@@ -197,6 +201,32 @@ def test_a_format_can_render_the_whole_conversation_from_any_turn_on(tmp_path: P
         "the template writes '>system\\nHurry.<|im_end|>\\n<|im_start|>user\\nGo.<|i' "
         "where the tape has '>system\\nRelax.<|im_end|>\\n<|im_start|>user\\nGo.<|i'"
     )
+
+
+DATED = "{{ '<|im_start|>system\\nToday is ' + strftime_now('%d %b %Y') + '<|im_end|>\\n' }}" + PLAIN
+
+
+def test_a_conversation_that_goes_on_after_midnight_shows_the_new_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = load_format(ModelSpec(path=str(make_tokenizer(tmp_path / "dated", DATED))), Path())
+    now = datetime(2026, 3, 1, 23, 59)
+    clock = type("Clock", (), {"now": lambda: now, "today": lambda: now.date()})
+    for module in (jinja, format_module, bridging, proof):
+        monkeypatch.setattr(module, "datetime" if module is jinja else "date", clock)
+    old = Conversation(form, [])
+    old.open([Message(role="user", content="Go.")])
+    for turn in range(3):
+        now = datetime(2026, 3, 1 + turn // 2, 12)
+        prompt = form.decode(old.prompt())
+        assert prompt == form.decode(form.render(old.messages))
+        assert f"Today is 0{now.day} Mar 2026" in prompt
+        old.reply(said(form, "Yes.<|im_end|>"), turn)
+        old.add([Message(role="user", content="Go on.")])
+    assert [reason != "" for _, reason in old.tapes.all] == [False, True]
+    fresh = Conversation(form, [])
+    fresh.open([Message(role="user", content="Go.")])
+    assert "Today is 02 Mar 2026" in form.decode(fresh.prompt())
 
 
 @pytest.mark.parametrize("contents", [[], ["one"], ["one", "two, and (three)\n"]])
