@@ -272,6 +272,26 @@ async def test_a_program_in_the_sandbox_ends_as_others_do(
 
 @needs_sandbox
 @pytest.mark.slow
+async def test_empty_files_and_attributes_count_against_the_disk(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    allow(tmp_path, 0o755)
+    program = """
+chat(ASK)
+reward(0.5)
+for number in range(10**8):
+    os.mknod(f"/tmp/{number}")
+    os.setxattr(f"/tmp/{number}", "user.x", bytes(60_000))
+"""
+    agent = {"sandbox": {"disk": "40MB"}}
+    played = await play(tmp_path, tiny_tokenizer_dir, program, ["a"], agent=agent)
+    assert (played.records[-1].event, played.records[-1].status) == ("died", -9)
+    assert played.records[-1].output.endswith(
+        "(killed: it has more files than `disk` allows; each counts at least 4096 bytes)"
+    )
+    assert played.trajectory.outcome.reward == 0.5
+
+
+@needs_sandbox
+@pytest.mark.slow
 async def test_a_folder_that_the_program_could_not_read_is_named(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("other users are themselves in the sandbox")
