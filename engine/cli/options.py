@@ -34,11 +34,11 @@ def only_looks(command: Callable[..., None]) -> Callable[..., None]:
     """Import nothing that a run names during a command, but what its option `--import` names, and nothing from the current folder."""
 
     @wraps(command)
-    def looks(**options: Any) -> None:
+    def looks(*arguments: Any, **options: Any) -> None:
         from engine.spec.entry import looking
 
         with looking(options.get("imports") or []) as imported:
-            command(**options)
+            command(*arguments, **options)
         for use in [use for use, done in imported.items() if not done]:
             echo(f"--import {use} had no effect: nothing needed this code", err=True)
 
