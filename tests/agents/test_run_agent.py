@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from agent_kit import play, write_spec
+from damaged_rows import assert_refused, damaged_row
 from slow_cases import slow_but_each
 from stopping import Resumed, content
 
@@ -98,6 +99,20 @@ async def test_how_many_rows_an_episode_becomes(
     played = await play(tmp_path, tiny_tokenizer_dir, program, replies)
     assert played.reasons == reasons
     assert len(played.trajectory.turns) == len(replies)
+
+
+@pytest.mark.parametrize("branch", [0, 1])
+async def test_the_guard_reads_every_branch_of_a_program(branch: int, tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    program = """
+one = chat(ASK)
+two = chat(ASK, one, {"role": "user", "content": "And then?"})
+chat(ASK, one, {"role": "user", "content": "And before?"})
+reward()
+"""
+    with damaged_row(branch) as places:
+        played = await play(tmp_path, tiny_tokenizer_dir, program, ["a", "b", "c"])
+    assert len(played.trajectory.branches) == 2
+    assert_refused(played.trajectory.outcome, places)
 
 
 async def test_n_replies_are_n_turns(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:

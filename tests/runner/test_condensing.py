@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from book_kit import call
+from damaged_rows import assert_refused, damaged_row
 
 from engine.condensing.chunks import block_text, history_text
 from engine.schemas.message import Message
@@ -76,6 +77,13 @@ async def test_dropped_observations_make_room_and_stay_in_the_journal(play_book:
     )
     assert ("GENERATING", "overflow", "CONDENSING") in trajectory.path
     assert ("CONDENSING", "condensed", "GENERATING") in trajectory.path
+
+
+@pytest.mark.parametrize("branch", [0, 1, -1])
+async def test_the_guard_reads_every_branch_of_a_condensed_episode(branch: int, play_book: Any) -> None:
+    with damaged_row(branch) as places:
+        ran = await play_book([*map(call, range(9)), "done"])
+    assert_refused(ran.only.outcome, places)
 
 
 async def test_without_condensing_the_same_episode_ends_at_its_limit(play_book: Any) -> None:

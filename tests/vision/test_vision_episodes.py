@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import vision_kit
+from damaged_rows import assert_refused, damaged_row
 from recompute import apart
 from slow_cases import slow_but, slow_but_each
 from vision_code import FIRST, MACHINE, SECOND, THIRD
@@ -60,6 +61,12 @@ async def test_images_in_the_prompt_a_tools_result_and_a_user_turn(make_spec: An
         inside[image.start : image.end] = True
     assert (pads == inside).all()
     assert not (branch.loss_mask[inside] == 1).any()
+
+
+async def test_the_guard_reads_rows_with_images(make_spec: Any, run_spec: Any) -> None:
+    with damaged_row(0) as places:
+        ran = await run_spec(make_spec("qwen3_vl", [LOOK, "It is red.", "It is green."], **SCRIPTED))
+    assert_refused(ran.only.outcome, places)
 
 
 async def test_the_store_keeps_each_image_once_and_the_journal_names_it(make_spec: Any, run_spec: Any) -> None:
