@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -196,7 +197,8 @@ def export(
             )
             rows = with_image_files(rows, path, partial(vision_of, store))
             unchecked: list[int] = []
-            rows = _noting_unchecked(rows, unchecked)
+            refused: Counter[str] = Counter()
+            rows = _noting(rows, unchecked, refused)
             count = _write(store, chosen, path, rows, method, score)
             partly = _partly_done(store)
             dropped = dropped_words(store)
@@ -210,6 +212,11 @@ def export(
         console.print(dropped, style="yellow")
     if unchecked:
         console.print(unchecked_warning(sum(unchecked)), style="yellow")
+    if refused:
+        kinds = ", ".join(f"{kind} {number}" for kind, number in refused.most_common())
+        console.print(
+            f"{refused.total()} of them are not trainable, because the guard refused them: {kinds}", style="yellow"
+        )
     if evaluation:
         console.print("none of them is trainable: this run is an evaluation")
     if partly:
@@ -323,11 +330,16 @@ def _export_scenario(run: str, runs: Path, out: Path | None, episode: str | None
         console.print(note)
 
 
-def _noting_unchecked(rows: Iterator[Row], found: list[int]) -> Iterator[Row]:
-    """The rows; `found` gets the number of unchecked prompts of each row that has some."""
+def _noting(rows: Iterator[Row], unchecked: list[int], refused: Counter[str]) -> Iterator[Row]:
+    """The rows. `unchecked` gets the number of unchecked prompts of each row that has some, `refused` counts failures of the guard."""
+    from engine.runner.guarded import KINDS
+
     for row in rows:
         if row["unchecked_prompts"]:
-            found.append(row["unchecked_prompts"])
+            unchecked.append(row["unchecked_prompts"])
+        failure = row["outcome"]["failure"]
+        if failure is not None and failure["kind"] in KINDS:
+            refused[failure["kind"]] += 1
         yield row
 
 

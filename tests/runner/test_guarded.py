@@ -14,8 +14,10 @@ import code_for_tests as spec_code
 import pytest
 from chat_kit import COUNTING, PLAIN, make_tokenizer
 from stopping import Resumed
+from typer.testing import CliRunner
 
 from engine.actions import generate
+from engine.cli.main import app
 from engine.errors import StoreError
 from engine.runner.guarded import FILE
 from engine.runner.replay import Replayer
@@ -138,6 +140,25 @@ async def test_a_resume_renders_whole_from_its_first_prompt_and_repairs_what_was
     assert again.form.bridges.whole is not None
     assert result.summary.trainable == 3
     assert await again.differences(tmp_path / "runs") == []
+
+
+@pytest.mark.usefixtures("blind")
+async def test_export_and_show_name_the_reason(hostile: Any, run_spec: Any, tmp_path: Path) -> None:
+    ran = await run_spec(hostile(REMINDED))
+    folder = str(ran.store.folder)
+    told = CliRunner().invoke(app, ["export", folder, "-o", str(tmp_path / "rows.jsonl")])
+    assert "1 of them are not trainable, because the guard refused them: bridge_differs 1" in told.output
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["outcome"]["failure"] and row["outcome"]["failure"]["kind"] for row in rows] == [
+        "bridge_differs",
+        None,
+        None,
+    ]
+    told = CliRunner().invoke(app, ["show", folder])
+    assert "1 × bridge_differs (engine): branch 0, token " in told.output
+    told = CliRunner().invoke(app, ["show", folder, "a/0"])
+    assert "not trainable" in told.output
+    assert "Failed in DONE at turn 2: bridge_differs" in told.output
 
 
 def ways(store: RunStore) -> list[bool]:
