@@ -27,7 +27,7 @@ packages() {
         tabulate pybase64 setproctitle nvidia-ml-py pyzmq psutil pebble redis sentencepiece 'peft<=0.18.1' python-dotenv matplotlib seaborn ;;
     verl) echo verl==0.9.1 'cachetools>=5' TransferQueue fastapi uvicorn ;;
     client) echo httpx pyarrow ;;
-    s3) echo 'ray>=2.50,<3' s3fs 'moto[server]' ;;
+    s3) echo 'ray>=2.52,<3' s3fs 'moto[server]' ;;
     *) echo "trainer_envs.sh: unknown environment $1; one of: ${names[*]}" >&2; exit 2 ;;
   esac
 }

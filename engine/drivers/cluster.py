@@ -1,18 +1,31 @@
-"""The Ray cluster of a run: the one that RAY_ADDRESS names, or one on this machine for this run alone."""
+"""The Ray cluster of a run: the one that RAY_ADDRESS names, or one on this machine for this run alone.
+
+Who reaches a port of a cluster may run code as its user. So a cluster that is started here listens on the loopback interface only, and refuses
+clients without a token, which is made for this process and is in no file. Other users of this machine reach the ports and do not
+have the token.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 from engine.errors import EngineError
 
 ADDRESS = "RAY_ADDRESS"
 """Environment variable with the address of a cluster; `auto`: the one that runs on this machine."""
+
+
+OLDEST = (2, 52)
+"""The first Ray whose clusters can refuse clients without a token."""
+TOKEN = "RAY_AUTH_TOKEN"
 
 
 class ClusterError(EngineError):
@@ -32,29 +45,18 @@ def cluster(drivers: int) -> Iterator[Any]:
     Raises:
         ClusterError: Ray is not installed, or the cluster cannot be reached.
     """
-    try:
-        import ray
-    except ImportError:
-        raise ClusterError(
-            "`rollout.drivers` needs Ray: pip install 'episode-engine[ray]', or run one driver (--drivers 1)"
-        ) from None
-    if ray.is_initialized():
-        yield ray
-        return
     address = os.environ.get(ADDRESS)
     os.environ.setdefault(
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0"
     )  # its hook would start drivers in an environment without the engine
-    common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
+    known = sys.modules.get("ray")
+    if known is not None and known.is_initialized():
+        yield known
+        return
     terminated = signal.getsignal(signal.SIGTERM)
-    try:
-        if address:
-            ray.init(address=address, **common)
-        else:
-            ray.init(address="local", num_cpus=max(drivers, os.cpu_count() or 1), include_dashboard=False, **common)
-    except Exception as error:
-        where = f"the cluster at {ADDRESS}={address}" if address else "a cluster on this machine"
-        raise ClusterError(f"Ray cannot use {where}: {type(error).__name__}: {error}") from error
+    with nullcontext() if address else _private_environment():
+        ray = _imported()
+        _connect(ray, address, drivers)
     if terminated is not None and threading.current_thread() is threading.main_thread():
         signal.signal(
             signal.SIGTERM, terminated
@@ -63,6 +65,102 @@ def cluster(drivers: int) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _imported() -> Any:
+    """The module `ray`.
+
+    Raises:
+        ClusterError: it is not installed, or is too old.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ClusterError(
+            "`rollout.drivers` needs Ray: pip install 'episode-engine[ray]', or run one driver (--drivers 1)"
+        ) from None
+    if tuple(int(part) for part in ray.__version__.split(".")[:2]) < OLDEST:
+        raise ClusterError(
+            f"Ray {ray.__version__} runs the code of every client that reaches its ports; pip install 'episode-engine[ray]' "
+            f"(Ray {OLDEST[0]}.{OLDEST[1]} or newer), or run one driver (--drivers 1)"
+        )
+    return ray
+
+
+def _connect(ray: Any, address: str | None, drivers: int) -> None:
+    common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
+    try:
+        if address:
+            ray.init(address=address, **common)
+        else:
+            with _one_host(ray):
+                cpus = max(drivers, os.cpu_count() or 1)
+                ray.init(address="local", num_cpus=cpus, include_dashboard=False, **common)
+            _check_private(ray)
+    except ClusterError:
+        ray.shutdown()
+        raise
+    except Exception as error:
+        where = f"the cluster at {ADDRESS}={address}" if address else "a cluster on this machine"
+        raise ClusterError(f"Ray cannot use {where}: {type(error).__name__}: {error}") from error
+
+
+@cache
+def _token() -> str:
+    """The token of this process's clusters: Ray reads it once for each process."""
+    return secrets.token_hex(32)
+
+
+@contextmanager
+def _private_environment() -> Iterator[None]:
+    """Inside the block Ray starts clusters that listen on the loopback interface and ask for the token.
+
+    The variables are gone afterwards, so that other programs of this process do not get the token.
+    """
+    variables = {
+        "RAY_AUTH_MODE": "token",
+        TOKEN: _token(),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # one host, with the address 127.0.0.1, on every system
+    }
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _one_host(ray: Any) -> Iterator[None]:
+    """Let Ray read the variables again, which it read when it was imported, maybe before this run."""
+    constants = ray._private.ray_constants
+    constants.ENABLE_RAY_CLUSTER = False
+    ray._raylet.Config.initialize("")
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = not constants.IS_WINDOWS_OR_OSX
+
+
+def _check_private(ray: Any) -> None:
+    """Refuse a cluster of this process that others could use.
+
+    Raises:
+        ClusterError: it listens on other interfaces, or asks for no token.
+    """
+    address = ray.get_runtime_context().gcs_address
+    mode = ray._raylet.get_authentication_mode()
+    if address.startswith("127.0.0.1:") and mode == ray._raylet.AuthenticationMode.TOKEN:
+        return
+    raise ClusterError(
+        f"Ray {ray.__version__} started a cluster at {address} with authentication {mode}: others could run code on it. Start the "
+        f"command in a process that has not imported ray, or name a cluster with {ADDRESS}"
+    )
 
 
 def nodes_of(ray: Any, drivers: int) -> list[str]:

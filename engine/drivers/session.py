@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from engine.drivers.cluster import TOKEN
 from engine.drivers.feed import Feed
 from engine.drivers.leases import Answer, Lease
 from engine.errors import EngineError, StoreError
@@ -161,7 +162,11 @@ def _divided(part: Any, share: Callable[[int], int]) -> Any:
 
 
 def prepare_process(setup: Setup) -> None:
-    """Give this process the command's folder, import paths and variables, where it does not have them."""
+    """Give this process the command's folder, import paths and variables, where it does not have them.
+
+    Ray has read its token; programs that this process starts do not get it.
+    """
+    os.environ.pop(TOKEN, None)
     if Path(setup.cwd).is_dir():
         os.chdir(setup.cwd)
     sys.path += [folder for folder in setup.path if folder not in sys.path]
