@@ -143,30 +143,10 @@ class Learner:
             vision.bank.receive(images)
         self.updates = 0
         spec = self._spec
-        told = []
-        penalties = None
-        if spec.kl.in_reward:
-            token_kl = self._token_kl(rows)
-            penalties = [spec.kl.coefficient * of_row.astype(np.float64) for of_row in token_kl]
-            told.append({"policy/kl_ref": float(np.concatenate(token_kl).mean(dtype=np.float64))})
+        told: list[dict[str, float]] = []
         if self.critic is not None:
-            critic = self.critic
-            rows = credited_rows(
-                rows,
-                critic.credit,
-                values=self._values(rows),
-                penalties=penalties,
-                by_turn=critic.by_turn,
-                targets=critic.target_credit,
-            )
-            told.append(value_metrics(rows))
-            self._only_critic = step < critic.spec.warmup_steps
-        elif penalties is not None and self._credit is not None:
-            rows = credited_rows(rows, self._credit, penalties=penalties)
-        advantages = (
-            whitened_advantages(rows) if spec.advantage_norm == "batch" else [row["advantages"] for row in rows]
-        )
-        rows = [row | {"advantages": of} for row, of in zip(rows, advantages, strict=True)]
+            self._only_critic = step < self.critic.spec.warmup_steps
+        rows = self._credited(rows, told)
         if self._recompute:
             rows = self._with_proximal(rows)
         length = self._length
@@ -207,6 +187,30 @@ class Learner:
     @property
     def _measures_length(self) -> bool:
         return self._spec.loss.denominator == "constant_length" and self._spec.loss.constant_length is None
+
+    def _credited(self, rows: Sequence[Row], told: list[dict[str, float]]) -> Sequence[Row]:
+        """Rows with the advantages that the loss reads, before the first update; metrics of penalties and values are added to `told`."""
+        spec, critic, penalties = self._spec, self.critic, None
+        if spec.kl.in_reward:
+            token_kl = self._token_kl(rows)
+            penalties = [spec.kl.coefficient * of_row.astype(np.float64) for of_row in token_kl]
+            told.append({"policy/kl_ref": float(np.concatenate(token_kl).mean(dtype=np.float64))})
+        if critic is not None:
+            rows = credited_rows(
+                rows,
+                critic.credit,
+                values=self._values(rows),
+                penalties=penalties,
+                by_turn=critic.by_turn,
+                targets=critic.target_credit,
+            )
+            told.append(value_metrics(rows))
+        elif penalties is not None and self._credit is not None:
+            rows = credited_rows(rows, self._credit, penalties=penalties)
+        if spec.advantage_norm == "none":
+            return rows
+        advantages = whitened_advantages(rows)
+        return [row | {"advantages": of} for row, of in zip(rows, advantages, strict=True)]
 
     def _images(self, rows: Sequence[Row]) -> SentImages | None:
         """The rows' images, which process 0 sends to the others."""
