@@ -95,7 +95,9 @@ class Admission:
             ApiError: Too many bytes of its key wait for answers.
         """
         connection.held += count
-        if connection.key is not None and sum(each.held for each in self._keys[connection.key]) > MAX_WAITING_BYTES:
+        if connection.held <= MAX_WAITING_BYTES // MAX_OF_KEY or connection.key is None:
+            return
+        if sum(each.held for each in self._keys[connection.key]) > MAX_WAITING_BYTES:
             text = f"more than {MAX_WAITING_BYTES >> 20} MiB with this key wait for their answers: send fewer at a time"
             raise ApiError(text, status=429, code="too_many_bytes")
 

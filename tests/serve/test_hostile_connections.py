@@ -72,6 +72,24 @@ async def test_half_open_connections_of_a_peer_take_no_place_of_a_good_client(se
     close(first + more)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other addresses of this machine")
+async def test_half_open_connections_of_many_peers_are_limited_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer that has most loses its oldest."""
+    monkeypatch.setattr("engine.agents.admission.MAX_WITHOUT_KEY", FEW)
+    async with endpoint() as (address, _):
+        host, port = address.removeprefix("http://").split(":")
+        several = [await asyncio.open_connection(host, int(port), local_addr=("127.0.0.9", 0)) for _ in range(3)]
+        single = [
+            await asyncio.open_connection(host, int(port), local_addr=(f"127.0.1.{at}", 0)) for at in range(1, FEW)
+        ]
+        for link in several[:2]:
+            await is_over(link)
+        service = Service(address, "key", "/v1/models", "/v1/chat/completions")
+        await check_lives(service)
+        assert not any(reader.at_eof() for reader, _ in single)
+        close([*several, *single])
+
+
 async def test_a_head_that_comes_byte_by_byte_ends(service: Service) -> None:
     [link] = await links_of(service.address, 1, service.head("GET", service.good)[:20])
     for _ in range(HEAD_SECONDS):
