@@ -212,7 +212,8 @@ For verl's own agent loop manager, estimator and trainer. The YAML file of `acto
 What differs from the manager (`verl`): verl makes an object for each episode, forms the groups, and gives all tokens of an episode one advantage. So the spec's credit must be a formula of verl's,
 and other pairs are refused by name: `adv_estimator=grpo` is `{method: outcome, baseline: mean, scale: std}`, with `norm_adv_by_std_in_grpo=false` `scale: none`; `rloo` is
 `{method: outcome, baseline: leave_one_out, scale: none}`. Refused too: `train.overlong`, KL in the reward, a teacher, a reward model, and verl's validation, which asks for another
-temperature. An episode that cannot be trained on is an exception: the V1 trainer counts the prompt as failed and, with `sync_refill_failed_groups`, takes another one; the older trainer
+temperature. In the V1 trainer, rows are handed over when all episodes of a prompt have ended, and none if fewer than `train.min_group` can be trained on: verl trains on what a failed
+prompt has, and gives an episode without others its raw reward. An episode that cannot be trained on is an exception: the V1 trainer counts the prompt as failed and, with `sync_refill_failed_groups`, takes another one; the older trainer
 stops. The older trainer pads: `prompt_length` and `response_length` must hold the longest row. The update is verl's own, so the sums of both sides are not compared. Each worker has a run store of
 its own, `process-<n>/rollouts` in the folder; `engine show` and `engine view` read each of them.
 
