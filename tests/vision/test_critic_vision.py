@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_policy_vision import gallery_rows
 
+from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.credit import GaeCredit
 from engine.schemas.reward import RewardEvent
@@ -26,7 +27,7 @@ async def test_values_of_rows_with_images(kind: str, make_spec: Any, run_spec: A
     for number, row in enumerate(rows):
         ledger = Ledger()
         ledger.post(RewardEvent(turn=1, value=float(number)), 1)
-        row |= {"ledger": ledger.seal(len(row["turn_rewards"])), "cut": number == 0}
+        row |= {"group": {row["episode_id"]: Member(ledger.seal(len(row["turn_rewards"])))}, "cut": number == 0}
         row["advantages"] = np.zeros(len(row["input_ids"]), np.float32)
     learners, told = [], []
     for most in (1, 8192):
