@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from engine.actions import generate
 from engine.cli.main import app
 from engine.errors import StoreError
+from engine.runner import finishing
 from engine.runner.guarded import FILE
 from engine.runner.replay import Replayer
 from engine.schemas.journal import GenerationRecord
@@ -249,3 +250,30 @@ async def test_a_run_whose_guard_is_killed_ends_and_hands_nothing_over_unchecked
     for trajectory in ran.trajectories.values():
         assert (await replayer.check(trajectory, ran.store.task(trajectory.task_id))).difference is None
     replayer.close()
+
+
+async def test_a_run_that_is_stopped_while_its_guard_hangs_loses_nothing(
+    hostile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finishing, "PATIENCE", 0.01)
+    monkeypatch.setattr(guard, "_current", None)
+    resumed = Resumed(hostile(PLAIN, tasks={"rows": [{"id": "a"}]}))
+    running = asyncio.create_task(resumed.run(tmp_path / "runs"))
+    child = None
+    while child is None:
+        child = None if guard._current is None else guard._current.child
+        await asyncio.sleep(0)
+    os.kill(child.pid, signal.SIGSTOP)
+    assert not running.done()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    asked = spec_code.CALLS["asked"]
+    with resumed.store(tmp_path / "runs") as store:
+        assert not list(store.trajectories())
+        assert len(ways(store)) == 3
+    os.kill(child.pid, signal.SIGCONT)
+    result = await resumed.run(tmp_path / "runs")
+    assert result.summary.trainable == 1
+    assert spec_code.CALLS["asked"] == asked
+    assert await resumed.differences(tmp_path / "runs") == []

@@ -94,6 +94,25 @@ async def test_text_that_is_cut_otherwise_is_found_although_it_reads_the_same(fo
     assert "is tokenised to" in finding.message
 
 
+async def test_a_branch_that_begins_with_what_another_one_sampled_is_compared_and_its_ids_are_not_made_canonical(
+    formats: Formats,
+) -> None:
+    form = formats("plain")
+    conversation = Conversation(form, [])
+    conversation.open([user("Hello.")])
+    letters = [form.fast.convert_tokens_to_ids(letter) for letter in "answer"]
+    assert form.encode("answer") != letters
+    conversation.prompt()
+    conversation.reply(generation([*letters, *form.encode("<|im_end|>")]), 0)
+    leaf = conversation.leaf()
+    for turn, text in enumerate(["And then?", "And before?"], start=1):
+        conversation.resume_at(leaf, [user(text)])
+        conversation.prompt()
+        conversation.reply(said(form, "Two.<|im_end|>"), turn)
+    assert len(conversation.branches()) == 2
+    assert await judged(guard_of(form), conversation) is None
+
+
 async def test_text_that_only_spells_a_token_is_compared_as_text(formats: Formats) -> None:
     form = formats("thinking")
     conversation = Conversation(form, [])
