@@ -27,7 +27,7 @@ from engine.train.tensor_files import read_tensors, stored_names
 VOCABULARY = 101
 CUT: dict[str, Any] = {"loss": {"kind": "ppo"}, "update_epochs": 2}
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {"loss": {"kind": "grpo"}, "entropy_coefficient": 0.01},
+    "plain": {"loss": {"kind": "dr_grpo"}, "entropy_coefficient": 0.01},
     "tied": {
         "loss": {"kind": "gspo"},
         "memory": {"max_tokens_per_microbatch": 32, "gradient_checkpointing": True},
