@@ -72,7 +72,7 @@ def plan_training(
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(ERROR) from None
-    for line in plan_lines(plan):
+    for line in plan_lines(plan, gpu=gpu):
         console.print(line)
     if gpu and plan.precision == "float32":
         console.print(FLOAT32_ON_GPU, style="yellow")
@@ -85,7 +85,7 @@ def plan_training(
         raise typer.Exit(ERROR)
 
 
-def plan_lines(plan: MemoryPlan) -> list[str]:
+def plan_lines(plan: MemoryPlan, *, gpu: bool) -> list[str]:
     """The plan as lines of text."""
     from engine.train.plan_advice import size_words
 
@@ -100,7 +100,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
     )
     if plan.cpu_bytes:
         lines.append(f"  {size_words(plan.cpu_bytes):>10}  on the CPU (`train.memory.offload`)")
-    lines.append(f"Precision: {plan.precision} (`train.precision`)")
+    lines.append(f"Precision: {plan.precision}, on {'a GPU' if gpu else 'a CPU; --memory plans for a GPU'}")
     if plan.omitted:
         lines.append(f"Not counted: {'; '.join(plan.omitted)}")
     return lines

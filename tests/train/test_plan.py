@@ -147,10 +147,10 @@ def test_the_command_says_what_fits_and_what_makes_it_smaller(spec: Any) -> None
     assert "Memory of the process at the peak of a step, with a micro-batch of one row of 300 tokens" in told.output
     assert "5.24 MB  weights" in told.output
     assert "10.49 MB  AdamW's moments" in told.output
-    assert "Precision: float32" in told.output  # the spec names the CPU
+    assert "Precision: float32, on a CPU" in told.output
     on_gpu = ["train", str(path), "--plan", "--memory", "1GB", "--set", "train.device=auto"]
     told = CliRunner().invoke(app, on_gpu)
-    assert "Precision: mixed" in told.output
+    assert "Precision: mixed, on a GPU" in told.output
     assert "TF32" not in told.output
     told = CliRunner().invoke(app, [*on_gpu, "--set", "train.precision=float32"])
     assert "Precision: float32" in told.output
