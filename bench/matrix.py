@@ -58,7 +58,7 @@ tokenizer are played on a small byte-level one that has their special tokens. To
 | rendered | counts, measures, cuts, keeps states over messages, shows the time, or does what is not understood | the whole conversation is rendered; what it writes after the tape's text continues the tape, or a branch begins |
 | library | there is none: `model.renderer` names a family of `renderers` | as *copied* |
 
-The source is read once, when the format is loaded (3 to 40 ms for most templates, up to 200 ms for the longest). The reading is conservative:
+The source is read once, when the format is loaded (10 to 35 ms of CPU time). The reading is conservative:
 what it does not understand is *rendered*. A template that shows the date is rendered whole in conversations that go on after midnight.
 
 Text that spells special tokens stays text for the tokenizer, and is what it is for the template: its tests, lengths and cuts are worked out on

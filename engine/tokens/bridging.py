@@ -1,7 +1,8 @@
 """Bridges: the tokens between two turns, checked against the chat template.
 
-Invariant: `Bridges.bridge` gives the exact continuation of a tape, or the reason why there is none. What is proved, and what
-is assumed, is in proof.py. Verdicts and wrappers depend on kinds of messages only, so all episodes of a run share them.
+Invariant: `Bridges.bridge` gives the exact continuation of a tape, or the reason why there is none. What is proved on probes, and for
+which templates and messages that holds, is in proof.py. Verdicts and wrappers depend on kinds of messages only, so all episodes of a
+run share them. Where probes cannot decide, the whole conversation is rendered and compared with the tape (`_bridge_by_whole`).
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class Bridges:
         if not (self._copies and all(is_plain(view) for view in new)):
             return form.extension(reply, new, tools)
         calls = tuple([call["function"]["name"] for call in reply.get("tool_calls", ())])
-        key = (tools is not None, tuple([(view["role"], view.get("name")) for view in new]), calls)
+        key = (tools and to_json(tools), tuple([(view["role"], view.get("name")) for view in new]), calls)
         try:
             wrapper = self._wrappers[key]
         except KeyError:

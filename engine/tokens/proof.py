@@ -18,15 +18,20 @@ checked by itself: the template writes it in a *frame*, a conversation of one qu
 shown as it is in the whole one, or else in the whole conversation. What the template writes must begin with what was
 sampled; the rest of it, up to its end token, is the closing. Otherwise a branch begins, which says where they differ.
 
-These are the only assumptions: a template reads a message's role, whether it has reasoning (or has it in its content,
-between its markers), whether it calls none, one or several tools, whether it holds images and one of them comes first, and whether
-its content is blank or wrapped as a tool's response; for the rest, contents are copied, trimmed at most. And the verdict for a sequence of kinds is that of
-its *signature*: the kinds before the first reply, which kind ever followed which, the kinds since the newest user
-message, and the new ones. Verdicts are kept per signature, so a proof costs O(conversation) once for a signature and
-process, and a turn costs O(new messages).
+A verdict on probes holds for messages of the same kinds if a template tests of a message what its kind tells, and copies contents,
+trimmed at most. Kinds tell a message's role, whether it has reasoning (or has it in its content, between its markers), whether it
+calls none, one or several tools, whether it holds images and one of them comes first, and whether its content is blank, wrapped as a
+tool's response, or has a text that the template looks for. What a template tests is not assumed: template_keys.py reads it
+from the template's syntax tree. A template that tests anything else, or that this reading does not understand, has no
+bridges by probes: every conversation is rendered whole at each turn (`Bridges.whole`).
 
-A reply with reasoning markers in odd places (several of them, unclosed, not at its beginning), of those that the
-template's source names, is an exception: from then on every reply is checked in the whole conversation.
+The verdict for a sequence of kinds is that of its *signature*: the kinds before the first reply, which kind ever followed which, and
+which did since the newest user message, the last kinds, and the new ones. A template that counts messages, or keeps states of them, is one
+that is rendered whole, so no other one can tell two sequences of one signature apart. Verdicts are kept per signature, so a proof costs
+O(conversation) once for a signature and process, and a turn costs O(new messages).
+
+Two kinds of messages make only their own conversation be rendered whole, from then on: a reply with reasoning markers in odd places
+(several of them, unclosed, not at its beginning), and a message with a text that the template looks for.
 
 The reply's sampled tokens are kept as they are, canonical or not. White space in what was sampled may differ from what the
 template would write (it trims contents, and spaces its JSON); any other difference begins a branch.

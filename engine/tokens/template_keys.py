@@ -141,7 +141,9 @@ class _Slot:
     def label(self) -> Of:
         if self.reset and not self.other and not self.places:
             return Of.LATER
-        if self.other or (self.places and self.constants) or len(self.constants) > 1:
+        if self.other:
+            return Of.STATE | Of.NUMBER
+        if (self.places and self.constants) or len(self.constants) > 1:
             return Of.STATE
         return Of.PLACE | Of.LATER if self.places else Of.LATCH
 
@@ -186,13 +188,13 @@ def looks(keys: TemplateKeys, source: str) -> tuple[Looked, re.Pattern[str] | No
     """
     markers = tuple(marker for marker in MARKERS if marker in source)
     others = [text for text in keys.literals if text not in markers]
-    told = [text for text in others if text not in WRAP]
+    inside = [re.escape(text.strip()) for text in keys.equals]  # a marker may stand before what is compared
     equal = [rf"\A\s*{re.escape(text.strip())}\s*\Z" for text in keys.equals]
     wrap = any(text in keys.literals for text in WRAP)
     looked = Looked(
         markers,
         _any([*map(re.escape, keys.literals), *equal]),
-        _any([*map(re.escape, told), *equal]),
+        _any([*map(re.escape, others), *(inside if markers else equal)]),
         wrap,
         keys.tests_blank,
         keys.in_calls,
@@ -342,8 +344,8 @@ class _Reading:
         condition = self._condition()
         if _raises(node):
             return
-        self._latched_output = self._latched_output or bool(condition & Of.LATCH)
-        if condition & Of.STATE:
+        self._latched_output = self._latched_output or bool((condition | written) & Of.LATCH)
+        if condition & Of.STATE or (written & Of.STATE and not written & _TEXT):
             self._refuse("what it writes for a message depends on a state that earlier messages left", node)
         if self._macro:
             self._return(node, written, condition)
@@ -379,25 +381,18 @@ class _Reading:
         return found & _CARRIED
 
     def _branches(self, node: nodes.If) -> None:
-        outcome = self._known(node.test)
-        if outcome is None:
-            if self._is_alternation(node):
-                return
-            labels = self._test(node.test)
-            with self._under(node.test, True, labels):
-                self._statements(node.body)
-        elif outcome:
-            self._statements(node.body)
-            return
-        rest: list[nodes.Node] = [*node.elif_[:1], *node.else_] if not node.elif_ else [node.elif_[0]]
+        rest: list[nodes.Node] = node.else_
         if node.elif_:
             first, *others = node.elif_
             rest = [nodes.If(first.test, first.body, others, node.else_, lineno=first.lineno)]
-        if outcome is None:
-            with self._under(node.test, False, labels):
-                self._statements(rest)
-        else:
-            self._statements(rest)
+        outcome = self._known(node.test)
+        if outcome is not None:
+            self._statements(node.body if outcome else rest)
+        elif not self._is_alternation(node):
+            labels = self._test(node.test)
+            for holds, body in ((True, node.body), (False, rest)):
+                with self._under(node.test, holds, labels):
+                    self._statements(body)
 
     @contextmanager
     def _under(self, test: nodes.Expr, holds: bool, labels: Of) -> Iterator[None]:

@@ -113,7 +113,10 @@ class MessageViews:
         if form.vision is not None and message.role != "assistant":  # a reply's own text stays as it was sampled
             for text, own in zip(texts, spans, strict=True):
                 form.vision.check_text(text if form.allow_special else "\n".join(text[a:b] for a, b in own))
-        quoted = self._quoted_texts(texts, spans)
+        if len(texts) > 1:
+            quoted = self._quoted_together(texts, spans)
+        else:
+            quoted = [self._quoted(text, own) for text, own in zip(texts, spans, strict=True)]
         if not message.images:
             return "".join(quoted)
         if form.vision is None:
@@ -126,10 +129,8 @@ class MessageViews:
             for part in parts
         ]
 
-    def _quoted_texts(self, texts: list[str], spans: Sequence[Sequence[Span]]) -> list[str]:
+    def _quoted_together(self, texts: list[str], spans: Sequence[Sequence[Span]]) -> list[str]:
         """Texts that a template may write one after another: a token that they only spell together is quoted, too."""
-        if len(texts) <= 1:
-            return [self._quoted(text, own) for text, own in zip(texts, spans, strict=True)]
         ends = list(accumulate(map(len, texts)))
         intended = [
             (end - len(text) + first, end - len(text) + last)

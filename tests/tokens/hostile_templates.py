@@ -150,6 +150,7 @@ def _content(random: Random) -> str:
         "m.content", "m.content", "m.content | trim", "m.content.strip()", f"m.content[:{size}]", f"m.content[-{size}:]", "m.content | upper",
         f"m.content.replace('{random.choice(_LITERALS)}', '')", "m.content.split('</think>')[-1]", f"m.content.split('{random.choice(_LITERALS)}')[0]",
         f"m.content | truncate({size})", "(m.content | replace('ok', 'OK'))", "m.content.lstrip('<>Ia')", "m.content | capitalize",
+        "ns.count ~ m.content", "m.content ~ ns.kept", "(ns.flag | string) + m.content", "m.content.split('</think>')[-1].strip()",
     ))  # fmt: skip
 
 
