@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from engine.errors import NoticeError
 from engine.masking import remember
-from engine.notices.robots import Request, Robot, robot_of, send
+from engine.notices.robots import Request, Robot, post, robot_of, send
 
 if TYPE_CHECKING:
     from engine.schemas.notify import NotifySpec
@@ -96,17 +96,15 @@ def webhook(variable: str, environ: Mapping[str, str], seconds: float) -> Channe
     """A channel that POSTs the event as JSON to the URL in a variable."""
     url = _url(variable, "webhook_env", environ)
 
-    def post(event: Event) -> None:
-        import httpx
-
+    def post_event(event: Event) -> None:
         try:
-            reply = httpx.post(url, json=event, timeout=seconds, follow_redirects=False)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:  # a URL can hold a secret and is never shown
-            raise RuntimeError(f"{type(error).__name__} at the URL in {variable}") from None
-        if reply.status_code >= 300:
-            raise RuntimeError(f"the URL in {variable} replied with {reply.status_code}: {reply.text[:200]}")
+            status, reply = post(url, event, seconds)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} at the URL in {variable}") from None
+        if status >= 300:
+            raise RuntimeError(f"the URL in {variable} replied with {status}: {reply[:200]}")
 
-    return post
+    return post_event
 
 
 def _send_by_robot(variable: str, request: Request, robot: Robot, seconds: float, event: Event) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -82,24 +83,47 @@ def robot_of(url: str) -> tuple[Request, Robot] | None:
     return None
 
 
+_REPLY_BYTES = 65_536
+"""Number of bytes of a reply that are read."""
+
+
 def send(request: Request, robot: Robot, text: str, seconds: float, clock: Callable[[], float] = time.time) -> None:
     """Send a message.
 
     Raises:
         RuntimeError: the service cannot be reached, or did not accept the message. The text holds neither token nor signature.
     """
-    import httpx
-
-    post = request(robot, text, clock())
+    made = request(robot, text, clock())
+    status, reply = post(made.url, made.body, seconds, made.query)
     try:
-        reply = httpx.post(post.url, params=post.query or None, json=post.body, timeout=seconds, follow_redirects=False)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise RuntimeError(type(error).__name__) from None
-    try:
-        answer = reply.json()
+        answer = json.loads(reply)
         code = answer.get("errcode", answer.get("code", answer.get("StatusCode", 0)))
         said = answer.get("errmsg") or answer.get("msg") or ""
     except (ValueError, AttributeError):
-        code, said = 0, reply.text[:200]
-    if reply.status_code >= 300 or code != 0:
-        raise RuntimeError(f"status {reply.status_code}, code {code}: {said}")
+        code, said = 0, reply[:200]
+    if status >= 300 or code != 0:
+        raise RuntimeError(f"status {status}, code {code}: {said}")
+
+
+def post(url: str, body: Any, seconds: float, query: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """POST JSON, and return the status and the beginning of the reply, which may be slow or endless.
+
+    Raises:
+        RuntimeError: there is no valid reply in time. The text does not hold the URL.
+    """
+    import httpx
+
+    end, reply = time.monotonic() + seconds, b""
+    plain = {"Accept-Encoding": "identity"}  # and what comes is not unpacked: it may be a bomb
+    try:
+        with (
+            httpx.Client(timeout=seconds, follow_redirects=False) as client,
+            client.stream("POST", url, params=query or None, json=body, headers=plain) as response,
+        ):
+            for chunk in response.iter_raw(4096):
+                reply += chunk
+                if len(reply) >= _REPLY_BYTES or time.monotonic() > end:
+                    break
+            return response.status_code, reply[:_REPLY_BYTES].decode("utf-8", "replace")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise RuntimeError(type(error).__name__) from None

@@ -1,8 +1,10 @@
 """An MCP server over stdio, written without the package, that fails as it is told.
 
-    python mcp_raw.py [changed]     `changed`: from its second start on it offers another tool
+    python mcp_raw.py [changed | endless | control]
 
-Tools: `add` (read-only), `next` (counts its calls), and `misbehave(how)`: die, hang, garbage, error, huge, image.
+`changed`: from its second start on it offers another tool; `endless`: its list of tools does not end; `control`: the name of one
+has a control sequence. Tools: `add` (read-only), `next` (counts its calls), and `misbehave(how)`: die, hang, garbage, flood,
+error, huge, image.
 """
 
 import json
@@ -46,6 +48,12 @@ def misbehave(how):
     if how == "garbage":
         print("}{ this is no message", flush=True)
         return None
+    if how == "flood":
+        for _ in range(2000):
+            print("}{ this is no message")
+        for _ in range(40):
+            print("x" * 100_000, file=sys.stderr, flush=True)
+        return text("flooded")
     if how == "shape":
         return {"content": "not a list"}
     if how == "error":
@@ -65,6 +73,10 @@ def answer(method, params):
     if method == "ping":
         return {}
     if method == "tools/list":
+        if "endless" in sys.argv:
+            return {"tools": [{**TOOLS[0], "name": f"t{n}"} for n in range(500)], "nextCursor": "more"}
+        if "control" in sys.argv:
+            return {"tools": [*TOOLS, {**TOOLS[0], "name": "a\x1b[2Jb"}]}
         return {"tools": TOOLS}
     arguments = params.get("arguments") or {}
     match params["name"]:

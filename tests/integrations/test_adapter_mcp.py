@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import socket
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 from adapters_kit import LONG, failures, planned_faults, run_spec, spec_of
+from structlog.testing import capture_logs
 
 from engine.integrations.environments.base import AdapterError
 from engine.integrations.environments.mcp import McpServer
@@ -221,6 +223,36 @@ def test_a_failed_call_is_an_error_and_the_next_is_served(
     assert len((folder / "starts.txt").read_text()) == starts
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never held")
+
+
+@pytest.mark.adapters
+@needs_library
+def test_a_flood_of_garbage_fills_neither_the_log_nor_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.integrations.environments import mcp_connection
+
+    monkeypatch.setattr(mcp_connection, "_TRIM_SECONDS", 0.05)
+
+    async def work(server: McpServer, tools: list[Any]) -> tuple[str, int]:
+        reply = str((await server.call("misbehave", {"how": "flood"})).content)
+        assert server._connection is not None
+        fd = server._connection._stderr.fileno()
+        await until(lambda: os.fstat(fd).st_size <= mcp_connection.STDERR_BYTES)
+        return reply, os.fstat(fd).st_size
+
+    with capture_logs() as lines:
+        reply, size = served(RAW, folder, work)
+    assert reply == "flooded"
+    assert size <= mcp_connection.STDERR_BYTES
+    assert len(lines) == 3
+    assert not logging.getLogger("mcp.client.stdio").isEnabledFor(logging.ERROR)
+
+
 @pytest.mark.adapters
 @needs_library
 def test_other_tools_after_a_restart_are_refused(folder: Path) -> None:
@@ -239,6 +271,8 @@ def test_other_tools_after_a_restart_are_refused(folder: Path) -> None:
         (f"{sys.executable} -c 'import sys; sys.exit(\"bad key\")'", {}, "did not start: .*bad key"),
         (f"{sys.executable} -c 'import time; time.sleep(60)'", {"start_seconds": 1}, "no answer within 1 s"),
         ("no-such-command-here", {}, "did not start: .*no-such-command-here"),
+        (f"{RAW} endless", {}, "it offers more than 4096 tools"),
+        (f"{RAW} control", {}, r"a tool with the name 'a\\x1b\[2Jb', which a model cannot call"),
         (RAW, {"only": ["subtract"]}, "has no tool `subtract`; it has add, next, misbehave"),
     ],
 )
@@ -286,7 +320,7 @@ def _commands() -> list[str]:
 @needs_library
 def test_a_server_that_does_not_start_fails_the_episodes(folder: Path, tiny_tokenizer_dir: Path) -> None:
     document = mcp_spec(tiny_tokenizer_dir, [{"id": "a"}], ["Done."], use="no-such-command-here")
-    (episode,) = run_spec(folder, document).values()
+    (episode,) = run_spec(folder, document, exits=1).values()
     assert episode.outcome.failure is not None
     assert (episode.outcome.failure.blame, episode.outcome.failure.kind) == ("tool", "tool_server")
     assert "did not start" in episode.outcome.failure.message

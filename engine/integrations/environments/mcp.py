@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import shlex
 import threading
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
@@ -35,6 +36,7 @@ from engine.spec.signature import DescribedTool
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
+_NAME = re.compile(r"[\w./:-]{1,128}")
 CLOSED = -32000
 """JSON-RPC code with which the library fails requests of a connection that has ended."""
 
@@ -99,7 +101,13 @@ class McpServer:
         missing = [name for name in self._only or () if name not in names]
         if missing:
             raise AdapterError(f"{self._who} has no tool `{missing[0]}`; it has {', '.join(names) or 'none'}")
-        return [tool for tool in tools if self._only is None or tool.tool in self._only]
+        chosen = [tool for tool in tools if self._only is None or tool.tool in self._only]
+        for tool in chosen:
+            if not _NAME.fullmatch(tool.name):
+                raise AdapterError(
+                    f"{self._who} offers a tool with the name {tool.name[:80]!r}, which a model cannot call; choose its tools by `only`"
+                )
+        return chosen
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolReply:
         """Call a tool.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import logging
 import os
 import tempfile
 from contextlib import AsyncExitStack
@@ -12,6 +14,7 @@ from typing import Any
 import structlog
 
 from engine.integrations.environments.base import AdapterError, library
+from engine.masking import mask_credentials
 
 log = structlog.get_logger(__name__)
 
@@ -19,6 +22,14 @@ log = structlog.get_logger(__name__)
 CLOSE_SECONDS = 10.0
 _STDERR = 2000
 """Characters of a server's stderr that an error shows."""
+STDERR_BYTES = 1_000_000
+"""Size from which the file that a server's stderr is written to is emptied."""
+_TRIM_SECONDS = 1.0
+MAX_TOOLS = 4096
+"""Maximum number of tools of a server."""
+logging.getLogger("mcp").setLevel(
+    logging.CRITICAL
+)  # a traceback for each message of a server that is none; `_pump` logs three
 
 
 class Connection:
@@ -34,6 +45,8 @@ class Connection:
         self.broken = False
         self._stop = asyncio.Event()
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed when the connection ends)
+        # The server appends, so the file can be emptied while it writes.
+        fcntl.fcntl(self._stderr, fcntl.F_SETFL, fcntl.fcntl(self._stderr, fcntl.F_GETFL) | os.O_APPEND)
         self._last = ""
         self.over: asyncio.Task[None] = loop.create_task(self._hold(transport))
 
@@ -68,7 +81,7 @@ class Connection:
             size = os.fstat(self._stderr.fileno()).st_size
             text = os.pread(self._stderr.fileno(), _STDERR, max(0, size - _STDERR))
             self._last = text.decode("utf-8", "replace").strip()
-        return f"; its stderr ends with: {self._last}" if self._last else ""
+        return f"; its stderr ends with: {mask_credentials(self._last)}" if self._last else ""
 
     async def _hold(self, transport: Any) -> None:
         try:
@@ -87,7 +100,7 @@ class Connection:
                 if opening.done() and not self.ready.done():
                     self.ready.set_result(opening.result())
                 if opening.done():
-                    await _first(pump, self._stop.wait())
+                    await _first(pump, self._stop.wait(), self._trimmed())
         except Exception as error:  # noqa: BLE001  (the waiting caller gets it)
             if not self.ready.done():
                 self.ready.set_exception(error)
@@ -98,6 +111,13 @@ class Connection:
                 self.ready.set_exception(AdapterError("it ended before it had answered"))
             self.ready.exception()
 
+    async def _trimmed(self) -> None:
+        """Empty the file of the server's stderr whenever it is large."""
+        while True:
+            await asyncio.sleep(_TRIM_SECONDS)
+            if os.fstat(self._stderr.fileno()).st_size > STDERR_BYTES:
+                os.ftruncate(self._stderr.fileno(), 0)
+
     async def _opened(self) -> list[dict[str, Any]]:
         await self.session.initialize()
         found: list[dict[str, Any]] = []
@@ -106,6 +126,8 @@ class Connection:
             kind = library("mcp", "mcp.types").PaginatedRequestParams
             page = await self.session.list_tools(params=kind(cursor=cursor) if cursor else None)
             found += [_item(tool) for tool in page.tools]
+            if len(found) > MAX_TOOLS:
+                raise AdapterError(f"it offers more than {MAX_TOOLS} tools")
             cursor = either_field(page, "next_cursor", "nextCursor")
             if not cursor:
                 return found
