@@ -27,6 +27,9 @@ _VALUE = 2_000
 """Characters of a task's field or a fact that are shown."""
 _STYLES = {"system": "dim", "user": "green", "assistant": "cyan", "tool": "yellow"}
 
+_SHOWN = 100_000
+"""Number of characters of a message that are printed."""
+
 
 def status(row: EpisodeRow, run: str) -> str:
     """Return an episode's status, given its run's: an episode that was running when the run ended is interrupted."""
@@ -201,12 +204,12 @@ def _print_message(console: Console, message: Message, turn: Turn | None, files:
     console.print(head)
     lines = []
     if message.reasoning:
-        lines.append(Text(visible(message.reasoning.rstrip()), style="italic dim"))
+        lines.append(Text(_beginning(message.reasoning.rstrip()), style="italic dim"))
     if message.text.strip():
-        lines.append(Text(visible(message.text)))
+        lines.append(Text(_beginning(message.text)))
     for call in message.tool_calls:
         arguments = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
-        lines.append(Text(visible(f"→ {call.name}({arguments})"), style="yellow"))
+        lines.append(Text(_beginning(f"→ {call.name}({arguments})"), style="yellow"))
     if lines or not message.images:
         console.print(Padding(Text("\n").join(lines), (0, 0, 0, 2)))
     for image in message.images:  # not wrapped, so that the path can be copied
@@ -301,6 +304,13 @@ def what_happened(entry: JournalEntry) -> Text:
         case _:
             words = _count(len(record.rewards), "reward")
     return Text(visible(words))
+
+
+def _beginning(text: str) -> str:
+    """A text for the terminal, whose lines take long to lay out: its first `_SHOWN` characters, and how many are left out."""
+    if len(text) <= _SHOWN:
+        return visible(text)
+    return f"{visible(text[:_SHOWN])}… ({len(text) - _SHOWN:,} more characters; --json has them all)"
 
 
 def _short(content: object, most: int = 60) -> str:
