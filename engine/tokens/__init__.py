@@ -19,6 +19,7 @@
     vision.py         how images become tokens (vision_families.py, vision_processing.py, images.py)
     vision_sizes.py   tokens of an image from its size alone; pixels.py and pixel_pool.py scale images, in processes
     image_bank.py     the images of a run by digest
+    guard.py          ended branches, compared with the template in another process (guard_child.py)
     inputs.py         the digest of what tokens depend on
     catalogue.py      models that have a name here
 
