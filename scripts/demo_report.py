@@ -33,8 +33,8 @@ KEPT = (
 """Names, and beginnings of names."""
 
 PICTURES: dict[str, tuple[str, dict[str, str], float | None]] = {
-    "arithmetic": ("SmolLM2-135M adds: reward of an episode", {"arithmetic": "GRPO, credit by turn"}, 0.9),
-    "color_square": ("A tiny VLM sees: reward of an episode", {"color_square": "GRPO, credit by turn"}, 0.95),
+    "arithmetic": ("SmolLM2-135M adds: reward of an episode", {"arithmetic": "defaults"}, 0.9),
+    "color_square": ("A tiny VLM sees: reward of an episode", {"color_square": "defaults"}, 0.95),
     "credit": (
         "Eight parcels, one a turn: reward of an episode",
         {"credit-turn": "credit by turn", "credit-outcome": "credit by outcome"},
