@@ -329,11 +329,9 @@ def _difference(form: _Form, messages: list[Json], spans: Any, data: str, place:
     pieces = [form.piece(ids, run, images) for run in runs if not same or not run.sampled]
     if not same:
         apart = _apart(pieces, text)
-        for seconds in (
-            (-1, 1) if apart is not None and form.tells_time else ()
-        ):  # the prompt was rendered a little earlier
-            other = form.unmarked(form.render(views, tools, now + seconds), verbatim)
-            apart = apart and _apart(pieces, other)
+        if apart is not None and form.tells_time:  # the prompt was rendered a little before its time was noted
+            earlier = form.unmarked(form.render(views, tools, now - 1), verbatim)
+            apart = None if _apart(pieces, earlier) is None else apart
         if apart is not None and (given := form.given_back(text)) is not None:
             text = given
             apart = _apart(pieces, text)
