@@ -529,7 +529,8 @@ class _Reading:
 
     def _assign_attribute(self, target: nodes.NSRef, labels: Of, value: nodes.Expr | None) -> None:
         in_messages = bool(self._macro) or any(loop & Of.MESSAGES for loop, _ in self._loops)
-        if not (in_messages and target.name in self._outer):
+        scope = next((scope for scope in reversed(self._scopes) if (scope, target.name) in self._names), 0)
+        if not (in_messages and scope == 0 and target.name in self._outer):
             if labels & Of.NUMBER or self._repeats(value):
                 labels |= Of.NUMBER
             self._set(target.attr, labels)
@@ -569,7 +570,9 @@ class _Reading:
         return any(labels & Of.LATER for _, _, labels in self._tests)
 
     def _is_of_a_user(self) -> bool:
-        """Whether the current node is reached for messages of a user alone."""
+        """Whether the current node is reached for each message of a user and no other; going backwards, for the last one."""
+        if not self._loops[-1][1] and any(labels & (Of.LATCH | Of.STATE) for _, _, labels in self._tests):
+            return False
         return any(holds and any(map(_says_user, _conjuncts(test))) for test, holds, _ in self._tests)
 
     # --- expressions ----------------------------------------------------------------------------------------
@@ -816,8 +819,6 @@ class _Reading:
         match node:
             case nodes.Const():
                 return bool(node.value)
-            case nodes.Name() if node.name in self._texts:
-                return bool(self._texts[node.name])
             case nodes.Name() if node.name not in self._assigned and node.name not in ("messages", "tools", "loop"):
                 value = self._variables.get(node.name)
                 return None if value is ... else bool(value)

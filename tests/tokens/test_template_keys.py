@@ -91,7 +91,14 @@ def test_a_template_that_copies_keeps_its_bridges(body: str) -> None:
         ("{% set c = '<t>' + m.content %}{% if c.startswith('<t>#') %}.{% endif %}", "put together"),
         ("{% filter upper %}{{ m.content }}{% endfilter %}", "which is not read"),
         ("{{ m.content[:50] if loop.last else m.content }}", "depending on later messages"),
+        (
+            "{% if m.role == 'tool' %}{% set ns.a = true %}{% endif %}{% if m.role == 'user' and ns.a %}{% set ns.last = loop.index0 %}{% endif %}"
+            "{{ m.content if loop.index0 > ns.last else '' }}",
+            "number of a message",
+        ),
         ("{{ m.items() }}", "all keys of a message"),
+        ("{% if m.role == 'tool' %}{% set seen = 'yes' %}{% endif %}{% if not seen %}{{ loop.index }}{% endif %}", "writes a number"),
+        ("{% if m.role == 'user' %}{% set ns.n = ns.n ~ 'x' %}{% endif %}{{ ns.n }}", "writes a number"),
         ("{{ messages | map(attribute='content') | join }}", "filter `map` on the messages"),
     ],
 )  # fmt: skip
