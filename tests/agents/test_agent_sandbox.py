@@ -156,9 +156,12 @@ async def test_no_secret_of_an_episode_is_in_the_table_of_processes_or_readable_
     tmp_path: Path, tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allow(tmp_path, 0o755)
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with tempfile.TemporaryDirectory(prefix="t-") as temporary:  # a short path: the socket's name has at most 108 bytes
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        await _play_and_look(tmp_path, tiny_tokenizer_dir, Path(temporary))
+
+
+async def _play_and_look(tmp_path: Path, tiny_tokenizer_dir: Path, temporary: Path) -> None:
     program = """
 one = chat(ASK)
 while not os.path.exists("go"):
@@ -169,10 +172,10 @@ reward()
     agent = {"sandbox": {}, "env": {"SERVICE": "hunter2"}}
     playing = asyncio.create_task(play(tmp_path, tiny_tokenizer_dir, program, ["a", "b"], agent=agent))
     lines: set[bytes] = set()
-    while b"python\0program.py\0" not in lines:
+    while b"python\0program.py\0" not in lines and not playing.done():
         await asyncio.sleep(0.01)
         lines |= _command_lines()
-    closed = [path for path in temporary.rglob("*") if path.parent == temporary]
+    closed = [Path(entry) for entry in os.scandir(temporary)]
     assert closed
     assert [path for path in closed if path.stat().st_mode & 0o077] == []
     (tmp_path / "go").touch()

@@ -320,7 +320,7 @@ def _commands() -> list[str]:
 @needs_library
 def test_a_server_that_does_not_start_fails_the_episodes(folder: Path, tiny_tokenizer_dir: Path) -> None:
     document = mcp_spec(tiny_tokenizer_dir, [{"id": "a"}], ["Done."], use="no-such-command-here")
-    (episode,) = run_spec(folder, document, exits=1).values()
+    (episode,) = run_spec(folder, document).values()
     assert episode.outcome.failure is not None
     assert (episode.outcome.failure.blame, episode.outcome.failure.kind) == ("tool", "tool_server")
     assert "did not start" in episode.outcome.failure.message

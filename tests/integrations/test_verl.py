@@ -133,7 +133,7 @@ def test_it_is_finalized_when_a_limit_ends_the_episode(run, log, limits, turns, 
 )
 def test_what_an_interaction_does_wrong_is_blamed_on_it(run, log, at, words) -> None:
     broken = [{"class_name": "interactions_for_tests:Broken"}]
-    (episode,) = run(["It is 42."], [row("a", at=at)], broken).values()
+    (episode,) = run(["It is 42."], [row("a", at=at)], broken, exits=1).values()
     failure = episode.outcome.failure
     assert failure is not None
     assert (failure.blame, failure.kind, episode.outcome.trainable) == ("user", "user_error", False)
@@ -149,7 +149,7 @@ def test_it_is_finalized_when_the_backend_fails(run, log) -> None:
 
 
 def test_a_row_that_names_no_interaction_of_the_file(run) -> None:
-    (episode,) = run(["No."], [row("a", name="gms8k")]).values()
+    (episode,) = run(["No."], [row("a", name="gms8k")], exits=1).values()
     assert episode.outcome.failure is not None
     assert "names the interaction 'gms8k' (`interaction_kwargs.name`); the YAML has gsm8k, bare" in episode.outcome.failure.message  # fmt: skip
 

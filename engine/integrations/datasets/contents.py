@@ -58,7 +58,7 @@ class Source:
     texts: RunTexts = field(init=False)
 
     def __post_init__(self) -> None:
-        self.texts = RunTexts(self.store, self.loaded, self.form, self.losses)
+        self.texts = RunTexts(self.store, self.form, self.losses)
 
     def episodes(self) -> Iterator[Trajectory]:
         """The chosen episodes, in the order of tasks and samples."""

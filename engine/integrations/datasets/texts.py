@@ -9,24 +9,19 @@ results in the role that the spec sets. What they cannot hold is counted in `Los
 
 from __future__ import annotations
 
-import asyncio
+import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.workers import Workers
-from engine.backends.replay import ReplayBackend
-from engine.errors import EngineError, RenderError
-from engine.factory import EpisodeFactory
+from engine.errors import RenderError
 from engine.store.sft_rows import reply_numbers, shown_messages
 from engine.tokens.literal import MARK, unquote
 
 if TYPE_CHECKING:
-    from engine.schemas.environment import Task
     from engine.schemas.message import Message
     from engine.schemas.trajectory import Trajectory, Turn
-    from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader
     from engine.tokens.format import ChatFormat
 
@@ -65,23 +60,20 @@ class RunTexts:
 
     Args:
         store: The run.
-        loaded: Its spec.
         form: The chat format of its model.
         losses: Counts what cannot be carried.
     """
 
-    def __init__(self, store: RunReader, loaded: LoadedSpec, form: ChatFormat, losses: Losses) -> None:
+    def __init__(self, store: RunReader, form: ChatFormat, losses: Losses) -> None:
         self._form = form
         self._losses = losses
-        self._tools = ToolSchemas(loaded, form, store.task)
+        self._tools = store.tool_schemas()
         self._known: tuple[str, dict[int, View]] = ("", {})
 
     def tools(self, trajectory: Trajectory) -> list[View]:
-        """The schemas of the tools that the model was shown. If the spec's code cannot be loaded here, they are counted as lost."""
-        found = self._tools.of(trajectory.task_id)
-        if found is None:
-            self._losses.counts["episodes whose tool schemas are unknown: the spec's code cannot be loaded here"] += 1
-        return found or []
+        """The schemas of the tools that the model was shown, as the run's folder has them."""
+        schemas: list[View] = json.loads(self._tools(trajectory.episode_id) or "[]")
+        return schemas
 
     def turn(self, trajectory: Trajectory, turn: Turn) -> ShownTurn:
         """One reply with its prompt."""
@@ -127,15 +119,11 @@ class RunTexts:
 
     def _sampled(self, trajectory: Trajectory, turn: Turn) -> View:
         ids = trajectory.branches[turn.branch].input_ids
-        tools = self.tools_quietly(trajectory)
+        tools = self.tools(trajectory)
         parsed = self._form.replies.parse(
             ids[turn.start : turn.end], before=ids[: turn.start], turn=turn.index, tools=tools
         )
         return self._plain(self._form.views.of_reply(parsed, ids[turn.start : turn.end]))
-
-    def tools_quietly(self, trajectory: Trajectory) -> list[View]:
-        """The same as `tools`, and nothing is counted."""
-        return self._tools.of(trajectory.task_id) or []
 
     def _view(self, message: Message) -> View:
         try:
@@ -171,49 +159,3 @@ def _unquoted(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_unquoted(key): _unquoted(item) for key, item in value.items()}
     return [_unquoted(item) for item in value] if isinstance(value, list) else value
-
-
-class ToolSchemas:
-    """The schemas of a spec's tools, in OpenAI's form; if an environment or a task has its own, they are asked for once for each task.
-
-    Args:
-        loaded: The spec, whose code is imported.
-        form: The chat format of its model.
-        task: Reads a task by its id.
-    """
-
-    def __init__(self, loaded: LoadedSpec, form: ChatFormat, task: Callable[[str], Task]) -> None:
-        self._loaded = loaded
-        self._form = form
-        self._task = task
-        self._known: dict[str, list[View] | None] = {}
-
-    def of(self, task_id: str) -> list[View] | None:
-        """The schemas that the model is shown in an episode of a task; None if the spec's code cannot be loaded here."""
-        known = "" if "" in self._known else task_id
-        if known not in self._known:
-            try:
-                schemas, same = asyncio.run(self._ask(self._task(task_id)))
-            except EngineError:
-                schemas, same = None, False
-            known = "" if same else task_id
-            self._known[known] = schemas
-        return self._known[known]
-
-    async def _ask(self, task: Task) -> tuple[list[View], bool]:
-        """The schemas, and whether all tasks have the same."""
-        own = self._loaded.spec.conversation
-        workers = Workers(1)
-        try:
-            backend = ReplayBackend.open(self._loaded.spec.backend, self._form, self._loaded)
-            factory = EpisodeFactory(self._loaded, self._form, backend, workers, role_backends="none")
-            shared = factory.object_builder.shared_toolbox
-            if shared is not None and (own is None or own.tools is None):
-                return list(shared.schemas), True
-            objects = await factory.object_builder.open(task)
-            try:
-                return (list(objects.toolbox.schemas) if objects.toolbox else []), False
-            finally:
-                await factory.object_builder.close(objects)
-        finally:
-            workers.close()
