@@ -178,8 +178,8 @@ def confine(
             name = cause.relative_to(base)
             raise OSError(f"`agent.run` names {word}, and {name} is hidden: write `agent.sandbox.read: [{name}]`")
     inside = dict(env) | {"HOME": HOME, "TMPDIR": "/tmp"}
-    for name in ("LD_LIBRARY_PATH", "PYTHONPATH"):
-        inside.pop(name, None)
+    for variable in ("LD_LIBRARY_PATH", "PYTHONPATH"):
+        inside.pop(variable, None)
     own = ["--perms", "1777", "--size", str(settings.disk), "--tmpfs", HOME]
     own += ["--perms", "1777", "--dir", f"{HOME}/tmp", "--symlink", f".{HOME}/tmp", "/tmp"]
     options = sandbox.system_of(root, inside, own=own)

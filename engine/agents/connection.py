@@ -26,6 +26,7 @@ MAX_VALUES = 250_000
 _READ = 1 << 16
 """Maximum bytes of a head, and of what is read at once."""
 _ANSWERABLE = (h11.IDLE, h11.SEND_RESPONSE)
+_READ_WHOLE = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]  # h11 does not list the second one
 
 
 class Head(NamedTuple):
@@ -208,7 +209,7 @@ class Connection:
                 pass
         except h11.RemoteProtocolError:
             return False
-        return self._http.their_state in (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)
+        return self._http.their_state in _READ_WHOLE
 
     def begin(self, content_type: str = "text/event-stream") -> None:
         """Begin an answer that is sent in parts: events, or what `content_type` says."""

@@ -42,7 +42,7 @@ class MasterWeights:
                 self.named[name] = parameter
                 continue
             master = nn.Parameter(parameter.detach().float())
-            parameter.register_post_accumulate_grad_hook(partial(_add_gradient, master))
+            parameter.register_post_accumulate_grad_hook(partial(_add_gradient, master))  # type: ignore[no-untyped-call]
             self.named[name] = master
             self.copies.append(master)
             self._copied.append(parameter)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import structlog
 
@@ -80,6 +81,6 @@ def _parameters(base: type, name: str) -> str | None:
     method = getattr(base, name, None)
     if not callable(method):
         return None
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     _, *rest = inspect.signature(method).parameters.values()
     return ", ".join(stars.get(each.kind, "") + each.name for each in rest)
