@@ -50,7 +50,8 @@ class Admission:
         if len(self._peers.get(connection.peer, ())) >= MAX_OF_PEER:
             self._close_oldest(self._peers[connection.peer])
         elif sum(map(len, self._peers.values())) >= MAX_WITHOUT_KEY:
-            self._close_oldest(max(self._peers.values(), key=lambda connections: len(connections)))
+            most_connected = max(self._peers.values(), key=len)
+            self._close_oldest(most_connected)
         elif sum(map(len, (*self._peers.values(), *self._keys.values()))) >= self._most:
             self.make_room()
         self._peers.setdefault(connection.peer, {})[connection] = None
