@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 Render = Callable[["View"], str | None]
 """What the template writes for a reply; None where it does not write the reply between the same texts."""
 
-REPLY_STYLES = (*STYLES, lambda mark: f"\n\n \n{mark}\n \n\n", lambda mark: f"e\u0301 {mark} \ufb01\uff21\U00012000")
+REPLY_STYLES: tuple[Callable[[str], str], ...] = (
+    *STYLES,
+    lambda mark: f"\n\n \n{mark}\n \n\n",
+    lambda mark: f"e\u0301 {mark} \ufb01\uff21\U00012000",
+)
 """The last one shows whether the format changes characters, as tokenizers that normalise texts do."""
 _TRIMS: tuple[Callable[[str], str], ...] = (
     str,

@@ -108,9 +108,9 @@ class Bridges:
                 self._verdicts.clear()
                 self._wrappers.clear()
         if whole and conversation is not None and tape is not None:
-            found = self._bridge_by_whole(conversation(), new, bytes(trail.kinds) + kinds, tools, last, tape)
-            if not (keep and isinstance(found, str)):
-                return found
+            compared = self._bridge_by_whole(conversation(), new, bytes(trail.kinds) + kinds, tools, last, tape)
+            if not (keep and isinstance(compared, str)):
+                return compared
         key = (trail.signature(kinds), tools is not None if not (tools and self._reads_tools) else to_json(tools))
         verdict = self._verdicts.get(key)
         if verdict is None:
@@ -178,11 +178,11 @@ class Bridges:
             return f"the template writes {text[at : at + _EXCERPT]!r} where the tape has {said[at : at + _EXCERPT]!r}"
         if role := form.dropped(kinds, tools):
             return f"the template does not show a message of role `{role}` here"
-        closed = last is not None and last in form.stop_set
+        closing = [last] if last is not None and last in form.stop_set else []
         # A token that ends a reply may take white space after it: it is encoded again, in front of what follows.
-        ids = form.ids_from(shown, tools, written, end - len(form.decode([last])) if closed else end)
-        if closed:
-            return Extension([], ids[1:]) if ids[:1] == [last] else _NO_TOKEN
+        ids = form.ids_from(shown, tools, written, end - len(form.decode(closing)) if closing else end)
+        if closing:
+            return Extension([], ids[1:]) if ids[:1] == closing else _NO_TOKEN
         ends = [at for at, id_ in enumerate(ids) if id_ in form.fast.added_ids]
         if not ends:
             return _NO_TOKEN

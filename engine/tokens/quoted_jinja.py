@@ -128,7 +128,7 @@ class _SeenThrough(NodeTransformer):
     """Wraps what a template looks at."""
 
     @staticmethod
-    def _wrapped(node: nodes.Expr, filter_: str, *args: nodes.Expr) -> nodes.Expr:
+    def _wrapped(node: nodes.Node, filter_: str, *args: nodes.Expr) -> nodes.Expr:
         return nodes.Filter(node, filter_, list(args), [], None, None, lineno=node.lineno)
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802

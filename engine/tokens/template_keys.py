@@ -240,7 +240,7 @@ class _Reading:
         """How many of `_tests` are outside of the innermost loop over messages."""
         self._loops: list[tuple[Of, bool]] = []
         """For each loop that the node is in: the labels of what it goes through, and whether it does so backwards."""
-        self._tests: list[tuple[nodes.Expr, bool, Of]] = []
+        self._tests: list[tuple[nodes.Node, bool, Of]] = []
         """For each condition that the node is under: the test, whether it holds, and its labels."""
         self._literals: dict[str, None] = {}
         self._equals: dict[str, None] = {}
@@ -395,7 +395,7 @@ class _Reading:
                     self._statements(body)
 
     @contextmanager
-    def _under(self, test: nodes.Expr, holds: bool, labels: Of) -> Iterator[None]:
+    def _under(self, test: nodes.Node, holds: bool, labels: Of) -> Iterator[None]:
         self._tests.append((test, holds, labels))
         try:
             yield
@@ -416,17 +416,13 @@ class _Reading:
         ):
             return False
         left, right = test.expr, test.ops[0].expr
-        odd = right.expr.left if isinstance(right, nodes.Compare) and isinstance(right.expr, nodes.Mod) else None
-        modulus = right.expr.right if odd is not None else None
-        number = self._number(odd) if odd is not None else None
-        return (
-            number is not None
-            and number[0] == "place"
-            and isinstance(modulus, nodes.Const)
-            and modulus.value == 2
-            and isinstance(left, nodes.Compare)
-            and not self._value(left)
-        )
+        if not (
+            isinstance(left, nodes.Compare) and isinstance(right, nodes.Compare) and isinstance(right.expr, nodes.Mod)
+        ):
+            return False
+        number, modulus = self._number(right.expr.left), right.expr.right
+        is_odd = number is not None and number[0] == "place" and isinstance(modulus, nodes.Const) and modulus.value == 2
+        return is_odd and not self._value(left)
 
     def _for(self, node: nodes.For) -> None:
         labels = self._value(node.iter)
@@ -465,21 +461,17 @@ class _Reading:
         self._scopes.pop()
         self._statements(node.else_)
 
-    def _is_in_parts(self, node: nodes.Expr) -> bool:
+    def _is_in_parts(self, node: nodes.Node) -> bool:
         """Whether a content has parts where the current node is: it is no string."""
         if self._in_parts:
             return True
         of = repr(node.node if isinstance(node, nodes.Filter) else node)
-        for test, holds, _ in self._tests:
-            for part in _conjuncts(test) if holds else [test]:
+        for condition, holds, _ in self._tests:
+            for part in _conjuncts(condition) if holds else [condition]:
                 negated = isinstance(part, nodes.Not)
-                inner = part.node if negated else part
-                if (
-                    isinstance(inner, nodes.Test)
-                    and inner.name == "string"
-                    and repr(inner.node) == of
-                    and holds == negated
-                ):
+                test = part.node if isinstance(part, nodes.Not) else part
+                is_string = isinstance(test, nodes.Test) and test.name == "string" and repr(test.node) == of
+                if is_string and holds == negated:
                     return True
         return False
 
@@ -500,7 +492,7 @@ class _Reading:
         key = (self._scopes[-1], name)
         self._names[key] = self._names.get(key, Of.NOTHING) | labels
 
-    def _assign(self, target: nodes.Node, labels: Of, value: nodes.Expr | None) -> None:
+    def _assign(self, target: nodes.Node, labels: Of, value: nodes.Node | None) -> None:
         if isinstance(target, nodes.Tuple):
             for item in target.items:
                 self._assign(item, labels, None)
@@ -527,7 +519,7 @@ class _Reading:
     def _set(self, attribute: str, labels: Of) -> None:
         self._attributes[attribute] = self._attributes.get(attribute, Of.NOTHING) | labels
 
-    def _assign_attribute(self, target: nodes.NSRef, labels: Of, value: nodes.Expr | None) -> None:
+    def _assign_attribute(self, target: nodes.NSRef, labels: Of, value: nodes.Node | None) -> None:
         in_messages = bool(self._macro) or any(loop & Of.MESSAGES for loop, _ in self._loops)
         scope = next((scope for scope in reversed(self._scopes) if (scope, target.name) in self._names), 0)
         if not (in_messages and scope == 0 and target.name in self._outer):
@@ -551,13 +543,12 @@ class _Reading:
         else:
             slot.other = True
 
-    def _repeats(self, value: nodes.Expr | None) -> bool:
+    def _repeats(self, value: nodes.Node | None) -> bool:
         """Whether a value is a sum with a number, in a loop whose length no kind tells."""
-        summed = isinstance(value, nodes.Add | nodes.Sub | nodes.Mul)
-        numeric = summed and any(
-            isinstance(part, nodes.Const) and isinstance(part.value, int | float) for part in (value.left, value.right)
-        )
-        return numeric and bool(self._loops)
+        if not (self._loops and isinstance(value, nodes.Add | nodes.Sub | nodes.Mul)):
+            return False
+        sides = (value.left, value.right)
+        return any(isinstance(side, nodes.Const) and isinstance(side.value, int | float) for side in sides)
 
     def _depends_on_other_slots(self, attribute: str) -> bool:
         for test, _, labels in self._tests:
@@ -612,8 +603,8 @@ class _Reading:
             case nodes.Concat():
                 return self._joined(node.nodes)
             case nodes.Add():
-                if self._number(node) is not None:
-                    return Of.PLACE if self._number(node)[0] == "place" else Of.COUNT  # type: ignore[index]
+                if (number := self._number(node)) is not None:
+                    return Of.PLACE if number[0] == "place" else Of.COUNT
                 return self._joined([node.left, node.right])
             case nodes.Sub() if (number := self._number(node)) is not None:
                 return {"place": Of.PLACE, "count": Of.COUNT, "kept": Of.PLACE | Of.LATER}.get(number[0], Of.NOTHING)
@@ -774,7 +765,7 @@ class _Reading:
         self._refuse("it takes a message by its number", node)
         return Of.MESSAGE
 
-    def _number(self, node: nodes.Expr | None) -> tuple[str, int] | None:
+    def _number(self, node: nodes.Node | None) -> tuple[str, int] | None:
         """A number of messages: (`place`: of a message, `count`: of all, `kept`: of an earlier message, `fixed`), and what is added to it."""
         match node:
             case nodes.Const() if isinstance(node.value, int) and not isinstance(node.value, bool):
@@ -814,7 +805,7 @@ class _Reading:
 
     # --- tests ----------------------------------------------------------------------------------------------
 
-    def _known(self, node: nodes.Expr) -> bool | None:
+    def _known(self, node: nodes.Node) -> bool | None:
         """The outcome of a test on variables alone; None where it is not known."""
         match node:
             case nodes.Const():
@@ -901,10 +892,9 @@ class _Reading:
                 return (labels | arguments) & _CARRIED
             case nodes.Compare():
                 found = Of.NOTHING
-                left = node.expr
-                for operand in node.ops:
-                    found |= self._compare(left, operand.op, operand.expr, node)
-                    left = operand.expr
+                operands = [node.expr, *(operand.expr for operand in node.ops)]
+                for one, operand in zip(operands, node.ops, strict=False):
+                    found |= self._compare(one, operand.op, operand.expr, node)
                 return found
         labels = self._value(node)
         if labels & _COUNTED or (labels & Of.CHANGED and not self._copies):
@@ -1219,7 +1209,7 @@ def _raises(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "raise_exception"
 
 
-def _conjuncts(test: nodes.Expr) -> Iterator[nodes.Expr]:
+def _conjuncts(test: nodes.Node) -> Iterator[nodes.Node]:
     if isinstance(test, nodes.And):
         yield from _conjuncts(test.left)
         yield from _conjuncts(test.right)
@@ -1227,7 +1217,7 @@ def _conjuncts(test: nodes.Expr) -> Iterator[nodes.Expr]:
         yield test
 
 
-def _says_user(test: nodes.Expr) -> bool:
+def _says_user(test: nodes.Node) -> bool:
     """Whether a test is `message.role == "user"`."""
     if not (isinstance(test, nodes.Compare) and len(test.ops) == 1 and test.ops[0].op == "eq"):
         return False

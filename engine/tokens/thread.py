@@ -212,7 +212,7 @@ class Thread:
 
     def views(self, start: int = 0, end: int | None = None) -> list[View]:
         """Messages of the thread from number `start` up to `end`, as the template gets them."""
-        numbers = range(start, len(self.messages) if end is None else end)
+        numbers: Sequence[int] = range(start, len(self.messages) if end is None else end)
         if self._form.skips_system:
             numbers = [at for at in numbers if at == 0 or self.messages[at].role != "system"]
         views = [self._view(number) for number in numbers]
