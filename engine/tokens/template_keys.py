@@ -20,8 +20,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntFlag
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, reduce
+from operator import or_
+from typing import Any, TypeGuard
 
 from jinja2 import nodes
 
@@ -72,6 +73,13 @@ _CARRIED = Of.LATER | Of.LATCH | Of.STATE
 _TEXT_KEYS = ("content", "reasoning_content", "reasoning", "thinking")
 _CALL_KEYS = ("tool_calls", "name", "tool_call_id", "tool_call", "function_call")
 _MAX_ROUNDS = 12
+_LOOP = {
+    "first": Of.NOTHING, "last": Of.LATER, "index": Of.PLACE, "index0": Of.PLACE, "length": Of.COUNT,
+    "previtem": Of.MESSAGE, "nextitem": Of.MESSAGE | Of.LATER,
+}  # fmt: skip
+"""What is read of `loop` in a loop over messages."""
+_GIVEN = ("messages", "tools", "loop")
+_FUNCTIONS = ("strftime_now", "raise_exception", "namespace", "range", "dict")
 
 _TRIMS = ("strip", "lstrip", "rstrip")
 _SEARCHES = ("startswith", "endswith", "find", "rfind", "index", "rindex", "count")
@@ -128,7 +136,6 @@ class TemplateKeys:
 class _Slot:
     """An attribute of a namespace that is set for one message after another."""
 
-    name: str
     constants: set[Any] = field(default_factory=set)
     places: bool = False
     """A message's number was assigned, where the message is a user's."""
@@ -249,13 +256,10 @@ class _Reading:
         self._whole: dict[str, None] = {}
         self._copies = True
         self._in_calls = False
-        self._replaces = any(
-            (isinstance(node, nodes.Filter) and node.name == "replace")
-            or (isinstance(node, nodes.Getattr) and node.attr == "replace")
-            for node in tree.find_all((nodes.Filter, nodes.Getattr))
-        )
+        called = tree.find_all((nodes.Filter, nodes.Getattr))
+        self._replaces = any("replace" in (getattr(node, "name", ""), getattr(node, "attr", "")) for node in called)
         self._blank = self._tools = self._dated = self._timed = False
-        self._registers = self._late_tests = self._latched_output = False
+        self._late_tests = self._latched_output = False
 
     def keys(self) -> TemplateKeys:
         """The result."""
@@ -267,25 +271,16 @@ class _Reading:
                 break
         else:
             self._whole = {"it is too intricate to be read": None}
-        self._registers = any(slot.places for slot in self._slots.values())
         if not self._copies and self._late_tests:
             self._refuse("it writes contents cut or changed, depending on later messages")
-        if self._registers and self._latched_output:
+        if self._latched_output and any(slot.places for slot in self._slots.values()):
             self._refuse("what it writes for a message depends on earlier messages and on later ones")
         return TemplateKeys(
             tuple(self._literals), tuple(self._equals), self._in_calls, self._replaces, self._copies, self._blank, self._tools, self._dated, self._timed, tuple(self._whole)
         )  # fmt: skip
 
-    def _state(self) -> Any:
-        slots = {name: (set(slot.constants), slot.places, slot.reset, slot.other) for name, slot in self._slots.items()}
-        return (
-            dict(self._around),
-            dict(self._names),
-            dict(self._attributes),
-            slots,
-            dict(self._returns),
-            dict(self._numbers),
-        )
+    def _state(self) -> str:
+        return repr((self._around, self._names, self._attributes, self._slots, self._returns, self._numbers))
 
     def _refuse(self, why: str, node: nodes.Node | None = None) -> None:
         self._whole[f"{why} (line {node.lineno})" if node is not None else why] = None
@@ -319,8 +314,7 @@ class _Reading:
             case nodes.ExprStmt():
                 self._value(node.node)
             case nodes.Continue() | nodes.Break():
-                carried = self._condition()
-                self._late_tests = self._late_tests or bool(carried & Of.LATER)
+                self._notice(self._condition())
                 if any(loop & Of.MESSAGES for loop, _ in self._loops[-1:]):
                     self._refuse("it leaves a loop over messages", node)
             case nodes.Scope():
@@ -342,9 +336,9 @@ class _Reading:
         if written & Of.PART:
             written = written & ~Of.PART | Of.CONTENT
         condition = self._condition()
-        if _raises(node):
+        if _calls(node, "raise_exception"):
             return
-        self._latched_output = self._latched_output or bool((condition | written) & Of.LATCH)
+        self._latched_output |= bool((condition | written) & Of.LATCH)
         if condition & Of.STATE or (written & Of.STATE and not written & _TEXT):
             self._refuse("what it writes for a message depends on a state that earlier messages left", node)
         if self._macro:
@@ -352,33 +346,19 @@ class _Reading:
 
     def _return(self, node: nodes.Expr, written: Of, condition: Of) -> None:
         """A macro writes something."""
-        text = (
-            node.data if isinstance(node, nodes.TemplateData) else node.value if isinstance(node, nodes.Const) else ""
-        )
-        earlier = self._returns[self._macro]
+        text = getattr(node, "data", "") or (isinstance(node, nodes.Const) and node.value)
         if text:
             self._around[str(text)] = None
-            if earlier & Of.CONTENT or written & Of.CONTENT:
-                earlier |= Of.JOINED
-            earlier |= Of.JOINED
-        self._returns[self._macro] = earlier | written | condition
+            written |= Of.JOINED
+        self._returns[self._macro] |= written | condition
 
     def _written(self, body: Iterable[nodes.Node]) -> Of:
-        outputs = [
-            part
-            for node in body
-            for output in [node, *node.find_all(nodes.Output)]
-            if isinstance(output, nodes.Output)
-            for part in output.nodes
-        ]
-        return self._all(part for part in outputs if not isinstance(part, nodes.TemplateData))
+        inside = [part for node in body for part in (node, *node.find_all(nodes.Output))]
+        return self._all(part for output in inside if isinstance(output, nodes.Output) for part in output.nodes)
 
     def _condition(self) -> Of:
         """What it depends on whether the current node is reached."""
-        found = Of.NOTHING
-        for _, _, labels in self._tests:
-            found |= labels
-        return found & _CARRIED
+        return _union(labels for _, _, labels in self._tests) & _CARRIED
 
     def _branches(self, node: nodes.If) -> None:
         rest: list[nodes.Node] = node.else_
@@ -405,7 +385,7 @@ class _Reading:
     def _is_alternation(self, node: nodes.If) -> bool:
         """Whether users and others must take turns: the kinds that follow each other say that too."""
         only_raises = all(
-            isinstance(part, nodes.Call) and isinstance(part.node, nodes.Name) and part.node.name == "raise_exception"
+            _calls(part, "raise_exception")
             for inner in node.body
             for part in (inner.nodes if isinstance(inner, nodes.Output) else [inner])
             if not (isinstance(part, nodes.TemplateData) and part.data.isspace())
@@ -425,14 +405,11 @@ class _Reading:
         return is_odd and not self._value(left)
 
     def _for(self, node: nodes.For) -> None:
-        labels = self._value(node.iter)
-        backwards = (
-            isinstance(node.iter, nodes.Getitem)
-            and isinstance(node.iter.arg, nodes.Slice)
-            and node.iter.arg.step is not None
-        )
+        item = labels = self._value(node.iter)
+        part = node.iter.arg if isinstance(node.iter, nodes.Getitem) else None
+        backwards = isinstance(part, nodes.Slice) and part.step is not None
         if labels & Of.MESSAGES:
-            if self._loops and any(loop & Of.MESSAGES for loop, _ in self._loops):
+            if any(loop & Of.MESSAGES for loop, _ in self._loops):
                 self._refuse("it goes through the messages again for each message", node)
             if self._macro:
                 self._refuse("a macro goes through the messages", node)
@@ -443,9 +420,6 @@ class _Reading:
             item = Of.PART
         elif labels & _COUNTED:
             self._refuse("it repeats something as many times as the conversation says", node)
-            item = labels
-        else:
-            item = labels
         if node.recursive:
             self._refuse("it has a recursive loop", node)
         self._scopes.append(id(node))
@@ -503,9 +477,9 @@ class _Reading:
             return
         assert isinstance(target, nodes.Name)
         key = (self._scopes[-1], target.name)
-        if isinstance(value, nodes.Call) and isinstance(value.node, nodes.Name) and value.node.name == "namespace":
+        if _calls(value, "namespace"):
             self._join(target.name, Of.NAMESPACE)
-            if not self._macro and not any(loop & Of.MESSAGES for loop, _ in self._loops):
+            if not self._in_messages():
                 self._outer.add(target.name)
             for pair in value.kwargs:
                 self._set(pair.key, self._value(pair.value))
@@ -516,18 +490,23 @@ class _Reading:
             self._numbers[key] = number if known == number else None
         self._join(target.name, labels)
 
+    def _in_messages(self) -> bool:
+        return bool(self._macro) or any(loop & Of.MESSAGES for loop, _ in self._loops)
+
+    def _scope(self, name: str) -> int:
+        """The innermost scope that has a name."""
+        return next((scope for scope in reversed(self._scopes) if (scope, name) in self._names), 0)
+
     def _set(self, attribute: str, labels: Of) -> None:
         self._attributes[attribute] = self._attributes.get(attribute, Of.NOTHING) | labels
 
     def _assign_attribute(self, target: nodes.NSRef, labels: Of, value: nodes.Node | None) -> None:
-        in_messages = bool(self._macro) or any(loop & Of.MESSAGES for loop, _ in self._loops)
-        scope = next((scope for scope in reversed(self._scopes) if (scope, target.name) in self._names), 0)
-        if not (in_messages and scope == 0 and target.name in self._outer):
+        if not (self._in_messages() and self._scope(target.name) == 0 and target.name in self._outer):
             if labels & Of.NUMBER or self._repeats(value):
                 labels |= Of.NUMBER
             self._set(target.attr, labels)
             return
-        slot = self._slots.setdefault(target.attr, _Slot(target.attr))
+        slot = self._slots.setdefault(target.attr, _Slot())
         number = self._number(value) if value is not None else None
         if isinstance(value, nodes.Const):
             slot.constants.add((type(value.value), value.value))
@@ -569,10 +548,7 @@ class _Reading:
     # --- expressions ----------------------------------------------------------------------------------------
 
     def _all(self, parts: Iterable[nodes.Expr]) -> Of:
-        found = Of.NOTHING
-        for part in parts:
-            found |= self._value(part)
-        return found
+        return _union(map(self._value, parts))
 
     def _value(self, node: nodes.Node | None) -> Of:
         """What a value may depend on."""
@@ -590,8 +566,7 @@ class _Reading:
             case nodes.Test() | nodes.Compare() | nodes.Not():
                 return self._test(node)
             case nodes.And() | nodes.Or():
-                left = self._test(node.left)
-                return left | self._value(node.right)
+                return self._test(node.left) | self._value(node.right)
             case nodes.CondExpr():
                 return self._conditional(node)
             case nodes.Call():
@@ -619,14 +594,10 @@ class _Reading:
 
     def _joined(self, parts: Sequence[nodes.Expr]) -> Of:
         each = [self._value(part) for part in parts]
-        found = Of.NOTHING
-        for labels in each:
-            found |= labels
+        found = _union(each)
         if found & _COUNTED:
             return found | Of.NUMBER
-        if not found & _TEXT:
-            return found
-        if self._writing:
+        if self._writing or not found & _TEXT:
             return found
         in_parts = bool(self._loops) and bool(self._loops[-1][0] & Of.CONTENT)  # an image's text is between two texts
         if sum(bool(labels & _TEXT) for labels in each) > 1 and not in_parts:
@@ -643,26 +614,22 @@ class _Reading:
         """The texts that an expression may write; None where they are not known."""
         match node:
             case nodes.CondExpr():
-                sides = [self._texts_of(side) for side in (node.expr1, node.expr2 or nodes.Const(""))]
-                return None if None in sides else [text for side in sides for text in side or ()]
-            case nodes.Add() | nodes.Concat():
-                sides = [
-                    self._texts_of(side)
-                    for side in (node.nodes if isinstance(node, nodes.Concat) else (node.left, node.right))
-                ]
-                return None if None in sides else [text for side in sides for text in side or ()]
+                return _flat([self._texts_of(node.expr1), self._texts_of(node.expr2 or nodes.Const(""))])
+            case nodes.Add():
+                return _flat([self._texts_of(node.left), self._texts_of(node.right)])
+            case nodes.Concat():
+                return _flat([self._texts_of(part) for part in node.nodes])
         return self._literals_of(node)
 
     def _name(self, node: nodes.Name) -> Of:
         if node.name == "loop":
             return Of.LOOP
-        for scope in reversed(self._scopes):
-            if (scope, node.name) in self._names:
-                known = self._names[scope, node.name]
-                return known | (Of.MESSAGES if node.name == "messages" and not scope else Of.NOTHING)
-        if node.name == "messages":
-            return Of.MESSAGES
-        return Of.TOOLS if node.name == "tools" else Of.NOTHING
+        scope = self._scope(node.name)
+        given = {"messages": Of.MESSAGES, "tools": Of.TOOLS}.get(node.name, Of.NOTHING)
+        known = self._names.get((scope, node.name))
+        if known is None:
+            return given
+        return known if scope else known | given & Of.MESSAGES
 
     def _item(self, of: nodes.Expr, key: Any, node: nodes.Expr) -> Of:
         """`of.key`"""
@@ -670,14 +637,11 @@ class _Reading:
             return self._loop_value(key, node)
         labels = self._value(of)
         if labels & Of.NAMESPACE and isinstance(key, str):
-            return self._attribute(key, node)
+            known = self._attributes.get(key, Of.NOTHING)
+            return known | self._slots[key].label if key in self._slots else known
         if labels & Of.MESSAGE:
-            later = labels & _CARRIED
-            if key in _TEXT_KEYS:
-                return Of.CONTENT | later
-            if key in _CALL_KEYS:
-                return Of.CALL | later
-            return later
+            read = Of.CONTENT if key in _TEXT_KEYS else Of.CALL if key in _CALL_KEYS else Of.NOTHING
+            return read | labels & _CARRIED
         if labels & Of.CALL and key == "type":
             return labels & ~Of.CALL
         if labels & Of.PART:
@@ -686,29 +650,14 @@ class _Reading:
             self._refuse(f"it reads `{key}` of all messages", node)
         return labels & ~Of.NAMESPACE
 
-    def _attribute(self, key: str, node: nodes.Expr) -> Of:
-        labels = self._attributes.get(key, Of.NOTHING)
-        if key in self._slots:
-            labels |= self._slots[key].label
-        return labels
-
     def _loop_value(self, key: str, node: nodes.Expr) -> Of:
         over = self._loops[-1][0] if self._loops else Of.NOTHING
         if not self._loops:
             self._refuse("it reads `loop` of a loop outside", node)
         if over & Of.MESSAGES:
-            if key == "first":
-                return Of.NOTHING
-            if key == "last":
-                return Of.LATER
-            if key in ("index", "index0"):
-                return Of.PLACE
-            if key == "length":
-                return Of.COUNT
-            if key in ("previtem", "nextitem"):
-                return Of.MESSAGE | (Of.LATER if key == "nextitem" else Of.NOTHING)
-            self._refuse(f"it reads `loop.{key}` of the messages", node)
-            return Of.NUMBER
+            if key not in _LOOP:
+                self._refuse(f"it reads `loop.{key}` of the messages", node)
+            return _LOOP.get(key, Of.NUMBER)
         if key in ("first", "last"):
             return Of.NOTHING
         if key in ("previtem", "nextitem"):
@@ -726,33 +675,28 @@ class _Reading:
             if labels & Of.CONTENT and self._is_in_parts(node.node):
                 return Of.PART | labels & _CARRIED
             if labels & _TEXT and not isinstance(node.node, nodes.Call):
-                self._copies = False
-                return labels & ~Of.CONTENT | Of.CHANGED
+                return self._cut(labels)
             return labels | index | (Of.NUMBER if index & _COUNTED else Of.NOTHING)
         labels = self._value(node.node)
         ends = [node.arg.start, node.arg.stop, node.arg.step]
         if labels & Of.MESSAGES:
-            known = [
-                None if end is None else end.value if isinstance(end, nodes.Const) else self._negative(end)
-                for end in ends
-            ]
+            known = [None if end is None else _constant(end) for end in ends]
             if not (known[0] in (None, 0, 1) and known[1] in (None, -1) and known[2] in (None, 1, -1)):
                 self._refuse("it takes some of the messages by their number", node)
             return Of.MESSAGES
         numbers = self._all(end for end in ends if end is not None)
         if labels & _TEXT:
-            self._copies = False
-            return labels & ~Of.CONTENT | Of.CHANGED
+            return self._cut(labels)
         if (numbers | labels) & ~Of.TOOLS:
             return labels | Of.NUMBER
         return labels
 
-    @staticmethod
-    def _negative(node: nodes.Expr) -> Any:
-        return -node.node.value if isinstance(node, nodes.Neg) and isinstance(node.node, nodes.Const) else ...
+    def _cut(self, labels: Of) -> Of:
+        self._copies = False
+        return labels & ~Of.CONTENT | Of.CHANGED
 
     def _message_at(self, index: nodes.Expr, node: nodes.Expr) -> Of:
-        value = index.value if isinstance(index, nodes.Const) else self._negative(index)
+        value = _constant(index)
         if value == 0:
             return Of.MESSAGE
         if value == -1:
@@ -773,15 +717,11 @@ class _Reading:
             case nodes.Neg() if isinstance(node.node, nodes.Const) and isinstance(node.node.value, int):
                 return "fixed", -node.node.value
             case nodes.Getattr() if isinstance(node.node, nodes.Name) and node.node.name == "loop":
-                if not (self._loops and self._loops[-1][0] & Of.MESSAGES) or (
-                    self._loops[-1][1] and node.attr != "length"
-                ):
-                    return (
-                        ("back", int(node.attr == "index"))
-                        if self._loops and self._loops[-1][1] and node.attr in ("index", "index0")
-                        else None
-                    )
-                return {"index0": ("place", 0), "index": ("place", 1), "length": ("count", 0)}.get(node.attr)
+                over, backwards = self._loops[-1] if self._loops else (Of.NOTHING, False)
+                if backwards and node.attr in ("index", "index0"):
+                    return "back", int(node.attr == "index")
+                known = {"index0": ("place", 0), "index": ("place", 1), "length": ("count", 0)}
+                return known.get(node.attr) if over & Of.MESSAGES else None
             case nodes.Getattr() if self._value(node.node) & Of.NAMESPACE and node.attr in self._slots:
                 return ("kept", 0) if self._slots[node.attr].label & Of.PLACE else None
             case nodes.Filter() if (
@@ -789,8 +729,7 @@ class _Reading:
             ):
                 return "count", 0
             case nodes.Name():
-                scope = next((scope for scope in reversed(self._scopes) if (scope, node.name) in self._names), 0)
-                return self._numbers.get((scope, node.name))
+                return self._numbers.get((self._scope(node.name), node.name))
             case nodes.Add() | nodes.Sub():
                 left, right = self._number(node.left), self._number(node.right)
                 if left is None or right is None:
@@ -810,7 +749,7 @@ class _Reading:
         match node:
             case nodes.Const():
                 return bool(node.value)
-            case nodes.Name() if node.name not in self._assigned and node.name not in ("messages", "tools", "loop"):
+            case nodes.Name() if node.name not in self._assigned and node.name not in _GIVEN:
                 value = self._variables.get(node.name)
                 return None if value is ... else bool(value)
             case nodes.Not():
@@ -824,16 +763,7 @@ class _Reading:
                 return True if True in sides else None if None in sides else False
             case nodes.Test() if isinstance(node.node, nodes.Name) and node.name in ("defined", "undefined"):
                 name = node.node.name
-                if name in self._assigned or name in (
-                    "messages",
-                    "tools",
-                    "loop",
-                    "strftime_now",
-                    "raise_exception",
-                    "namespace",
-                    "range",
-                    "dict",
-                ):
+                if name in self._assigned or name in (*_GIVEN, *_FUNCTIONS):
                     return None
                 return (name in self._variables) == (node.name == "defined")
             case nodes.Compare() | nodes.Call():
@@ -846,28 +776,21 @@ class _Reading:
             if len(node.ops) != 1 or node.ops[0].op not in ("in", "notin", "eq", "ne"):
                 return None
             operator, left, right = node.ops[0].op, node.expr, node.ops[0].expr
-            sides = (
-                [left, right]
-                if operator in ("eq", "ne") or isinstance(right, nodes.List | nodes.Tuple)
-                else [right, left]
-            )
+            if operator in ("in", "notin") and not isinstance(right, nodes.List | nodes.Tuple):
+                left, right = right, left
+        elif (
+            isinstance(node.node, nodes.Getattr)
+            and node.node.attr in ("startswith", "endswith")
+            and len(node.args) == 1
+        ):
+            operator, left, right = "in", node.node.node, node.args[0]
         else:
-            if not (
-                isinstance(node.node, nodes.Getattr)
-                and node.node.attr in ("startswith", "endswith")
-                and len(node.args) == 1
-            ):
-                return None
-            operator, sides = "in", [node.node.node, node.args[0]]
-        texts = self._literals_of(sides[1])
-        labels = self._value(sides[0])
+            return None
+        texts, labels = self._literals_of(right), self._value(left)
         if not texts or not all(texts) or any(text in _KINDS_TELL for text in texts):
             return None
-        if (
-            not labels & (Of.CONTENT | Of.JOINED)
-            or labels & (Of.CHANGED | Of.CALL | Of.PART | Of.MESSAGE | _COUNTED)
-            or self._value(sides[1])
-        ):
+        others = Of.CHANGED | Of.CALL | Of.PART | Of.MESSAGE | _COUNTED
+        if not labels & (Of.CONTENT | Of.JOINED) or labels & others or self._value(right):
             return None
         if labels & Of.JOINED and any(self._crosses(text, operator in ("eq", "ne")) for text in texts):
             return None
@@ -880,8 +803,7 @@ class _Reading:
             case nodes.Not():
                 return self._test(node.node)
             case nodes.And() | nodes.Or():
-                left = self._test(node.left)
-                return left | self._test(node.right)
+                return self._test(node.left) | self._test(node.right)
             case nodes.Test():
                 labels = self._value(node.node)
                 arguments = self._all([*node.args, *(pair.value for pair in node.kwargs)])
@@ -891,27 +813,24 @@ class _Reading:
                     self._refuse(f"it tests whether a part of the conversation is `{node.name}`", node)
                 return (labels | arguments) & _CARRIED
             case nodes.Compare():
-                found = Of.NOTHING
-                operands = [node.expr, *(operand.expr for operand in node.ops)]
-                for one, operand in zip(operands, node.ops, strict=False):
-                    found |= self._compare(one, operand.op, operand.expr, node)
-                return found
+                operands = zip([node.expr, *(operand.expr for operand in node.ops)], node.ops, strict=False)
+                return _union(self._compare(left, right.op, right.expr, node) for left, right in operands)
         labels = self._value(node)
         if labels & _COUNTED or (labels & Of.CHANGED and not self._copies):
             self._refuse("it tests a number or a changed text", node)
-        self._blank = self._blank or bool(labels & _TEXT)
+        self._blank |= bool(labels & _TEXT)
         self._tools = self._tools or (bool(labels & Of.TOOLS) and not isinstance(node, nodes.Name))
         self._notice(labels)
         return labels & _CARRIED
 
     def _notice(self, labels: Of) -> None:
-        self._late_tests = self._late_tests or bool(labels & Of.LATER)
+        self._late_tests |= bool(labels & Of.LATER)
 
     def _compare(self, left: nodes.Expr, operator: str, right: nodes.Expr, node: nodes.Compare) -> Of:
         sides = self._value(left), self._value(right)
         labels = sides[0] | sides[1]
         self._notice(labels)
-        self._tools = self._tools or bool(labels & Of.TOOLS)
+        self._tools |= bool(labels & Of.TOOLS)
         if labels & (Of.PLACE | Of.COUNT):
             return self._compare_numbers(left, operator, right, node)
         if labels & Of.STATE:
@@ -936,18 +855,15 @@ class _Reading:
         of_left = bool(sides[0] & (_TEXT | Of.CALL))
         other = right if of_left else left
         texts = self._literals_of(other)
-        looks = operator in ("eq", "ne") or (
-            operator in ("in", "notin") and (not of_left or isinstance(other, nodes.List | nodes.Tuple))
-        )
-        if (sides[0] and sides[1]) or texts is None or not looks:
+        equal = operator in ("eq", "ne") or of_left
+        in_list = operator in ("in", "notin") and (not of_left or isinstance(other, nodes.List | nodes.Tuple))
+        if all(sides) or texts is None or not (operator in ("eq", "ne") or in_list):
             self._refuse("it compares contents with something that is not written in it", node)
-            return
-        self._look_for(texts, sides[0] | sides[1], node, equal=operator in ("eq", "ne") or of_left)
+        else:
+            self._look_for(texts, sides[0] | sides[1], node, equal)
 
-    def _look_for(self, texts: Iterable[str], labels: Of, node: nodes.Expr, equal: bool = False) -> None:
-        """The template looks for these texts in a value."""
-        texts = list(texts)
-        self._in_calls = self._in_calls or bool(labels & Of.CALL)
+    def _look_for(self, texts: Sequence[str], labels: Of, node: nodes.Expr, equal: bool = False) -> None:
+        self._in_calls |= bool(labels & Of.CALL)
         for text in texts:
             if text and text in _PROBES:
                 self._refuse(f"it looks for {text!r}, which probes of the checks have too", node)
@@ -955,12 +871,10 @@ class _Reading:
         if any(texts) and (labels & Of.CHANGED or crossed):
             self._refuse("it looks for something in a text that it has put together", node)
         for text in texts:
-            if not text:
-                self._blank = True
-            elif equal:
-                self._equals[text] = None
+            if text:
+                (self._equals if equal else self._literals)[text] = None
             else:
-                self._literals[text] = None
+                self._blank = True
 
     def _crosses(self, text: str, equal: bool) -> bool:
         """Whether a text may be in contents with the template's texts around them although it is in no content."""
@@ -970,17 +884,13 @@ class _Reading:
         """Whether a length of a text or of calls is compared so that only none, one or more can matter."""
         number = self._number(right)
         if not (
-            isinstance(left, nodes.Filter)
-            and left.name in ("length", "count")
-            and left.node is not None
-            and number
-            and number[0] == "fixed"
+            isinstance(left, nodes.Filter) and left.name in ("length", "count") and number and number[0] == "fixed"
         ):
             return False
         of = self._value(left.node)
         if of & (Of.MESSAGES | Of.CHANGED | Of.NUMBER):
             return False
-        self._blank = self._blank or bool(of & _TEXT)
+        self._blank |= bool(of & _TEXT)
         bounds = {"gt": (0,), "lteq": (0,), "gteq": (0, 1), "lt": (0, 1), "eq": (0,), "ne": (0,)}
         more = {"gt": (0, 1), "lteq": (0, 1), "gteq": (0, 1, 2), "lt": (0, 1, 2), "eq": (0, 1), "ne": (0, 1)}
         return number[1] in (bounds if of & _TEXT else more).get(operator, ())
@@ -991,7 +901,7 @@ class _Reading:
         if one is not None and other is not None:
             flipped = {"gt": "lt", "lt": "gt", "gteq": "lteq", "lteq": "gteq"}
             order = ("place", "kept", "count", "fixed")
-            if one[0] in order and other[0] in order:
+            if {one[0], other[0]} <= {*order}:
                 if order.index(one[0]) > order.index(other[0]):
                     one, other, operator = other, one, flipped.get(operator, operator)
                 if _is_edge(one[0], operator, other[0], other[1] - one[1]):
@@ -1007,14 +917,12 @@ class _Reading:
             case nodes.Const():
                 return [node.value] if isinstance(node.value, str) else []
             case nodes.List() | nodes.Tuple():
-                found = [self._literals_of(item) for item in node.items]
-                return None if None in found else [text for texts in found if texts is not None for text in texts]
+                return _flat([self._literals_of(item) for item in node.items])
             case nodes.Name() if node.name in self._texts:
                 return [self._texts[node.name]]
-            case nodes.Name() if node.name not in self._assigned and isinstance(
-                self._variables.get(node.name, ""), str
-            ):
-                return [self._variables.get(node.name, "")]
+            case nodes.Name() if node.name not in self._assigned:
+                text = self._variables.get(node.name, "")
+                return [text] if isinstance(text, str) else None
         return None
 
     # --- filters and calls ----------------------------------------------------------------------------------
@@ -1030,7 +938,7 @@ class _Reading:
             found |= self._value(node.expr2)
         if labels & Of.STATE:
             self._refuse("what it writes for a message depends on a state that earlier messages left", node)
-        self._latched_output = self._latched_output or bool(labels & Of.LATCH)
+        self._latched_output |= bool(labels & Of.LATCH)
         return found | labels
 
     def _filter(self, node: nodes.Filter) -> Of:
@@ -1134,10 +1042,8 @@ class _Reading:
         if not labels & ~(Of.TOOLS | _CARRIED) and not given & ~Of.TOOLS:
             return labels
         if labels & (Of.MESSAGE | Of.MESSAGES | _COUNTED):
-            if name in ("items", "keys", "values"):
-                self._refuse("it goes through all keys of a message", node)
-                return Of.NUMBER
-            self._refuse(f"it calls `{name}`", node)
+            goes_through = name in ("items", "keys", "values")
+            self._refuse("it goes through all keys of a message" if goes_through else f"it calls `{name}`", node)
             return Of.NUMBER
         if labels & Of.CALL and not labels & _TEXT and name in ("items", "keys", "values"):
             return labels
@@ -1153,8 +1059,7 @@ class _Reading:
         if name in _TRIMS:
             characters = "".join(text for found in texts for text in found or ())
             if None in texts or characters.strip():
-                self._copies = False
-                return labels & ~Of.CONTENT | Of.CHANGED
+                return self._cut(labels)
             return labels
         if name in _SEARCHES and len(texts) == 1 and texts[0]:
             self._look_for(texts[0], labels, node)
@@ -1167,6 +1072,10 @@ class _Reading:
             return labels & ~Of.CONTENT | Of.CHANGED
         self._refuse(f"it calls `{name}` of a content", node)
         return labels | Of.NUMBER
+
+
+def _union(labels: Iterable[Of]) -> Of:
+    return reduce(or_, labels, Of.NOTHING)
 
 
 def _is_edge(one: str, operator: str, other: str, difference: int) -> bool:
@@ -1183,18 +1092,25 @@ def _is_edge(one: str, operator: str, other: str, difference: int) -> bool:
     return one != other and other == "kept" and abs(difference) <= 1
 
 
+def _constant(node: nodes.Expr) -> Any:
+    """A value that is written in the template, negated or not; `...` where it is not."""
+    if isinstance(node, nodes.Neg) and isinstance(node.node, nodes.Const):
+        return -node.node.value
+    return node.value if isinstance(node, nodes.Const) else ...
+
+
 def _constant_texts(tree: nodes.Template) -> dict[str, str]:
     stored = [node.name for node in tree.find_all(nodes.Name) if node.ctx in ("store", "param")]
-    found = {}
+    texts = {}
     for node in tree.find_all(nodes.Assign):
-        if (
-            isinstance(node.target, nodes.Name)
-            and isinstance(node.node, nodes.Const)
-            and isinstance(node.node.value, str)
-            and stored.count(node.target.name) == 1
-        ):
-            found[node.target.name] = node.node.value
-    return found
+        if isinstance(node.target, nodes.Name) and isinstance(node.node, nodes.Const):
+            texts[node.target.name] = node.node.value
+    return {name: text for name, text in texts.items() if isinstance(text, str) and stored.count(name) == 1}
+
+
+def _flat(lists: list[list[str] | None]) -> list[str] | None:
+    """All texts; None where some are not known."""
+    return None if None in lists else [text for texts in lists for text in texts or ()]
 
 
 def _overlap(text: str, around: str) -> bool:
@@ -1205,8 +1121,8 @@ def _overlap(text: str, around: str) -> bool:
     return any(around.endswith(text[:size]) or text.endswith(around[:size]) for size in sizes)
 
 
-def _raises(node: nodes.Node) -> bool:
-    return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == "raise_exception"
+def _calls(node: nodes.Node | None, name: str) -> TypeGuard[nodes.Call]:
+    return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name) and node.node.name == name
 
 
 def _conjuncts(test: nodes.Node) -> Iterator[nodes.Node]:
