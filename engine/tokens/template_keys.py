@@ -36,40 +36,27 @@ class Of(IntFlag):
     """What a value may depend on, beside the template, its variables and the kinds of messages."""
 
     NOTHING = 0
-    CONTENT = 1
-    """It is a message's text, trimmed at most, or a part of it between literals that are looked for."""
-    JOINED = 2
-    """It is a content with text of the template around it."""
-    CHANGED = 4
-    """It is a text that was put together from contents, or of which something was cut or changed."""
+    CONTENT = 1  # it is a message's text, trimmed at most, or a part of it between literals that are looked for
+    JOINED = 2  # it is a content with text of the template around it
+    CHANGED = 4  # it is a text that was put together from contents, or of which something was cut or changed
     MESSAGE = 8
     MESSAGES = 16
-    CALL = 32
-    """It is a part of a tool call, or a tool's name."""
+    CALL = 32  # it is a part of a tool call, or a tool's name
     TOOLS = 64
-    PLACE = 128
-    """It is the number of a message."""
-    COUNT = 256
-    """It is the number of messages."""
-    NUMBER = 512
-    """It is another number or fact that no kind tells: a length, a count, a sum."""
-    LATER = 1024
-    """It changes as the conversation goes on."""
-    LATCH = 2048
-    """It is true from some message on."""
-    STATE = 4096
-    """It has gone through several values over the messages."""
-    LOOP = 8192
-    """It is `loop`."""
+    PLACE = 128  # it is the number of a message
+    COUNT = 256  # it is the number of messages
+    NUMBER = 512  # it is another number or fact that no kind tells: a length, a count, a sum
+    LATER = 1024  # it changes as the conversation goes on
+    LATCH = 2048  # it is true from some message on
+    STATE = 4096  # it has gone through several values over the messages
+    LOOP = 8192  # it is `loop`
     NAMESPACE = 16384
-    PART = 32768
-    """It is a part of a content that has images."""
+    PART = 32768  # it is a part of a content that has images
 
 
 _TEXT = Of.CONTENT | Of.JOINED | Of.CHANGED
 _COUNTED = Of.PLACE | Of.COUNT | Of.NUMBER
-_CARRIED = Of.LATER | Of.LATCH | Of.STATE
-"""What a test passes on to everything that depends on it."""
+_CARRIED = Of.LATER | Of.LATCH | Of.STATE  # what a test passes on to everything that depends on it
 _TEXT_KEYS = ("content", "reasoning_content", "reasoning", "thinking")
 _CALL_KEYS = ("tool_calls", "name", "tool_call_id", "tool_call", "function_call")
 _MAX_ROUNDS = 12
@@ -88,8 +75,7 @@ _TEXT_FILTERS = ("trim", "string", "safe", "e", "escape")
 _VISIBLE = ("upper", "lower", "title", "capitalize", "urlencode", "tojson", "string", "join")
 """Filters and methods that change any text, so that checks of probes see it."""
 _CHANGES = (*_VISIBLE, "indent", "truncate", "replace", "striptags")
-_KINDS_TELL = (*MARKERS, *WRAP)
-"""Literals that kinds of messages tell of."""
+_KINDS_TELL = (*MARKERS, *WRAP)  # literals that kinds of messages tell of
 _PURE_TESTS = frozenset(
     ("defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "boolean", "true", "false", "number", "integer", "float", "callable")
 )  # fmt: skip
@@ -137,12 +123,9 @@ class _Slot:
     """An attribute of a namespace that is set for one message after another."""
 
     constants: set[Any] = field(default_factory=set)
-    places: bool = False
-    """A message's number was assigned, where the message is a user's."""
-    reset: bool = False
-    """It is set for each message, so it depends on one message alone."""
-    other: bool = False
-    """Something else was assigned, or under a condition on another such attribute."""
+    places: bool = False  # a message's number was assigned, where the message is a user's
+    reset: bool = False  # it is set for each message, so it depends on one message alone
+    other: bool = False  # something else was assigned, or under a condition on another such attribute
 
     @property
     def label(self) -> Of:
@@ -226,25 +209,20 @@ class _Reading:
         self._tree = tree
         self._in_parts = in_parts
         self._variables = {**variables, "add_generation_prompt": True, "documents": None}
-        self._names: dict[tuple[int, str], Of] = {}
-        """(scope, name) -> labels. A scope is a loop or a macro."""
+        self._names: dict[tuple[int, str], Of] = {}  # (scope, name) -> labels. A scope is a loop or a macro
         self._numbers: dict[tuple[int, str], tuple[str, int] | None] = {}
         """(scope, name) -> a message's number that it has: see `_number`."""
         self._scopes = [0]
-        self._writing = False
-        """The value is written at once, and not looked at."""
+        self._writing = False  # the value is written at once, and not looked at
         self._attributes: dict[str, Of] = {}
         self._slots: dict[str, _Slot] = {}
-        self._outer: set[str] = set()
-        """Namespaces that are made outside of the loops over messages and of macros."""
+        self._outer: set[str] = set()  # namespaces that are made outside of the loops over messages and of macros
         self._macros: dict[str, nodes.Macro] = {node.name: node for node in tree.find_all(nodes.Macro)}
         self._returns: dict[str, Of] = {}
         self._assigned = {node.name for node in tree.find_all(nodes.Name) if node.ctx in ("store", "param")}
-        self._texts = _constant_texts(tree)
-        """Names that are set once, to a text."""
+        self._texts = _constant_texts(tree)  # names that are set once, to a text
         self._macro = ""
-        self._loop_tests = 0
-        """How many of `_tests` are outside of the innermost loop over messages."""
+        self._loop_tests = 0  # how many of `_tests` are outside of the innermost loop over messages
         self._loops: list[tuple[Of, bool]] = []
         """For each loop that the node is in: the labels of what it goes through, and whether it does so backwards."""
         self._tests: list[tuple[nodes.Node, bool, Of]] = []
@@ -384,16 +362,11 @@ class _Reading:
 
     def _is_alternation(self, node: nodes.If) -> bool:
         """Whether users and others must take turns: the kinds that follow each other say that too."""
-        only_raises = all(
-            _calls(part, "raise_exception")
-            for inner in node.body
-            for part in (inner.nodes if isinstance(inner, nodes.Output) else [inner])
-            if not (isinstance(part, nodes.TemplateData) and part.data.isspace())
-        )
+        parts = [part for inner in node.body for part in (inner.nodes if isinstance(inner, nodes.Output) else [inner])]
+        written = [part for part in parts if not (isinstance(part, nodes.TemplateData) and part.data.isspace())]
+        only_raises = all(_calls(part, "raise_exception") for part in written) and not node.elif_ and not node.else_
         test = node.test
-        if not (
-            only_raises and not node.elif_ and not node.else_ and isinstance(test, nodes.Compare) and len(test.ops) == 1
-        ):
+        if not (only_raises and isinstance(test, nodes.Compare) and len(test.ops) == 1):
             return False
         left, right = test.expr, test.ops[0].expr
         if not (
@@ -484,7 +457,7 @@ class _Reading:
             for pair in value.kwargs:
                 self._set(pair.key, self._value(pair.value))
             return
-        number = self._number(value) if value is not None else None
+        number = self._number(value)
         if number is not None or labels & Of.PLACE:
             known = self._numbers.get(key, number)
             self._numbers[key] = number if known == number else None
@@ -502,18 +475,14 @@ class _Reading:
 
     def _assign_attribute(self, target: nodes.NSRef, labels: Of, value: nodes.Node | None) -> None:
         if not (self._in_messages() and self._scope(target.name) == 0 and target.name in self._outer):
-            if labels & Of.NUMBER or self._repeats(value):
-                labels |= Of.NUMBER
-            self._set(target.attr, labels)
+            self._set(target.attr, labels | Of.NUMBER if self._repeats(value) else labels)
             return
         slot = self._slots.setdefault(target.attr, _Slot())
-        number = self._number(value) if value is not None else None
+        number = self._number(value)
         if isinstance(value, nodes.Const):
             slot.constants.add((type(value.value), value.value))
             slot.other = slot.other or self._depends_on_other_slots(target.attr)
-            slot.reset = slot.reset or (
-                not self._macro and not self._tests[self._loop_tests :] and len(self._loops) == 1
-            )
+            slot.reset |= not self._macro and not self._tests[self._loop_tests :] and len(self._loops) == 1
         elif number is not None and number[0] == "place" and number[1] in (0, 1) and self._is_of_a_user():
             slot.places = True
         elif labels & _TEXT and not labels & (_COUNTED | Of.STATE):
@@ -665,20 +634,22 @@ class _Reading:
         return Of.NUMBER if over & ~Of.TOOLS else Of.NOTHING
 
     def _getitem(self, node: nodes.Getitem) -> Of:
-        if not isinstance(node.arg, nodes.Slice):
-            if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str):
-                return self._item(node.node, node.arg.value, node)
-            labels = self._value(node.node)
-            if labels & Of.MESSAGES:
-                return self._message_at(node.arg, node)
-            index = self._value(node.arg)
-            if labels & Of.CONTENT and self._is_in_parts(node.node):
-                return Of.PART | labels & _CARRIED
-            if labels & _TEXT and not isinstance(node.node, nodes.Call):
-                return self._cut(labels)
-            return labels | index | (Of.NUMBER if index & _COUNTED else Of.NOTHING)
+        if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str):
+            return self._item(node.node, node.arg.value, node)
         labels = self._value(node.node)
-        ends = [node.arg.start, node.arg.stop, node.arg.step]
+        if isinstance(node.arg, nodes.Slice):
+            return self._slice(node.arg, labels, node)
+        if labels & Of.MESSAGES:
+            return self._message_at(node.arg, node)
+        index = self._value(node.arg)
+        if labels & Of.CONTENT and self._is_in_parts(node.node):
+            return Of.PART | labels & _CARRIED
+        if labels & _TEXT and not isinstance(node.node, nodes.Call):
+            return self._cut(labels)
+        return labels | index | (Of.NUMBER if index & _COUNTED else Of.NOTHING)
+
+    def _slice(self, part: nodes.Slice, labels: Of, node: nodes.Getitem) -> Of:
+        ends = [part.start, part.stop, part.step]
         if labels & Of.MESSAGES:
             known = [None if end is None else _constant(end) for end in ends]
             if not (known[0] in (None, 0, 1) and known[1] in (None, -1) and known[2] in (None, 1, -1)):
@@ -687,9 +658,7 @@ class _Reading:
         numbers = self._all(end for end in ends if end is not None)
         if labels & _TEXT:
             return self._cut(labels)
-        if (numbers | labels) & ~Of.TOOLS:
-            return labels | Of.NUMBER
-        return labels
+        return labels | Of.NUMBER if (numbers | labels) & ~Of.TOOLS else labels
 
     def _cut(self, labels: Of) -> Of:
         self._copies = False
@@ -699,14 +668,11 @@ class _Reading:
         value = _constant(index)
         if value == 0:
             return Of.MESSAGE
-        if value == -1:
+        number = ("count", -1) if value == -1 else self._number(index)
+        if number in (("count", -1), ("place", 1)):
             return Of.MESSAGE | Of.LATER
-        number = self._number(index)
-        if number is not None and number[0] == "place" and abs(number[1]) <= 1:
-            return Of.MESSAGE | (Of.LATER if number[1] > 0 else Of.NOTHING)
-        if number == ("count", -1):
-            return Of.MESSAGE | Of.LATER
-        self._refuse("it takes a message by its number", node)
+        if number not in (("place", 0), ("place", -1)):
+            self._refuse("it takes a message by its number", node)
         return Of.MESSAGE
 
     def _number(self, node: nodes.Node | None) -> tuple[str, int] | None:
@@ -755,12 +721,9 @@ class _Reading:
             case nodes.Not():
                 known = self._known(node.node)
                 return None if known is None else not known
-            case nodes.And():
-                sides = (self._known(node.left), self._known(node.right))
-                return False if False in sides else None if None in sides else True
-            case nodes.Or():
-                sides = (self._known(node.left), self._known(node.right))
-                return True if True in sides else None if None in sides else False
+            case nodes.And() | nodes.Or():
+                sides, decisive = (self._known(node.left), self._known(node.right)), isinstance(node, nodes.Or)
+                return decisive if decisive in sides else None if None in sides else not decisive
             case nodes.Test() if isinstance(node.node, nodes.Name) and node.name in ("defined", "undefined"):
                 name = node.node.name
                 if name in self._assigned or name in (*_GIVEN, *_FUNCTIONS):
@@ -833,19 +796,17 @@ class _Reading:
         self._tools |= bool(labels & Of.TOOLS)
         if labels & (Of.PLACE | Of.COUNT):
             return self._compare_numbers(left, operator, right, node)
+        only_which_part = labels & Of.PART and not labels & _TEXT
         if labels & Of.STATE:
             return labels & _CARRIED
         if labels & (Of.NUMBER | Of.CHANGED | Of.MESSAGES):
             if not self._counts_none(left, operator, right):
                 self._refuse("it compares a length, a number or a changed text", node)
-            return labels & _CARRIED
-        if labels & Of.PART and not labels & _TEXT:  # which kind of part it is
-            return labels & _CARRIED
-        if labels & Of.MESSAGE:  # whether a message has a key
-            if operator not in ("in", "notin") or sides[0] or not isinstance(left, nodes.Const):
+        elif labels & Of.MESSAGE and not only_which_part:
+            has_key = operator in ("in", "notin") and not sides[0] and isinstance(left, nodes.Const)
+            if not has_key:
                 self._refuse("it compares a message", node)
-            return labels & _CARRIED
-        if labels & (_TEXT | Of.CALL):
+        elif labels & (_TEXT | Of.CALL) and not only_which_part:
             self._compare_text(left, operator, right, sides, node)
         return labels & _CARRIED
 
@@ -898,16 +859,15 @@ class _Reading:
     def _compare_numbers(self, left: nodes.Expr, operator: str, right: nodes.Expr, node: nodes.Compare) -> Of:
         """Numbers of messages may tell the first, the last, and those before and after a user's newest message."""
         one, other = self._number(left), self._number(right)
-        if one is not None and other is not None:
-            flipped = {"gt": "lt", "lt": "gt", "gteq": "lteq", "lteq": "gteq"}
-            order = ("place", "kept", "count", "fixed")
-            if {one[0], other[0]} <= {*order}:
-                if order.index(one[0]) > order.index(other[0]):
-                    one, other, operator = other, one, flipped.get(operator, operator)
-                if _is_edge(one[0], operator, other[0], other[1] - one[1]):
-                    later = Of.LATER if {"kept", "count"} & {one[0], other[0]} else Of.NOTHING
-                    self._notice(later)
-                    return later
+        order = ("place", "kept", "count", "fixed")
+        if one is not None and other is not None and {one[0], other[0]} <= {*order}:
+            if order.index(one[0]) > order.index(other[0]):
+                flipped = {"gt": "lt", "lt": "gt", "gteq": "lteq", "lteq": "gteq"}
+                one, other, operator = other, one, flipped.get(operator, operator)
+            if _is_edge(one[0], operator, other[0], other[1] - one[1]):
+                later = Of.LATER if {"kept", "count"} & {one[0], other[0]} else Of.NOTHING
+                self._notice(later)
+                return later
         self._refuse("it tests the number of a message or of messages", node)
         return Of.LATER
 
@@ -956,20 +916,18 @@ class _Reading:
                 labels |= self._test(node.node)
             return labels | given
         if node.name in ("length", "count"):
-            if labels & Of.MESSAGES:
-                return Of.COUNT
-            return Of.NUMBER | labels & _CARRIED if labels & ~(Of.TOOLS | _CARRIED) else labels
+            counted = Of.NUMBER | labels & _CARRIED if labels & ~(Of.TOOLS | _CARRIED) else labels
+            return Of.COUNT if labels & Of.MESSAGES else counted
         if labels & Of.MESSAGES:
             if node.name in ("first", "last"):
-                return Of.MESSAGE | (Of.LATER if node.name == "last" else Of.NOTHING)
+                return Of.MESSAGE if node.name == "first" else Of.MESSAGE | Of.LATER
             if node.name != "list":
                 self._refuse(f"it uses the filter `{node.name}` on the messages", node)
             return labels
         if not labels & _TEXT:
             return labels | given
-        if node.name in _TEXT_FILTERS and not node.args:
-            return labels
-        if node.name in ("selectattr", "rejectattr") and self._is_in_parts(node.node):
+        in_parts = node.name in ("selectattr", "rejectattr") and self._is_in_parts(node.node)
+        if in_parts or (node.name in _TEXT_FILTERS and not node.args):
             return labels
         if node.name == "tojson":
             self._around.update(dict.fromkeys('"\\'))
@@ -1007,9 +965,9 @@ class _Reading:
         texts = self._literals_of(node.args[0]) if node.args else None
         if texts and all(map(_DAY.match, texts)):
             self._dated = True
-        else:
-            self._timed = True
-            self._refuse("it shows the time", node)
+            return
+        self._timed = True
+        self._refuse("it shows the time", node)
 
     def _call_macro(self, macro: nodes.Macro, node: nodes.Call) -> Of:
         writing, self._writing = self._writing, False
@@ -1048,13 +1006,11 @@ class _Reading:
         if labels & Of.CALL and not labels & _TEXT and name in ("items", "keys", "values"):
             return labels
         if labels & (_TEXT | Of.CALL):
-            return self._text_method(node, called, name, arguments, labels, given)
+            return self._text_method(node, name, arguments, labels, given)
         self._refuse(f"it calls `{name}`", node)
         return labels | given | Of.NUMBER
 
-    def _text_method(
-        self, node: nodes.Call, called: nodes.Getattr, name: str, arguments: list[nodes.Expr], labels: Of, given: Of
-    ) -> Of:
+    def _text_method(self, node: nodes.Call, name: str, arguments: list[nodes.Expr], labels: Of, given: Of) -> Of:
         texts = [self._literals_of(part) for part in arguments]
         if name in _TRIMS:
             characters = "".join(text for found in texts for text in found or ())
