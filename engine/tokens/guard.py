@@ -26,7 +26,7 @@ import time
 from base64 import b64encode
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -290,9 +290,19 @@ def cpu_seconds() -> float:
 
 
 def _saved(backend: Any) -> str:
-    """A file with a tokenizer of `tokenizers`, which this process removes at its end."""
-    folder = tempfile.TemporaryDirectory(prefix="episode-engine-guard-")
+    """A file with a tokenizer of `tokenizers`: one for each content, so that the child reads it once however many runs there are."""
+    text = backend.to_str().encode()
+    path = Path(_folder(os.getpid()), f"{blake2b(text, digest_size=16).hexdigest()}.json")
+    if not path.exists():
+        part = path.with_suffix(f".{threading.get_ident()}")
+        part.write_bytes(text)
+        part.replace(path)
+    return str(path)
+
+
+@cache
+def _folder(process: int) -> str:
+    """A folder for tokenizers, which this process removes at its end; another one after a fork."""
+    folder = tempfile.TemporaryDirectory(prefix=f"episode-engine-guard-{process}-")
     atexit.register(folder.cleanup)
-    path = str(Path(folder.name, "tokenizer.json"))
-    backend.save(path)
-    return path
+    return folder.name

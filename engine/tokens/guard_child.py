@@ -15,7 +15,7 @@ from base64 import b64decode
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,9 +77,8 @@ class _Form:
 
     @cached_property
     def _backend(self) -> Any:
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_file(self._told["tokenizer"])
+        file = self._told["tokenizer"]
+        return _tokenizer(file, Path(file).stat().st_mtime_ns)
 
     @cached_property
     def _format(self) -> Any:
@@ -259,6 +258,14 @@ class _Form:
         if self._backend.pre_tokenizer is not None:
             plain.pre_tokenizer = self._backend.pre_tokenizer
         return plain
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(file: str, _: int) -> Any:
+    """The tokenizer of a file as it was at a time: formats with other templates share it."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(file)
 
 
 def compare(_: Any, asked: Json) -> list[Json]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from chat_kit import PLAIN, make_tokenizer
 from conversation_kit import generation, said, user
+from tokenizers import Tokenizer
 
 from engine.schemas.model import ModelSpec
 from engine.store.codec import _write_branch, json_of
@@ -22,6 +23,7 @@ from engine.tokens import guard as guard_module
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
 from engine.tokens.guard import Difference, Finding, Guard, Unanswered
+from engine.tokens.guard_child import _tokenizer
 from engine.tokens.loading import load_format
 from engine.tokens.tape import as_seen
 
@@ -211,3 +213,15 @@ async def test_a_child_that_cannot_start_leaves_the_episode_unanswered(
     finding = await judged(guard_of(formats("plain")), talk(formats("plain"), "One.<|im_end|>"))
     assert isinstance(finding, Unanswered)
     assert "/nowhere/python" in finding.message
+
+
+def test_tokenizers_of_the_same_content_are_one_file(formats: Formats) -> None:
+    """So the child reads a tokenizer once, however many runs load it."""
+    plain = formats("plain").fast.full.backend_tokenizer
+    again = Tokenizer.from_str(plain.to_str())
+    path = guard_module._saved(plain)
+    assert guard_module._saved(again) == path
+    assert Tokenizer.from_file(path).to_str() == plain.to_str()
+    again.add_special_tokens(["<|one_more|>"])
+    assert guard_module._saved(again) != path
+    assert _tokenizer(path, 0) is _tokenizer(path, 0) is not _tokenizer(path, 1)
