@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from command_line import engine_here
-from slow_cases import slow_but_each
+from slow_cases import slow_but, slow_but_each
 
 from engine.agents.wire.requests import ApiError
 from engine.errors import GuardError
@@ -72,7 +72,7 @@ def has_no_long_part(text: str) -> None:
     assert len(text) < 12 * MAX_LINE
 
 
-@pytest.mark.parametrize("key", slow_but_each(60, keys()))
+@pytest.mark.parametrize("key", slow_but_each(200, keys()))
 def test_a_long_value_of_any_key_is_cut_in_what_is_said_of_it(key: str, tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC)
     (tmp_path / "tasks.jsonl").write_text(TASKS)
@@ -159,7 +159,7 @@ def test_a_long_argument_of_a_command_is_cut(arguments: tuple[str, ...], tmp_pat
     has_no_long_part((out + err).replace("\n", ""))
 
 
-@pytest.mark.parametrize("value", ["word", "number", "words", "quotes"])
+@pytest.mark.parametrize("value", slow_but(["word", "number", "words", "quotes"], "quotes"))
 def test_a_long_line_of_a_file_beside_the_spec_is_cut(value: str, tmp_path: Path) -> None:
     for name, text in {
         "replies.yaml": f"- {{text: Yes., {LONG[value].replace('`', '')!r}: 1}}\n- {{finish: {json.dumps(LONG[value])}}}\n",

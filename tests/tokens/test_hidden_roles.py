@@ -14,6 +14,7 @@ from exactness_scenarios import Said, Step
 from engine.errors import RenderError
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
+from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
 
 _CALLS = (
@@ -88,15 +89,27 @@ class _Player(Player):
         return [view for at, view in enumerate(found) if not at or view["role"] != "system"]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer") / "small", "")
+
+
+def with_template(folder: Path, source: str, at: Path, **model: Any) -> ChatFormat:
+    """The tokenizer's chat format with another template."""
+    (at / "chat_template.jinja").write_text(source)
+    return load_format(ModelSpec(path=str(folder), chat_template=str(at / "chat_template.jinja"), **model), Path())
+
+
 @pytest.mark.parametrize(
     ("name", "episodes"),
     [*((name, 5) for name in TEMPLATES), *(pytest.param(name, 60, marks=pytest.mark.slow) for name in TEMPLATES)],
 )
-def test_an_episode_goes_on_exactly_where_its_template_hides_messages(name: str, episodes: int, tmp_path: Path) -> None:
+def test_an_episode_goes_on_exactly_where_its_template_hides_messages(
+    name: str, episodes: int, folder: Path, tmp_path: Path
+) -> None:
     source, roles = TEMPLATES[name]
-    path = str(make_tokenizer(tmp_path, source))
-    form = load_format(ModelSpec(path=path, hidden_roles=roles), Path())
-    without = load_format(ModelSpec(path=path), Path())
+    form = with_template(folder, source, tmp_path, hidden_roles=roles)
+    without = with_template(folder, source, tmp_path)
     refused = branched = 0
     for seed in range(episodes):
         result = _Player(form, True).play(episode(seed))
@@ -111,17 +124,17 @@ def test_an_episode_goes_on_exactly_where_its_template_hides_messages(name: str,
     assert branched > episodes // 10 or roles == ["system"]
 
 
-def test_a_message_of_another_role_that_would_be_lost_is_refused(tmp_path: Path) -> None:
+def test_a_message_of_another_role_that_would_be_lost_is_refused(folder: Path, tmp_path: Path) -> None:
     source, _ = TEMPLATES["hides results before the newest user"]
-    form = load_format(ModelSpec(path=str(make_tokenizer(tmp_path, source)), hidden_roles=["system"]), Path())
+    form = with_template(folder, source, tmp_path, hidden_roles=["system"])
     results = [Player(form, True).play(episode(seed)) for seed in range(12)]
     assert any("messages of role `tool` here: they would be lost" in result.why for result in results)
 
 
-def test_a_first_system_message_that_the_template_refuses_is_refused(tmp_path: Path) -> None:
+def test_a_first_system_message_that_the_template_refuses_is_refused(folder: Path, tmp_path: Path) -> None:
     source = _template(
         "true", "{%- if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{%- endif %}"
     )
-    form = load_format(ModelSpec(path=str(make_tokenizer(tmp_path, source)), hidden_roles=["system"]), Path())
+    form = with_template(folder, source, tmp_path, hidden_roles=["system"])
     with pytest.raises(RenderError, match="No system role"):
         form.render([Message(role="system", content="Be brief."), Message(role="user", content="Q")])

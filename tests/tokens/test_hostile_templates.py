@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -29,6 +30,12 @@ def with_template(folder: Path, source: str, at: Path) -> ChatFormat:
     return load_format(ModelSpec(path=str(folder), chat_template=str(at / "chat_template.jinja")), Path())
 
 
+@pytest.fixture(scope="module")
+def hostile(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """The chat format with a hostile template; made once for each."""
+    return cache(lambda name: with_template(folder, HOSTILE[name], tmp_path_factory.mktemp("hostile")))
+
+
 def wrong_turns(form: ChatFormat, episodes: int, seed: int = 0) -> list[str]:
     """What went wrong in random episodes."""
     results = [Player(form, False).play(episode(Random(1000 * number + seed))) for number in range(episodes)]
@@ -37,8 +44,8 @@ def wrong_turns(form: ChatFormat, episodes: int, seed: int = 0) -> list[str]:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_is_never_silently_wrong(folder: Path, tmp_path: Path, name: str) -> None:
-    assert wrong_turns(with_template(folder, HOSTILE[name], tmp_path), 8) == []
+def test_a_hostile_template_is_never_silently_wrong(hostile: Make, name: str) -> None:
+    assert wrong_turns(hostile(name), 8) == []
 
 
 @pytest.mark.slow
@@ -76,8 +83,8 @@ KEYED = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_keyed_and_what_is_rendered_each_time(folder: Path, tmp_path: Path, name: str) -> None:
-    form = with_template(folder, HOSTILE[name], tmp_path)
+def test_what_is_keyed_and_what_is_rendered_each_time(hostile: Make, name: str) -> None:
+    form = hostile(name)
     assert (form.bridges.whole is None) == (name in KEYED)
     if name in KEYED:
         assert form.keys.literals == KEYED[name]  # type: ignore[attr-defined]
