@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -187,13 +188,15 @@ class AgentServer:
 
     async def listen_on_file(self, path: Path) -> Listener:
         """Take the same requests on a socket file too. The caller closes the listener."""
-        listening = socket.socket(socket.AF_UNIX)
+        listening, folder = socket.socket(socket.AF_UNIX), os.open(path.parent, os.O_PATH)
         try:
-            listening.bind(str(path))
+            listening.bind(f"/proc/self/fd/{folder}/{path.name}")  # an address has at most 108 bytes, a path may have more
             listening.listen(256)
         except OSError:
             listening.close()
             raise
+        finally:
+            os.close(folder)
         return Listener(listening, self._take, self.admission)
 
     async def close(self, key: str) -> None:

@@ -156,12 +156,9 @@ async def test_no_secret_of_an_episode_is_in_the_table_of_processes_or_readable_
     tmp_path: Path, tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allow(tmp_path, 0o755)
-    with tempfile.TemporaryDirectory(prefix="t-") as temporary:  # a short path: the socket's name has at most 108 bytes
-        monkeypatch.setattr(tempfile, "tempdir", temporary)
-        await _play_and_look(tmp_path, tiny_tokenizer_dir, Path(temporary))
-
-
-async def _play_and_look(tmp_path: Path, tiny_tokenizer_dir: Path, temporary: Path) -> None:
+    temporary = tmp_path / ("temporary" * 12)  # longer than the address of a socket
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     program = """
 one = chat(ASK)
 while not os.path.exists("go"):

@@ -345,7 +345,7 @@ def test_a_second_launch_in_the_folder_runs_other_episodes(make: Any, tmp_path: 
 def test_failed_episodes_leave_rows_without_trained_tokens(make: Any, tmp_path: Path) -> None:
     """TRL needs a row for each prompt. What an environment's fault ended is not trained on, and is counted."""
     changes = {"user": {"use": "trl_code:SometimesDown"}}
-    with EngineRollouts(make({"steps": 1}, **changes), tmp_path / "out") as rollouts:
+    with EngineRollouts(make({"steps": 1, "min_group": 1}, **changes), tmp_path / "out") as rollouts:
         trainer = trainer_of(rollouts)
         seen = Seen(trainer)
         trainer.train()
