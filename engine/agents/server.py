@@ -190,7 +190,9 @@ class AgentServer:
         """Take the same requests on a socket file too. The caller closes the listener."""
         listening, folder = socket.socket(socket.AF_UNIX), os.open(path.parent, os.O_PATH)
         try:
-            listening.bind(f"/proc/self/fd/{folder}/{path.name}")  # an address has at most 108 bytes, a path may have more
+            listening.bind(
+                f"/proc/self/fd/{folder}/{path.name}"
+            )  # an address has at most 108 bytes, a path may have more
             listening.listen(256)
         except OSError:
             listening.close()
