@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
 # The default test run, with all its set-up: a virtual environment in .venv unless one is active already.
+#
+#   scripts/test.sh [arguments of pytest]
+#   scripts/test.sh all      every test: .ci/run with those that it leaves out (docs/tested.md)
 set -euo pipefail
 cd "$(dirname "$0")/.."
+[ "${1:-}" != all ] || exec .ci/run all
 if [ -z "${VIRTUAL_ENV:-}" ]; then
   [ -x .venv/bin/python ] || python3 -m venv .venv
   # shellcheck disable=SC1091

@@ -79,15 +79,12 @@ environment() { # the variables that the tests read
   done
 }
 
-tests_of() {
+tests_of() { # the words of `pytest -k` that select the tests of an environment among those marked `trainers` or `ray`
   case "$1" in
-    trl) echo tests/integrations/test_trainer_trl.py tests/integrations/trainers_agree/test_agree.py::test_trl ;;
-    skyrl) echo tests/integrations/test_trainer_skyrl.py tests/integrations/trainer_skyrl tests/integrations/trainers_agree/test_agree.py::test_skyrl ;;
-    areal) echo tests/integrations/trainer_areal tests/integrations/trainers_agree/test_agree.py::test_areal ;;
-    verl) echo tests/integrations/test_trainer_verl*.py tests/integrations/trainers_agree/test_agree_verl.py ;;
-    client) echo tests/serve/test_groups.py ;;
-    s3) echo tests/store/test_object_store.py ;;
-    *) packages "$1" ;;
+    trl) echo _trl ;;
+    client) echo client_alone ;;
+    s3) echo object_store ;;
+    *) packages "$1" >/dev/null && echo "_$1" ;;
   esac
 }
 
@@ -101,14 +98,13 @@ case "$command" in
   env) environment ;;
   test)
     [ $# -gt 0 ] || set -- trl "${names[@]}"
-    files=()
+    words=""
     for name in "$@"; do
       [ "$name" = trl ] || install "$name"
-      # shellcheck disable=SC2207  # several words
-      files+=($(tests_of "$name"))
+      words+="${words:+ or }$(tests_of "$name")"
     done
     eval "$(environment)"
-    exec pytest -q -m "slow or not slow" "${files[@]}"
+    exec pytest -q -m "trainers or ray" -k "$words"
     ;;
   *) sed -n '2,17s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac

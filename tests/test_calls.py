@@ -19,6 +19,7 @@ def count(*options: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_turn_makes_no_more_calls_than_recorded() -> None:
     counted = count()
     assert counted.returncode == 0, counted.stdout + counted.stderr

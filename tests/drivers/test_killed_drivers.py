@@ -21,7 +21,7 @@ from engine.drivers.leases import Leases
 from engine.store import RunStore
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
 GROUPS, SAMPLES, KILLS = 500, 4, 20
 

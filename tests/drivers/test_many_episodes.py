@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from many_episodes import growth, run
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 EPISODES = 12_000
 BYTES = 2_000

@@ -18,7 +18,7 @@ from engine.store import RunStore
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")
 pytest.importorskip("aiohttp_cors", reason="needs Ray's dashboard, which takes jobs: pip install 'ray[default]'")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
 def test_a_job_runs_its_drivers_on_several_raylets(

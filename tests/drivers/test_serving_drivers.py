@@ -21,7 +21,7 @@ from engine.client import Group, GroupClient
 from engine.store import RunStore
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module", autouse=True)

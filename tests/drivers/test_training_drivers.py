@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from fake_sglang import Call, FakeSGLang
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
 SAME = ("step", "reward/mean", "episode/tokens", "tokens/trained", "staleness/max", "loss", "grad_norm", "lr")
 LOAD = "/update_weights_from_disk"

@@ -66,7 +66,7 @@ def test_the_program_and_the_tasks_have_the_same_gates() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))])
 async def test_the_reward_of_a_program_rises(seed: int, tmp_path: Path) -> None:
     """specs/train_agent.yaml as it ships, with the model that its comment makes."""
     from engine.store.header import RunHeader

@@ -68,6 +68,7 @@ def run(
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_requests_and_rows(tmp_path: Path, tiny_model_dir: Path) -> None:
     spec = write_spec(
         tmp_path, tiny_model_dir, sampling={"temperature": 0.5, "top_p": 0.9, "stop": ["#"], "min_new_tokens": 1}
@@ -90,6 +91,7 @@ def test_requests_and_rows(tmp_path: Path, tiny_model_dir: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_several_rows_are_refused_or_left_out(tmp_path: Path, tiny_model_dir: Path) -> None:
     template = tmp_path / "forgetful.jinja"
     template.write_text(FORGETFUL)

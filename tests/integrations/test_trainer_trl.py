@@ -182,6 +182,7 @@ def test_what_is_lost_on_the_way_stops_the_training(lose: Callable[[dict[str, An
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_trl_is_imported_only_for_its_trainer() -> None:
     code = "import sys; import engine.integrations.trainers.trl; sys.exit('trl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -227,6 +228,7 @@ def rollouts(make: Any, tmp_path: Path) -> Iterator[EngineRollouts]:
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo"])
 def test_loss_and_advantages_of_a_batch_are_those_of_the_rows(make: Any, tmp_path: Path, loss: str) -> None:
     """Eight episodes of two turns in two microbatches: the loss by hand, in float64, from the stored rows alone."""
@@ -276,6 +278,7 @@ def test_loss_and_advantages_of_a_batch_are_those_of_the_rows(make: Any, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_a_training_learns_and_samples_with_the_weights_of_each_step(rollouts: EngineRollouts) -> None:
     """After each update the sampler's log-probs are the trainer's again, and the rows have the new version."""
     trainer = trainer_of(rollouts, max_steps=3)
@@ -298,6 +301,7 @@ def test_a_training_learns_and_samples_with_the_weights_of_each_step(rollouts: E
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_rows_of_the_embedding_without_a_token_have_no_probability(
     make: Any, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
@@ -316,6 +320,7 @@ def test_rows_of_the_embedding_without_a_token_have_no_probability(
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_a_batch_that_lost_something_is_not_trained_on(rollouts: EngineRollouts) -> None:
     trainer = trainer_of(rollouts)
     before = {name: value.clone() for name, value in trainer.model.named_parameters()}
@@ -333,6 +338,7 @@ def test_a_batch_that_lost_something_is_not_trained_on(rollouts: EngineRollouts)
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_a_second_launch_in_the_folder_runs_other_episodes(make: Any, tmp_path: Path) -> None:
     for _ in range(2):
         with EngineRollouts(make({"steps": 1}), tmp_path / "out") as rollouts:
@@ -342,6 +348,7 @@ def test_a_second_launch_in_the_folder_runs_other_episodes(make: Any, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_failed_episodes_leave_rows_without_trained_tokens(make: Any, tmp_path: Path) -> None:
     """TRL needs a row for each prompt. What an environment's fault ended is not trained on, and is counted."""
     changes = {"user": {"use": "trl_code:SometimesDown"}}
@@ -363,6 +370,7 @@ FORGETFUL = """\
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_an_episode_with_several_rows_stops_the_training_or_is_counted(make: Any, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     path = make({"steps": 1})
@@ -385,6 +393,7 @@ def test_an_episode_with_several_rows_stops_the_training_or_is_counted(make: Any
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -407,6 +416,7 @@ def test_arguments_that_would_change_the_rows_are_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_images_of_later_turns_reach_the_loss(make: Any, tmp_path: Path, tmp_path_factory: Any) -> None:
     """A tiny Qwen2.5-VL, two steps: the first image is in the prompt and others are between replies.
 
@@ -458,6 +468,7 @@ def test_images_of_later_turns_reach_the_loss(make: Any, tmp_path: Path, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_the_example_of_the_page_runs(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The spec and the script of docs/from-trl.md, with a tiny model and one step."""
     pytest.importorskip("trl")

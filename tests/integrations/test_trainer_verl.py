@@ -249,6 +249,7 @@ def test_a_configuration_without_a_spec_says_what_to_add(make: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_the_advantages_of_verl_are_those_of_the_stored_rows(make: Any, tmp_path: Path) -> None:
     """Six episodes of two turns through TransferQueue. verl's trainer also pads the batch; padding has no advantage."""
     found = verl_step("step", make(), str(tmp_path / "out"), str(tmp_path / "tasks.parquet"))
@@ -279,6 +280,7 @@ def test_the_advantages_of_verl_are_those_of_the_stored_rows(make: Any, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_prompts_that_the_manager_does_not_run(make: Any, tmp_path: Path) -> None:
     said = verl_step("prompts", make(), str(tmp_path / "out"))
     assert {name: text.partition(";")[0].partition(" of /")[0] for name, text in said.items()} == {
@@ -290,6 +292,7 @@ def test_prompts_that_the_manager_does_not_run(make: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_groups_that_cannot_be_trained_on_are_failures(make: Any, tmp_path: Path) -> None:
     """One group ends with the error of the first episodes, the other without a row."""
     path = make(user={"use": "code_for_training:Broken"})
@@ -298,6 +301,7 @@ def test_groups_that_cannot_be_trained_on_are_failures(make: Any, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_settings_of_verls_own_configuration_are_refused(make: Any, tmp_path: Path) -> None:
     """All in one message; the names are those of verl's configuration, so hydra would refuse others."""
     expected = {

@@ -307,6 +307,8 @@ print(json.dumps({"sums": sorted(sums, key=lambda each: each[0]), "found": [n fo
 """
 
 
+@pytest.mark.slow
+@pytest.mark.trainers
 async def test_the_client_alone_runs_in_an_environment_of_only_httpx_and_pyarrow(tmp_path: Path) -> None:
     python = os.environ.get("CLIENT_PYTHON")
     if python is None:

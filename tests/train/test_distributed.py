@@ -50,14 +50,14 @@ def launched(launcher: str, folder: Path, kind: str, processes: int) -> list[str
     ("launcher", "kind", "processes"),
     [
         ("accelerate", "plain", 2),
-        ("torchrun", "tied", 4),
         ("torchrun", "kl", 4),
-        ("torchrun", "penalties", 2),
         ("torchrun", "lora", 2),
-        ("torchrun", "probe", 2),
-        ("torchrun", "head", 2),
         ("torchrun", "network", 2),
         ("torchrun", "experts", 2),
+        pytest.param("torchrun", "tied", 4, marks=pytest.mark.exhaustive),
+        pytest.param("torchrun", "penalties", 2, marks=pytest.mark.exhaustive),
+        pytest.param("torchrun", "probe", 2, marks=pytest.mark.exhaustive),
+        pytest.param("torchrun", "head", 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_several_processes_do_the_steps_of_one(launcher: str, kind: str, processes: int, tmp_path: Path) -> None:

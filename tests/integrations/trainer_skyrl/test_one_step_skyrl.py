@@ -17,6 +17,7 @@ SAMPLES = 4
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_episodes_reach_the_advantages_of_skyrl(tmp_path: Path, tiny_model_dir: Path) -> None:
     """Three groups of four: BasePPOExp, StatefulDataLoader, prepare_generator_input, RayPPOTrainer.generate, and the rest up to the advantages."""
     spec, folder = write_spec(tmp_path, tiny_model_dir), tmp_path / "out"

@@ -19,6 +19,7 @@ from engine.integrations.trainers.slime.samples import origin_of
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_images_of_all_turns_are_columns(tmp_path: Path) -> None:
     """A gallery of four images in three turns: the sample's tensors are those of the row's images, in order."""
     model = vision_kit.build_qwen25(tmp_path / "vlm")

@@ -93,6 +93,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 @pytest.mark.usefixtures("results", "megatron")
 def test_the_example_runs(place: Path, flags: dict[str, Any]) -> None:
     """A rollout of the page's spec: two tasks with eight samples each, to the columns and the advantages of slime's update."""

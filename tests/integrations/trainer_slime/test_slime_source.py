@@ -20,6 +20,7 @@ from engine.integrations.trainers.slime import advantages, convert
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 def test_slimes_contract_tests_pass_over_the_hooks(source: Path, write: Any) -> None:
     here = Path(__file__).parents[3]
     folders = [here, *(here / "tests" / name for name in ("integrations", "backends", "kit")), here / "bench"]
@@ -58,6 +59,7 @@ class Mpu:
 
 
 @pytest.mark.slow
+@pytest.mark.trainers
 @pytest.mark.parametrize("size", [1, 2])
 def test_slimes_schedule_and_slices_carry_the_advantages(
     source: Path, args: Any, monkeypatch: pytest.MonkeyPatch, size: int

@@ -12,7 +12,7 @@ from trainer_python import run_script
 from engine.integrations.trainers.handover import HandedRow
 from engine.integrations.trainers.trl import EngineRollouts, grpo_arguments
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.trainers]
 HERE = Path(__file__).parent
 
 

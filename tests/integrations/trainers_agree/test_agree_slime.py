@@ -15,7 +15,7 @@ from engine.integrations.trainers.slime import advantages, convert
 from engine.integrations.trainers.slime.samples import origin_of, samples_of
 from engine.store import RunStore
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.trainers]
 
 
 @pytest.mark.parametrize(("which", "episodes"), [("single", 48), ("several", 16)])

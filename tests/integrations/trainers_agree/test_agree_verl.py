@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from verl_python import run_verl
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.trainers]
 
 
 def test_verl(single: Any, several: Any, tmp_path: Path) -> None:

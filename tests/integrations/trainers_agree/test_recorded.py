@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.trainers]
 
 
 def test_episodes_have_turns_uneven_groups_and_several_rows(single: Any, several: Any) -> None:
