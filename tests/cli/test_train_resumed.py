@@ -166,7 +166,7 @@ def test_an_error_prints_where_the_last_state_is(spec: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hung", ["rollout", "evaluation"])
+@pytest.mark.parametrize("hung", ["rollout", pytest.param("evaluation", marks=pytest.mark.exhaustive)])
 def test_sigterm_saves_within_the_grace_and_a_resume_loses_nothing(hung: str, spec: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{HERE.parents[1]}"}
     changes = ["train.steps=500", "train.checkpoints.every=1000", "train.checkpoints.grace=30s"]

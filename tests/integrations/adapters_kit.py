@@ -18,6 +18,9 @@ from engine.store.store import RunStore, find_run
 FAULTY_EVERY = 20
 """One task in so many has a fault: 5 %."""
 
+EPISODES = 160
+"""Episodes of a test with planned faults: as many as give each fault at least once, between episodes without one."""
+
 FEW = {"concurrency": 4, "live_episodes": 4}
 """Episodes at once where each worker process imports a large library."""
 
@@ -25,7 +28,7 @@ LONG = pytest.mark.timeout(3000)
 """For tests that take 15 s or more: they pass on a machine that is ten times slower too."""
 
 
-def planned_faults(common: Sequence[str], rare: Sequence[str] = (), count: int = 1000) -> list[str | None]:
+def planned_faults(common: Sequence[str], rare: Sequence[str] = (), count: int = EPISODES) -> list[str | None]:
     """The fault of each of `count` tasks: one task in FAULTY_EVERY has one.
 
     Args:

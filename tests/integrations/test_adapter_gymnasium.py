@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters_kit import FEW, LONG, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
+from adapters_kit import (
+    EPISODES,
+    FAULTY_EVERY,
+    FEW,
+    LONG,
+    earned,
+    expected_failures,
+    failures,
+    planned_faults,
+    run_spec,
+    shown,
+    spec_of,
+)
 
 from engine.schemas.environment import Environment
 
@@ -148,7 +160,9 @@ def test_frames_are_images(
 
 
 @LONG
-def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path, cellar: dict[str, Any]) -> None:
+def test_episodes_beside_faulty_ones_are_whole(
+    tmp_path: Path, tiny_tokenizer_dir: Path, cellar: dict[str, Any]
+) -> None:
     """Whatever 5 % of the environments do, the others are those by hand."""
     import gym_envs  # noqa: F401  (registers)
 
@@ -159,7 +173,7 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
     document = spec_of(tiny_tokenizer_dir, {**cellar, "timeout": 10}, rows, replies, rollout=FEW)
     episodes = run_spec(tmp_path, document)
     assert failures(episodes) == expected_failures(rows, faults, FAULTS)
-    assert (len(episodes), len(failures(episodes))) == (1000, 50)
+    assert (len(episodes), len(failures(episodes))) == (EPISODES, EPISODES // FAULTY_EVERY)
     for row, fault in zip(rows, faults, strict=True):
         if fault is None:
             episode = episodes[f"{row['id']}/0"]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters_kit import LONG, failures, planned_faults, run_spec, spec_of
+from adapters_kit import EPISODES, LONG, failures, planned_faults, run_spec, spec_of
 from structlog.testing import capture_logs
 
 from engine.integrations.environments.base import AdapterError
@@ -329,10 +329,10 @@ def test_a_server_that_does_not_start_fails_the_episodes(folder: Path, tiny_toke
 @LONG
 @pytest.mark.adapters
 @needs_library
-def test_a_thousand_episodes_with_faults(folder: Path, tiny_tokenizer_dir: Path) -> None:
+def test_episodes_beside_faulty_ones_are_whole(folder: Path, tiny_tokenizer_dir: Path) -> None:
     """In 5 % the server dies, hangs or answers garbage: each is an error result of that call, and the rest is right."""
     faults = planned_faults(["die", "error", "shape"], ["hang", "garbage"])
-    rows = [{"id": f"t{n}"} for n in range(1000)]
+    rows = [{"id": f"t{n}"} for n in range(EPISODES)]
     cases: list[dict[str, Any]] = []
     for n, row in enumerate(rows):
         fault = faults[n]
@@ -343,7 +343,7 @@ def test_a_thousand_episodes_with_faults(folder: Path, tiny_tokenizer_dir: Path)
     )
     document["rollout"] = {"concurrency": 1, "live_episodes": 1}  # a hung server hangs for all of them
     episodes = run_spec(folder, document)
-    assert (len(episodes), failures(episodes)) == (1000, {})
+    assert (len(episodes), failures(episodes)) == (EPISODES, {})
     words = {
         "die": f"`misbehave` failed: the MCP server `{RAW}` ended during the call",
         "error": "`misbehave` failed: I was told to fail",

@@ -9,7 +9,19 @@ from typing import Any
 
 import orjson
 import pytest
-from adapters_kit import FEW, LONG, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
+from adapters_kit import (
+    EPISODES,
+    FAULTY_EVERY,
+    FEW,
+    LONG,
+    earned,
+    expected_failures,
+    failures,
+    planned_faults,
+    run_spec,
+    shown,
+    spec_of,
+)
 
 from engine.integrations.environments.base import AdapterError
 from engine.integrations.environments.reasoning_gym import ReasoningGymEnvironment, problems
@@ -141,7 +153,7 @@ def test_a_row_holds_its_item_where_it_changes_with_the_hash_seed(name: str) -> 
 @LONG
 @pytest.mark.adapters
 @needs_library
-def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+def test_episodes_beside_faulty_ones_are_whole(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """Whatever 5 % of the items do, the others give what the library gives."""
     import reasoning_gym
 
@@ -153,7 +165,7 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
     faults = planned_faults(["raise", "shape", "score"], ["exit", "hang"])
     rows = [
         {key: row[key] for key in row if key != "metadata"} | {"config": {"fault": fault}}  # the item is made again
-        for row, fault in zip(problems("faulty", size=1000, seed=3, modules=["rg_faulty"]), faults, strict=True)
+        for row, fault in zip(problems("faulty", size=EPISODES, seed=3, modules=["rg_faulty"]), faults, strict=True)
     ]
     document["tasks"] = {"source": "inline", "rows": rows, "id": "id"}
     episodes = run_spec(tmp_path, document)
@@ -165,8 +177,8 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
         "hang": "environment_timeout",
     }
     assert failures(episodes) == expected_failures(rows, faults, kinds)
-    assert (len(episodes), len(failures(episodes))) == (1000, 50)
-    data = reasoning_gym.create_dataset("faulty", seed=3, size=1000)
+    assert (len(episodes), len(failures(episodes))) == (EPISODES, EPISODES // FAULTY_EVERY)
+    data = reasoning_gym.create_dataset("faulty", seed=3, size=EPISODES)
     for index, (row, fault) in enumerate(zip(rows, faults, strict=True)):
         if fault is None:
             scores = [data.score_answer(reply, data[index]) for reply in replies]

@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters_kit import FEW, LONG, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
+from adapters_kit import (
+    EPISODES,
+    FAULTY_EVERY,
+    FEW,
+    LONG,
+    earned,
+    expected_failures,
+    failures,
+    planned_faults,
+    run_spec,
+    shown,
+    spec_of,
+)
 
 from engine.integrations.environments.base import load_target
 from engine.schemas.environment import Environment
@@ -188,7 +200,7 @@ def test_an_id_that_is_not_registered_fails_and_is_named(tmp_path: Path, tiny_to
 
 
 @LONG
-def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+def test_episodes_beside_faulty_ones_are_whole(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """Whatever 5 % of the environments do, the others give what SkyRL's loop gives."""
     (tmp_path / "echo_env.py").write_text(OWN)
     environment = {
@@ -202,7 +214,7 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
     replies = ["one", "three", "five"]
     episodes = run_spec(tmp_path, spec_of(tiny_tokenizer_dir, environment, rows, replies, rollout=FEW))
     assert failures(episodes) == expected_failures(rows, faults, FAULTS)
-    assert (len(episodes), len(failures(episodes))) == (1000, 50)
+    assert (len(episodes), len(failures(episodes))) == (EPISODES, EPISODES // FAULTY_EVERY)
     whole = by_hand(load_target("echo_env.py:Echo", str(tmp_path))(settings(word="Heard"), {}), [], replies)
     assert whole == (["Heard one 1", "Heard three 2"], [0.3, 0.5, 0.4])
     for row in rows:

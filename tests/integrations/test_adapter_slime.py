@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 from adapters_kit import (
+    EPISODES,
+    FAULTY_EVERY,
     FEW,
     LONG,
     earned,
@@ -121,7 +123,7 @@ def test_a_fault_ends_its_own_episode(
 
 @LONG
 @pytest.mark.slow
-def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path, count: dict[str, Any]) -> None:
+def test_episodes_beside_faulty_ones_are_whole(tmp_path: Path, tiny_tokenizer_dir: Path, count: dict[str, Any]) -> None:
     """Whatever 5 % of the environments do, the others give what slime's loop gives."""
     kinds = {**FAULTS, "hang": "environment_timeout"}
     faults = planned_faults(list(FAULTS), ["hang"])
@@ -129,7 +131,7 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
     document = spec_of(tiny_tokenizer_dir, {**count, "timeout": 10}, rows, said(1, 9, 3, 4), rollout=FEW)
     episodes = run_spec(tmp_path, document)
     assert failures(episodes) == expected_failures(rows, faults, kinds)
-    assert (len(episodes), len(failures(episodes))) == (1000, 50)
+    assert (len(episodes), len(failures(episodes))) == (EPISODES, EPISODES // FAULTY_EVERY)
     for row in rows:
         if row["fault"] is None:
             episode = episodes[f"{row['id']}/0"]

@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters_kit import FEW, LONG, earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
+from adapters_kit import (
+    EPISODES,
+    FAULTY_EVERY,
+    FEW,
+    LONG,
+    earned,
+    expected_failures,
+    failures,
+    planned_faults,
+    run_spec,
+    shown,
+    spec_of,
+)
 
 from engine.integrations.environments.base import AdapterError
 from engine.integrations.environments.verifiers import VerifiersEnvironment, rows
@@ -126,7 +138,7 @@ FAULTS = {
 @LONG
 @pytest.mark.adapters
 @needs_library
-def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+def test_episodes_beside_faulty_ones_are_whole(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """Whatever 5 % of the environments do, the others give what the library gives."""
     shutil.copy(HERE / "env_vf.py", tmp_path)
     faults = planned_faults(["setup", "raise", "shape", "reward"], ["exit", "hang"])
@@ -137,7 +149,7 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
     document["rollout"] = FEW
     episodes = run_spec(tmp_path, document)
     assert failures(episodes) == expected_failures(given, faults, FAULTS)
-    assert (len(episodes), len(failures(episodes))) == (1000, 50)
+    assert (len(episodes), len(failures(episodes))) == (EPISODES, EPISODES // FAULTY_EVERY)
     whole, reward = by_hand("load_environment", given[1], ["1", "2"])
     assert reward == pytest.approx(1.0 + 0.5 / 3, abs=1e-12)
     for row, fault in zip(given, faults, strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from adapters_kit import FAULTY_EVERY, FEW, LONG, run_spec
+from adapters_kit import EPISODES, FAULTY_EVERY, FEW, LONG, run_spec
 from slow_cases import slow_after
 from stopping import Resumed, content
 
@@ -402,12 +402,12 @@ async def test_a_resume_calls_the_tools_again(tmp_path: Path, tiny_tokenizer_dir
 
 @LONG
 @pytest.mark.slow
-def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+def test_episodes_beside_faulty_ones_are_whole(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """Whatever 5 % of the calls do, the other episodes are whole."""
     kinds = {"raise": None, "shape": "tool_bad_result", "exit": "tool_crashed", "reward": "tool_bad_result"}
     faults = list(kinds)
-    bad = {n: faults[n // FAULTY_EVERY % 4] for n in range(0, 1000, FAULTY_EVERY)}
-    write(tmp_path, [ITEM], [row(index) for index in range(1000)])
+    bad = {n: faults[n // FAULTY_EVERY % 4] for n in range(0, EPISODES, FAULTY_EVERY)}
+    write(tmp_path, [ITEM], [row(index) for index in range(EPISODES)])
     whole = ['<call>grade(answer="41")</call>', '<call>grade(answer="42")</call>', "Done."]
     cases = [
         {"task": str(n), "replies": [f'<call>grade(answer="{fault}")</call>', *whole[1:]]} for n, fault in bad.items()
@@ -415,8 +415,8 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
     (tmp_path / "replies.yaml").write_text(yaml.safe_dump({"replies": whole, "cases": cases}))
     spec = document(tiny_tokenizer_dir, "replies.yaml", rollout=FEW)
     episodes = run_spec(tmp_path, spec)
-    assert len(episodes) == 1000
-    for n in range(1000):
+    assert len(episodes) == EPISODES
+    for n in range(EPISODES):
         episode, kind = episodes[f"{n}/0"], kinds.get(bad.get(n, ""))
         if kind is None:
             first = (

@@ -1,4 +1,4 @@
-"""A thousand episodes with one interaction of verl's form, of which 5 % fail: the others are those of verl's own calls."""
+"""Episodes with one interaction of verl's form, of which 5 % fail: the others are those of verl's own calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import yaml
-from adapters_kit import earned, expected_failures, failures, planned_faults, run_spec, shown, spec_of
+from adapters_kit import (
+    EPISODES,
+    FAULTY_EVERY,
+    earned,
+    expected_failures,
+    failures,
+    planned_faults,
+    run_spec,
+    shown,
+    spec_of,
+)
 
 from engine.integrations.verl import interaction_class
 
@@ -44,7 +54,7 @@ async def by_hand(truth: str) -> tuple[list[str], list[float]]:
 
 
 @pytest.mark.slow
-def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+def test_episodes_beside_faulty_ones_are_whole(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     shutil.copy(HERE / "verl_faulty.py", tmp_path)
     (tmp_path / "interactions.yaml").write_text(
         yaml.safe_dump({"interaction": [{"name": "faulty", "class_name": "verl_faulty.Faulty", "config": {}}]})
@@ -69,7 +79,7 @@ def test_a_thousand_episodes_with_faults(tmp_path: Path, tiny_tokenizer_dir: Pat
     document = spec_of(tiny_tokenizer_dir, environment, rows, REPLIES, user=user, machine=machine, prompt=[])
     episodes = run_spec(tmp_path, document)
     assert failures(episodes) == expected_failures(rows, faults, KINDS, blame="user")
-    assert (len(episodes), len(failures(episodes))) == (1000, 50)
+    assert (len(episodes), len(failures(episodes))) == (EPISODES, EPISODES // FAULTY_EVERY)
     whole = {truth: asyncio.run(by_hand(truth)) for truth in ("1", "2", "3")}
     for row, fault in zip(rows, faults, strict=True):
         if fault is None:

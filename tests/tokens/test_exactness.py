@@ -65,6 +65,7 @@ def test_rendering_the_whole_conversation_comes_to_the_same(load: Load, name: st
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_prompt_is_the_templates_or_begins_a_branch_on_all_that_is_here(tmp_path: Path) -> None:
     (tmp_path / "trl").mkdir()
     found = {name: folder for name, folder in all_cases(tmp_path / "trl").items() if name not in cases()}

@@ -169,6 +169,7 @@ def test_all_that_was_sampled_is_in_the_message_and_in_the_next_branch(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_that_was_sampled_is_kept_by_every_template_at_hand(tmp_path: Path) -> None:
     (tmp_path / "trl").mkdir()
     for number, (name, folder) in enumerate(all_cases(tmp_path / "trl").items()):

@@ -22,7 +22,14 @@ MIXED = ["--turns", "4", "--steps", "8", "--mix", "--difficulty"]
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("arguments", "seed"), [(LONG, 1), (AHEAD, 2), (MIXED, 3)], ids=["long", "ahead", "mixed"])
+@pytest.mark.parametrize(
+    ("arguments", "seed"),
+    [
+        pytest.param(LONG, 1, id="long", marks=pytest.mark.exhaustive),
+        pytest.param(AHEAD, 2, id="ahead"),
+        pytest.param(MIXED, 3, id="mixed", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_five_kills(arguments: list[str], seed: int, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "bench" / "training_kills.py"), "--kills", "5", "--seed", str(seed)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
