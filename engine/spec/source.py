@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.spec.access import Access
-from engine.spec.entry import EntryError, nearest_attribute, parse_entry
-from engine.spec.module_files import ModuleFiles, has_submodule
+from engine.spec.entry import EntryError, ModuleFiles, has_submodule, nearest_attribute, parse_entry
 from engine.spec.module_text import ModuleText, bound_names, is_closed, read_module
 
 MAX_MODULES = 60

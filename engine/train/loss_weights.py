@@ -115,7 +115,7 @@ def token_loss_weights(
 def mean_episode_length(lengths: Sequence[int] | Counts, episodes: Sequence[str]) -> float | None:
     """The mean number of trained tokens of the episodes that have some; None if none has.
 
-    Arguments as in `token_loss_weights`.
+    Arguments as in `token_loss_weights`, [rows] each.
     """
     trained = {episode for episode, count in zip(episodes, lengths, strict=True) if count}
     return int(np.sum(lengths)) / len(trained) if trained else None
