@@ -43,6 +43,7 @@ Limit.is_reached = slower
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_calls_that_a_turn_makes_more_are_found(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(PLANTED)
     counted = count("--workloads", "plain", path=tmp_path)

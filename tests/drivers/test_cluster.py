@@ -87,7 +87,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("imported", [False, True])
+@pytest.mark.parametrize("imported", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_others_cannot_run_code_on_a_cluster_that_the_engine_starts(imported: bool, tmp_path: Path) -> None:
     """Also where Ray was imported before, with authentication turned off. With the token, the same client runs code."""
     pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")

@@ -23,7 +23,7 @@ from engine.store import RunStore
 pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
-GROUPS, SAMPLES, KILLS = 500, 4, 20
+GROUPS, SAMPLES = 500, 4
 
 
 def spec_of(tmp_path: Path, tokenizer: Path) -> Path:
@@ -84,28 +84,37 @@ def finished(folder: Path) -> set[str]:
         return store.finished()
 
 
-def test_twenty_random_kills_lose_no_episode_and_repeat_none(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+@pytest.mark.parametrize(("kills", "groups"), [(3, 120), pytest.param(20, GROUPS, marks=pytest.mark.exhaustive)])
+def test_random_kills_lose_no_episode_and_repeat_none(
+    kills: int, groups: int, tmp_path: Path, tiny_tokenizer_dir: Path
+) -> None:
+    """A driver, the coordinator and so on in turns: each is started again, and goes on."""
     spec = spec_of(tmp_path, tiny_tokenizer_dir)
-    assert command(spec, "alone", "--set", "rollout.concurrency=256", "--set", "rollout.live_episodes=512").wait() == 0
-    run = command(spec, "many", "--drivers", "2")
+    limit = ["--limit", str(groups)]
+    at_once = ["--set", "rollout.concurrency=256", "--set", "rollout.live_episodes=512"]
+    assert command(spec, "alone", *limit, *at_once).wait() == 0
+    run = command(spec, "many", "--drivers", "2", *limit)
     choice, killed = random.Random(22), 0
-    while killed < KILLS and run.poll() is None:
+    while killed < kills and run.poll() is None:
         time.sleep(choice.uniform(0.5, 2.0))
-        if found := actors(run.pid):
-            os.kill(choice.choice(found)[0], signal.SIGKILL)
+        victim = ("Driver", "Coordinator")[killed % 2]
+        if found := [pid for pid, name in actors(run.pid) if name == victim]:
+            os.kill(choice.choice(found), signal.SIGKILL)
             killed += 1
     assert run.wait() == 0
-    assert killed == KILLS
+    assert killed == kills
     (alone,), (many,) = (list((tmp_path / out).iterdir()) for out in ("alone", "many"))
     expected = contents(alone)
-    assert len(expected) == GROUPS * SAMPLES
+    assert len(expected) == groups * SAMPLES
     assert contents(many) == expected
-    leases = Leases(many / "leases.db", GROUPS)
-    assert leases.counts.done == GROUPS
+    leases = Leases(many / "leases.db", groups)
+    assert leases.counts.done == groups
     leases.close()
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.exhaustive), (signal.SIGTERM, 143)]
+)
 def test_a_signal_stops_all_drivers_and_a_resume_with_another_number_finishes(
     tmp_path: Path, tiny_tokenizer_dir: Path, number: signal.Signals, status: int
 ) -> None:

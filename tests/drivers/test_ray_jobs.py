@@ -21,6 +21,7 @@ pytest.importorskip("aiohttp_cors", reason="needs Ray's dashboard, which takes j
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
 
+@pytest.mark.exhaustive
 def test_a_job_runs_its_drivers_on_several_raylets(
     tmp_path: Path, tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,7 @@ async def test_no_token_is_staler_than_the_bound_though_a_driver_is_killed(
     assert used == list(range(30))
 
 
+@pytest.mark.exhaustive
 async def test_a_training_goes_on_with_another_number_of_drivers(tmp_path: Path, tiny_model_dir: Path) -> None:
     async with served(tiny_model_dir) as (_, url):
         stop = asyncio.Event()
@@ -186,6 +187,7 @@ async def test_a_training_goes_on_with_another_number_of_drivers(tmp_path: Path,
     assert len(rows_of(trainer)) >= 16
 
 
+@pytest.mark.exhaustive
 async def test_the_command_stops_at_a_signal_and_is_resumed(tmp_path: Path, tiny_model_dir: Path) -> None:
     async with served(tiny_model_dir) as (server, url):
         trainer = begin(tmp_path, tiny_model_dir, url, 2, steps=40)  # for its spec and its folder

@@ -28,19 +28,11 @@ LONG = pytest.mark.timeout(3000)
 """For tests that take 15 s or more: they pass on a machine that is ten times slower too."""
 
 
-def planned_faults(common: Sequence[str], rare: Sequence[str] = (), count: int = EPISODES) -> list[str | None]:
-    """The fault of each of `count` tasks: one task in FAULTY_EVERY has one.
-
-    Args:
-        common: Faults that occur equally often, in a random but fixed order.
-        rare: Faults that occur twice each, because each costs a deadline or a worker process.
-        count: The number of tasks.
-    """
-    faulty = count // FAULTY_EVERY
-    chosen = [*rare, *rare]
-    chosen += [common[n % len(common)] for n in range(faulty - len(chosen))]
+def planned_faults(kinds: Sequence[str]) -> list[str | None]:
+    """The fault of each of EPISODES tasks: one task in FAULTY_EVERY has one, of each kind as often, in a random but fixed order."""
+    chosen = [kinds[n % len(kinds)] for n in range(EPISODES // FAULTY_EVERY)]
     random.Random(16).shuffle(chosen)
-    return [chosen[n // FAULTY_EVERY] if n % FAULTY_EVERY == 0 else None for n in range(count)]
+    return [chosen[n // FAULTY_EVERY] if n % FAULTY_EVERY == 0 else None for n in range(EPISODES)]
 
 
 def failures(episodes: Mapping[str, Trajectory]) -> dict[str, tuple[str, str]]:

@@ -166,7 +166,7 @@ def test_episodes_beside_faulty_ones_are_whole(
     """Whatever 5 % of the environments do, the others are those by hand."""
     import gym_envs  # noqa: F401  (registers)
 
-    faults = planned_faults(["raise", "shape", "reward"], ["exit", "hang"])
+    faults = planned_faults(["raise", "shape", "reward", "exit", "hang"])
     rows = [{"id": f"t{n}", "seed": n % 7, "options": {"fault": fault}} for n, fault in enumerate(faults)]
     replies = ["one", "four", "seven", "x"]
     expected = {seed: by_hand(gymnasium.make("Cellar-v0"), replies, seed) for seed in range(7)}

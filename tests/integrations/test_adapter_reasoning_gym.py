@@ -162,7 +162,7 @@ def test_episodes_beside_faulty_ones_are_whole(tmp_path: Path, tiny_tokenizer_di
     document = spec(tiny_tokenizer_dir, "faulty", [f"<answer>{reply}</answer>" for reply in replies], 1, attempts=2)
     document["environment"] |= {"timeout": 10, "with": {"modules": ["rg_faulty"], "attempts": 2}}
     document["rollout"] = FEW
-    faults = planned_faults(["raise", "shape", "score"], ["exit", "hang"])
+    faults = planned_faults(["raise", "shape", "score", "exit", "hang"])
     rows = [
         {key: row[key] for key in row if key != "metadata"} | {"config": {"fault": fault}}  # the item is made again
         for row, fault in zip(problems("faulty", size=EPISODES, seed=3, modules=["rg_faulty"]), faults, strict=True)

@@ -209,7 +209,7 @@ def test_episodes_beside_faulty_ones_are_whole(tmp_path: Path, tiny_tokenizer_di
         "timeout": 10,
         "with": {"env_config": {"word": "Heard"}},
     }
-    faults = planned_faults(["raise", "shape", "reward"], ["exit", "hang"])
+    faults = planned_faults(["raise", "shape", "reward", "exit", "hang"])
     rows = [{"id": f"t{n}", "fault": fault} for n, fault in enumerate(faults)]
     replies = ["one", "three", "five"]
     episodes = run_spec(tmp_path, spec_of(tiny_tokenizer_dir, environment, rows, replies, rollout=FEW))

@@ -126,7 +126,7 @@ def test_a_fault_ends_its_own_episode(
 def test_episodes_beside_faulty_ones_are_whole(tmp_path: Path, tiny_tokenizer_dir: Path, count: dict[str, Any]) -> None:
     """Whatever 5 % of the environments do, the others give what slime's loop gives."""
     kinds = {**FAULTS, "hang": "environment_timeout"}
-    faults = planned_faults(list(FAULTS), ["hang"])
+    faults = planned_faults([*FAULTS, "hang"])
     rows = [{"id": f"t{n}", "label": n % 5 + 1, "fault": fault} for n, fault in enumerate(faults)]
     document = spec_of(tiny_tokenizer_dir, {**count, "timeout": 10}, rows, said(1, 9, 3, 4), rollout=FEW)
     episodes = run_spec(tmp_path, document)

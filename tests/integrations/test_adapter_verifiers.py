@@ -141,7 +141,7 @@ FAULTS = {
 def test_episodes_beside_faulty_ones_are_whole(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """Whatever 5 % of the environments do, the others give what the library gives."""
     shutil.copy(HERE / "env_vf.py", tmp_path)
-    faults = planned_faults(["setup", "raise", "shape", "reward"], ["exit", "hang"])
+    faults = planned_faults(["setup", "raise", "shape", "reward", "exit", "hang"])
     base = next(row for row in rows("env_vf.py:load_environment", str(HERE)) if row["answer"] == "2")
     given = [{**base, "id": f"t{n}", "info": {"fault": fault}} for n, fault in enumerate(faults)]
     document = spec(tiny_tokenizer_dir, "load_environment", given, ["1", "2"])

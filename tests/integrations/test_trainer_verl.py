@@ -281,6 +281,7 @@ def test_the_advantages_of_verl_are_those_of_the_stored_rows(make: Any, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.trainers
+@pytest.mark.exhaustive
 def test_prompts_that_the_manager_does_not_run(make: Any, tmp_path: Path) -> None:
     said = verl_step("prompts", make(), str(tmp_path / "out"))
     assert {name: text.partition(";")[0].partition(" of /")[0] for name, text in said.items()} == {
@@ -293,6 +294,7 @@ def test_prompts_that_the_manager_does_not_run(make: Any, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.trainers
+@pytest.mark.exhaustive
 def test_groups_that_cannot_be_trained_on_are_failures(make: Any, tmp_path: Path) -> None:
     """One group ends with the error of the first episodes, the other without a row."""
     path = make(user={"use": "code_for_training:Broken"})

@@ -285,6 +285,7 @@ def stored(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.slow
 @pytest.mark.trainers
+@pytest.mark.exhaustive
 def test_verls_workers_run_the_episodes_and_its_trainer_gives_their_credit(write: Any, tmp_path: Path) -> None:
     """AgentLoopManagerTQ with two rows for each episode, and with an estimator of its own; a group whose user fails; AgentLoopManager (DataProto)."""
     lengths = [f"actor_rollout_ref.rollout.{part}_length={most}" for part, most in (("prompt", 48), ("response", 40))]

@@ -93,6 +93,7 @@ def test_the_page_names_what_the_code_refuses() -> None:
 
 @pytest.mark.slow
 @pytest.mark.trainers
+@pytest.mark.exhaustive
 def test_the_example_gives_the_advantages_of_its_credit(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """verl reads the settings and the data file; 32 episodes, of which every third calls the tool twice, go through TransferQueue."""
     (line,) = re.findall(r"^export (\w+)=(\S+)$", PAGE, re.MULTILINE)
@@ -120,6 +121,7 @@ def test_the_example_gives_the_advantages_of_its_credit(place: Path, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.trainers
+@pytest.mark.exhaustive
 def test_verls_own_command_trains_on_a_cpu_with_stand_ins_for_servers_and_actor(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

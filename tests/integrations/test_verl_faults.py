@@ -59,7 +59,7 @@ def test_episodes_beside_faulty_ones_are_whole(tmp_path: Path, tiny_tokenizer_di
     (tmp_path / "interactions.yaml").write_text(
         yaml.safe_dump({"interaction": [{"name": "faulty", "class_name": "verl_faulty.Faulty", "config": {}}]})
     )
-    faults = planned_faults(["start", "respond", "shape", "score"], ["hang"])
+    faults = planned_faults(["start", "respond", "shape", "score", "hang"])
     rows = [
         {
             "id": f"t{n}",

@@ -137,6 +137,7 @@ def test_kill_at_random_moments_loses_nothing_acknowledged(victim: Victim, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # 100 starts and kills of a process
+@pytest.mark.exhaustive
 def test_kill_many_more_times(victim: Victim, tmp_path: Path, maker: Any) -> None:
     kill_many(victim, tmp_path, maker, times=100, seed=time.time_ns(), runs=20)
 

@@ -214,11 +214,11 @@ def killer() -> Iterator[Killer]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_at_40_points_of_its_compactions_it_resumes_exactly(
-    killer: Killer, train_spec: Any, tmp_path: Path
+@pytest.mark.parametrize("points", [4, pytest.param(40, marks=pytest.mark.exhaustive)])
+def test_killed_at_points_of_its_compactions_it_resumes_exactly(
+    points: int, killer: Killer, train_spec: Any, tmp_path: Path
 ) -> None:
     """Points between instructions of SQLite, at random: the resumed training is the one that was not killed."""
-    points = 40
     train = {"steps": 3, "checkpoints": {"every": 1, "keep": 1}} | UNCORRECTED
     rollout = {"samples_per_task": 4, "seed": 3, "keep": {"steps": 0}}
     loaded = load_spec(train_spec("keep", train=train, rollout=rollout))

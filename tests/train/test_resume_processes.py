@@ -46,6 +46,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.exhaustive
 def test_two_four_and_two_processes_train_as_one(kind: str, train_spec: Any, tmp_path: Path) -> None:
     """Weights, moments, the KL reference and a critic are sharded, and each launch reads the checkpoint of the one before."""
     changes = KINDS[kind]

@@ -16,6 +16,7 @@ from engine.store.store import RunStore
 @pytest.mark.slow
 @pytest.mark.trainers
 @pytest.mark.parametrize("several", [False, True])
+@pytest.mark.exhaustive
 def test_episodes_reach_the_advantages_of_areal(tmp_path: Path, tiny_model_dir: Path, several: bool) -> None:
     """Three groups of four: WorkflowExecutor.rollout_batch, concat and PPOActor.compute_advantages; with two rows for each episode too."""
     template = tmp_path / "forgetful.jinja"
