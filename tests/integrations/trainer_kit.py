@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from engine.store.export import export_rows
+from engine.store.reader import RunReader
 
 TASKS = 5
 FORGETFUL = """\
@@ -40,3 +44,11 @@ def write_spec(folder: Path, model: Path, *, template: Path | None = None, **cha
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump(spec | changes))
     return path
+
+
+def rows_to_train(store: RunReader) -> list[dict[str, Any]]:
+    """The trainable rows of groups that failures left with two episodes or more: the default of `train.min_group`."""
+    rows = [row for row in export_rows(store) if row["trainable"]]
+    sizes = Counter(task for task, _ in {(row["task_id"], row["sample_index"]) for row in rows})
+    assert {size > 1 for size in sizes.values()} == {True, False}, "no group is too small, or each is"
+    return [row for row in rows if sizes[row["task_id"]] > 1]

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trainer_kit import FORGETFUL, TASKS, write_spec
+from trainer_kit import FORGETFUL, TASKS, rows_to_train, write_spec
 from trainer_python import run_script
 
-from engine.store.export import export_rows
 from engine.store.store import RunStore
 
 
@@ -24,7 +23,7 @@ def test_episodes_reach_the_advantages_of_areal(tmp_path: Path, tiny_model_dir: 
     spec = write_spec(tmp_path, tiny_model_dir, template=template if several else None)
     told = run_script("AREAL_PYTHON", Path(__file__).parent / "one_step.py", str(spec), str(tmp_path / "out"))
     store = RunStore.open(tmp_path / "out" / "process-0" / "rollouts", readonly=True)
-    rows = [row for row in export_rows(store) if row["trainable"]]
+    rows = rows_to_train(store)
     assert len(store.statuses()) == 12
     counts = {(row["task_id"], row["sample_index"]) for row in rows}
     assert len(rows) == (2 if several else 1) * len(counts)

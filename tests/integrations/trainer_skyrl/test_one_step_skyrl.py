@@ -7,10 +7,9 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from trainer_kit import write_spec
+from trainer_kit import rows_to_train, write_spec
 from trainer_python import run_script
 
-from engine.store.export import export_rows
 from engine.store.store import RunStore
 
 SAMPLES = 4
@@ -23,14 +22,14 @@ def test_episodes_reach_the_advantages_of_skyrl(tmp_path: Path, tiny_model_dir: 
     spec, folder = write_spec(tmp_path, tiny_model_dir), tmp_path / "out"
     told = run_script("SKYRL_PYTHON", Path(__file__).parent / "one_step.py", str(spec), str(folder))
     store = RunStore.open(folder / "rollouts", readonly=True)
-    rows = {(row["task_id"], row["sample_index"]): row for row in export_rows(store) if row["trainable"]}
+    rows = {(row["task_id"], row["sample_index"]): row for row in rows_to_train(store)}
     episodes = store.statuses()
     assert len(told["rows"]) == len(episodes) == 12
-    assert len({task for task, _ in rows}) == 3
+    assert len({task for task, _ in rows}) == 2
     trained = 0
     for each in told["rows"]:
         row = rows.pop(tuple(each["slot"]), None)
-        if row is None:  # its user has failed
+        if row is None:  # its user has failed, or those of all others of its group
             assert each["ids"] == []
             continue
         mask = row["loss_mask"] == 1
@@ -45,7 +44,8 @@ def test_episodes_reach_the_advantages_of_skyrl(tmp_path: Path, tiny_model_dir: 
     assert {episode for episode, _ in sampled} == set(episodes) == set(told["ended"])
     engine = told["engine"]
     assert engine["engine/episodes/count"] == 12
-    assert engine["engine/skyrl/empty_rows"] == 12 - trained == engine["engine/episodes/masked"]
+    assert engine["engine/groups/small"] == 1  # one of its episodes could be trained on
+    assert engine["engine/skyrl/empty_rows"] == 12 - trained == engine["engine/episodes/masked"] + 1
     assert told["rewards"] == {"reward/avg_raw_reward": engine["engine/reward/mean"]}
     assert "SkyRL's batch is not what the engine handed over" in told["lost"]
     assert fmean(abs(value) for each in told["rows"] for value in each["advantages"]) > 0.1
