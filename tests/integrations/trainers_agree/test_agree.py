@@ -49,6 +49,7 @@ def test_trl(single: Any, tmp_path: Path) -> None:
             }
 
     seen: dict[tuple[int, ...], np.ndarray] = {}
+    (tmp_path / "out").mkdir()  # an episode would make it
     with Replayed(single.spec, tmp_path / "out") as rollouts:
         arguments = grpo_arguments(rollouts.loaded) | {"save_strategy": "no", "disable_tqdm": True}
         trainer = EngineGRPOTrainer(rollouts, GRPOConfig(output_dir=str(tmp_path / "model"), **arguments))
