@@ -1,6 +1,7 @@
 """Environments, tools, users and scorers that misbehave where and how the episode's task says, sync and async.
 
-A task's fields: `where` (environment, tool, user, scorer, or nowhere) and `how` (one of `MISBEHAVIOURS`).
+A task's fields: `where` (environment, tool, user, scorer, or nowhere) and `how` (one of `MISBEHAVIOURS`). With `GATE`, the path of a file, in
+the environment, all wait for that file before they misbehave, and then write a file of their own beside it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from engine.schemas.environment import EpisodeView, Reset, Step, Task, UserTurn
@@ -17,12 +19,26 @@ from engine.schemas.reward import RewardEvent
 
 FOR_EVER = 1e6
 MISBEHAVIOURS = ("sleep", "busy", "swallow", "exit", "interrupt", "raise")
+GATE = Path(os.environ.get("GATE", os.devnull))
+
+
+def misbehaves_at(gate: Path, how: str) -> Path:
+    """The file that says that code behind a gate begins to misbehave."""
+    return gate.with_name(f"{gate.name}-{how}")
+
+
+def _waits(how: str) -> bool:
+    return bool(how) and not GATE.exists()
 
 
 def misbehave(how: str) -> None:
     """What plain code may do. Nothing in a process that is told that it is cured."""
     if "CURED" in os.environ:
         return
+    while _waits(how):
+        time.sleep(0.02)
+    if how and "GATE" in os.environ:
+        misbehaves_at(GATE, how).touch()
     if how == "sleep":
         time.sleep(FOR_EVER)
     elif how == "busy":
@@ -44,6 +60,8 @@ def misbehave(how: str) -> None:
 
 async def misbehave_async(how: str) -> None:
     """What code on an event loop may do: it blocks the loop, or swallows its cancellation."""
+    while _waits(how):  # noqa: ASYNC110  (for a file of another process)
+        await asyncio.sleep(0.02)
     while how == "swallow" and "CURED" not in os.environ:
         try:
             await asyncio.sleep(FOR_EVER)
@@ -85,9 +103,22 @@ class AsyncBoard:
         self.steps += 1
         await asyncio.sleep(0.01)
         if self.steps == 3:
-            await misbehave_async(_how(view.task.fields, "step"))
+            await self._meet(view.task.fields)
         words = Message(role="user", content=f"Moved {self.steps}.")
         return Step(event="won" if self.steps == 6 else "moved", messages=[words], facts={"steps": self.steps})
+
+    arrived = 0
+    blocks = False
+
+    async def _meet(self, fields: dict[str, Any]) -> None:
+        """Wait until the bad episode blocks the loop, which it does when so many others as its task says wait here."""
+        AsyncBoard.arrived += 1
+        while "others" in fields and AsyncBoard.arrived <= fields["others"]:  # noqa: ASYNC110  (each may have another loop)
+            await asyncio.sleep(0.01)
+        AsyncBoard.blocks |= "others" in fields
+        await misbehave_async(_how(fields, "step"))
+        while not AsyncBoard.blocks:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
     events = ("moved", "won")
 
