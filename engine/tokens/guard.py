@@ -20,16 +20,17 @@ import json
 import os
 import queue
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from base64 import b64encode
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import cache, cached_property
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 from pydantic_core import to_json
@@ -52,6 +53,8 @@ SECONDS = 60.0
 TOKENS_A_SECOND = 10_000
 MOST_TOKENS = 1 << 20
 """Tokens that are asked about at once, unless one episode has more."""
+_files: dict[tuple[int, bytes], IO[bytes]] = {}
+"""Tokenizers, by process (a fork has its own) and content. The files have no name, so that a process that is killed leaves none behind."""
 _FIRST = json.dumps({"call": "engine.tokens.guard_child:compare", "common": None}).encode() + b"\n"
 
 
@@ -118,13 +121,11 @@ class Guard:
             "marker": None if form.vision is None else form.vision.marker_id,
         }
         backend = getattr(form.fast.full, "backend_tokenizer", None)
-        if isinstance(form, TemplateFormat) and backend is not None:
+        plain = isinstance(form.fast.full, PlainTokenizer)
+        if isinstance(form, TemplateFormat) and backend is not None and (plain or sys.platform == "linux"):
             told |= form.facts
-            told["tokenizer"] = (
-                str(Path(form.fast.full.name_or_path, "tokenizer.json").absolute())
-                if isinstance(form.fast.full, PlainTokenizer)
-                else _saved(backend)
-            )
+            file = Path(form.fast.full.name_or_path, "tokenizer.json").absolute() if plain else _saved(backend)
+            told["tokenizer"] = str(file)
         else:
             told |= {"model": self._model.model_dump(mode="json", by_alias=True), "base": str(self._base.absolute())}
         told["key"] = blake2b(to_json(told), digest_size=16).hexdigest()
@@ -292,17 +293,11 @@ def cpu_seconds() -> float:
 def _saved(backend: Any) -> str:
     """A file with a tokenizer of `tokenizers`: one for each content, so that the child reads it once however many runs there are."""
     text = backend.to_str().encode()
-    path = Path(_folder(os.getpid()), f"{blake2b(text, digest_size=16).hexdigest()}.json")
-    if not path.exists():
-        part = path.with_suffix(f".{threading.get_ident()}")
-        part.write_bytes(text)
-        part.replace(path)
-    return str(path)
-
-
-@cache
-def _folder(process: int) -> str:
-    """A folder for tokenizers, which this process removes at its end; another one after a fork."""
-    folder = tempfile.TemporaryDirectory(prefix=f"episode-engine-guard-{process}-")
-    atexit.register(folder.cleanup)
-    return folder.name
+    process = os.getpid()
+    key = process, blake2b(text, digest_size=16).digest()
+    if key not in _files:
+        file = tempfile.TemporaryFile()  # noqa: SIM115  (the child reads it as long as this process runs)
+        file.write(text)
+        file.flush()
+        _files.setdefault(key, file)
+    return f"/proc/{process}/fd/{_files[key].fileno()}"

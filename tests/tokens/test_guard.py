@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,6 +215,19 @@ async def test_a_child_that_cannot_start_leaves_the_episode_unanswered(
     finding = await judged(guard_of(formats("plain")), talk(formats("plain"), "One.<|im_end|>"))
     assert isinstance(finding, Unanswered)
     assert "/nowhere/python" in finding.message
+
+
+def test_a_tokenizer_for_the_child_has_no_name_that_an_end_could_leave_behind(
+    formats: Formats, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(guard_module, "_files", {})
+    plain = formats("plain").fast.full.backend_tokenizer
+    path = guard_module._saved(plain)
+    assert list(tmp_path.iterdir()) == []
+    script = "import sys; from tokenizers import Tokenizer; print(Tokenizer.from_file(sys.argv[1]).get_vocab_size())"
+    child = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True)
+    assert int(child.stdout) == plain.get_vocab_size()
 
 
 def test_tokenizers_of_the_same_content_are_one_file(formats: Formats) -> None:
