@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.agents.confined import HOME, INSIDE, SOCKET, Confined, confine
 from engine.agents.keeper import REWARD
-from engine.agents.process import MOST_OUTPUT, ProgramProcess
+from engine.agents.process import MOST_OUTPUT, ProgramProcess, programs_folder
 from engine.agents.program import Endpoint
 from engine.agents.rewards import PATH as REWARD_PATH
 from engine.agents.server import Listener, server_of_loop
@@ -60,7 +60,7 @@ class CommandProgram:
 
     async def start(self, endpoint: Endpoint) -> None:
         """Start it. Raises OSError if that is not possible."""
-        self._folder = folder = Path(tempfile.mkdtemp(prefix="agent-"))
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="", dir=programs_folder()))
         task = json.dumps(self._task, ensure_ascii=False)
         (folder / TASK_FILE).write_text(task, encoding="utf-8")
         shown, written = (folder, folder) if self._sandbox is None else (Path(INSIDE), Path(HOME))

@@ -1,6 +1,6 @@
 """A process that starts agent programs, and kills each with everything that it started.
 
-    python -I -S keeper.py FD
+    python -I -S keeper.py FD FOLDER
 
 It imports only the standard library and runs no code of a spec. For each program it forks a guard, which is a subreaper
 (PR_SET_CHILD_SUBREAPER, Linux): a process of the program that loses its parent becomes a child of the guard, also if it left its
@@ -9,7 +9,8 @@ the engine asks for it, and when the engine is gone; then it says how the progra
 
 Protocol: the engine sends one JSON line over the socket FD for each program (`command`, `cwd`, `env`), with two descriptors: the guard's own socket
 and the program's output. On its own socket the guard answers `{"pid": …}` or `{"error": …}`, and at the end `{"status": …}`. Anything that the
-engine sends there, or its end, kills the program. When the socket FD is closed, the keeper ends; guards then see that the engine is gone.
+engine sends there, or its end, kills the program. When the socket FD is closed, guards see that the engine is gone; after the last of them the keeper
+removes FOLDER, the programs' temporary folders, and ends.
 
 A program in a sandbox has two keys more. `reads` are texts in base64, which it finds at the descriptors 3, 4, …; after them
 comes a socket, over which it sends the open folder that it may write. The guard kills it if that has more than `files`
@@ -44,7 +45,16 @@ _LONGEST = 10.0
 
 
 def main() -> None:
-    """Serve until the engine is gone."""
+    """Serve until the engine is gone, and remove what it leaves."""
+    _serve()
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(-1, 0)  # it ignores SIGCHLD, so this waits for all guards
+    import shutil  # the program's start does not wait for it
+
+    shutil.rmtree(sys.argv[2], ignore_errors=True)
+
+
+def _serve() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     libc = ctypes.CDLL(None)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -152,10 +153,12 @@ class _Keeper:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
+        self.folder = tempfile.mkdtemp(prefix="agents-")
+        """For the programs' files. The keeper removes it when this process is gone."""
         self._lock = threading.Lock()
         mine, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-I", "-S", _KEEPER, str(theirs.fileno())]
+            command = [sys.executable, "-I", "-S", _KEEPER, str(theirs.fileno()), self.folder]
             env = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}  # of the interpreter
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=env
@@ -177,6 +180,11 @@ class _Keeper:
 
 _kept: list[_Keeper] = []
 _keeping = threading.Lock()
+
+
+def programs_folder() -> str:
+    """The folder for temporary folders of programs of this process, which is removed however it ends."""
+    return _keeper().folder
 
 
 def _keeper() -> _Keeper:
