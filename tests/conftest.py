@@ -186,6 +186,12 @@ def _own_cache(_make_cache: Callable[[], str], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("EPISODE_ENGINE_CACHE", _make_cache())
 
 
+@pytest.fixture
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's folder is the current one."""
+    monkeypatch.chdir(tmp_path)
+
+
 def build_tokenizer(folder: Path, vocab_size: int = 1000) -> Path:
     """Train a byte-level BPE tokenizer with a ChatML template and save it in `folder`."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -253,6 +259,15 @@ def tiny_tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path) -> Path:
     """That tokenizer with a two-layer Qwen2, float32, whose sampling is not degenerate."""
     return build_model(tmp_path_factory.mktemp("model"), tiny_tokenizer_dir)
+
+
+@pytest.fixture(scope="module")
+def chat_format(tiny_model_dir: Path) -> Any:
+    """The chat format of the model of `tiny_model_dir`."""
+    from engine.schemas.model import ModelSpec
+    from engine.tokens.loading import load_format
+
+    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 @pytest.fixture(scope="session")

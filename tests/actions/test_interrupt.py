@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from slow_cases import slow_after
 from structlog.testing import capture_logs
+from waiting import until
 
 from engine.actions import interrupt
 from engine.actions.calls import SCOPE, EpisodeScope
@@ -37,15 +38,6 @@ async def workers() -> AsyncIterator[Workers]:
 async def give_up(workers: Workers, function: Callable[..., Any], *args: Any) -> None:
     with pytest.raises(SpecCodeError, match="did not answer"):
         await call_spec_code(workers, function, *args, seconds=DEADLINE, blame="tool", what="tool `t`")
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait until it holds; the machine may be slow."""
-    for _ in range(6000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never held")
 
 
 def spin() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from agent_kit import check_rows, write_spec
 from stopping import Resumed, content
+from waiting import process_runs, wait_until
 
 from engine.backends.scripted import ScriptedBackend
 from engine.schemas.generation import GenerateRequest, Generation
@@ -22,7 +23,6 @@ from engine.schemas.journal import GenerationRecord
 from engine.schemas.trajectory import Trajectory
 from engine.store import list_runs
 
-STOPPING = Path(__file__).parents[1] / "runner" / "stopping.py"
 GIVE = """
 def give(value):
     headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
@@ -85,8 +85,7 @@ def killed_after(spec: Path, folder: Path, commit: int, calls: Path) -> bool:
         capture_output=True,
         text=True,
         check=True,
-        env=os.environ
-        | {"PYTHONPATH": f"{STOPPING.parent}:{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         cwd=Path(__file__).parents[2],
     )
     return int(done.stdout) == signal.SIGKILL
@@ -173,13 +172,13 @@ reward(1.0)
     env = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "engine.cli.main", "run", "--out", str(tmp_path / "runs"), "-q"]
     engine = subprocess.Popen([*command, str(path)], env=env, cwd=tmp_path)
-    wait_for(lambda: (tmp_path / "pids").exists())
+    wait_until(lambda: (tmp_path / "pids").exists())
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
-    assert all(map(runs, pids))
+    assert all(map(process_runs, pids))
     engine.kill()
     engine.wait()
     killed = time.time()
-    wait_for(lambda: not any(map(runs, pids)))
+    wait_until(lambda: not any(map(process_runs, pids)))
     assert subprocess.run([*command, "--resume", "latest"], env=env, cwd=tmp_path, timeout=120).returncode == 0
     spec = Resumed(path)
     with spec.store(tmp_path / "runs") as store:
@@ -191,18 +190,3 @@ reward(1.0)
     sampled = [entry.at < killed for entry in journal if isinstance(entry.record, GenerationRecord)]
     assert sampled == [True, False]
     check_rows(trajectory)
-
-
-def wait_for(holds: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def runs(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False

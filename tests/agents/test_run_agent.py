@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ from agent_kit import play, write_spec
 from damaged_rows import assert_refused, damaged_row
 from slow_cases import slow_but_each
 from stopping import Resumed, content
+from waiting import process_runs, until
 
 from engine.runner.stats import Summary
 
@@ -228,19 +226,7 @@ time.sleep(600)
     assert played.trajectory.outcome.event == "timeout"
     assert played.trajectory.outcome.reward == 0.5
     pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 120
-    while _runs(pid):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process runs; one that has ended and was not waited for does not."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
+    await until(lambda: not process_runs(pid), 120)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,14 +19,7 @@ from engine.errors import BackendError
 from engine.schemas.backend import AnthropicBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
-from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
-
-
-@pytest.fixture(scope="module")
-def chat_format(tiny_model_dir: Path) -> ChatFormat:
-    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,14 +19,7 @@ from engine.backends.http.reply import HttpReply
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.generation import FinishReason
 from engine.schemas.message import MalformedCall, Message, ToolCall
-from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
-
-
-@pytest.fixture(scope="module")
-def chat_format(tiny_model_dir: Path) -> ChatFormat:
-    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
-from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
 from engine.train import broadcasts, sync_collective
 from engine.train.sync_collective import CollectiveSync
 
@@ -42,11 +39,6 @@ class Weights(Policy):
             "b": torch.tensor([1.5, -2.0], dtype=torch.bfloat16) + self.start,
             "c": torch.arange(8.0).reshape(4, 2).t() - self.start,
         }
-
-
-@pytest.fixture(scope="module")
-def chat_format(tiny_model_dir: Path) -> ChatFormat:
-    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import process_runs, until, wait_until
 
 from engine.backends.launch.servers import LaunchedServers, ServerCommand
 from engine.backends.sglang.launching import launched_servers
@@ -50,19 +50,6 @@ def pids(folder: Path, number: int = 0) -> list[tuple[int, int]]:
     ]
 
 
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
-async def until(condition: Any, seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110  (what other processes do sets no event)
-            await asyncio.sleep(0.02)
-
-
 def ask(url: str) -> int:
     return subprocess.run(
         [sys.executable, "-S", "-c", f"import urllib.request; urllib.request.urlopen({url!r})"],
@@ -78,11 +65,11 @@ async def test_servers_answer_after_start_and_leave_no_process_after_close(tmp_p
         assert len(set(launched.urls)) == 2
         assert [ask(f"{url}/health") for url in launched.urls] == [0, 0]
         found = [pid for number in (0, 1) for pid in pids(tmp_path, number)[0]]
-        assert not any(map(gone, found))
+        assert all(map(process_runs, found))
         assert [row["alive"] for row in launched.stats()] == [True, True]
     finally:
         await launched.close()
-    await until(lambda: all(map(gone, found)))
+    await until(lambda: not any(map(process_runs, found)))
     assert [row["alive"] for row in launched.stats()] == [False, False]
 
 
@@ -92,7 +79,7 @@ async def test_a_server_that_ends_while_it_starts_is_an_error_with_the_end_of_it
         BackendError, match=r"status 3 while it started; the end of .*server-1.log:\n(.*\n)*CUDA driver is too old"
     ):
         await launched.start(tmp_path)
-    await until(lambda: not pids(tmp_path) or all(map(gone, pids(tmp_path)[0])))
+    await until(lambda: not pids(tmp_path) or not any(map(process_runs, pids(tmp_path)[0])))
 
 
 async def test_a_server_that_never_answers_is_an_error_that_names_the_limit(tmp_path: Path) -> None:
@@ -110,7 +97,7 @@ async def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> No
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    await until(lambda: all(map(gone, pids(tmp_path)[0])))
+    await until(lambda: not any(map(process_runs, pids(tmp_path)[0])))
 
 
 async def test_an_interpreter_that_is_missing_is_an_error(tmp_path: Path) -> None:
@@ -130,12 +117,12 @@ async def test_a_server_that_dies_is_started_again_at_the_same_url(tmp_path: Pat
         else:
             os.kill(pid, signal.SIGKILL)
         await until(lambda: len(pids(tmp_path)) == 2)
-        await until(lambda: gone(helper))
+        await until(lambda: not process_runs(helper))
         await until(lambda: ask(f"{launched.urls[0]}/health") == 0)
         assert launched.stats()[0]["restarts"] == 1
     finally:
         await launched.close()
-    await until(lambda: all(gone(pid) for pair in pids(tmp_path) for pid in pair))
+    await until(lambda: all(not process_runs(pid) for pair in pids(tmp_path) for pid in pair))
 
 
 async def test_a_server_that_dies_more_often_than_restarts_stays_out(tmp_path: Path) -> None:
@@ -153,7 +140,7 @@ async def test_a_server_that_dies_more_often_than_restarts_stays_out(tmp_path: P
 def test_servers_end_when_the_engine_is_killed(tmp_path: Path) -> None:
     script = f"""
 import asyncio, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:] = {sys.path!r}
 from pathlib import Path
 from test_launch import servers
 async def main():
@@ -168,10 +155,7 @@ asyncio.run(main())
     [(pid, helper)] = pids(tmp_path)
     engine.kill()
     engine.wait()
-    ends = time.monotonic() + 60
-    while not (gone(pid) and gone(helper)):
-        assert time.monotonic() < ends, "a server outlived the engine"
-        time.sleep(0.02)
+    wait_until(lambda: not process_runs(pid) and not process_runs(helper))
 
 
 async def test_each_server_sees_its_own_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

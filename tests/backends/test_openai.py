@@ -18,9 +18,7 @@ from engine.errors import BackendError, BudgetError, ContextOverflow
 from engine.schemas.backend import OpenAIBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart, MalformedCall, Message, TextPart, ToolCall
-from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
 
 TOOL = {
     "type": "function",
@@ -30,11 +28,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     },
 }
-
-
-@pytest.fixture(scope="module")
-def chat_format(tiny_model_dir: Path) -> ChatFormat:
-    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 class Endpoint:

@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,17 +22,10 @@ from engine.errors import BackendError, OutageError
 from engine.schemas.backend import OpenAIBackendSpec, SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import Message
-from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
 
 KINDS = ["sglang", "openai"]
 MESSAGES = [Message(role="user", content="hi")]
-
-
-@pytest.fixture(scope="module")
-def chat_format(tiny_model_dir: Path) -> ChatFormat:
-    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 class One:

@@ -17,9 +17,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
-from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
 from engine.train.sync_sglang import DiskSync, TensorSync
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -55,11 +53,6 @@ class Weights(Policy):
 
     def serving_weights(self) -> dict[str, torch.Tensor]:
         return {"a": torch.zeros(3), "b": torch.ones(2)}
-
-
-@pytest.fixture(scope="module")
-def chat_format(tiny_model_dir: Path) -> ChatFormat:
-    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 @asynccontextmanager

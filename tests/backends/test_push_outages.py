@@ -18,9 +18,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import OutageError, TrainError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
-from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
 from engine.train.server_models import difference
 from engine.train.sync_sglang import AdapterSync, DiskSync
 
@@ -109,11 +107,6 @@ async def served(
         stack.push_async_callback(backend.close)
         await backend.start()
         yield backend, proxies
-
-
-@pytest.fixture(scope="module")
-def chat_format(tiny_model_dir: Path) -> ChatFormat:
-    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 class Policy:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +13,7 @@ from sglang_cluster import OUTPUT, Call, answers, changed, cluster, request
 
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.generation import FinishReason, SamplingParams, VersionSpan
-from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
-
-
-@pytest.fixture(scope="module")
-def chat_format(tiny_model_dir: Path) -> ChatFormat:
-    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 async def test_a_reply_is_handed_on_whole(chat_format: ChatFormat) -> None:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from sglang_cluster import cluster, request
 
 from engine.backends.base import ServerWeights
 from engine.errors import BackendError
-from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
-
-
-@pytest.fixture(scope="module")
-def chat_format(tiny_model_dir: Path) -> ChatFormat:
-    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 async def test_newer_weights_are_taken_and_older_ones_put_the_server_out(chat_format: ChatFormat) -> None:

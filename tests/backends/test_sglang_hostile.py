@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,16 +19,9 @@ from engine.backends.http.client import HttpClient
 from engine.backends.http.framing import HELD, MAX_INTERIM
 from engine.backends.http.reply import HttpFailure, MalformedReply, retry_seconds
 from engine.errors import BackendError
-from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
-
-
-@pytest.fixture(scope="module")
-def chat_format(tiny_model_dir: Path) -> ChatFormat:
-    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 # -- log-probs

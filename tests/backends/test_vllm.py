@@ -22,14 +22,7 @@ from engine.backends.vllm.request_body import Encoder
 from engine.errors import BackendError, ContextOverflow, OutageError
 from engine.schemas.backend import LaunchSpec, VLLMBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, ImagePart, SamplingParams
-from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
-
-
-@pytest.fixture(scope="module")
-def chat_format(tiny_model_dir: Path) -> ChatFormat:
-    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 def asked(ids: list[int] | None = None, **changes: Any) -> GenerateRequest:

@@ -12,6 +12,8 @@ from engine.checks.check import check_rules
 from engine.spec.access import Access
 from engine.spec.load import load_spec
 
+pytestmark = pytest.mark.usefixtures("in_folder")
+
 HEAD = """\
 spec: episode/v1
 name: demo
@@ -39,11 +41,6 @@ HINTS = 'user: {use: "parts:X", with: {hints: 2}}\nmachine: retry_with_feedback\
 USER = 'user: {use: "parts:X"}\nmachine: retry_with_feedback\n'
 WRONG = 'user: {use: "parts:X", with: {hints: two, more: 1}}\nmachine: retry_with_feedback\n'
 TOOL = 'tools: [{use: "parts:x"}]\nmachine: tools\n'
-
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def found(spec: str, code: str, files: dict[str, str] | None = None) -> list[str]:

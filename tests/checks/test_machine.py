@@ -13,6 +13,8 @@ from engine.checks import check_spec
 from engine.checks.context import CheckContext
 from engine.spec.load import LoadedSpec, load_spec
 
+pytestmark = pytest.mark.usefixtures("in_folder")
+
 HEAD = """\
 spec: episode/v1
 name: demo
@@ -20,11 +22,6 @@ model: {path: m}
 tasks: {source: inline, rows: [{q: a}]}
 prompt: [{role: user, content: "{{q}}"}]
 """
-
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def load(lines: str) -> LoadedSpec:

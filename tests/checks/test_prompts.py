@@ -10,10 +10,7 @@ import pytest
 from engine.checks import check_spec
 from engine.spec.load import load_spec
 
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_folder")
 
 
 def found(tasks: str, prompt: str = "", lines: str = "", *overrides: str) -> list[str]:

@@ -11,6 +11,8 @@ import pytest
 from engine.checks import check_spec
 from engine.spec.load import load_spec
 
+pytestmark = pytest.mark.usefixtures("in_folder")
+
 HEAD = """\
 spec: episode/v1
 name: demo
@@ -21,11 +23,6 @@ machine: single_turn
 """
 GROUP = "rollout: {samples_per_task: 8}\n"
 SERVER = 'backend: {kind: sglang, urls: ["http://127.0.0.1:30000"]}\n'
-
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def found(lines: str) -> list[str]:

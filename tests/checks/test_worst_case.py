@@ -31,6 +31,8 @@ from engine.machine.compile import EpisodeMachine
 from engine.schemas.limits import LimitsSpec
 from engine.spec.load import load_spec
 
+pytestmark = pytest.mark.usefixtures("in_folder")
+
 HEAD = """\
 spec: episode/v1
 name: demo
@@ -38,11 +40,6 @@ model: {path: m}
 tasks: {source: inline, rows: [{q: a}, {q: b}]}
 prompt: [{role: user, content: "{{q}}"}]
 """
-
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def load(lines: str) -> CheckContext:

@@ -16,6 +16,8 @@ from engine.checks.pages import page_ids, page_of
 from engine.cli.explain import explain
 from engine.cli.validate import validate
 
+pytestmark = pytest.mark.usefixtures("in_folder")
+
 SCHEMA = json.loads((Path(__file__).parents[1] / "data" / "sarif-2.1.0-rtm.5.schema.json").read_text(encoding="utf-8"))
 SPEC = """\
 spec: episode/v1
@@ -29,11 +31,6 @@ prompt: [{role: user, content: "{{question}}"}]
 app = typer.Typer()
 app.command("validate")(validate)
 app.command("explain")(explain)
-
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from command_line import engine_here
+from waiting import wait_until
 
 from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore, list_runs
@@ -98,13 +99,6 @@ def finish(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, s
     return process.returncode, out, err
 
 
-def until(done: Callable[[], bool], seconds: float = 60) -> None:
-    ends = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < ends, "it did not happen in time"
-        time.sleep(0.02)
-
-
 def finished(folder: Path) -> int:
     runs = list_runs(folder / "runs")
     return len(RunStore.open(runs[-1], readonly=True).finished()) if runs else 0
@@ -147,7 +141,7 @@ def test_a_server_that_is_killed_twice_costs_no_episode(
     spec = write_spec(tmp_path, tiny_tokenizer_dir, servers.backend())
     process = engine("run", spec, cwd=tmp_path)
     for enough in (3, 12):
-        until(lambda enough=enough: finished(tmp_path) >= enough)  # type: ignore[misc]
+        wait_until(lambda enough=enough: finished(tmp_path) >= enough)  # type: ignore[misc]
         servers.kill()
         time.sleep(1.0)
         servers.start()
@@ -169,7 +163,7 @@ def test_the_time_of_an_outage_is_no_episode_s(tmp_path: Path, tiny_tokenizer_di
     servers.start("--latency", 0.2)
     backend = servers.backend(timeout=6)
     process = engine("run", write_spec(tmp_path, tiny_tokenizer_dir, backend, limits=limits), cwd=tmp_path)
-    until(lambda: finished(tmp_path) >= 3)
+    wait_until(lambda: finished(tmp_path) >= 3)
     servers.kill()
     time.sleep(8)
     servers.start()
@@ -188,7 +182,7 @@ def test_a_server_that_stays_away_stops_the_run_and_a_resume_finishes_it(
 ) -> None:
     servers.start()
     process = engine("run", write_spec(tmp_path, tiny_tokenizer_dir, servers.backend(wait=1)), cwd=tmp_path)
-    until(lambda: finished(tmp_path) >= 3)
+    wait_until(lambda: finished(tmp_path) >= 3)
     servers.kill()
     code, _, err = finish(process)
     assert code == 3, err
@@ -244,7 +238,7 @@ def test_a_server_that_asks_for_a_pause_is_given_it(
     servers.start()
     backend = servers.backend(retries=1)
     process = engine("run", write_spec(tmp_path, tiny_tokenizer_dir, backend, tasks=16), cwd=tmp_path)
-    until(lambda: finished(tmp_path) >= 2)
+    wait_until(lambda: finished(tmp_path) >= 2)
     servers.kill()
     servers.start("--refuse", 2, "--retry-after", retry_after, "--status", status)
     code, _, err = finish(process)

@@ -109,11 +109,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path) -> 
     return made
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EPISODE_ENGINE_CACHE", str(tmp_path / "cache"))
-
-
 def engine(runs: Runs, *arguments: str | Path) -> str:
     code, out, err = engine_here(*arguments, cwd=runs.folder)
     assert code == 0, out + err

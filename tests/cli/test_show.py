@@ -101,12 +101,6 @@ async def fill(out: Path) -> None:
             )
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index of episodes in a folder of its own."""
-    monkeypatch.setenv("EPISODE_ENGINE_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run above."""

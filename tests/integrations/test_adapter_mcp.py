@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from adapters_kit import EPISODES, FAULTY_EVERY, LONG, failures, planned_faults, run_spec, spec_of
 from structlog.testing import capture_logs
+from waiting import until
 
 from engine.integrations.environments.base import AdapterError
 from engine.integrations.environments.mcp import McpServer
@@ -221,14 +222,6 @@ def test_a_failed_call_is_an_error_and_the_next_is_served(
     assert words in first
     assert second == "3"
     assert len((folder / "starts.txt").read_text()) == starts
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never held")
 
 
 @pytest.mark.adapters

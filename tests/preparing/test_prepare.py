@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs_for_tests import run
 from slow_cases import slow_after, slow_but
+from waiting import process_runs
 
 from engine.preparing.cache import PreparedCache, digest_of_parts
 from engine.preparing.processes import VariableError, default_processes
@@ -90,21 +91,14 @@ def test_a_run_that_was_killed_goes_on_from_what_it_had_made(tmp_path: Path) -> 
     workers = {int(line.split()[0]) for line in log.read_text().splitlines()} - {first.pid}
     assert workers
     for pid in workers:  # they end with the process that started them
-        while _lives(pid) and time.monotonic() < deadline:
+        while process_runs(pid) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not _lives(pid)
+        assert not process_runs(pid)
     begun = len(log.read_text().splitlines())
     kept = len([entry for entry in entries(tmp_path / "kept") if not entry.name.startswith(".")])
     done = subprocess.run([*command[:-1], "0"], capture_output=True, text=True, check=True)
     assert done.stderr.split()[-1] == str(sum(number**2 for number in range(12)))
     assert len(log.read_text().splitlines()) - begun == 12 - kept
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.slow

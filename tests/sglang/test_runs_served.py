@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 import yaml
+from waiting import wait_until
 
 from engine.backends.registry import open_backend
 from engine.runner.run import Runner
@@ -175,22 +175,14 @@ def test_ctrl_c_leaves_no_request_on_the_server(sglang_server: Running, make_spe
         limits={"turn_tokens": 3500},
     )  # fmt: skip
     process = engine("run", long, "--out", "runs", cwd=tmp_path)
-    until(lambda: working(sglang_server.url) == 6, 60)
+    wait_until(lambda: working(sglang_server.url) == 6, 60)
     process.send_signal(signal.SIGINT)
     code, out, err = finish(process)
     assert code == 130, out + err
     assert "Interrupted. To finish it: engine run --resume" in out
-    until(lambda: working(sglang_server.url) == 0, 5)
+    wait_until(lambda: working(sglang_server.url) == 0, 5)
     (folder,) = (tmp_path / "runs").iterdir()
     assert list(RunStore.open(folder, readonly=True).trajectories()) == []
-
-
-def until(holds: Callable[[], bool], seconds: float) -> None:
-    """Wait for something; fail where it does not come about."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s"
-        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -285,7 +277,7 @@ def test_a_run_starts_its_server_starts_it_again_and_leaves_no_process(
         logs[:] = tmp_path.glob("runs/*/servers/server-0.log")
         return bool(logs) and logs[0].read_text(errors="replace").count("POST /generate") > 30
 
-    until(sampling, 300)
+    wait_until(sampling, 300)
     [log] = logs
     port = log.read_text().splitlines()[0].partition("--port ")[2].split()[0]
     [pid] = server_processes(port)

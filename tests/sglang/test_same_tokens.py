@@ -18,15 +18,9 @@ from engine.schemas.generation import FinishReason, GenerateRequest, SamplingPar
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
 
 GREEDY = SamplingParams(temperature=0.0)
 Running = Any
-
-
-@pytest.fixture(scope="module")
-def chat_format(tiny_model_dir: Path) -> ChatFormat:
-    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 def request(ids: list[int], sampling: SamplingParams = GREEDY, **changes: Any) -> GenerateRequest:

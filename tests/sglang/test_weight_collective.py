@@ -18,9 +18,7 @@ import torch
 from engine.backends.sglang.client import SGLangBackend
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
-from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
 from engine.train import broadcasts, sync_collective
 from engine.train.broadcasts import BroadcastGroup
 from engine.train.sync import open_sync
@@ -31,11 +29,6 @@ from test_weight_sync import PROMPT, by_transformers, nudge, policy_of, request,
 
 Running = Any
 COLLECTIVE = {"method": "collective"}
-
-
-@pytest.fixture(scope="module")
-def chat_format(tiny_model_dir: Path) -> ChatFormat:
-    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +145,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import test_weight_collective as kit
+from engine.schemas.model import ModelSpec
+from engine.tokens.loading import load_format
 from engine.train import sync_collective
 from engine.train.broadcasts import BroadcastGroup
 
@@ -169,7 +164,7 @@ def broadcast(self, tensors, device):
 BroadcastGroup.broadcast = broadcast
 
 async def main():
-    format = kit.load_format(kit.ModelSpec(path=str(model)), model)
+    format = load_format(ModelSpec(path=str(model)), model)
     backend = await kit.started(format, model, SimpleNamespace(url=url))
     spec = kit.spec_of(model, weight_sync=kit.COLLECTIVE)
     sync = kit.open_sync(spec, backend, folder, lora=False)
@@ -187,11 +182,10 @@ async def test_the_push_after_a_killed_trainer_makes_the_group_again(
     """It was killed in the middle of its second push: the server is paused, has the group, an open session and some buckets."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     result = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, script, sglang_server.url, tiny_model_dir, tmp_path / "run", "8"],
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,

@@ -17,10 +17,8 @@ from engine.errors import BackendError, TrainError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
-from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
 from engine.train.policy import Policy
 from engine.train.server_pushes import check_versions
 from engine.train.shared_tensors import SharedBuffer, buffer_bytes
@@ -30,11 +28,6 @@ Running = Any
 HOT = SamplingParams(temperature=1.0, ignore_eos=True)
 LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
-
-
-@pytest.fixture(scope="module")
-def chat_format(tiny_model_dir: Path) -> ChatFormat:
-    return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
 
 
 async def started(format: ChatFormat, model: Path, *servers: Running, **more: Any) -> SGLangBackend:

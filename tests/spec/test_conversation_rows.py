@@ -16,15 +16,12 @@ from engine.spec.conversation import conversation_of, tools_of
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 
+pytestmark = pytest.mark.usefixtures("in_folder")
+
 PNG = b"\x89PNG\r\n\x1a\n the rest of a file"
 URI = f"data:image/png;base64,{b64encode(PNG).decode()}"
 FIELD = PromptField(field="messages")
 HEAD = "spec: episode/v1\nname: demo\nmodel: {path: m}\nprompt: {field: messages}\n"
-
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def read(messages: Any, **fields: Any) -> list[Message]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from spec_files import GOOD, errors, load, write
 
@@ -11,10 +9,7 @@ from engine.schemas.backend import LocalBackendSpec, ScriptedBackendSpec
 from engine.spec.diagnostic import Origin
 from engine.spec.resolve import MAX_EXTENDS
 
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_folder")
 
 
 def test_extends_merges_mappings_and_replaces_the_rest() -> None:

@@ -17,10 +17,7 @@ from engine.schemas.limits import LimitsSpec
 from engine.spec.diagnostic import Origin
 from engine.spec.load import load_document, load_spec, read_spec
 
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_folder")
 
 
 # ---- form

@@ -20,12 +20,9 @@ from engine.spec.tasks import count_tasks, load_tasks
 from engine.spec.text_rows import JsonlRows
 from engine.train.rollouts import TaskOrder
 
+pytestmark = pytest.mark.usefixtures("in_folder")
+
 WEIGHTS = st.lists(st.floats(0.1, 20.0), min_size=1, max_size=5)
-
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def loaded(tasks: dict[str, Any], **more: Any) -> LoadedSpec:

@@ -16,13 +16,10 @@ from engine.spec.conversation import conversation_of, tools_of
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks
 
+pytestmark = pytest.mark.usefixtures("in_folder")
+
 HEAD = "spec: episode/v1\nname: demo\nmodel: {path: m}\n"
 PNG = b"\x89PNG\r\n\x1a\n the rest of a file"
-
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def loaded(tasks: str) -> LoadedSpec:

@@ -24,13 +24,10 @@ from engine.spec.sources import Rows
 from engine.spec.tasks import load_tasks, shuffled
 from engine.spec.text_rows import CsvRows, JsonlRows
 
+pytestmark = pytest.mark.usefixtures("in_folder")
+
 HEAD = "spec: episode/v1\nname: demo\nmodel: {path: m}\n"
 TEXTS = ["plain", "", 'a "quoted" word', "a, comma", "two\nlines", "\u2028 and \x0b", "ünïcode 图像", "\ttab"]
-
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def tasks(keys: str) -> TaskList:

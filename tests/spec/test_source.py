@@ -12,12 +12,9 @@ from engine.spec.access import Access
 from engine.spec.entry import EntryError, load_entry
 from engine.spec.source import declared_events, read_entry
 
+pytestmark = pytest.mark.usefixtures("in_folder")
+
 HEAD = "raise SystemExit('imported')\n"
-
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def write(name: str, text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from spec_files import GOOD, errors, load, write
@@ -12,10 +11,7 @@ from engine.schemas.backend import ScriptedBackendSpec
 from engine.schemas.limits import LimitsSpec
 from engine.spec.diagnostic import Origin
 
-
-@pytest.fixture(autouse=True)
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_folder")
 
 
 def test_variables_are_filled_in_and_read_as_yaml(monkeypatch: pytest.MonkeyPatch) -> None:

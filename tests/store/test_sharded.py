@@ -29,11 +29,6 @@ HEADER = make_header()
 TASKS, SAMPLES = 4, 2
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EPISODE_ENGINE_CACHE", str(tmp_path_factory.mktemp("cache")))
-
-
 async def finish(store: RunStore, task: int, sample: int, *, attempt: int = 0, reward: float = 1.0) -> None:
     """Run an episode to its end; what is in it follows from (task, sample, attempt)."""
     seed = 10 * attempt + 1
