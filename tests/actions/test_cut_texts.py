@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ended_runs import run_to_end
+from written_specs import save_spec, scripted_spec
 
 from engine.actions.cut_texts import TextCutter
 from engine.errors import EngineError
@@ -111,38 +113,19 @@ def test_a_mark_that_does_not_fit_is_refused(form: ChatFormat) -> None:
 
 
 async def test_an_episode_records_what_was_shown(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
-    import yaml
-
-    from engine.backends.registry import open_backend
-    from engine.runner.run import Runner
-    from engine.spec.load import load_spec
-    from engine.spec.tasks import load_tasks
-    from engine.store import RunHeader, RunStore
 
     (tmp_path / "long_tool.py").write_text("def read(n: int) -> str:\n    return 'no ' * n\n")
     call: dict[str, Any] = {"tool_calls": [{"name": "read", "arguments": {"n": 5_000}}]}
     spec = {
-        "spec": "episode/v1",
-        "name": "long",
-        "model": {"path": str(tiny_tokenizer_dir), "tool_calls": "hermes"},
-        "backend": {"kind": "scripted", "replies": [call, "done"]},
-        "tasks": {"source": "inline", "rows": [{"id": "a"}], "id": "id"},
-        "prompt": [{"role": "user", "content": "Read."}],
+        **scripted_spec("long", tiny_tokenizer_dir, [call, "done"], [{"id": "a"}], ask="Read."),
         "tools": [{"use": "long_tool:read"}],
         "machine": "tools",
         "limits": {"tool_result_tokens": 60, "tool_result_keep": "start"},
     }
-    (tmp_path / "long.yaml").write_text(yaml.safe_dump(spec))
-    loaded = load_spec(tmp_path / "long.yaml")
-    form = load_format(loaded.spec.model, loaded.base)
-    backend = open_backend(loaded, form)
-    await backend.start()
-    store = RunStore.create(tmp_path / "runs", RunHeader.of(loaded))
-    await Runner(loaded, load_tasks(loaded), form, backend, store).run()
-    await backend.close()
-    (trajectory,) = store.trajectories()
-    journal = store.journal("a/0")
-    store.close()
+    ran = await run_to_end(save_spec(tmp_path / "long.yaml", spec), tmp_path / "runs")
+    trajectory, form = ran.only, ran.form
+    journal = ran.store.journal("a/0")
+    ran.store.close()
     assert trajectory.outcome.failure is None
     shown = trajectory.messages[2].text
     assert shown.startswith("no no no")

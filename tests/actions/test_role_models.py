@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from written_specs import save_spec
 
 from engine.actions.role_models import RoleModels, roles_of, section_of
 from engine.actions.role_weights import shares_policy
@@ -32,8 +32,7 @@ def loaded(tmp_path: Path, tokenizer: Path, user: dict[str, Any], **changes: Any
         "user": {"prompt": PROMPT, **user},
         **changes,
     }
-    path = tmp_path / "s.yaml"
-    path.write_text(yaml.safe_dump(document))
+    path = save_spec(tmp_path / "s.yaml", document)
     return load_spec(path)
 
 

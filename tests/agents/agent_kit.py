@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 from stopping import Resumed
+from written_specs import save_spec, scripted_spec
 
 from engine.backends.registry import open_backend
 from engine.runner.run import Runner
@@ -103,20 +103,14 @@ def write_spec(folder: Path, tokenizer: Path, program: str, replies: Any, **chan
     """Write a program and its spec."""
     (folder / "program.py").write_text(CLIENT + program)
     spec: dict[str, Any] = {
-        "spec": "episode/v1",
-        "name": "agent",
-        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
-        "backend": {"kind": "scripted", "replies": replies},
-        "tasks": {"source": "inline", "rows": [{"id": "a", "question": "What is 17 plus 25?"}], "id": "id"},
+        **scripted_spec("agent", tokenizer, replies, [{"id": "a", "question": "What is 17 plus 25?"}], ask=None),
         "agent": {"run": "exec python program.py", "timeout": "60s"},
         "machine": "agent",
         "limits": {"turn_tokens": 60, "assistant_turns": 8},
     }
     for key, value in changes.items():
         spec[key] = spec[key] | value if isinstance(value, dict) and isinstance(spec.get(key), dict) else value
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec))
-    return path
+    return save_spec(folder / "spec.yaml", spec)
 
 
 async def play(folder: Path, tokenizer: Path, program: str, replies: Any, **changes: Any) -> Played:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from agent_kit import play, write_spec
+from command_line import trajectories_of
 from other_user import other_user
 
 from engine.agents import process
@@ -22,7 +23,7 @@ from engine.errors import SpecError
 from engine.isolation.sandbox import refusal
 from engine.schemas.agent import AgentSandbox
 from engine.spec.load import load_spec
-from engine.store import RunStore, find_run
+from engine.store import find_run
 
 needs_sandbox = pytest.mark.skipif(bool(refusal()), reason=refusal())
 PROBES = """
@@ -146,8 +147,7 @@ def test_another_user_than_root_has_the_same_sandbox(tmp_path: Path, tiny_tokeni
         spec = write_spec(user.folder, user.folder / "model", program, ["a", "b"], agent={"sandbox": SANDBOX})
         user.own()
         user.run("-m", "engine.cli.main", "run", str(spec), "--out", str(user.folder / "runs"))
-        with RunStore.open(find_run("latest", user.folder / "runs"), readonly=True) as store:
-            (trajectory,) = store.trajectories()
+        (trajectory,) = trajectories_of(find_run("latest", user.folder / "runs"))
     assert trajectory.outcome.reward == 1.0
     check_probes(json.loads(trajectory.messages[-2].text))
 

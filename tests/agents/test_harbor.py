@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from agent_kit import CLIENT
 from stopping import Resumed
+from written_specs import save_spec
 
 from engine.checks import check_spec
 from engine.errors import SpecError
@@ -55,9 +55,7 @@ def write_spec(folder: Path, tokenizer: Path, replies: list[Any], **changes: Any
         "machine": "tools",
         "limits": {"turn_tokens": 300, "assistant_turns": 4, "tool_calls": 4, "tool_seconds": "60s"},
     }
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec | changes))
-    return path
+    return save_spec(folder / "spec.yaml", spec | changes)
 
 
 async def run(folder: Path, tokenizer: Path, replies: list[Any], **changes: Any) -> Trajectory:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from sglang_cluster import OUTPUT, Cluster, FakeSGLang, changed, cluster, request
+from written_specs import save_spec
 
 from engine.backends.registry import open_backend
 from engine.errors import BackendError
@@ -207,9 +207,7 @@ def spec_of(folder: Path, model: Path, url: str) -> Path:
             {"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}]},
         "limits": {"assistant_turns": 3, "turn_tokens": 24},
     }  # fmt: skip
-    path = folder / "routed.yaml"
-    path.write_text(yaml.safe_dump(spec))
-    return path
+    return save_spec(folder / "routed.yaml", spec)
 
 
 async def test_rows_have_the_experts_of_their_tokens_from_the_server_to_the_files(

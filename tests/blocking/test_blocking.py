@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from blocking_code import MISBEHAVIOURS, misbehaves_at
+from command_line import ended, engine_process
 from slow_cases import slow_after
+from written_specs import save_spec, scripted_spec
 
 from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore, list_runs
 
 HERE = Path(__file__).parent
+start = partial(engine_process, modules=[HERE])
 PLACES = ("environment", "tool", "user", "scorer")
 SECONDS = 1.0
 """Deadline of each call."""
@@ -33,11 +32,7 @@ def write_spec(folder: Path, tokenizer: Path, tasks: list[dict[str, Any]], form:
     call = {"tool_calls": [{"name": f"probe{form}", "arguments": {}}]}
     kind = "Async" if form else ""
     spec: dict[str, Any] = {
-        "spec": "episode/v1",
-        "name": "blocking",
-        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
-        "backend": {"kind": "scripted", "replies": [call, "It is 42."]},
-        "tasks": {"source": "inline", "rows": tasks, "id": "id"},
+        **scripted_spec("blocking", tokenizer, [call, "It is 42."], tasks, ask=None),
         "environment": {"use": f"blocking_code:{kind}Board", "timeout": SECONDS},
         "tools": [{"use": f"blocking_code:probe{form}", "timeout": SECONDS}],
         "user": {"use": f"blocking_code:{kind}User", "timeout": SECONDS},
@@ -45,25 +40,7 @@ def write_spec(folder: Path, tokenizer: Path, tasks: list[dict[str, Any]], form:
         "rollout": {"concurrency": 64},
     } | changes
     spec = {key: value for key, value in spec.items() if value is not None}
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec))
-    return path
-
-
-def start(*arguments: str | Path, cwd: Path, **variables: str) -> subprocess.Popen[str]:
-    """`engine …` as a process."""
-    env = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent.parent}", "COLUMNS": "200"} | variables
-    command = [sys.executable, "-m", "engine.cli.main", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def finish(process: subprocess.Popen[str], seconds: float = 150) -> tuple[int, str, str]:
-    """Wait for its end, which it comes to at the latest now."""
-    try:
-        out, err = process.communicate(timeout=seconds)
-    finally:
-        process.kill()
-    return process.returncode, out, err
+    return save_spec(folder / "spec.yaml", spec)
 
 
 def told(folder: Path) -> dict[str, Trajectory]:
@@ -123,7 +100,7 @@ def test_each_misbehaviour_fails_its_own_episode_and_no_other(
     form: str, bad: list[dict[str, str]], tmp_path: Path, tiny_tokenizer_dir: Path
 ) -> None:
     spec = write_spec(tmp_path, tiny_tokenizer_dir, [*bad, *healthy_tasks()], form)
-    code, out, err = finish(start("run", spec, cwd=tmp_path))
+    code, out, err = ended(start("run", spec, cwd=tmp_path))
     assert code == 0, out + err
     check(told(tmp_path), bad)
 
@@ -161,7 +138,7 @@ def test_episodes_whose_loop_was_blocked_go_on_from_their_journal_where_their_ef
     """All others are in the middle of a step on the loop that is blocked."""
     bad = {"id": "bad", "where": "step", "how": "sleep", "others": HEALTHY}
     spec = write_spec(tmp_path, tiny_tokenizer_dir, [bad, *healthy_tasks()], "_async", **stepping(effects))
-    code, out, err = finish(start("run", spec, "--keep-going", cwd=tmp_path))
+    code, out, err = ended(start("run", spec, "--keep-going", cwd=tmp_path))
     assert code == (1 if effects == "external" else 0), out + err  # 1: no episode ended well
     episodes = told(tmp_path)
     failure = episodes["bad"].outcome.failure
@@ -202,7 +179,7 @@ def test_what_a_tool_leaves_behind_does_not_keep_the_process(
         backend={"kind": "scripted", "replies": [{"tool_calls": [{"name": tool, "arguments": {}}]}, "It is 42."]},
         tools=[{"use": f"blocking_code:{tool}", "timeout": 0.2}],
     )
-    code, out, err = finish(start("run", spec, cwd=tmp_path))
+    code, out, err = ended(start("run", spec, cwd=tmp_path))
     assert code == 0, out + err
     assert told(tmp_path)["a"].outcome.solved
 
@@ -250,12 +227,12 @@ def test_signals_end_a_run_that_hangs_and_it_resumes(
         process.send_signal(number)
         assert any(line.startswith("Stopping") for line in process.stderr)  # or the next one would be pending with it
     process.send_signal(signals[-1])
-    code, out, err = finish(process)
+    code, out, err = ended(process)
     assert code == status, out + err
     hint = f"engine run --resume runs/{run.name}"
     assert hint in (out + err).replace("\n", " ")
     assert {key: value.json() for key, value in told(tmp_path).items()} == before
-    code, out, err = finish(start("run", "--resume", run, cwd=tmp_path, CURED="1"))
+    code, out, err = ended(start("run", "--resume", run, cwd=tmp_path, CURED="1"))
     assert code == 0, out + err
     episodes = told(tmp_path)
     assert all(episode.outcome.solved for episode in episodes.values())

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_blocking import finish, start, told, write_spec
+from command_line import ended
+from test_blocking import start, told, write_spec
 
 LOAD = {"concurrency": 256, "live_episodes": 256}
 
@@ -24,7 +25,7 @@ def test_256_slow_users_at_once_all_answer_in_time(tmp_path: Path, tiny_tokenize
     asked = {"prompt": [{"role": "user", "content": "What is it?"}]}
     replies = {"backend": {"kind": "scripted", "replies": ["It is 42."] * 3}}
     spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks, **plain, **asked, **replies)
-    code, out, err = finish(start("run", spec, cwd=tmp_path))
+    code, out, err = ended(start("run", spec, cwd=tmp_path))
     assert code == 0, out + err
     ends = Counter((episode.outcome.failure, episode.outcome.solved) for episode in told(tmp_path).values())
     assert ends == {(None, True): 512}
@@ -46,7 +47,7 @@ def test_busy_threads_past_their_deadline_fail_no_healthy_episode(
         user=slow(seconds, timeout),
         rollout=LOAD,
     )
-    code, out, err = finish(start("run", spec, cwd=tmp_path))
+    code, out, err = ended(start("run", spec, cwd=tmp_path))
     assert code == 0, out + err
     episodes = told(tmp_path)
     ends = Counter((episode.outcome.failure, episode.outcome.solved) for episode in episodes.values())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import yaml
+from written_specs import save_spec
 
 from engine.agents.wire.fields import SAMPLING
 from engine.checks import check_spec
@@ -42,8 +42,7 @@ def test_what_requests_may_set(
         "machine": "agent",
         **changes,
     }
-    path = tmp_path / "s.yaml"
-    path.write_text(yaml.safe_dump(document))
+    path = save_spec(tmp_path / "s.yaml", document)
     assert [item.message for item in check_spec(load_spec(path)) if item.rule == "agent.allow"] == problems
 
 

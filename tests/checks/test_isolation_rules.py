@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from written_specs import save_spec
 
 from engine.checks import check_spec
 from engine.errors import SpecError
@@ -25,8 +25,7 @@ PLAYED = {"prompt": [{"role": "user", "content": "{{reply}}"}]}
 
 
 def findings(folder: Path, **changes: Any) -> list[tuple[str, str]]:
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump({**BASE, **changes}))
+    path = save_spec(folder / "spec.yaml", {**BASE, **changes})
     found = [item for item in check_spec(load_spec(path)) if item.rule == "isolation.no-effect"]
     return [(item.message, item.fix or "") for item in found]
 
@@ -62,30 +61,27 @@ def test_what_has_an_effect_is_not(tmp_path: Path, changes: dict[str, Any]) -> N
 
 
 def test_limits_of_a_thread_are_refused_where_they_are_written(tmp_path: Path) -> None:
-    path = tmp_path / "spec.yaml"
-    path.write_text(yaml.safe_dump({**BASE, "isolation": {"mode": "thread", "memory": "1GB"}}))
+    path = save_spec(tmp_path / "spec.yaml", {**BASE, "isolation": {"mode": "thread", "memory": "1GB"}})
     with pytest.raises(SpecError, match="`memory` cannot limit code in a thread"):
         load_spec(path)
 
 
 @pytest.mark.parametrize(("text", "size"), [("64kB", 64_000), ("1.5GiB", 1_610_612_736), (7, 7), ("2 MB", 2_000_000)])
 def test_sizes(tmp_path: Path, text: Any, size: int) -> None:
-    path = tmp_path / "spec.yaml"
-    path.write_text(yaml.safe_dump({**BASE, "isolation": {"mode": "process", "output": text}}))
+    path = save_spec(tmp_path / "spec.yaml", {**BASE, "isolation": {"mode": "process", "output": text}})
     spec = load_spec(path).spec
     assert spec.isolation is not None
     assert spec.isolation.output == size
 
 
 def test_what_a_part_leaves_out_is_the_spec_s(tmp_path: Path) -> None:
-    path = tmp_path / "spec.yaml"
     tools = [
         {**TOOL, "isolation": {"memory": "2GB"}},
         {**TOOL, "name": "b", "isolation": "thread"},
         {**TOOL, "name": "c"},
     ]
-    path.write_text(
-        yaml.safe_dump({**BASE, "tools": tools, "isolation": {"mode": "process", "memory": "1GB", "cpu": "3s"}})
+    path = save_spec(
+        tmp_path / "spec.yaml", {**BASE, "tools": tools, "isolation": {"mode": "process", "memory": "1GB", "cpu": "3s"}}
     )
     spec = load_spec(path).spec
     whole = [spec.isolation_of(tool.isolation) for tool in spec.tools]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from written_specs import save_spec
 
 from engine.checks import check_spec
 from engine.spec.load import load_spec, read_spec
@@ -30,9 +30,7 @@ def spec_with(tmp_path: Path, **changes: Any) -> Path:
         "user": USER,
         **changes,
     }
-    path = tmp_path / "s.yaml"
-    path.write_text(yaml.safe_dump({key: value for key, value in document.items() if value is not None}))
-    return path
+    return save_spec(tmp_path / "s.yaml", {key: value for key, value in document.items() if value is not None})
 
 
 def found(path: Path) -> list[tuple[str, str]]:

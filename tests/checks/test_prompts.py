@@ -72,7 +72,7 @@ USER = "machine: retry_with_feedback\nuser: {use: 'picky:Picky'}\n"
 
 
 @pytest.fixture
-def picky(monkeypatch: pytest.MonkeyPatch) -> None:
+def picky(in_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user that says what its templates are filled with, and never uses `no_answer`."""
     monkeypatch.syspath_prepend(str(Path.cwd()))
     monkeypatch.delitem(sys.modules, "picky", raising=False)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from command_line import engine_here
+from written_specs import save_spec
 
 from engine.cli.schema import generated
 from engine.errors import TrainError
@@ -32,9 +32,8 @@ PLAIN: dict[str, Any] = {
 
 def used(folder: Path, **changes: Any) -> dict[str, str]:
     """The things that a spec uses, with the key that uses them."""
-    path = folder / "spec.yaml"
     merged = PLAIN | changes
-    path.write_text(yaml.safe_dump({key: value for key, value in merged.items() if value is not None}))
+    path = save_spec(folder / "spec.yaml", {key: value for key, value in merged.items() if value is not None})
     return {use.thing: ".".join(map(str, use.path)) for use in uses(load_spec(path))}
 
 

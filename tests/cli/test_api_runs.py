@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 from api_server import DROPPED, OVERLOADED, WRONG_JSON, ApiServer, rate_limited
-from command_line import engine_here
+from command_line import engine_here, trajectories_of
 from slow_cases import each_once
 
 from engine.schemas.trajectory import Trajectory
-from engine.store import RunStore, list_runs
+from engine.store import list_runs
 
 PRICES = {"input": 2.0, "cached": 0.2, "output": 8.0}
 FAULTS = [rate_limited("0.1"), OVERLOADED, DROPPED, WRONG_JSON, (500, {}, b"oops")]
@@ -43,8 +43,7 @@ def write_spec(folder: Path, tokenizer: Path, server: ApiServer, kind: str, task
 
 
 def stored(folder: Path) -> list[Trajectory]:
-    with RunStore.open(list_runs(folder / "runs")[-1], readonly=True) as store:
-        return list(store.trajectories())
+    return trajectories_of(list_runs(folder / "runs")[-1])
 
 
 def notices(folder: Path) -> list[dict[str, Any]]:

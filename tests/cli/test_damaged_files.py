@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 from typer.testing import CliRunner
+from written_specs import save_spec, scripted_spec
 
 from engine.backends.registry import open_backend
 from engine.cli.main import app
@@ -48,22 +48,18 @@ class Made(NamedTuple):
 def made(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path) -> Made:
     folder = tmp_path_factory.mktemp("damaged")
     spec: dict[str, Any] = {
-        "spec": "episode/v1",
-        "name": "some",
-        "model": {"path": str(tiny_tokenizer_dir), "tool_calls": "hermes"},
-        "backend": {
-            "kind": "scripted",
-            "replies": [{"tool_calls": [{"name": "calculate", "arguments": {"expression": "17+25"}}]}, "It is 42." * 9],
-        },
-        "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(TASKS)], "id": "id"},
-        "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
+        **scripted_spec(
+            "some",
+            tiny_tokenizer_dir,
+            [{"tool_calls": [{"name": "calculate", "arguments": {"expression": "17+25"}}]}, "It is 42." * 9],
+            TASKS,
+        ),
         "tools": [{"use": "engine.environments.tools.calculator:calculate"}],
         "machine": "tools",
         "limits": {"assistant_turns": 3, "turn_tokens": 128},
         "rollout": {"concurrency": 4, "live_episodes": 4},
     }
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec))
+    path = save_spec(folder / "spec.yaml", spec)
 
     async def run() -> Made:
         loaded = load_spec(path)

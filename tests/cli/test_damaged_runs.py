@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from typer.testing import CliRunner
+from written_specs import save_spec, scripted_spec
 
 from engine.cli.main import app
 from engine.store import list_runs
@@ -27,17 +27,10 @@ LONG = "x" * 5000
 def spec_file(folder: Path, tokenizer: Path, **changes: Any) -> Path:
     """A spec of one scripted episode."""
     spec = {
-        "spec": "episode/v1",
-        "name": "one",
-        "model": {"path": str(tokenizer)},
-        "backend": {"kind": "scripted", "replies": ["It is 42."]},
-        "tasks": {"source": "inline", "rows": [{"id": "a"}], "id": "id"},
-        "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
+        **scripted_spec("one", tokenizer, ["It is 42."], [{"id": "a"}], tool_calls=None),
         "machine": "single_turn",
     }
-    path = folder / "one.yaml"
-    path.write_text(yaml.safe_dump(spec | changes))
-    return path
+    return save_spec(folder / "one.yaml", spec | changes)
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from typer.testing import CliRunner
+from written_specs import save_spec
 
 from engine.cli.main import app
 from engine.doctor.examine import GIB, Examined, check
@@ -45,8 +45,7 @@ def spec(tmp_path: Path, **changes: Any) -> Any:
         "prompt": [{"role": "user", "content": "{{q}}"}],
         "rollout": {"out": str(tmp_path / "runs")},
     }
-    file = tmp_path / "spec.yaml"
-    file.write_text(yaml.safe_dump(written | changes))
+    file = save_spec(tmp_path / "spec.yaml", written | changes)
     return load_spec(file)
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from command_line import trajectories_of
 from typer.testing import CliRunner, Result
+from written_specs import save_spec, scripted_spec
 
 from engine.cli.compare import compare
 from engine.cli.eval import evaluate
@@ -34,18 +36,11 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def spec(tmp_path: Path, tiny_tokenizer_dir: Path) -> Path:
     """Three tasks, two episodes each; the first answer is wrong, the second right."""
     document: dict[str, Any] = {
-        "spec": "episode/v1",
-        "name": "demo",
-        "model": {"path": str(tiny_tokenizer_dir), "tool_calls": "hermes"},
-        "backend": {"kind": "scripted", "replies": ["It is 41.", "It is 42."]},
-        "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(3)], "id": "id"},
-        "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
+        **scripted_spec("demo", tiny_tokenizer_dir, ["It is 41.", "It is 42."], 3),
         "user": {"use": "code_for_tests:Critic"},
         "rollout": {"samples_per_task": 2},
     }
-    path = tmp_path / "demo.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return path
+    return save_spec(tmp_path / "demo.yaml", document)
 
 
 def call(command: Any, *words: str | Path) -> Result:
@@ -156,8 +151,7 @@ def test_a_critics_values_come_from_a_file(spec: Path) -> None:
     from engine.cli.run import run
 
     assert call(run, spec, "-q", "--limit", "1", "--set", "rollout.samples_per_task=1").exit_code == 0
-    with RunStore.open(runs()[0], readonly=True) as store:
-        (trajectory,) = store.trajectories()
+    (trajectory,) = trajectories_of(runs()[0])
     sizes = [turn.end - turn.start for turn in trajectory.turns]
     words = ["latest", "--out", "rows.jsonl", "--credit", "method=turn_ppo", "--credit", "gamma=1", "--credit", "lam=1"]
     missing = call(export, *words)

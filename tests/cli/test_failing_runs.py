@@ -12,6 +12,7 @@ import yaml
 from click.testing import Result
 from slow_cases import slow_after, slow_but
 from typer.testing import CliRunner
+from written_specs import scripted_spec
 
 from engine.cli.main import app
 from engine.store import RunStore, list_runs
@@ -67,12 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_spec(folder: Path, tokenizer: Path, *, tasks: int = 40, every: int = 1, **more: Any) -> Path:
     spec: dict[str, Any] = {
-        "spec": "episode/v1",
-        "name": "failing",
-        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
-        "backend": {"kind": "scripted", "replies": ["It is 42."]},
-        "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(tasks)], "id": "id"},
-        "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
+        **scripted_spec("failing", tokenizer, ["It is 42."], tasks),
         "user": {"use": "failing_code:User", "with": {"folder": str(folder), "every": every}},
         "limits": {"assistant_turns": 2, "turn_tokens": 64},
         "rollout": {"concurrency": 4, "live_episodes": 4},

@@ -8,13 +8,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-import typer
-from typer.testing import CliRunner
+from command_line import engine_output
 
 from engine.checks.budget import BudgetError, read_budget
 from engine.checks.pages import page_ids, page_of
-from engine.cli.explain import explain
-from engine.cli.validate import validate
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 
@@ -28,19 +25,9 @@ tasks: {source: inline, rows: [{question: a}, {question: b}]}
 prompt: [{role: user, content: "{{question}}"}]
 """
 
-app = typer.Typer()
-app.command("validate")(validate)
-app.command("explain")(explain)
-
-
-def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
-
 
 def sarif(*arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run("validate", *arguments, "--format", "sarif")[1])
+    found: dict[str, Any] = json.loads(engine_output("validate", *arguments, "--format", "sarif")[1])
     jsonschema.Draft4Validator(SCHEMA).validate(found)
     return found
 
@@ -117,7 +104,7 @@ def test_sarif_of_every_page_is_valid() -> None:
 
 def test_annotations_are_escaped() -> None:
     Path("a,b.yaml").write_text(SPEC.replace("{{question}}", "100%: {{qestion}}"))
-    status, output = run("validate", "a,b.yaml", "--format", "github")
+    status, output = engine_output("validate", "a,b.yaml", "--format", "github")
     assert status == 1
     lines = output.splitlines()
     assert lines[1] == (
@@ -129,7 +116,7 @@ def test_annotations_are_escaped() -> None:
 
 def test_an_override_has_no_line_to_annotate() -> None:
     Path("s.yaml").write_text(SPEC)
-    output = run("validate", "s.yaml", "--set", "limits.user_turns=0", "--format", "github")[1]
+    output = engine_output("validate", "s.yaml", "--set", "limits.user_turns=0", "--format", "github")[1]
     assert output.splitlines()[0].startswith("::error title=spec.bad-value::")
     assert "(--set limits.user_turns=0)" in output
 
@@ -139,7 +126,7 @@ def test_an_override_has_no_line_to_annotate() -> None:
 
 def test_the_worst_case_is_a_table() -> None:
     Path("s.yaml").write_text(SPEC + "limits: {turn_tokens: 64, episode_tokens: 1000}\n")
-    status, output = run("validate", "s.yaml", "--worst-case")
+    status, output = engine_output("validate", "s.yaml", "--worst-case")
     assert status == 0
     assert output.splitlines() == [
         "s.yaml",
@@ -159,14 +146,16 @@ def test_the_worst_case_is_a_table() -> None:
 
 def test_the_worst_case_is_in_json() -> None:
     Path("s.yaml").write_text(SPEC + "limits: {turn_tokens: 64}\n")
-    found = json.loads(run("validate", "s.yaml", "--worst-case", "--format", "json")[1])["specs"][0]["worst_case"]
+    found = json.loads(engine_output("validate", "s.yaml", "--worst-case", "--format", "json")[1])["specs"][0][
+        "worst_case"
+    ]
     assert (found["tasks"], found["episodes"], found["exact"]) == (2, 2, True)
     assert found["run"]["sampled_tokens"] == {"most": 128.0, "by": "machine × limits.turn_tokens"}
 
 
 def test_a_broken_machine_has_no_worst_case() -> None:
     Path("s.yaml").write_text(SPEC.replace("single_turn", "{preset: single_turn, initial: NOWHERE}"))
-    status, output = run("validate", "s.yaml", "--worst-case", "--budget", "tokens=1")
+    status, output = engine_output("validate", "s.yaml", "--worst-case", "--budget", "tokens=1")
     assert status == 1
     assert "s.yaml: no worst case: its machine has errors" in output
     assert "budget.exceeded" not in output
@@ -198,7 +187,7 @@ def test_a_broken_machine_has_no_worst_case() -> None:
 )
 def test_a_budget_is_a_check(budget: str, problem: str | None) -> None:
     Path("s.yaml").write_text(SPEC + "limits: {episode_seconds: 600, turn_tokens: 64}\n")
-    status, output = run("validate", "s.yaml", "--budget", budget)
+    status, output = engine_output("validate", "s.yaml", "--budget", budget)
     assert (status, output.splitlines()[0]) == ((1, problem) if problem else (0, "1 spec valid"))
 
 
@@ -216,7 +205,7 @@ def test_a_budget_that_cannot_be_read(given: str, problem: str) -> None:
         read_budget([given])
     assert str(caught.value) == problem
     Path("s.yaml").write_text(SPEC)
-    assert run("validate", "s.yaml", "--budget", given)[0] == 2
+    assert engine_output("validate", "s.yaml", "--budget", given)[0] == 2
 
 
 # ---- notes
@@ -224,8 +213,8 @@ def test_a_budget_that_cannot_be_read(given: str, problem: str) -> None:
 
 def test_notes_are_told_when_asked_for() -> None:
     Path("s.yaml").write_text(SPEC)
-    assert run("validate", "s.yaml") == (0, "1 spec valid\n")
-    assert run("validate", "s.yaml", "--notes")[1].splitlines() == [
+    assert engine_output("validate", "s.yaml") == (0, "1 spec valid\n")
+    assert engine_output("validate", "s.yaml", "--notes")[1].splitlines() == [
         "s.yaml:3:15: info[model.not-at-hand] the files of `m` are not on this computer: template, context and images are not checked",
         "     3 | model: {path: m}",
         "       |               ^",
@@ -240,21 +229,21 @@ def test_notes_are_told_when_asked_for() -> None:
 def test_explain_prints_the_page() -> None:
     page = page_of("machine.unreachable")
     assert page is not None
-    assert run("explain", "machine.unreachable") == (0, page.text)
+    assert engine_output("explain", "machine.unreachable") == (0, page.text)
 
 
 def test_explain_lists_every_rule() -> None:
-    status, output = run("explain")
+    status, output = engine_output("explain")
     assert status == 0
     assert [line.split()[0] for line in output.splitlines()] == page_ids()
 
 
 def test_explain_names_what_is_near() -> None:
-    status, output = run("explain", "machine.unreachabel")
+    status, output = engine_output("explain", "machine.unreachabel")
     assert status == 2
     assert output.startswith("there is no rule `machine.unreachabel`; did you mean `machine.unreachable`")
 
 
 @pytest.mark.parametrize("rule", ["../../README", "", "a/b", "x" * 300])
 def test_explain_reads_nothing_else(rule: str) -> None:
-    assert run("explain", rule)[0] == 2
+    assert engine_output("explain", rule)[0] == 2

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from command_line import engine_here
+from written_specs import save_spec
 
 from engine.checks import check_spec
 from engine.spec.load import load_spec
@@ -37,9 +38,7 @@ class Noticed:
     def write(self, notify: dict[str, Any] | None = None, **changes: Any) -> Path:
         code = f"import sys; open({str(self._file)!r}, 'a').write(sys.stdin.read() + '\\n')"
         own = {"command": [sys.executable, "-c", code]} | (notify or {})
-        path = self.folder / "spec.yaml"
-        path.write_text(yaml.safe_dump({**SPEC, "model": self._model, "notify": own, **changes}))
-        return path
+        return save_spec(self.folder / "spec.yaml", {**SPEC, "model": self._model, "notify": own, **changes})
 
     @property
     def events(self) -> list[dict[str, Any]]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from command_line import engine_here
+from command_line import ended, engine_here, engine_process, trajectories_of
 from waiting import wait_until
 
 from engine.schemas.trajectory import Trajectory
@@ -21,6 +21,7 @@ from engine.store import RunStore, list_runs
 
 BACKENDS = Path(__file__).parent.parent / "backends"
 SPEC_CODE = Path(__file__).parent.parent / "runner"
+engine = partial(engine_process, modules=[SPEC_CODE], COLUMNS="250")
 
 
 class Servers:
@@ -82,23 +83,6 @@ def write_spec(folder: Path, tokenizer: Path, backend: dict[str, Any], *, tasks:
     return path
 
 
-def engine(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(SPEC_CODE), str(Path.cwd())]), "COLUMNS": "250"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "engine.cli.main", *map(str, arguments)],
-        cwd=cwd,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=seconds)
-    return process.returncode, out, err
-
-
 def finished(folder: Path) -> int:
     runs = list_runs(folder / "runs")
     return len(RunStore.open(runs[-1], readonly=True).finished()) if runs else 0
@@ -106,8 +90,7 @@ def finished(folder: Path) -> int:
 
 def results(run: Path) -> dict[str, Any]:
     """What came of each episode, without times."""
-    with RunStore.open(run, readonly=True) as store:
-        return {trajectory.episode_id: _timeless(trajectory) for trajectory in store.trajectories()}
+    return {trajectory.episode_id: _timeless(trajectory) for trajectory in trajectories_of(run)}
 
 
 def _timeless(trajectory: Trajectory) -> dict[str, Any]:
@@ -124,7 +107,7 @@ _TIMES = ("seconds", "queue_seconds", "cached_tokens")
 def undisturbed(tmp_path: Path, tokenizer: Path, backend: dict[str, Any], **more: Any) -> dict[str, Any]:
     folder = tmp_path / "undisturbed"
     folder.mkdir()
-    code, _, err = finish(engine("run", write_spec(folder, tokenizer, backend, **more), "-q", cwd=folder))
+    code, _, err = ended(engine("run", write_spec(folder, tokenizer, backend, **more), "-q", cwd=folder))
     assert code == 0, err
     return results(list_runs(folder / "runs")[0])
 
@@ -145,7 +128,7 @@ def test_a_server_that_is_killed_twice_costs_no_episode(
         servers.kill()
         time.sleep(1.0)
         servers.start()
-    code, out, err = finish(process)
+    code, out, err = ended(process)
     assert code == 0, err
     (run,) = list_runs(tmp_path / "runs")
     assert RunStore.open(run, readonly=True).status == "done"
@@ -167,7 +150,7 @@ def test_the_time_of_an_outage_is_no_episode_s(tmp_path: Path, tiny_tokenizer_di
     servers.kill()
     time.sleep(8)
     servers.start()
-    code, out, err = finish(process)
+    code, out, err = ended(process)
     assert code == 0, err
     assert " · waiting for the server for " in out
     (run,) = list_runs(tmp_path / "runs")
@@ -184,7 +167,7 @@ def test_a_server_that_stays_away_stops_the_run_and_a_resume_finishes_it(
     process = engine("run", write_spec(tmp_path, tiny_tokenizer_dir, servers.backend(wait=1)), cwd=tmp_path)
     wait_until(lambda: finished(tmp_path) >= 3)
     servers.kill()
-    code, _, err = finish(process)
+    code, _, err = ended(process)
     assert code == 3, err
     (run,) = list_runs(tmp_path / "runs")
     assert "Stopped: no reply for 1 s (`backend.wait`)" in err
@@ -193,11 +176,11 @@ def test_a_server_that_stays_away_stops_the_run_and_a_resume_finishes_it(
         assert store.status == "interrupted"
         before = {key: store.trajectory(key).json() for key in store.finished()}
         assert all(row.failure is None for row in store.episodes())
-    code, _, err = finish(engine("run", "--resume", run, cwd=tmp_path))
+    code, _, err = ended(engine("run", "--resume", run, cwd=tmp_path))
     assert code == 3  # still nobody there
     assert "cannot be reached" in err
     servers.start()
-    code, _, err = finish(engine("run", "--resume", run, cwd=tmp_path))
+    code, _, err = ended(engine("run", "--resume", run, cwd=tmp_path))
     assert code == 0, err
     with RunStore.open(run, readonly=True) as store:
         assert store.status == "done"
@@ -241,7 +224,7 @@ def test_a_server_that_asks_for_a_pause_is_given_it(
     wait_until(lambda: finished(tmp_path) >= 2)
     servers.kill()
     servers.start("--refuse", 2, "--retry-after", retry_after, "--status", status)
-    code, _, err = finish(process)
+    code, _, err = ended(process)
     assert code == 0, err
     found = results(list_runs(tmp_path / "runs")[0])
     assert len(found) == 16
@@ -253,7 +236,7 @@ def test_a_longer_pause_than_the_run_waits_stops_it(tmp_path: Path, tiny_tokeniz
     servers.start("--serve", 8, "--refuse", 3600, "--retry-after", 86400)
     backend = servers.backend(wait=1.5)
     process = engine("run", write_spec(tmp_path, tiny_tokenizer_dir, backend, tasks=16), cwd=tmp_path)
-    code, _, err = finish(process)
+    code, _, err = ended(process)
     assert code == 3, err
     assert "answered 429" in err
     (run,) = list_runs(tmp_path / "runs")
@@ -274,8 +257,7 @@ def test_prompts_that_a_server_does_not_report_are_counted_where_they_are_shown(
     status, out, err = engine_here("run", spec, cwd=tmp_path, columns=250)
     assert status == 0, err
     [folder] = list_runs(tmp_path / "runs")
-    with RunStore.open(folder, readonly=True) as store:
-        trajectories = list(store.trajectories())
+    trajectories = trajectories_of(folder)
     turns = sum(len(trajectory.turns) for trajectory in trajectories)
     assert turns >= 4
     assert all(turn.prompt_unchecked for trajectory in trajectories for turn in trajectory.turns)

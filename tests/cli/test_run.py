@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from command_line import engine_here
+from command_line import ended, engine_here, engine_process
+from written_specs import save_spec
 
 from engine.store import RunStore, list_runs
 
 ROOT = Path(__file__).parents[2]
 SPEC_CODE = ROOT / "tests" / "runner"
+engine = partial(engine_process, modules=[SPEC_CODE])
 ADD = {"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
 
 
@@ -34,26 +33,7 @@ def write_spec(folder: Path, tokenizer: Path, *, tasks: int, delay: float = 0.0,
         "user": {"use": "code_for_tests:Critic", "with": {"log": str(log)} if log else {}},
         "rollout": {"live_episodes": 4},
     }
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec))
-    return path
-
-
-def engine(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
-    env = os.environ | {"PYTHONPATH": f"{SPEC_CODE}{os.pathsep}{ROOT}", "COLUMNS": "200"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "engine.cli.main", *map(str, arguments)],
-        cwd=cwd,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=seconds)
-    return process.returncode, out, err
+    return save_spec(folder / "spec.yaml", spec)
 
 
 def test_a_run_prints_its_summary_and_where_it_is(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
@@ -113,7 +93,7 @@ def test_ctrl_c_ends_cleanly_and_resume_finishes(tmp_path: Path, tiny_tokenizer_
     process = engine("run", spec, cwd=tmp_path)
     _wait_for_finished(tmp_path, 4)
     process.send_signal(signal.SIGINT)
-    code, out, err = finish(process)
+    code, out, err = ended(process)
     assert code == 130, err
     (folder,) = list_runs(tmp_path / "runs")
     assert f"Interrupted. To finish it: engine run --resume runs/{folder.name}" in out.replace("\n", " ")
@@ -157,7 +137,7 @@ def _kill_and_finish(tmp_path: Path, tokenizer: Path, kills: int, rng: random.Ra
             replies = [entry for entry in journals[episode] if entry.record.kind == "generation"]
             assert len(replies) > int(turn), f"{episode}: turn {turn} ({reply}) is lost"
         process = engine("run", "--resume", folder, cwd=tmp_path)
-    code, _, err = finish(process)
+    code, _, err = ended(process)
     assert code == 0, err
     store = RunStore.open(folder, readonly=True)
     assert len(store.finished()) == 24
@@ -168,7 +148,7 @@ def _kill_and_finish(tmp_path: Path, tokenizer: Path, kills: int, rng: random.Ra
         assert [turn.rewards for turn in trajectory.turns] == [{}, {"reward": -0.1}, {"correct": 1.0}]
     asked = log.read_text().splitlines()
     assert len(asked) - len(set(asked)) <= 4 * kills  # only what was under way when it was killed is asked again
-    code, out, _ = finish(engine("replay", folder, cwd=tmp_path))
+    code, out, _ = ended(engine("replay", folder, cwd=tmp_path))
     assert code == 0
     assert "24 the same to the byte" in out
 
@@ -194,10 +174,10 @@ def test_help_teaches(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_fork_keeps_what_came_before_its_turn(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks=3)
-    code, _, err = finish(engine("run", spec, "--quiet", cwd=tmp_path))
+    code, _, err = ended(engine("run", spec, "--quiet", cwd=tmp_path))
     assert code == 0, err
     (first,) = list_runs(tmp_path / "runs")
-    code, _, err = finish(engine("replay", first.name, "--from-turn", "1", "--salt", "5", cwd=tmp_path))
+    code, _, err = ended(engine("replay", first.name, "--from-turn", "1", "--salt", "5", cwd=tmp_path))
     assert code == 0, err
     (second,) = [folder for folder in list_runs(tmp_path / "runs") if folder != first]
     old, new = RunStore.open(first, readonly=True), RunStore.open(second, readonly=True)

@@ -6,25 +6,23 @@ import functools
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-import typer
-from typer.testing import CliRunner
+from command_line import engine_output
 
 from engine.cli.json_schema import CONTRACTS, documents
 from engine.cli.reference import reference
-from engine.cli.schema import schema
 from engine.cli.schema_words import EXAMPLES
 from engine.schemas.episode import EpisodeSpec
 from engine.spec.load import read_spec
 
 ROOT = Path(__file__).parents[2]
 
-app = typer.Typer()
-app.command("schema")(schema)
+run = partial(engine_output, "schema")
 
 GOOD: dict[str, Any] = {
     "spec": "episode/v1",
@@ -39,12 +37,6 @@ def validator() -> jsonschema.Draft202012Validator:
     document = json.loads(documents()["episode"])
     jsonschema.Draft202012Validator.check_schema(document)
     return jsonschema.Draft202012Validator(document)
-
-
-def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
 
 
 @pytest.mark.slow

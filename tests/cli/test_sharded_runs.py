@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from command_line import engine_here
+from written_specs import save_spec
 
 from engine.backends.registry import open_backend
 from engine.runner.run import Runner
@@ -65,9 +65,7 @@ def write_spec(folder: Path, tokenizer: Path) -> Path:
         "rewards": {"credit": {"method": "turn_return", "gamma": 0.95}},
         "rollout": {"samples_per_task": 2, "seed": 0},
     }
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec))
-    return path
+    return save_spec(folder / "spec.yaml", spec)
 
 
 @pytest.fixture(scope="module")

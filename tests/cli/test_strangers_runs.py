@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import engine_apart
 from typer.testing import CliRunner
 
 from engine.cli.main import app
@@ -106,13 +107,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path) -
         "limits": {"turn_tokens": 60, "assistant_turns": 2},
     }
     (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
-    done = subprocess.run(
-        [sys.executable, "-m", "engine.cli.main", "run", "spec.yaml"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = engine_apart("run", "spec.yaml", cwd=folder)
     assert done.returncode == 0, done.stderr
     moved = folder.with_name("moved")
     folder.rename(moved)

@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
-
-from engine.cli.main import app
+from command_line import engine_output
 
 ROOT = Path(__file__).parents[2]
 SPECS = ROOT / "specs"
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["test", *map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
+    return engine_output("test", *arguments)
 
 
 @pytest.fixture

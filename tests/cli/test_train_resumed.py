@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from command_line import engine_apart, engine_process
 from typer.testing import CliRunner
+from written_specs import save_spec
 
 from engine.cli.main import app
 from engine.spec.load import load_spec
@@ -60,9 +59,7 @@ def spec(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) 
         "rollout": {"samples_per_task": 4},
         "train": {"steps": 2, "tasks_per_step": 1, "optimizer": {"lr": 0.003}, "dynamic_sampling": False},
     }  # fmt: skip
-    path = tmp_path / "spec.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return path
+    return save_spec(tmp_path / "spec.yaml", document)
 
 
 def train(*arguments: str) -> Any:
@@ -168,16 +165,12 @@ def test_an_error_prints_where_the_last_state_is(spec: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("hung", ["rollout", pytest.param("evaluation", marks=pytest.mark.exhaustive)])
 def test_sigterm_saves_within_the_grace_and_a_resume_loses_nothing(hung: str, spec: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{HERE.parents[1]}"}
     changes = ["train.steps=500", "train.checkpoints.every=1000", "train.checkpoints.grace=30s"]
     if hung == "evaluation":
         changes.append("train.eval={every: 3, limit: 1}")
         changes[0] = "train.steps=3"
-    command = [sys.executable, "-m", "engine.cli.main", "train"]
-    begin = [*command, str(spec), "--out", "runs", *(word for change in changes for word in ("--set", change))]
-    process = subprocess.Popen(
-        begin, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    begin = ["train", spec, "--out", "runs", *(word for change in changes for word in ("--set", change))]
+    process = engine_process(*begin, cwd=tmp_path, modules=[tmp_path])
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 2/"):
@@ -194,10 +187,8 @@ def test_sigterm_saves_within_the_grace_and_a_resume_loses_nothing(hung: str, sp
     done = json.loads((kept / "state.json").read_text())["step"]
     assert done >= 2
     (tmp_path / "hold").unlink()
-    again = [*command, "--resume", str(folder), "--set", f"train.steps={max(done, 3)}"]
-    found = subprocess.run(
-        again, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240
-    )
+    again = ["--resume", folder, "--set", f"train.steps={max(done, 3)}"]
+    found = engine_apart("train", *again, cwd=tmp_path, modules=[tmp_path])
     assert found.returncode == 0, found.stdout + found.stderr
     lines = read_metrics(folder)
     assert [line["step"] for line in lines if line["step"]] == list(range(1, max(done, 3) + 1))

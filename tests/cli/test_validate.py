@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
-import typer
+from command_line import engine_output
 from typer.testing import CliRunner
 
-from engine.cli.validate import find_specs, validate
+from engine.cli.main import app
+from engine.cli.validate import find_specs
 
 MODEL = {"config.json": "{}", "tokenizer_config.json": '{"chat_template": "{{ tools }}{{ messages }}"}'}
 """Files of a model, so that nothing has to be left unchecked."""
@@ -26,8 +28,7 @@ prompt: [{role: user, content: "{{question}}"}]
 """
 BAD = GOOD + "limits: {usr_turns: 2}\n"
 
-app = typer.Typer()
-app.command("validate")(validate)
+run = partial(engine_output, "validate")
 
 
 @pytest.fixture(autouse=True)
@@ -36,12 +37,6 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("m").mkdir()
     for name, text in MODEL.items():
         (Path("m") / name).write_text(text)
-
-
-def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
 
 
 def test_a_valid_spec_exits_with_0() -> None:
@@ -158,7 +153,7 @@ def test_json() -> None:
 def test_what_a_module_prints_does_not_mix_with_the_findings() -> None:
     Path("prints_at_import.py").write_text("print('hello')\n\ndef tool(x: int) -> int:\n    'Say it.'\n    return x\n")
     Path("s.yaml").write_text(GOOD + "tools: [{use: 'prints_at_import:tool', timeout: 5s}]\n")
-    result = CliRunner().invoke(app, ["s.yaml", "--format", "json", "--import"])
+    result = CliRunner().invoke(app, ["validate", "s.yaml", "--format", "json", "--import"])
     assert json.loads(result.stdout) == {
         "valid": True,
         "specs": [

@@ -8,10 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
-
-from engine.cli.validate import validate
+from command_line import engine_output
 
 ROOT = Path(__file__).parents[2]
 SPEC = """\
@@ -24,9 +21,6 @@ prompt: [{role: user, content: "{{question}}"}]
 """
 GOOD = "scenarios:\n  - {name: one, task: a, replies: [x], expect: {states: [PENDING, GENERATING, DONE]}}\n"
 
-app = typer.Typer()
-app.command("validate")(validate)
-
 
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +29,8 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: str) -> tuple[int, list[str]]:
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, [line for line in result.output.splitlines() if "|" not in line and "fix:" not in line]
+    code, output = engine_output("validate", *arguments)
+    return code, [line for line in output.splitlines() if "|" not in line and "fix:" not in line]
 
 
 def test_a_glob_may_name_specs_and_scenarios() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 from command_line import engine_here
+from written_specs import save_spec, scripted_spec
 
 from engine.backends.registry import open_backend
 from engine.checks.check import check_spec
@@ -27,21 +27,13 @@ TRAINERS = ("trl", "slime", "verl")
 
 @pytest.fixture
 def spec(tmp_path: Path, tiny_tokenizer_dir: Path) -> Path:
-    path = tmp_path / "spec.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "spec": "episode/v1",
-                "name": "many",
-                "model": {"path": str(tiny_tokenizer_dir), "tool_calls": "hermes"},
-                "backend": {"kind": "scripted", "replies": ["Four."]},
-                "tasks": {"source": "inline", "rows": [{"id": "a"}], "id": "id"},
-                "prompt": [{"role": "user", "content": "What is 2 plus 2?"}],
-                "machine": "tools",
-            }
-        )
+    return save_spec(
+        tmp_path / "spec.yaml",
+        {
+            **scripted_spec("many", tiny_tokenizer_dir, ["Four."], [{"id": "a"}], ask="What is 2 plus 2?"),
+            "machine": "tools",
+        },
     )
-    return path
 
 
 def found(spec: Path, *changes: str) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from written_specs import save_spec
 
 from engine.drivers.leases import Leases
 from engine.store import RunStore
@@ -43,9 +43,7 @@ def spec_of(tmp_path: Path, tokenizer: Path) -> Path:
         "machine": "tools",
         "rollout": {"samples_per_task": SAMPLES, "concurrency": 16, "live_episodes": 32, "seed": 3},
     }
-    path = tmp_path / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec))
-    return path
+    return save_spec(tmp_path / "spec.yaml", spec)
 
 
 def command(spec: Path, out: str, *more: str) -> subprocess.Popen[bytes]:

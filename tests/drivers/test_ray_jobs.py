@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from written_specs import scripted_spec
 
 from engine.store import RunStore
 
@@ -35,15 +36,12 @@ def test_a_job_runs_its_drivers_on_several_raylets(
         'def add(a: int, b: int) -> int:\n    """Add two numbers.\n\n    Args:\n        a: One.\n        b: The other.\n    """\n    return a + b\n'
     )
     spec = {
-        "spec": "episode/v1",
-        "name": "job",
-        "model": {"path": str(tiny_tokenizer_dir), "tool_calls": "hermes"},
-        "backend": {
-            "kind": "scripted",
-            "replies": [{"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}], "delay": 0.1}, "It is 42."],
-        },
-        "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(40)], "id": "id"},
-        "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
+        **scripted_spec(
+            "job",
+            tiny_tokenizer_dir,
+            [{"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}], "delay": 0.1}, "It is 42."],
+            40,
+        ),
         "tools": [{"use": "job_tools:add"}],
         "machine": "tools",
         "rollout": {"samples_per_task": 2, "concurrency": 6, "seed": 3},

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from written_specs import save_spec, scripted_spec
 
 from engine.store import RunStore
 
@@ -27,18 +28,11 @@ CODE = Path(__file__).parent.parent / "runner"
 def spec_of(folder: Path, tokenizer: Path) -> Path:
     """Five tasks, two episodes each; the first answer is wrong, the second right."""
     spec: dict[str, Any] = {
-        "spec": "episode/v1",
-        "name": "demo",
-        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
-        "backend": {"kind": "scripted", "replies": ["It is 41.", "It is 42."]},
-        "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(5)], "id": "id"},
-        "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
+        **scripted_spec("demo", tokenizer, ["It is 41.", "It is 42."], 5),
         "user": {"use": "code_for_tests:Critic"},
         "rollout": {"samples_per_task": 2, "concurrency": 4, "seed": 3},
     }
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec))
-    return path
+    return save_spec(folder / "spec.yaml", spec)
 
 
 def engine(*words: str | Path, cwd: Path, **environ: str) -> str:

@@ -10,22 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from ended_runs import run_to_end
+from written_specs import save_spec, scripted_spec
 
-from engine.backends.registry import open_backend
 from engine.drivers.actors import Coordinator
 from engine.drivers.feed import Feed
 from engine.drivers.leases import Answer, Lease, Leases
 from engine.drivers.run import prepare_leases, summary_of
 from engine.drivers.session import Coordinating, Report, Setup, machine_id, of_driver, run_driver, share_of
 from engine.runner.guarded import FILE, read_reason
-from engine.runner.run import Runner
 from engine.schemas.environment import Task
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.store.shards import create_shards
-from engine.tokens.loading import load_format
 
 GROUPS, SAMPLES = 9, 2
 
@@ -51,21 +49,12 @@ class Here(Coordinating):
 
 
 def spec_of(tmp_path: Path, tokenizer: Path, drivers: int = 2) -> LoadedSpec:
-    path = tmp_path / "spec.yaml"
     spec: dict[str, Any] = {
-        "spec": "episode/v1",
-        "name": "many",
-        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
-        "backend": {
-            "kind": "scripted",
-            "replies": ["Four."],
-        },
-        "tasks": {"source": "inline", "rows": [{"id": f"t{at}"} for at in range(GROUPS)], "id": "id"},
-        "prompt": [{"role": "user", "content": "What is 2 plus 2?"}],
+        **scripted_spec("many", tokenizer, ["Four."], GROUPS, ask="What is 2 plus 2?"),
         "machine": "tools",
         "rollout": {"samples_per_task": SAMPLES, "concurrency": 4, "seed": 7, "drivers": drivers},
     }
-    path.write_text(yaml.safe_dump(spec))
+    path = save_spec(tmp_path / "spec.yaml", spec)
     return load_spec(path)
 
 
@@ -86,16 +75,7 @@ def rows(folder: Path) -> dict[str, tuple[Any, ...]]:
 
 
 async def alone(loaded: LoadedSpec, header: RunHeader, folder: Path) -> dict[str, tuple[Any, ...]]:
-    form = load_format(loaded.spec.model, loaded.base)
-    backend = open_backend(loaded, form)
-    await backend.start()
-    store = RunStore.create(folder, header)
-    try:
-        await Runner(loaded, load_tasks(loaded), form, backend, store).run()
-    finally:
-        await backend.close()
-        store.close()
-    return rows(store.folder)
+    return rows((await run_to_end(loaded, folder, header=header)).store.folder)
 
 
 async def test_two_drivers_make_the_episodes_of_one_run_each_once(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
@@ -196,27 +176,23 @@ def test_the_limits_of_all_backends_and_of_worker_processes_are_those_of_the_who
     tmp_path: Path, tiny_tokenizer_dir: Path
 ) -> None:
     api = {"kind": "openai", "url": "http://127.0.0.1:9", "model": "m", "requests_per_minute": 100}
-    path = tmp_path / "spec.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "spec": "episode/v1",
-                "name": "limits",
+    path = save_spec(
+        tmp_path / "spec.yaml",
+        {
+            "spec": "episode/v1",
+            "name": "limits",
+            "model": {"path": str(tiny_tokenizer_dir)},
+            "backend": api | {"tokens_per_minute": 9000},
+            "tasks": {"source": "inline", "rows": [{"id": "a", "workers": 7}], "id": "id"},
+            "prompt": [{"role": "user", "content": "2 + 2?"}],
+            "user": {
                 "model": {"path": str(tiny_tokenizer_dir)},
-                "backend": api | {"tokens_per_minute": 9000},
-                "tasks": {"source": "inline", "rows": [{"id": "a", "workers": 7}], "id": "id"},
-                "prompt": [{"role": "user", "content": "2 + 2?"}],
-                "user": {
-                    "model": {"path": str(tiny_tokenizer_dir)},
-                    "prompt": [{"role": "user", "content": "Judge it."}],
-                    "backend": api,
-                },
-                "tools": [
-                    {"use": "engine.environments.tools:calculator", "isolation": {"mode": "process", "workers": 8}}
-                ],
-                "rollout": {"drivers": 3},
-            }
-        )
+                "prompt": [{"role": "user", "content": "Judge it."}],
+                "backend": api,
+            },
+            "tools": [{"use": "engine.environments.tools:calculator", "isolation": {"mode": "process", "workers": 8}}],
+            "rollout": {"drivers": 3},
+        },
     )
     found = of_driver(load_spec(path), 3, 0).spec.model_dump()
     assert (found["backend"]["requests_per_minute"], found["backend"]["tokens_per_minute"]) == (34, 3000)

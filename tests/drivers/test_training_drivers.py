@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from written_specs import listener_spec, save_spec
 
 from engine.spec.load import load_spec
 from engine.store import RunStore
@@ -87,21 +87,15 @@ async def served(model: Path) -> AsyncIterator[tuple[Replying, str]]:
 
 def begin(folder: Path, model: Path, url: str, drivers: int, on_step: Any = None, **train: Any) -> Trainer:
     spec = {
-        "spec": "episode/v1",
-        "name": "driven",
-        "model": {"path": str(model)},
+        **listener_spec("driven", model),
         "backend": {"kind": "sglang", "urls": [url], "timeout": "20s", "wait": "20s"},
-        "tasks": {"source": "inline", "rows": [{"id": f"t{n}", "say": f"word {n}"} for n in range(6)], "id": "id"},
-        "prompt": [{"role": "user", "content": "Say {{say}}."}],
-        "user": {"use": "code_for_training:Listener"},
         "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 96},
         "rewards": {"credit": {"method": "turn_return", "baseline": "none", "scale": "none"}},
         "rollout": {"samples_per_task": 2, "seed": 3, "concurrency": 8, "drivers": drivers},
         "train": {"device": "cpu", "steps": 4, "tasks_per_step": 2, "dynamic_sampling": False, "advantage_norm": "none",
                   "weight_sync": {"method": "disk"}, "checkpoints": {"every": 100}} | train,
     }  # fmt: skip
-    path = folder / f"driven{drivers}.yaml"
-    path.write_text(yaml.safe_dump(spec))
+    path = save_spec(folder / f"driven{drivers}.yaml", spec)
     loaded = load_spec(path)
     return Trainer(loaded, folders.begin(folder / f"runs{drivers}", RunHeader.of(loaded)), on_step=on_step)
 

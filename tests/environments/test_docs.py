@@ -6,13 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from command_line import run_to_store
 
 from engine.checks import check_spec
-from engine.cli.main import app
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
-from engine.store.store import RunStore, find_run
 
 GUIDE = Path(__file__).parents[2] / "docs" / "environments.md"
 BLOCK = re.compile(r"^```(?:python|yaml)\n# (\S+\.(?:py|yaml))(?::[^\n]*)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -28,10 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(spec: Path, tokenizer: Path) -> Trajectory:
-    settings = ["--set", f"model.path={tokenizer}", "--out", str(spec.parent / "runs" / spec.stem)]
-    result = CliRunner().invoke(app, ["run", str(spec), "--quiet", *settings])
-    assert result.exit_code == 0, result.output
-    with RunStore.open(find_run("latest", spec.parent / "runs" / spec.stem), readonly=True) as store:
+    out = spec.parent / "runs" / spec.stem
+    with run_to_store(spec, out, settings=[f"model.path={tokenizer}"]) as store:
         (trajectory,) = store.trajectories()
     return trajectory
 

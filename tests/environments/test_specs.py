@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from command_line import run_to_store
 
 from engine.checks import check_spec
-from engine.cli.main import app
 from engine.machine.presets import resolve_machine
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
-from engine.store.store import RunStore, find_run
 
 SPECS = Path(__file__).parents[2] / "specs"
 QUICKSTART = SPECS / "quickstart.yaml"
@@ -26,14 +24,8 @@ VISION = [SPECS / f"{name}.yaml" for name in ("color_square", "geo3k_feedback", 
 
 def run(spec: Path, out: Path, *settings: str, limit: int | None = None) -> list[Trajectory]:
     """Run a spec through the command line; its episodes by id."""
-    arguments = ["run", str(spec), "--quiet", "--out", str(out)]
-    for setting in settings:
-        arguments += ["--set", setting]
-    if limit is not None:
-        arguments += ["--limit", str(limit)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    with RunStore.open(find_run("latest", out), readonly=True) as store:
+    options = [] if limit is None else ["--limit", str(limit)]
+    with run_to_store(spec, out, *options, settings=settings) as store:
         return sorted(store.trajectories(), key=lambda trajectory: trajectory.episode_id)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from command_line import run_to_store, trajectories_of
 from typer.testing import CliRunner
 
 from engine.checks import check_spec
@@ -15,7 +16,7 @@ from engine.cli.main import app
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
-from engine.store.store import RunStore, find_run
+from engine.store.store import find_run
 
 SPECS = Path(__file__).parents[2] / "specs"
 NAMES = ["retry_discount", "score", "llm_user"]
@@ -26,12 +27,7 @@ def run(name: str, out: Path, tokenizer: Path, replies: list[Any], *settings: st
     """Run a spec on a script, and keep its exported rows beside the run."""
     backend = yaml.safe_dump({"kind": "scripted", "replies": replies}, default_flow_style=True, width=10**6)
     changes = [f"backend={backend}", f"model.path={tokenizer}", "limits.turn_tokens=64", *settings]
-    arguments = ["run", str(SPECS / f"{name}.yaml"), "--quiet", "--out", str(out), "--limit", "1"]
-    for change in changes:
-        arguments += ["--set", change]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    with RunStore.open(find_run("latest", out), readonly=True) as store:
+    with run_to_store(SPECS / f"{name}.yaml", out, "--limit", "1", settings=changes) as store:
         return sorted(store.trajectories(), key=lambda trajectory: trajectory.episode_id)
 
 
@@ -133,8 +129,7 @@ def test_the_users_model_is_the_policys_where_none_is_named(tmp_path: Path, tiny
     machine = "machine.transitions=[{trigger: truncated, source: GENERATING, dest: AWAITING_USER_FEEDBACK}]"
     result = CliRunner().invoke(app, [*arguments, "--set", machine, "--set", "user.sampling.stop=[]"])
     assert result.exit_code == 0, result.output
-    with RunStore.open(find_run("latest", tmp_path), readonly=True) as store:
-        (episode,) = store.trajectories()
+    (episode,) = trajectories_of(find_run("latest", tmp_path))
     assert episode.outcome.failure is None
     assert episode.counts["user_tokens"] > 0
     assert episode.counts["sampled_tokens"] == sum(turn.end - turn.start for turn in episode.turns)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from command_line import run_to_store
 
-from engine.cli.main import app
 from engine.environments.color_square import COLORS, square
 from engine.environments.geo3k_data import SHIPPED
 from engine.rewards.credit import credit
@@ -21,7 +20,7 @@ from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.reward import RewardEvent
 from engine.schemas.trajectory import Branch, Trajectory
 from engine.spec.load import load_spec
-from engine.store.store import RunStore, find_run
+from engine.store.store import RunStore
 from engine.tokens.tiny_vlm import build
 
 SPECS = Path(__file__).parents[2] / "specs"
@@ -42,12 +41,8 @@ def vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(spec: Path, vlm: Path, out: Path, *settings: str, limit: int = 1) -> RunStore:
     """Run a spec through the command line; its store, open for reading."""
-    arguments = ["run", str(spec), "--quiet", "--out", str(out), "--limit", str(limit)]
-    for setting in (f"model.path={vlm}", "rollout.samples_per_task=1", *settings):
-        arguments += ["--set", setting]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    return RunStore.open(find_run("latest", out), readonly=True)
+    changes = [f"model.path={vlm}", "rollout.samples_per_task=1", *settings]
+    return run_to_store(spec, out, "--limit", str(limit), settings=changes)
 
 
 def scripted(*replies: Any) -> str:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from command_line import trajectories_of
 from typer.testing import CliRunner
+from written_specs import save_spec, scripted_spec
 
 from engine.cli.main import app
 from engine.schemas.trajectory import Trajectory
-from engine.store.store import RunStore, find_run
+from engine.store.store import find_run
 
 FAULTY_EVERY = 20
 """One task in so many has a fault: 5 %."""
@@ -61,12 +62,7 @@ def spec_of(
 ) -> dict[str, Any]:
     """A spec with one adapter."""
     return {
-        "spec": "episode/v1",
-        "name": "adapter",
-        "model": {"path": str(model)},
-        "backend": {"kind": "scripted", "replies": replies},
-        "tasks": {"source": "inline", "rows": rows, "id": "id"},
-        "prompt": [{"role": "user", "content": "Begin."}],
+        **scripted_spec("adapter", model, replies, rows, ask="Begin.", tool_calls=None),
         "environment": environment,
         "machine": "step",
         "limits": {"assistant_turns": 40},
@@ -76,12 +72,10 @@ def spec_of(
 
 def run_spec(folder: Path, document: dict[str, Any], *flags: str) -> dict[str, Trajectory]:
     """Run a spec; the episodes by id. The command's status must be 1 if all of them failed, else 0."""
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(document))
+    path = save_spec(folder / "spec.yaml", document)
     out = folder / "runs"
     result = CliRunner().invoke(app, ["run", str(path), "--quiet", "--keep-going", "--out", str(out), *flags])
-    with RunStore.open(find_run("latest", out), readonly=True) as store:
-        episodes = {trajectory.episode_id: trajectory for trajectory in store.trajectories()}
+    episodes = {trajectory.episode_id: trajectory for trajectory in trajectories_of(find_run("latest", out))}
     all_failed = all(episode.outcome.failure is not None for episode in episodes.values())
     assert result.exit_code == int(all_failed), result.output
     return episodes

@@ -19,11 +19,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from adapters_kit import earned
-from typer.testing import CliRunner
+from command_line import run_to_store
 
-from engine.cli.main import app
 from engine.schemas.trajectory import Trajectory
-from engine.store.store import RunStore, find_run
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "environments.md"
@@ -41,11 +39,8 @@ def run(folder: Path, name: str, tokenizer: Path, replies: list[str], *settings:
     """Run a printed spec with scripted replies and a small tokenizer."""
     (folder / name).write_text(printed(name))
     backend = json.dumps({"kind": "scripted", "replies": replies})
-    set_ = [f"model.path={tokenizer}", f"backend={backend}", *settings]
-    flags = [word for item in set_ for word in ("--set", item)]
-    result = CliRunner().invoke(app, ["run", str(folder / name), "--quiet", "--out", str(folder / "runs"), *flags])
-    assert result.exit_code == 0, result.output
-    with RunStore.open(find_run("latest", folder / "runs"), readonly=True) as store:
+    changes = [f"model.path={tokenizer}", f"backend={backend}", *settings]
+    with run_to_store(folder / name, folder / "runs", settings=changes) as store:
         (episode,) = store.trajectories()
     assert episode.outcome.failure is None
     return episode

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from command_line import engine_here
 from hub_stand_in import TOKEN, DataSet, Hub, hub_stand_in
+from written_specs import scripted_spec
 
 pytest.importorskip("huggingface_hub")
 
@@ -18,12 +19,9 @@ pytest.importorskip("huggingface_hub")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path) -> Path:
     folder = tmp_path_factory.mktemp("pushed")
     spec = {
-        "spec": "episode/v1",
-        "name": "said",
-        "model": {"path": str(tiny_tokenizer_dir)},
-        "backend": {"kind": "scripted", "replies": ["one"]},
-        "tasks": {"source": "inline", "rows": [{"id": "x", "word": "one"}], "id": "id"},
-        "prompt": [{"role": "user", "content": "Say {{word}}."}],
+        **scripted_spec(
+            "said", tiny_tokenizer_dir, ["one"], [{"id": "x", "word": "one"}], ask="Say {{word}}.", tool_calls=None
+        ),
         "machine": "single_turn",
     }
     (folder / "said.yaml").write_text(yaml.safe_dump(spec))

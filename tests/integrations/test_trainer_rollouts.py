@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.backends.registry import open_backend
 from engine.errors import TrainError
@@ -19,7 +20,6 @@ from engine.integrations.trainers.rollouts import TrainerRollouts, first_of
 
 def spec_of(folder: Path, model: Path) -> Path:
     """Two tasks of one turn."""
-    path = folder / "spec.yaml"
     spec = {
         "spec": "episode/v1",
         "name": "shared",
@@ -31,8 +31,7 @@ def spec_of(folder: Path, model: Path) -> Path:
         "limits": {"turn_tokens": 4},
         "rollout": {"samples_per_task": 2, "seed": 1},
     }
-    path.write_text(yaml.safe_dump(spec))
-    return path
+    return save_spec(folder / "spec.yaml", spec)
 
 
 def test_a_loop_has_one_thread_and_gives_the_errors_of_its_coroutines() -> None:
@@ -75,10 +74,7 @@ def test_a_group_of_one_episode_is_not_handed_over(tmp_path: Path, tiny_model_di
     """Of two episodes of t0 the simulator of one fails: what is left has no baseline. A batch of such groups is an error."""
     path = spec_of(tmp_path, tiny_model_dir)
     spec = yaml.safe_load(path.read_text()) | {
-        "machine": {
-            "preset": "tools_and_user",
-            "transitions": [{"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}],
-        },
+        "machine": TALKS_ON_WHEN_CUT,
         "user": {"use": "code_for_training:Fading"},
         "limits": {"turn_tokens": 4, "assistant_turns": 2},
     }

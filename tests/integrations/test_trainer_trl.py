@@ -16,6 +16,7 @@ import vision_kit
 import yaml
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from vision_code import MACHINE
+from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.errors import TrainError
 from engine.integrations.trainers.handover import HandedRow, Sums
@@ -37,10 +38,7 @@ SPEC: dict[str, Any] = {
     },
     "prompt": [{"role": "user", "content": "Say {{say}}."}],
     "user": {"use": "code_for_training:Listener"},
-    "machine": {
-        "preset": "tools_and_user",
-        "transitions": [{"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}],
-    },
+    "machine": TALKS_ON_WHEN_CUT,
     "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64},
     "rewards": {"credit": {"method": "turn_return", "gamma": 0.5}},
     "rollout": {"samples_per_task": 4, "seed": 3},
@@ -70,9 +68,7 @@ def make(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., Path]:
     def write(train: dict[str, Any] | None = None, **changes: Any) -> Path:
         spec = {"model": {"path": str(tiny_model_dir)}} | SPEC | changes
         spec["train"] = SPEC["train"] | (train or {})
-        path = tmp_path / "spec.yaml"
-        path.write_text(yaml.safe_dump({key: value for key, value in spec.items() if value is not None}))
-        return path
+        return save_spec(tmp_path / "spec.yaml", {key: value for key, value in spec.items() if value is not None})
 
     return write
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from structlog.testing import capture_logs
 from verl_python import config_of, run_verl
+from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.errors import BackendError, TrainError
 from engine.integrations.trainers.sampler import unsupported
@@ -48,17 +48,13 @@ def make(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., str]:
             "tasks": {"source": "inline", "rows": [{"id": "t0", "say": "a"}, {"id": "t1", "say": "b"}], "id": "id"},
             "prompt": [{"role": "user", "content": "Say {{say}}."}],
             "user": {"use": "code_for_training:Listener"},
-            "machine": {
-                "preset": "tools_and_user",
-                "transitions": [{"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}],
-            },
+            "machine": TALKS_ON_WHEN_CUT,
             "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64},
             "rewards": {"credit": {"method": "turn_return", "gamma": 0.5}},
             "rollout": {"samples_per_task": 3, "seed": 3},
             "train": {"tasks_per_step": 2, "rollout_correction": {"kind": "none"}, "dynamic_sampling": False},
         }
-        path = tmp_path / "spec.yaml"
-        path.write_text(yaml.safe_dump(spec | changes))
+        path = save_spec(tmp_path / "spec.yaml", spec | changes)
         return str(path)
 
     return write

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from trainer_kit import FORGETFUL
 from verl_python import config_of, run_verl
+from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.errors import TrainError
 from engine.integrations.trainers.verl.agent_loop import _OPEN, EngineAgentLoop, LoopEpisodes
@@ -58,18 +59,13 @@ def write(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., Path]:
             "tasks": {"source": "inline", "rows": [{"id": "t0", "say": "a"}, {"id": "t1", "say": "b"}], "id": "id"},
             "prompt": [{"role": "user", "content": "Say {{say}}."}],
             "user": {"use": "code_for_training:Listener"},
-            "machine": {
-                "preset": "tools_and_user",
-                "transitions": [{"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}],
-            },
+            "machine": TALKS_ON_WHEN_CUT,
             "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64},
             "rewards": {"credit": {"method": "outcome", "baseline": "mean", "scale": "std"}},
             "rollout": {"samples_per_task": 3, "seed": 3},
             "train": {"rollout_correction": {"kind": "none"}, "dynamic_sampling": False},
         }
-        path = folder / "spec.yaml"
-        path.write_text(yaml.safe_dump(spec | keys))
-        return path
+        return save_spec(folder / "spec.yaml", spec | keys)
 
     return write
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+from command_line import trajectories_of
 from typer.testing import CliRunner
+from written_specs import save_spec
 
 from engine.checks import check_spec
 from engine.cli.import_ import import_app
@@ -20,7 +22,7 @@ from engine.integrations.verl_config import spec_of
 from engine.schemas.environment import Environment, Task, User
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
-from engine.store.store import RunStore, find_run
+from engine.store.store import find_run
 
 HERE = Path(__file__).parent
 PAIR = [
@@ -58,12 +60,11 @@ def run(tmp_path: Path, tiny_tokenizer_dir: Path) -> Callable[..., dict[str, Tra
             "machine": "retry_with_feedback",
             **changes,
         }  # fmt: skip
-        path = tmp_path / "verl.yaml"
-        path.write_text(yaml.safe_dump(spec))
+        path = save_spec(tmp_path / "verl.yaml", spec)
         result = CliRunner().invoke(app, ["run", str(path), "--quiet", "--keep-going", "--out", str(tmp_path / "runs")])
         assert result.exit_code == exits, result.output
-        with RunStore.open(find_run("latest", tmp_path / "runs"), readonly=True) as store:
-            return {trajectory.episode_id: trajectory for trajectory in store.trajectories()}
+        run = find_run("latest", tmp_path / "runs")
+        return {trajectory.episode_id: trajectory for trajectory in trajectories_of(run)}
 
     return go
 

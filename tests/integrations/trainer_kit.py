@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import yaml
+from written_specs import save_spec
 
 from engine.store.export import export_rows
 from engine.store.reader import RunReader
@@ -41,9 +41,7 @@ def write_spec(folder: Path, model: Path, *, template: Path | None = None, **cha
         "rewards": {"credit": {"method": "turn_return", "gamma": 0.5}},
         "rollout": {"samples_per_task": 4, "seed": 3},
     }
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec | changes))
-    return path
+    return save_spec(folder / "spec.yaml", spec | changes)
 
 
 def rows_to_train(store: RunReader) -> list[dict[str, Any]]:

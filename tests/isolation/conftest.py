@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from command_line import engine_apart, trajectories_of
+from written_specs import save_spec, scripted_spec
 
 from engine.backends.registry import open_backend
 from engine.runner.run import Runner
@@ -45,11 +46,7 @@ MACHINE = {
 def document(tokenizer: Path, rows: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
     """A spec in which every part may do harm."""
     return {
-        "spec": "episode/v1",
-        "name": "isolated",
-        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
-        "backend": {"kind": "scripted", "replies": REPLIES},
-        "tasks": {"source": "inline", "rows": rows, "id": "id"},
+        **scripted_spec("isolated", tokenizer, REPLIES, rows, ask=None),
         "environment": {"use": "isolated_code:Board", "timeout": SECONDS},
         "tools": [
             {"use": "isolated_code:work", "timeout": 3},
@@ -70,19 +67,7 @@ Run = Callable[..., dict[str, Trajectory]]
 @pytest.fixture
 def command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`engine …` in a process of its own, in `tmp_path`."""
-
-    def call(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "engine.cli.main", *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-            **options,
-        )
-
-    return call
+    return partial(engine_apart, cwd=tmp_path)
 
 
 @pytest.fixture
@@ -91,9 +76,7 @@ def write(tmp_path: Path, tiny_tokenizer_dir: Path) -> Callable[..., Path]:
 
     def make(rows: list[dict[str, Any]], **changes: Any) -> Path:
         (tmp_path / "isolated_code.py").write_text((HERE / "isolated_code.py").read_text())
-        path = tmp_path / "spec.yaml"
-        path.write_text(yaml.safe_dump(json.loads(json.dumps(document(tiny_tokenizer_dir, rows, **changes)))))
-        return path
+        return save_spec(tmp_path / "spec.yaml", json.loads(json.dumps(document(tiny_tokenizer_dir, rows, **changes))))
 
     return make
 
@@ -131,7 +114,7 @@ def episodes(tmp_path: Path) -> Callable[[], dict[str, Trajectory]]:
     """The finished episodes of the newest run, by task."""
 
     def read() -> dict[str, Trajectory]:
-        with RunStore.open(find_run("latest", tmp_path / "runs"), readonly=True) as store:
-            return {trajectory.task_id: trajectory for trajectory in store.trajectories()}
+        run = find_run("latest", tmp_path / "runs")
+        return {trajectory.task_id: trajectory for trajectory in trajectories_of(run)}
 
     return read

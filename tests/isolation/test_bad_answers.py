@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from written_specs import scripted_spec
 
 SPEC_CODE = '''
 from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
@@ -56,12 +57,9 @@ async def test_threads_and_processes_refuse_the_same(
             {"id": f"{p}: {n}", "place": p, "value": v} for p in ("facts", "tool", "user") for n, v in VALUES.items()
         ]
         spec = {
-            "spec": "episode/v1",
-            "name": "answers",
-            "model": {"path": str(tiny_tokenizer_dir), "tool_calls": "hermes"},
-            "backend": {"kind": "scripted", "replies": [{"tool_calls": [{"name": "work"}]}, "Done."]},
-            "tasks": {"source": "inline", "rows": rows, "id": "id"},
-            "prompt": [{"role": "user", "content": "Work."}],
+            **scripted_spec(
+                "answers", tiny_tokenizer_dir, [{"tool_calls": [{"name": "work"}]}, "Done."], rows, ask="Work."
+            ),
             "environment": {"use": "answers_of_code:Board"},
             "tools": [{"use": "answers_of_code:work"}],
             "user": {"use": "answers_of_code:Asker"},

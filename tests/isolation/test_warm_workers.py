@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from slow_cases import slow_but
 from structlog.testing import capture_logs
+from written_specs import save_spec, scripted_spec
 
 WORLD = """\
 import asyncio
@@ -43,12 +43,7 @@ class World:
 def spec(tokenizer: Path, folder: Path, leaves: str, timeout: float) -> Path:
     (folder / "worlds_that_leave.py").write_text(WORLD)
     document: dict[str, Any] = {
-        "spec": "episode/v1",
-        "name": "warm",
-        "model": {"path": str(tokenizer)},
-        "backend": {"kind": "scripted", "replies": ["Done."]},
-        "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(4)], "id": "id"},
-        "prompt": [{"role": "user", "content": "Begin."}],
+        **scripted_spec("warm", tokenizer, ["Done."], 4, ask="Begin.", tool_calls=None),
         "environment": {
             "use": "worlds_that_leave:World",
             "isolation": "process",
@@ -58,9 +53,7 @@ def spec(tokenizer: Path, folder: Path, leaves: str, timeout: float) -> Path:
         "machine": "tools",
         "rollout": {"concurrency": 1, "live_episodes": 1},
     }
-    path = folder / "warm.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return path
+    return save_spec(folder / "warm.yaml", document)
 
 
 @pytest.mark.parametrize("leaves", slow_but(["nothing", "a pool's thread", "tqdm's monitor"], "tqdm's monitor"))

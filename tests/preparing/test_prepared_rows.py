@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from slow_cases import slow_but
+from written_specs import save_spec
 
 from engine.preparing import processes
 from engine.runner.prompt_lengths import PromptLengths
@@ -55,8 +55,7 @@ def test_lengths_of_prompts(tmp_path: Path, tiny_tokenizer_dir: Path, cache: Pat
         "prompt": [{"role": "system", "content": "Say no."}, {"role": "user", "content": "{{q}}"}],
         "machine": "single_turn",
     }
-    path = tmp_path / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec))
+    path = save_spec(tmp_path / "spec.yaml", spec)
     loaded = load_spec(path)
     form = load_format(loaded.spec.model, loaded.base)
     tasks = load_tasks(loaded)

@@ -3,44 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import code_for_tests as spec_code
 import pytest
-import yaml
 from book_kit import BOOK
+from ended_runs import Ran, run_to_end
 from validated_structs import structs_validated
-
-from engine.backends.registry import open_backend
-from engine.runner.run import Runner, RunResult
-from engine.schemas.trajectory import Trajectory
-from engine.spec.load import LoadedSpec, load_spec
-from engine.spec.tasks import load_tasks
-from engine.store import RunHeader, RunStore
-from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
-
-
-@dataclass
-class Ran:
-    """A run that was made."""
-
-    loaded: LoadedSpec
-    form: ChatFormat
-    store: RunStore
-    result: RunResult
-    runner: Runner
-
-    @property
-    def trajectories(self) -> dict[str, Trajectory]:
-        return {trajectory.episode_id: trajectory for trajectory in self.store.trajectories()}
-
-    @property
-    def only(self) -> Trajectory:
-        (trajectory,) = self.store.trajectories()
-        return trajectory
+from written_specs import save_spec, scripted_spec
 
 
 @pytest.fixture(autouse=True)
@@ -67,12 +38,7 @@ def make_spec(tmp_path: Path, tiny_tokenizer_dir: Path) -> Callable[..., Path]:
 
     def make(replies: Any, name: str = "spec", **changes: Any) -> Path:
         spec: dict[str, Any] = {
-            "spec": "episode/v1",
-            "name": name,
-            "model": {"path": str(tiny_tokenizer_dir), "tool_calls": "hermes"},
-            "backend": {"kind": "scripted", "replies": replies},
-            "tasks": {"source": "inline", "rows": [{"id": "a"}], "id": "id"},
-            "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
+            **scripted_spec(name, tiny_tokenizer_dir, replies, [{"id": "a"}]),
             "tools": [{"use": f"code_for_tests:{tool}"} for tool in ("add", "wait", "explode", "hang", "pay")],
             "user": {"use": "code_for_tests:Critic"},
             "rollout": {"seed": 7},
@@ -84,9 +50,7 @@ def make_spec(tmp_path: Path, tiny_tokenizer_dir: Path) -> Callable[..., Path]:
                 spec[key] = spec[key] | value
             else:
                 spec[key] = value
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(spec))
-        return path
+        return save_spec(tmp_path / f"{name}.yaml", spec)
 
     return make
 
@@ -95,21 +59,7 @@ def make_spec(tmp_path: Path, tiny_tokenizer_dir: Path) -> Callable[..., Path]:
 def run_spec(tmp_path: Path) -> Callable[..., Any]:
     """Run a spec to its end and leave its store open for reading."""
 
-    async def run(path: Path, **kwargs: Any) -> Ran:
-        loaded = load_spec(path)
-        form = load_format(loaded.spec.model, loaded.base)
-        backend = open_backend(loaded, form)
-        await backend.start()
-        store = RunStore.create(tmp_path / "runs", RunHeader.of(loaded))
-        runner = Runner(loaded, load_tasks(loaded), form, backend, store)
-        try:
-            result = await runner.run(**kwargs)
-        finally:
-            await backend.close()
-            store.close()
-        return Ran(loaded, form, RunStore.open(store.folder, readonly=True), result, runner)
-
-    return run
+    return lambda path, **options: run_to_end(path, tmp_path / "runs", **options)
 
 
 @pytest.fixture

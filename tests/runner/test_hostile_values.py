@@ -17,6 +17,7 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from written_specs import scripted_spec
 
 from engine.backends.registry import open_backend
 from engine.cli.console import SafeConsole
@@ -105,12 +106,7 @@ def make_run(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path)
     async def run(tasks: list[dict[str, Any]], replies: list[Any], **changes: Any) -> Path:
         folder = tmp_path_factory.mktemp("hostile")
         spec: dict[str, Any] = {
-            "spec": "episode/v1",
-            "name": "hostile",
-            "model": {"path": str(tiny_tokenizer_dir), "tool_calls": "hermes"},
-            "backend": {"kind": "scripted", "replies": replies},
-            "tasks": {"source": "inline", "rows": tasks, "id": "id"},
-            "prompt": [{"role": "user", "content": "Go."}],
+            **scripted_spec("hostile", tiny_tokenizer_dir, replies, tasks, ask="Go."),
             "limits": {"assistant_turns": 3, "turn_tokens": 100_000},
             "environment": {"use": "hostile_code:Board"},
             "tools": [{"use": "hostile_code:tell"}, {"use": "hostile_code:take"}],

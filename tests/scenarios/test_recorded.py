@@ -12,11 +12,10 @@ import pytest
 import recorded_code
 import yaml
 from command_line import engine_here
+from ended_runs import run_to_end
 from slow_cases import slow_but, slow_but_each
 
-from engine.backends.registry import open_backend
 from engine.errors import StoreError
-from engine.runner.run import Runner
 from engine.scenarios.load import load_scenarios, spec_of
 from engine.scenarios.recorded import add_scenario, as_yaml, recorded_scenario
 from engine.scenarios.suite import Formats, run_suite
@@ -39,17 +38,9 @@ def record(write: Callable[..., Path], chat_formats: Formats, tmp_path: Path) ->
         given = [*overrides, f"backend={json.dumps({'kind': 'scripted', 'replies': replies})}"]
         loaded = load_spec(path, given)
         form = chat_formats.of(loaded.spec.model, loaded.base)
-
-        async def run() -> RunStore:
-            backend = open_backend(loaded, form)
-            await backend.start()
-            store = RunStore.create(tmp_path / "runs", RunHeader.of(loaded, overrides=given))
-            await Runner(loaded, load_tasks(loaded)[:1], form, backend, store).run()
-            return store
-
-        store = asyncio.run(run())
-        store.close()
-        return store
+        header = RunHeader.of(loaded, overrides=given)
+        tasks = load_tasks(loaded)[:1]
+        return asyncio.run(run_to_end(loaded, tmp_path / "runs", header=header, form=form, tasks=tasks)).store
 
     return record
 

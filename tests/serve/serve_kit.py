@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import yaml
 from shipped_tokenizers import unpack
+from written_specs import save_spec
 
 from engine.agents.server import server_of_loop
 from engine.backends.registry import open_backend
@@ -73,9 +74,7 @@ def unpacked(folder: Path) -> None:
 def written(folder: Path, **changes: Any) -> Path:
     (folder / "replies.yaml").write_text(yaml.safe_dump(REPLIES))
     changes = {"model": {"path": str(TOKENIZER["folder"])}} | changes
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(SPEC | changes))
-    return path
+    return save_spec(folder / "spec.yaml", SPEC | changes)
 
 
 @asynccontextmanager

@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
 from serve_kit import TOKEN, ask, read, serving
 from sglang_cluster import FakeSGLang
+from written_specs import save_spec
 
 from engine.schemas.model import ModelSpec
 from engine.serve.groups import GroupService
@@ -37,8 +37,7 @@ async def served(folder: Path, tokenizer: Path, **options: Any) -> AsyncIterator
     fake.tokenize, fake.weight_version, fake.model_path = form.encode, "0", tokenizer.name
     url = await fake.start()
     backend = {"kind": "sglang", "urls": [url]}
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump({**SPEC, "model": {"path": str(tokenizer)}, "backend": backend}))
+    path = save_spec(folder / "spec.yaml", {**SPEC, "model": {"path": str(tokenizer)}, "backend": backend})
     try:
         async with serving(path, form, **options) as (service, address):
             fake.keep = True

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from command_line import engine_here
+from command_line import engine_here, trajectories_of
 from transformers import AutoModelForCausalLM
+from written_specs import save_spec
 
 from engine.schemas.model import ModelSpec
 from engine.spec.sources import ListRows
-from engine.store import RunStore, list_runs
+from engine.store import list_runs
 from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
 from engine.train.rendered_rows import rendered
@@ -64,9 +64,7 @@ def spec_of(folder: Path, model: Path, question: str, **backend: Any) -> Path:
         "tools": [{"use": "code_for_tests:add"}],
         "machine": "tools",
     }
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec))
-    return path
+    return save_spec(folder / "spec.yaml", spec)
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +125,7 @@ def test_an_episode_with_tools_runs_at_the_chat_endpoint(served: Running, learne
     spec = spec_of(tmp_path, learned, CASES["good"][0], url=f"{served.url}/v1", prices={"input": 1e6, "output": 1e6})
     code, _, err = engine_here("run", spec, "-q", cwd=tmp_path)
     assert code == 0, err
-    with RunStore.open(list_runs(tmp_path / "runs")[-1], readonly=True) as store:
-        (trajectory,) = store.trajectories()
+    (trajectory,) = trajectories_of(list_runs(tmp_path / "runs")[-1])
     assert [turn.event for turn in trajectory.turns] == ["tool_calls", "answered"]
     assert [(m.role, m.text) for m in trajectory.messages[2:]] == [
         ("assistant", ""), ("tool", "21"), ("assistant", "It is 21."),
@@ -147,8 +144,7 @@ def test_arguments_of_a_wrong_type_reach_the_tool_s_check(served: Running, learn
     spec = spec_of(tmp_path, learned, CASES["wrong"][0], url=f"{served.url}/v1")
     code, _, err = engine_here("run", spec, "-q", "--set", "limits.assistant_turns=1", cwd=tmp_path)
     assert code == 0, err
-    with RunStore.open(list_runs(tmp_path / "runs")[-1], readonly=True) as store:
-        (trajectory,) = store.trajectories()
+    (trajectory,) = trajectories_of(list_runs(tmp_path / "runs")[-1])
     (call,) = trajectory.messages[2].tool_calls
     assert call.arguments == {"a": "x", "b": 4}
     assert "integer" in trajectory.messages[3].text

@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
+from ended_runs import run_to_end
+from written_specs import save_spec
 
-from engine.backends.base import Backend
-from engine.backends.registry import open_backend
 from engine.runner.replay import Replayer
-from engine.runner.run import Runner, RunResult
-from engine.spec.load import LoadedSpec, load_spec
-from engine.spec.tasks import load_tasks
-from engine.store import RunHeader, RunStore
+from engine.runner.run import RunResult
+from engine.spec.load import LoadedSpec
+from engine.store import RunStore
 from engine.tokens.format import ChatFormat
-from engine.tokens.loading import load_format
 
 Running = Any
 
@@ -44,26 +41,14 @@ def write_spec(folder: Path, model: Path, backend: dict[str, Any], **changes: An
         },
         "limits": {"assistant_turns": 3, "turn_tokens": 24},
     } | changes
-    path = folder / f"{spec['name']}.yaml"
-    path.write_text(yaml.safe_dump(spec))
-    return path
+    return save_spec(folder / f"{spec['name']}.yaml", spec)
 
 
 async def played(
     path: Path, folder: Path, stop: asyncio.Event | None = None
 ) -> tuple[LoadedSpec, ChatFormat, RunStore, RunResult, dict[str, Any]]:
-    loaded = load_spec(path)
-    form = load_format(loaded.spec.model, loaded.base)
-    backend: Backend = open_backend(loaded, form)
-    await backend.start()
-    store = RunStore.create(folder, RunHeader.of(loaded))
-    try:
-        result = await Runner(loaded, load_tasks(loaded), form, backend, store).run(stop=stop)
-        told = backend.stats()
-    finally:
-        await backend.close()
-        store.close()
-    return loaded, form, RunStore.open(store.folder, readonly=True), result, told
+    ran = await run_to_end(path, folder, stop=stop)
+    return ran.loaded, ran.form, ran.store, ran.result, ran.stats
 
 
 async def test_one_spec_gives_the_same_episodes_here_and_there(

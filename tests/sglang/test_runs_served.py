@@ -6,9 +6,8 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -16,7 +15,10 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 import yaml
+from command_line import ended, engine_process
+from ended_runs import run_to_end
 from waiting import wait_until
+from written_specs import save_spec
 
 from engine.backends.registry import open_backend
 from engine.runner.run import Runner
@@ -28,6 +30,7 @@ from engine.store.export import export_rows
 from engine.tokens.loading import load_format
 
 HERE = Path(__file__).parent
+engine = partial(engine_process, modules=[HERE])
 STOPS = list(range(300, 400))
 """Ids that end a reply, beside the format's own: the model says each thing about as often as any other."""
 Running = Any
@@ -55,24 +58,9 @@ def make_spec(tmp_path: Path, tiny_model_dir: Path) -> MakeSpec:
         }
         for key, value in changes.items():
             spec[key] = spec[key] | value if isinstance(value, dict) and isinstance(spec.get(key), dict) else value
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(spec))
-        return path
+        return save_spec(tmp_path / f"{name}.yaml", spec)
 
     return make
-
-
-def engine(*arguments: str | Path, cwd: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "engine.cli.main", *map(str, arguments)]
-    return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=200)
-    return process.returncode, out, err
 
 
 def ask(url: str, path: str, body: Any = None) -> Any:
@@ -89,17 +77,9 @@ def working(url: str) -> int:
 
 async def rolled_out(path: Path, folder: Path) -> dict[str, Trajectory]:
     """A run in this process; every trajectory by its episode."""
-    loaded = load_spec(path)
-    form = load_format(loaded.spec.model, loaded.base)
-    backend = open_backend(loaded, form)
-    await backend.start()
-    try:
-        with RunStore.create(folder, RunHeader.of(loaded)) as store:
-            result = await Runner(loaded, load_tasks(loaded), form, backend, store).run()
-            assert not result.faults
-            return {trajectory.episode_id: trajectory for trajectory in store.trajectories()}
-    finally:
-        await backend.close()
+    ran = await run_to_end(path, folder)
+    assert not ran.result.faults
+    return ran.trajectories
 
 
 @pytest.fixture
@@ -110,7 +90,7 @@ def code_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_rows_of_a_run_are_what_the_server_says_it_sampled(
     sglang_server: Running, make_spec: MakeSpec, tmp_path: Path
 ) -> None:
-    code, out, err = finish(engine("run", make_spec(sglang_server.url), "--out", "runs", cwd=tmp_path))
+    code, out, err = ended(engine("run", make_spec(sglang_server.url), "--out", "runs", cwd=tmp_path))
     assert code == 0, out + err
     (folder,) = (tmp_path / "runs").iterdir()
     store = RunStore.open(folder, readonly=True)
@@ -136,7 +116,7 @@ def test_the_rows_of_a_run_are_what_the_server_says_it_sampled(
         sampled = np.flatnonzero(row["loss_mask"])
         np.testing.assert_allclose([scored[at][0] for at in sampled], row["logprobs"][sampled], atol=2e-4)
 
-    code, out, err = finish(engine("replay", folder, cwd=tmp_path))
+    code, out, err = ended(engine("replay", folder, cwd=tmp_path))
     assert code == 0, out + err
     tokens = sum(len(branch.input_ids) for trajectory in trajectories for branch in trajectory.branches)
     assert out.strip() == f"6 episodes, {tokens} tokens replayed: 6 the same to the byte"
@@ -177,7 +157,7 @@ def test_ctrl_c_leaves_no_request_on_the_server(sglang_server: Running, make_spe
     process = engine("run", long, "--out", "runs", cwd=tmp_path)
     wait_until(lambda: working(sglang_server.url) == 6, 60)
     process.send_signal(signal.SIGINT)
-    code, out, err = finish(process)
+    code, out, err = ended(process)
     assert code == 130, out + err
     assert "Interrupted. To finish it: engine run --resume" in out
     wait_until(lambda: working(sglang_server.url) == 0, 5)
@@ -273,7 +253,7 @@ def test_a_run_starts_its_server_starts_it_again_and_leaves_no_process(
     logs: list[Path] = []
 
     def sampling() -> bool:
-        assert process.poll() is None, finish(process)
+        assert process.poll() is None, ended(process)
         logs[:] = tmp_path.glob("runs/*/servers/server-0.log")
         return bool(logs) and logs[0].read_text(errors="replace").count("POST /generate") > 30
 
@@ -282,7 +262,7 @@ def test_a_run_starts_its_server_starts_it_again_and_leaves_no_process(
     port = log.read_text().splitlines()[0].partition("--port ")[2].split()[0]
     [pid] = server_processes(port)
     os.kill(pid, signal.SIGKILL)
-    status, out, err = finish(process)
+    status, out, err = ended(process)
     assert status == 0, out + err
     [told] = [json.loads(file.read_text()) for file in tmp_path.glob("runs/*/backend.json")]
     assert told["launched"][0]["restarts"] == 1

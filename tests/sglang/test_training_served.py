@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from command_line import trajectories_of
+from written_specs import TALKS_ON_WHEN_CUT, listener_spec, save_spec
 
 from engine.spec.load import load_spec
-from engine.store import RunStore
 from engine.store.header import RunHeader
 from engine.train import folder as folders
 from engine.train.trainer import Trainer
@@ -21,23 +21,15 @@ LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 
 def spec_of(folder: Path, server: Running, model: Path, train: dict[str, Any]) -> Path:
     spec = {
-        "spec": "episode/v1",
-        "name": "served",
-        "model": {"path": str(model)},
+        **listener_spec("served", model),
         "backend": {"kind": "sglang", "urls": [server.url]},
-        "tasks": {"source": "inline", "rows": [{"id": f"t{n}", "say": f"word {n}"} for n in range(6)], "id": "id"},
-        "prompt": [{"role": "user", "content": "Say {{say}}."}],
-        "user": {"use": "code_for_training:Listener"},
-        "machine": {"preset": "tools_and_user", "transitions": [
-            {"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}]},
+        "machine": TALKS_ON_WHEN_CUT,
         "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64},
         "rewards": {"credit": {"method": "turn_return", "gamma": 0.5}},
         "rollout": {"samples_per_task": 4, "seed": 3},
         "train": {"device": "cpu", "steps": 3, "tasks_per_step": 2, "optimizer": {"lr": 0.01}, "dynamic_sampling": False} | train,
     }  # fmt: skip
-    path = folder / "served.yaml"
-    path.write_text(yaml.safe_dump(spec))
-    return path
+    return save_spec(folder / "served.yaml", spec)
 
 
 @pytest.mark.parametrize(
@@ -63,10 +55,9 @@ async def test_each_step_samples_with_the_weights_of_the_step_before(
         assert line["sampler/diff_max"] < 1e-4
         assert line["staleness/max"] == 0.0
     versions: set[int] = set()
-    with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
-        for trajectory in store.trajectories():
-            for branch in trajectory.branches:
-                versions |= set(branch.weight_versions[branch.loss_mask == 1].tolist())
+    for trajectory in trajectories_of(trainer.folder / "rollouts"):
+        for branch in trajectory.branches:
+            versions |= set(branch.weight_versions[branch.loss_mask == 1].tolist())
     assert versions == {0, 1, 2}
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
+from command_line import trajectories_of
+from written_specs import TALKS_ON_WHEN_CUT, listener_spec, save_spec
 
 from engine.actions.role_models import RoleModel, RoleReply
 from engine.backends.servers.server import Server
@@ -16,7 +17,6 @@ from engine.errors import OutageError, TrainError
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import Message
 from engine.spec.load import load_spec
-from engine.store import RunStore
 from engine.store.header import RunHeader
 from engine.train import folder as folders
 from engine.train.checkpoint import checkpoints_of
@@ -31,23 +31,16 @@ PROBE = [Message(role="user", content="Say word 1.")]
 def begin(folder: Path, model: Path, backend: dict[str, Any], train: dict[str, Any], **changes: Any) -> Trainer:
     """A training of two turns per episode, with four updates."""
     spec = {
-        "spec": "episode/v1",
-        "name": "served",
-        "model": {"path": str(model)},
+        **listener_spec("served", model),
         "backend": {"kind": "sglang", **backend},
-        "tasks": {"source": "inline", "rows": [{"id": f"t{n}", "say": f"word {n}"} for n in range(6)], "id": "id"},
-        "prompt": [{"role": "user", "content": "Say {{say}}."}],
-        "user": {"use": "code_for_training:Listener"},
-        "machine": {"preset": "tools_and_user", "transitions": [
-            {"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}]},
+        "machine": TALKS_ON_WHEN_CUT,
         "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64},
         "rewards": {"credit": {"method": "turn_return", "gamma": 0.5}},
         "rollout": {"samples_per_task": 4, "seed": 3},
         "train": {"device": "cpu", "steps": 4, "tasks_per_step": 2, "optimizer": {"lr": 0.01}, "dynamic_sampling": False,
                   "checkpoints": {"every": 100}} | train,
     } | changes  # fmt: skip
-    path = folder / "served.yaml"
-    path.write_text(yaml.safe_dump(spec))
+    path = save_spec(folder / "served.yaml", spec)
     loaded = load_spec(path, [])
     return Trainer(loaded, folders.begin(folder / "runs", RunHeader.of(loaded)))
 
@@ -108,10 +101,9 @@ async def test_training_goes_on_when_one_of_two_servers_dies_during_a_push(
         assert line["sampler/diff_max"] < 1e-4
         assert line["staleness/max"] == 0.0
     versions: set[int] = set()
-    with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
-        for trajectory in store.trajectories():
-            for branch in trajectory.branches:
-                versions |= set(branch.weight_versions[branch.loss_mask == 1].tolist())
+    for trajectory in trajectories_of(trainer.folder / "rollouts"):
+        for branch in trajectory.branches:
+            versions |= set(branch.weight_versions[branch.loss_mask == 1].tolist())
     assert versions == {0, 1, 2, 3}
 
 

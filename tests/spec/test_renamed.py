@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from pydantic import BaseModel
+from written_specs import save_spec
 
 from engine.errors import StoreError
 from engine.schemas.backend import SGLangBackendSpec
@@ -46,9 +46,7 @@ def section(document: dict[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
 
 
 def write(folder: Path, document: dict[str, Any]) -> Path:
-    path = folder / "s.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return path
+    return save_spec(folder / "s.yaml", document)
 
 
 @pytest.mark.parametrize(("owner", "old", "new"), KEYS)

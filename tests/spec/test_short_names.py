@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import yaml
+from command_line import run_to_store
 from installed_packages import VAULTS, install
 from slow_cases import slow_but
-from typer.testing import CliRunner
 
 from engine.checks import check_spec
-from engine.cli.main import app
 from engine.errors import SpecError
 from engine.spec.access import Access
 from engine.spec.load import load_spec, override_spec
-from engine.store.store import RunStore, find_run
 
 CODE = """\
 from engine.schemas.environment import Reset, Step, UserTurn
@@ -132,9 +130,7 @@ def test_several_users_have_names(vaults: Path) -> None:
 
 def test_an_episode_runs_by_names_and_the_run_has_the_entry_points(vaults: Path, tiny_tokenizer_dir: Path) -> None:
     path = write(vaults, tiny_tokenizer_dir, ["<call>pick(lock='x')</call>", "Open."], **ALL)
-    result = CliRunner().invoke(app, ["run", str(path), "--quiet", "--out", str(vaults / "runs")])
-    assert result.exit_code == 0, result.output
-    with RunStore.open(find_run("latest", vaults / "runs"), readonly=True) as store:
+    with run_to_store(path, vaults / "runs") as store:
         (episode,) = store.trajectories()
         assert store.header.spec["environment"]["use"] == "vaults:Vault"
     assert [message.text for message in episode.messages if message.text] == ["a", "Say please.", "picked x", "Open."]
@@ -146,9 +142,7 @@ def test_an_adapter_of_a_package(vaults: Path, tiny_tokenizer_dir: Path) -> None
     parts = {"environment": {"adapter": "lockgym", "use": "Door-v1", "with": {"word": "shut"}}, "machine": "step"}
     path = write(vaults, tiny_tokenizer_dir, ["<call>pick(lock='x')</call>"], **parts)
     assert [item for item in check_spec(load_spec(path)) if item.severity == "error"] == []
-    result = CliRunner().invoke(app, ["run", str(path), "--quiet", "--out", str(vaults / "runs")])
-    assert result.exit_code == 0, result.output
-    with RunStore.open(find_run("latest", vaults / "runs"), readonly=True) as store:
+    with run_to_store(path, vaults / "runs") as store:
         (episode,) = store.trajectories()
     assert episode.outcome.failure is None
     assert episode.messages[1].text == "Say shut Door-v1."
@@ -158,9 +152,7 @@ def test_an_adapter_of_a_package(vaults: Path, tiny_tokenizer_dir: Path) -> None
 def test_a_kind_of_tool_servers_of_a_package(vaults: Path, tiny_tokenizer_dir: Path) -> None:
     parts = {"tools": [{"adapter": "keyring", "use": "gold"}], "machine": "tools"}
     path = write(vaults, tiny_tokenizer_dir, ["<call>turn()</call>", "Open."], **parts)
-    result = CliRunner().invoke(app, ["run", str(path), "--quiet", "--out", str(vaults / "runs")])
-    assert result.exit_code == 0, result.output
-    with RunStore.open(find_run("latest", vaults / "runs"), readonly=True) as store:
+    with run_to_store(path, vaults / "runs") as store:
         (episode,) = store.trajectories()
     assert episode.messages[2].text == "turned gold"
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
-import yaml
+from written_specs import save_spec, scripted_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -88,19 +88,12 @@ def spec_of(folder: Path, tokenizer: Path) -> Path:
     """Episodes of two turns; the first answer is wrong, the second right."""
     replies = [{"text": text, "delay": 0.3} for text in ("It is 41.", "It is 42.")]
     spec: dict[str, Any] = {
-        "spec": "episode/v1",
-        "name": "stored",
-        "model": {"path": str(tokenizer), "tool_calls": "hermes"},
-        "backend": {"kind": "scripted", "replies": replies},
-        "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(TASKS)], "id": "id"},
-        "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
+        **scripted_spec("stored", tokenizer, replies, TASKS),
         "user": {"use": "code_for_tests:Critic"},
         "machine": "retry_with_feedback",
         "rollout": {"samples_per_task": SAMPLES, "concurrency": 4, "live_episodes": 4, "seed": 3},
     }
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec))
-    return path
+    return save_spec(folder / "spec.yaml", spec)
 
 
 class Story(NamedTuple):

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import structlog
-import yaml
 from api_server import ApiServer
-from command_line import engine_here
+from command_line import engine_here, trajectories_of
+from written_specs import save_spec, scripted_spec
 
 from engine.masking import remember
 from engine.schemas.traces import TracesSpec
@@ -104,18 +104,12 @@ class Place:
     def run(self, traces: dict[str, Any], *, tasks: int = 1, command: str = "run", **changes: Any) -> Path:
         """Run the spec, and return the run's folder."""
         spec: dict[str, Any] = {
-            "spec": "episode/v1",
-            "name": "traced",
-            "model": {"path": str(self._tokenizer), "tool_calls": "hermes"},
-            "backend": {"kind": "scripted", "replies": [ADD, "It is 41.", "It is 42."]},
-            "tasks": {"source": "inline", "rows": [{"id": f"t{n}"} for n in range(tasks)], "id": "id"},
-            "prompt": [{"role": "user", "content": "What is 17 plus 25?"}],
+            **scripted_spec("traced", self._tokenizer, [ADD, "It is 41.", "It is 42."], tasks),
             "tools": [{"use": "code_for_tests:add"}],
             "user": {"use": "code_for_tests:Critic"},
             "traces": traces,
         }
-        path = self.folder / "spec.yaml"
-        path.write_text(yaml.safe_dump(spec | changes))
+        path = save_spec(self.folder / "spec.yaml", spec | changes)
         code, _, err = engine_here(command, path, cwd=self.folder)
         assert code == 0, err
         return list_runs(self.folder / "runs")[-1]
@@ -192,8 +186,7 @@ def test_an_episode_of_a_chat_api_is_traced_with_its_cost(kind: str, place: Plac
         backend = {"kind": kind, "url": server.url, "model": "some-model", "prices": prices}
         folder = place.run({"otlp": collector.url, "episodes": True}, backend=backend, user=None, machine="tools")
     spans = spans_of(collector.requests.get(timeout=120)[2])
-    with RunStore.open(folder, readonly=True) as store:
-        (trajectory,) = store.trajectories()
+    (trajectory,) = trajectories_of(folder)
     told = [attributes(span) for span in spans if span.name == "chat some-model"]
     assert [(each["gen_ai.provider.name"], each["gen_ai.usage.output_tokens"]) for each in told] == [(kind, 10)] * 2
     assert [each["episode.cost"] for each in told] == [turn.cost for turn in trajectory.turns]

@@ -13,6 +13,7 @@ import yaml
 from api_server import ApiServer
 from chat_kit import TEMPLATES
 from command_line import engine_here
+from written_specs import save_spec
 
 from engine.schemas.model import ModelSpec
 from engine.spec.load import load_spec
@@ -37,9 +38,7 @@ def api_spec(folder: Path, model: Path, server: ApiServer, **changes: Any) -> Pa
         "tools": [{"use": "code_for_tests:add"}],
         "machine": "tools",
     }
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec | changes))
-    return path
+    return save_spec(folder / "spec.yaml", spec | changes)
 
 
 def exported(folder: Path, model: Path, broken: bool = False, **changes: Any) -> list[dict[str, Any]]:
@@ -57,9 +56,7 @@ def sft_spec(folder: Path, model: Path, **changes: Any) -> Path:
         "train": {"kind": "sft", "data": {"path": "sft.jsonl"}, "steps": 2, "optimizer": {"lr": 0.003}},
     }
     spec["model"] = {"path": str(model)} | changes
-    path = folder / "sft.yaml"
-    path.write_text(yaml.safe_dump(spec))
-    return path
+    return save_spec(folder / "sft.yaml", spec)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from written_specs import listener_spec, save_spec
 
 from engine.errors import BackendError, TrainError
 from engine.schemas.train import TrainSpec
@@ -124,21 +124,15 @@ Begin = Callable[..., Trainer]
 def begin(tmp_path: Path, tiny_model_dir: Path) -> Begin:
     def make(urls: list[str], folder: Path | None = None, **train: Any) -> Trainer:
         spec = {
-            "spec": "episode/v1",
-            "name": "colocated",
-            "model": {"path": str(tiny_model_dir)},
+            **listener_spec("colocated", tiny_model_dir),
             "backend": {"kind": "sglang", "urls": urls, "timeout": "20s", "wait": "5s"},
-            "tasks": {"source": "inline", "rows": [{"id": f"t{n}", "say": f"word {n}"} for n in range(6)], "id": "id"},
-            "prompt": [{"role": "user", "content": "Say {{say}}."}],
-            "user": {"use": "code_for_training:Listener"},
             "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 96},
             "rewards": {"credit": {"method": "turn_return", "baseline": "none", "scale": "none"}},
             "rollout": {"samples_per_task": 2, "seed": 3},
             "train": {"device": "cpu", "steps": 3, "tasks_per_step": 2, "colocate": True, "dynamic_sampling": False,
                       "advantage_norm": "none", "checkpoints": {"every": 100}} | train,
         }  # fmt: skip
-        path = tmp_path / "colocated.yaml"
-        path.write_text(yaml.safe_dump(spec))
+        path = save_spec(tmp_path / "colocated.yaml", spec)
         loaded = load_spec(path, [])
         return Trainer(loaded, folder or folders.begin(tmp_path / "runs", RunHeader.of(loaded)))
 

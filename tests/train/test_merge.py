@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import typer
-import yaml
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
+from written_specs import save_spec
 
 from engine.cli.compare import compare
 from engine.cli.eval import evaluate
@@ -127,9 +127,7 @@ def spec(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) 
         "limits": {"assistant_turns": 2},
         "rollout": {"samples_per_task": 4},
     }
-    path = tmp_path / "demo.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return path
+    return save_spec(tmp_path / "demo.yaml", document)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import tiny_moe
-import yaml
+from written_specs import save_spec
 
 from engine.spec.load import LoadedSpec, load_spec
 from engine.train import plan_advice
@@ -65,25 +65,22 @@ def spec(tmp_path: Path, tiny_model_dir: Path) -> Any:
         )
 
     def make(seeing: bool = False, experts: bool = False, **train: Any) -> Path:
-        path = tmp_path / "spec.yaml"
         credit = {"method": "gae"} if "critic" in train else {"method": "turn_return"}
-        path.write_text(
-            yaml.safe_dump(
-                {
-                    "spec": "episode/v1",
-                    "name": "planned",
-                    "model": {"path": str(vlm() if seeing else moe() if experts else tmp_path / "model")},
-                    "backend": {"kind": "local"},
-                    "tasks": {"source": "inline", "rows": [{"id": "t"}], "id": "id"},
-                    "prompt": [{"role": "user", "content": "Say it."}],
-                    "machine": {"preset": "single_turn"},
-                    "limits": {"turn_tokens": 6},
-                    "rewards": {"credit": credit},
-                    "train": {"device": "cpu", "memory": {"max_tokens_per_microbatch": 300}} | train,
-                }
-            )
+        return save_spec(
+            tmp_path / "spec.yaml",
+            {
+                "spec": "episode/v1",
+                "name": "planned",
+                "model": {"path": str(vlm() if seeing else moe() if experts else tmp_path / "model")},
+                "backend": {"kind": "local"},
+                "tasks": {"source": "inline", "rows": [{"id": "t"}], "id": "id"},
+                "prompt": [{"role": "user", "content": "Say it."}],
+                "machine": {"preset": "single_turn"},
+                "limits": {"turn_tokens": 6},
+                "rewards": {"credit": credit},
+                "train": {"device": "cpu", "memory": {"max_tokens_per_microbatch": 300}} | train,
+            },
         )
-        return path
 
     return make
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ended_runs import run_to_end
 from nets_for_tests import build, make_row, plain
 from slow_cases import slow_after
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -297,23 +298,9 @@ def test_a_state_of_another_model_is_refused(folder: Path, tmp_path: Path) -> No
 
 async def rows_of(spec: Path, folder: Path) -> list[dict[str, Any]]:
     """The training rows of a run on the local backend."""
-    from engine.backends.registry import open_backend
-    from engine.runner.run import Runner
-    from engine.spec.load import load_spec
-    from engine.spec.tasks import load_tasks
-    from engine.store import RunHeader, RunStore
     from engine.store.export import export_rows
-    from engine.tokens.loading import load_format as format_of
 
-    loaded = load_spec(spec)
-    form = format_of(loaded.spec.model, loaded.base)
-    backend = open_backend(loaded, form)
-    await backend.start()
-    with RunStore.create(folder, RunHeader.of(loaded)) as store:
-        try:
-            await Runner(loaded, load_tasks(loaded), form, backend, store).run()
-        finally:
-            await backend.close()
+    with (await run_to_end(spec, folder)).store as store:
         return list(export_rows(store, trainable_only=True))
 
 

@@ -11,18 +11,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from ended_runs import run_to_end
 from nets_for_tests import plain
 from safetensors.torch import load_file
 from slow_cases import slow_but
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
-from engine.backends.registry import open_backend
 from engine.checks import check_spec
 from engine.errors import SpecError, StoreError, TrainError
-from engine.runner.run import Runner
 from engine.spec.load import load_spec
-from engine.spec.tasks import load_tasks
-from engine.store import RunStore
 from engine.store.export import export_rows, write_jsonl
 from engine.store.header import RunHeader
 from engine.store.loader import read_rows
@@ -44,20 +42,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> 
     spec = yaml_spec(tiny_model_dir)
     (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
     loaded = load_spec(folder / "spec.yaml")
-
-    async def run() -> None:
-        form = load_format(loaded.spec.model, loaded.base)
-        backend = open_backend(loaded, form)
-        store = RunStore.create(folder, RunHeader.of(loaded, run_id="run"))
-        await backend.start()
-        try:
-            await Runner(loaded, load_tasks(loaded), form, backend, store).run()
-            write_jsonl(export_rows(store), folder / "rows.jsonl")
-        finally:
-            store.close()
-            await backend.close()
-
-    asyncio.run(run())
+    ran = asyncio.run(run_to_end(loaded, folder, header=RunHeader.of(loaded, run_id="run")))
+    with ran.store as store:
+        write_jsonl(export_rows(store), folder / "rows.jsonl")
     return folder / "rows.jsonl"
 
 
@@ -71,10 +58,7 @@ def yaml_spec(model: Path, **changes: Any) -> dict[str, Any]:
         "tasks": {"source": "inline", "rows": [{"say": f"word {number}"} for number in range(6)]},
         "prompt": [{"role": "user", "content": "Say {{say}}."}],
         "user": {"use": "code_for_training:Listener"},
-        "machine": {
-            "preset": "tools_and_user",
-            "transitions": [{"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}],
-        },
+        "machine": TALKS_ON_WHEN_CUT,
         "limits": {"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64},
         "rollout": {"samples_per_task": 4, "seed": 3},
     } | changes
@@ -85,9 +69,7 @@ def sft_spec(tmp_path: Path, tiny_model_dir: Path, exported: Path) -> Any:
     def make(train: dict[str, Any] | None = None, data: dict[str, Any] | None = None, **changes: Any) -> Path:
         section = {"kind": "sft", "data": {"path": str(exported), "episodes_per_step": 5} | (data or {}), "steps": 3}
         section |= {"optimizer": {"lr": 0.003}, "checkpoints": {"every": 2}} | (train or {})
-        path = tmp_path / "sft.yaml"
-        path.write_text(yaml.safe_dump(yaml_spec(tiny_model_dir, train=section, **changes)))
-        return path
+        return save_spec(tmp_path / "sft.yaml", yaml_spec(tiny_model_dir, train=section, **changes))
 
     return make
 

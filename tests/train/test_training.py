@@ -14,6 +14,7 @@ from typing import Any
 import code_for_training as spec_code
 import pytest
 import yaml
+from command_line import engine_apart, engine_environment, engine_process, trajectories_of
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -28,7 +29,6 @@ from engine.train.checkpoint import checkpoints_of
 from engine.train.trainer import Trainer
 
 HERE = Path(spec_code.__file__).parent
-PYTHONPATH = f"{HERE}{os.pathsep}{HERE.parents[1]}"
 
 
 def begin(spec: Path, out: Path, *overrides: str) -> Trainer:
@@ -173,10 +173,9 @@ async def test_asynchronous_training_stays_within_its_staleness(train_spec: Any,
     assert max(behind) <= 2
     assert max(behind) > 0  # and it did run ahead
     versions = set()
-    with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
-        for trajectory in store.trajectories():
-            for branch in trajectory.branches:
-                versions |= set(branch.weight_versions[branch.loss_mask == 1].tolist())
+    for trajectory in trajectories_of(trainer.folder / "rollouts"):
+        for branch in trajectory.branches:
+            versions |= set(branch.weight_versions[branch.loss_mask == 1].tolist())
     assert {0, 1, 2, 3} <= versions
 
 
@@ -332,11 +331,7 @@ def test_without_a_section_it_says_what_to_write(train_spec: Any, tmp_path: Path
 @pytest.mark.slow
 def test_from_the_command_line_killed_and_taken_up_again(train_spec: Any, tmp_path: Path) -> None:
     spec = train_spec(train={"steps": 6, "checkpoints": {"every": 1}})
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    command = [sys.executable, "-m", "engine.cli.main", "train"]
-    process = subprocess.Popen(
-        [*command, str(spec), "--out", str(tmp_path / "runs")], env=environment, stdout=subprocess.PIPE, text=True
-    )
+    process = engine_process("train", spec, "--out", tmp_path / "runs", modules=[HERE])
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step 3/"):
@@ -344,19 +339,14 @@ def test_from_the_command_line_killed_and_taken_up_again(train_spec: Any, tmp_pa
     os.kill(process.pid, signal.SIGKILL)
     process.wait(60)
     (folder,) = folders.trainings(tmp_path / "runs")
-    done = subprocess.run(
-        [*command, "--resume", str(folder)], env=environment, capture_output=True, text=True, check=False, timeout=240
-    )
+    done = engine_apart("train", "--resume", folder, modules=[HERE])
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert "Checkpoint:" in done.stdout
     model = checkpoints_of(folder)[-1] / "model"
-    measured = subprocess.run(
-        [*command[:-1], "eval", str(spec), "--model", str(model), "--limit", "2", "--format", "json",
-         "--out", str(tmp_path / "evals")],
-        env=environment, capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
+    words = ["eval", spec, "--model", model, "--limit", "2", "--format", "json", "--out", tmp_path / "evals"]
+    measured = engine_apart(*words, modules=[HERE])
     assert measured.returncode == 0, measured.stderr
     assert json.loads(measured.stdout)["estimates"]["reward"]["tasks"] == 2
 
@@ -368,7 +358,7 @@ def test_two_processes_train_as_one(train_spec: Any, tmp_path: Path) -> None:
     # With a small epsilon Adam's first steps are the gradient's signs: rounding would turn those of the smallest entries around.
     train["optimizer"] = {"lr": 0.003, "eps": 0.01}
     spec = train_spec(train=train)
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
+    environment = engine_environment(HERE, OMP_NUM_THREADS="1")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     told = {}
     for name, how in (("one", [sys.executable]), ("two", launch)):

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import vision_kit
+from command_line import trajectories_of
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from engine.cli.main import app
 from engine.environments.geo3k_data import SHIPPED
 from engine.spec.load import load_spec
-from engine.store import RunStore
 
 SPECS = Path(__file__).parents[2] / "specs"
 PROBLEMS = "tasks={source: python, use: 'engine.environments.geo3k:problems', id: id, limit: 4}"
@@ -68,8 +68,7 @@ def test_a_step(name: str, build: Any, architecture: str, tasks: str, tmp_path: 
     assert result.exit_code == 0, result.output
     folder = tmp_path / "runs/one"
     (line,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    with RunStore.open(folder / "rollouts", readonly=True) as store:
-        episodes = list(store.trajectories())
+    episodes = trajectories_of(folder / "rollouts")
     # AReaL's bound lets the next steps' groups begin, but there is one step
     assert len(episodes) == line["episodes/count"] == 8
     assert [episode.outcome.failure for episode in episodes] == [None] * 8

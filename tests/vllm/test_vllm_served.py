@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
+from command_line import engine_apart
+from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.backends.vllm.client import VLLMBackend
 from engine.errors import BackendError
@@ -40,21 +38,16 @@ def write_spec(folder: Path, model: Path, backend: dict[str, Any], **changes: An
         "tasks": {"source": "inline", "rows": [{"id": "a", "n": 17}, {"id": "b", "n": 25}], "id": "id"},
         "prompt": [{"role": "user", "content": "What is {{n}} plus 25?"}],
         "user": {"use": "code_for_training:Listener"},
-        "machine": {"preset": "tools_and_user", "transitions": [
-            {"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}]},
+        "machine": TALKS_ON_WHEN_CUT,
         "limits": {"turn_tokens": 24, "assistant_turns": 3},
         "rollout": {"seed": 3, "samples_per_task": 3},
     }  # fmt: skip
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec | changes))
-    return path
+    return save_spec(folder / "spec.yaml", spec | changes)
 
 
 def run(spec: Path, out: Path) -> tuple[Path, str]:
     """Run a spec by the command. Returns the run's folder and what the command printed."""
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parent / 'train'}{os.pathsep}{HERE.parents[1]}", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "engine.cli.main", "run", str(spec), "--out", str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    done = engine_apart("run", spec, "--out", out, modules=[HERE.parent / "train"])
     (folder,) = out.iterdir()
     return folder, " ".join((done.stdout + done.stderr).split())
 

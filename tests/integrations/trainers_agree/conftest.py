@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from trainer_kit import FORGETFUL
+from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.spec.load import load_spec
 from engine.store.header import RunHeader
@@ -55,10 +55,7 @@ def record(folder: Path, model: Path, tasks: int) -> Recorded:
         "tasks": {"source": "inline", "rows": [{"id": f"t{n}", "say": f"word {n}"} for n in range(tasks)], "id": "id"},
         "prompt": [{"role": "user", "content": "Say {{say}}."}],
         "user": {"use": "uneven_listener:UnevenListener"},
-        "machine": {
-            "preset": "tools_and_user",
-            "transitions": [{"trigger": "truncated", "source": "GENERATING", "dest": "AWAITING_USER_FEEDBACK"}],
-        },
+        "machine": TALKS_ON_WHEN_CUT,
         "limits": {"turn_tokens": 8, "assistant_turns": 2, "episode_tokens": 96},
         "rewards": {"credit": {"method": "turn_return", "gamma": 0.5}},
         "rollout": {"samples_per_task": SAMPLES, "seed": 3},
@@ -70,8 +67,7 @@ def record(folder: Path, model: Path, tasks: int) -> Recorded:
             "rollout_correction": {"kind": "none"},
         },
     }
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec))
+    path = save_spec(folder / "spec.yaml", spec)
     loaded = load_spec(path)
     seen: list[dict[str, Any]] = []
     update = Learner._update
