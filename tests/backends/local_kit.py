@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from generate_requests import generate_request
 
 from engine.backends.local.backend import LocalBackend
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
@@ -30,19 +31,9 @@ def ask(
     stop_ids: tuple[int, ...] = (),
     **more: Any,
 ) -> GenerateRequest:
-    request = {name: more.pop(name) for name in ("banned_token_ids", "images", "adapter") if name in more}
-    return GenerateRequest.read(
-        {
-            "episode_id": episode,
-            "turn": turn,
-            "input_ids": ids,
-            "sampling": SamplingParams(**more),
-            "max_new_tokens": most,
-            "stop_token_ids": list(stop_ids),
-            "seed": seed,
-            **request,
-        }
-    )
+    changes = {name: more.pop(name) for name in ("banned_token_ids", "images", "adapter") if name in more}
+    changes |= {"turn": turn, "max_new_tokens": most, "stop_token_ids": list(stop_ids), "seed": seed}
+    return generate_request(ids, SamplingParams(**more), episode=episode, **changes)
 
 
 def prompts(count: int, seed: int = 0, shortest: int = 3, longest: int = 70) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.schemas.backend import SGLangBackendSpec
-from engine.schemas.generation import GenerateRequest, SamplingParams
+from engine.schemas.generation import SamplingParams
 from engine.tokens.experts import ExpertLayout
 from engine.tokens.format import ChatFormat
 
@@ -71,19 +71,6 @@ async def cluster(
             for fake in fakes:
                 fake.requests = 0
         yield Cluster(fakes, urls, backend)
-
-
-def request(ids: list[int] | None = None, *, episode: str = "e", **changes: Any) -> GenerateRequest:
-    fields: dict[str, Any] = {
-        "episode_id": episode,
-        "turn": 0,
-        "input_ids": [1, 22, 333] if ids is None else ids,
-        "sampling": SamplingParams(),
-        "max_new_tokens": 8,
-        "stop_token_ids": [2],
-        "seed": 0,
-    }
-    return GenerateRequest.read(fields | changes)
 
 
 def answers(body: bytes, status: int = 200) -> Callable[[Call], Any]:

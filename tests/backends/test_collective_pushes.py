@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import torch
+from generate_requests import generate_request as request
 from joined_sglang import JoinedSGLang
-from sglang_cluster import request
 from slow_cases import slow_after
 from test_push_outages import Policy
 

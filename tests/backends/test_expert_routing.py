@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sglang_cluster import OUTPUT, Cluster, FakeSGLang, changed, cluster, request
+from generate_requests import generate_request as request
+from sglang_cluster import OUTPUT, Cluster, FakeSGLang, changed, cluster
 from written_specs import save_spec
 
 from engine.backends.registry import open_backend

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_moe
 import torch
+from generate_requests import generate_request
 from nets_for_tests import build
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +18,7 @@ from engine.backends.local.backend import LocalBackend
 from engine.backends.local.routers import routers_of
 from engine.errors import BackendError
 from engine.schemas.backend import LocalBackendSpec
-from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
+from engine.schemas.generation import GenerateRequest, Generation
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +32,8 @@ def backend_of(folder: Path, **spec: Any) -> LocalBackend:
 
 
 def request(episode: str, ids: list[int], start: int | None) -> GenerateRequest:
-    return GenerateRequest.read(
-        {
-            "episode_id": episode, "turn": 0, "input_ids": ids, "sampling": SamplingParams(), "max_new_tokens": 9,
-            "stop_token_ids": [], "seed": len(ids), "experts_from": start,
-        }
-    )  # fmt: skip
+    changes = {"max_new_tokens": 9, "stop_token_ids": [], "seed": len(ids), "experts_from": start}
+    return generate_request(ids, episode=episode, **changes)
 
 
 def own_choices(folder: Path, ids: list[int]) -> np.ndarray:

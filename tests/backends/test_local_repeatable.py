@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from generate_requests import generate_request
 
 from engine.backends.local.backend import LocalBackend
 from engine.backends.local.load import PackedModel
@@ -27,17 +28,9 @@ def prompt(episode: int) -> np.ndarray:
 
 
 def ask(episode: int, turn: int, ids: np.ndarray) -> GenerateRequest:
-    return GenerateRequest.read(
-        {
-            "episode_id": str(episode),
-            "turn": turn,
-            "input_ids": ids,
-            "sampling": SamplingParams(temperature=1.0, top_p=0.9 if episode % 3 == 0 else 1.0),
-            "max_new_tokens": 11 + episode,
-            "stop_token_ids": [],
-            "seed": 1000 * episode + turn,
-        }
-    )
+    sampling = SamplingParams(temperature=1.0, top_p=0.9 if episode % 3 == 0 else 1.0)
+    changes = {"turn": turn, "max_new_tokens": 11 + episode, "stop_token_ids": [], "seed": 1000 * episode + turn}
+    return generate_request(ids, sampling, episode=str(episode), **changes)
 
 
 async def play(

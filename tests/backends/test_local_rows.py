@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from generate_requests import generate_request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,6 @@ from engine.backends.local.kv import Chunk, KVRows, Plan
 from engine.backends.local.rows import PendingReply, Row, RowTable, common_prefix
 from engine.backends.local.sampler import SamplingState
 from engine.backends.stops import StopStrings
-from engine.schemas.generation import GenerateRequest, SamplingParams
 
 CPU = torch.device("cpu")
 HEADS, WIDTH = 2, 4
@@ -27,17 +27,7 @@ def loop() -> Any:
 
 
 def pending(loop: asyncio.AbstractEventLoop, ids: list[int], episode: str, most: int = 4) -> PendingReply:
-    request = GenerateRequest.read(
-        {
-            "episode_id": episode,
-            "turn": 0,
-            "input_ids": ids,
-            "sampling": SamplingParams(),
-            "max_new_tokens": most,
-            "stop_token_ids": [],
-            "seed": 0,
-        }
-    )
+    request = generate_request(ids, episode=episode, max_new_tokens=most, stop_token_ids=[])
     sampling = SamplingState(request, 1000, CPU)
     return PendingReply(request, loop.create_future(), loop, sampling, StopStrings(str, []), most)
 

@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from generate_requests import generate_request
 from hypothesis import given
 from hypothesis import strategies as st
 from slow_cases import slow_but, slow_but_each
 
 from engine.backends.local.sampler import SamplingState, sample, uniforms
-from engine.schemas.generation import GenerateRequest, SamplingParams
+from engine.schemas.generation import SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -19,18 +20,8 @@ CPU = torch.device("cpu")
 def state(
     vocab: int, *, seed: int = 0, stop_ids: tuple[int, ...] = (), banned: tuple[int, ...] = (), **sampling: Any
 ) -> SamplingState:
-    request = GenerateRequest.read(
-        {
-            "episode_id": "e",
-            "turn": 0,
-            "input_ids": [0],
-            "sampling": SamplingParams(**sampling),
-            "max_new_tokens": 1,
-            "stop_token_ids": list(stop_ids),
-            "banned_token_ids": list(banned),
-            "seed": seed,
-        }
-    )
+    changes = {"stop_token_ids": list(stop_ids), "banned_token_ids": list(banned), "seed": seed}
+    request = generate_request([0], SamplingParams(**sampling), max_new_tokens=1, **changes)
     return SamplingState(request, vocab, CPU)
 
 

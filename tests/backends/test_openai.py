@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from generate_requests import generate_request
 
 from engine.backends.budget import Budget
 from engine.backends.openai import OpenAIBackend
@@ -76,12 +77,9 @@ async def endpoint(
 def request(
     messages: list[Message] | None = None, sampling: SamplingParams | None = None, **changes: Any
 ) -> GenerateRequest:
-    fields: dict[str, Any] = {
-        "episode_id": "e", "turn": 0, "input_ids": [], "sampling": sampling or SamplingParams(),
-        "max_new_tokens": 9, "stop_token_ids": [2], "seed": 2**40 + 5,
-        "messages": [Message(role="user", content="hi")] if messages is None else messages,
-    }  # fmt: skip
-    return GenerateRequest.read(fields | changes)
+    asked = [Message(role="user", content="hi")] if messages is None else messages
+    fields = {"max_new_tokens": 9, "seed": 2**40 + 5, "messages": asked} | changes
+    return generate_request([], sampling, **fields)
 
 
 def completion(message: dict[str, Any] | None = None, finish: str = "stop", **more: Any) -> tuple[int, bytes]:

@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from generate_requests import generate_request as request
 from outage_server import Server
-from sglang_cluster import Call, cluster, request
+from sglang_cluster import Call, cluster
 from slow_cases import each_once, slow_after
 
 from engine.backends.http.outage import Outage

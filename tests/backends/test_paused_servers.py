@@ -22,7 +22,8 @@ from engine.train.sync_sglang import DiskSync, TensorSync
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sglang_cluster import OUTPUT, FakeSGLang, request
+from generate_requests import generate_request as request
+from sglang_cluster import OUTPUT, FakeSGLang
 from test_push_outages import Policy
 
 

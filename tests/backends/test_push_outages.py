@@ -24,7 +24,8 @@ from engine.train.sync_sglang import AdapterSync, DiskSync
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from sglang_cluster import OUTPUT, FakeSGLang, request
+from generate_requests import generate_request as request
+from sglang_cluster import OUTPUT, FakeSGLang
 from slow_cases import slow_after
 
 Death = Literal["for good", "restarted", "connection"]

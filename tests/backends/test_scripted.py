@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from generate_requests import generate_request
 from pydantic import ValidationError
 
 from engine.backends.base import Backend
@@ -37,17 +38,7 @@ def form(tiny_tokenizer_dir: Path) -> ChatFormat:
 
 
 def ask(turn: int = 0, episode: str = "sum/0", most: int = 200, **sampling: Any) -> GenerateRequest:
-    return GenerateRequest.read(
-        {
-            "episode_id": episode,
-            "turn": turn,
-            "input_ids": [5, 6, 7],
-            "sampling": SamplingParams(**sampling),
-            "max_new_tokens": most,
-            "stop_token_ids": [2],
-            "seed": 0,
-        }
-    )
+    return generate_request([5, 6, 7], SamplingParams(**sampling), episode=episode, turn=turn, max_new_tokens=most)
 
 
 def play(form: ChatFormat, script: Any, **kwargs: Any) -> ScriptedBackend:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from bad_replies import BAD_REPLIES, BROKEN, SERVER_ERRORS
-from sglang_cluster import OUTPUT, Call, answers, changed, cluster, request
+from generate_requests import generate_request as request
+from sglang_cluster import OUTPUT, Call, answers, changed, cluster
 
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.generation import FinishReason, SamplingParams, VersionSpan

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from sglang_cluster import cluster, request
+from generate_requests import generate_request as request
+from sglang_cluster import cluster
 
 from engine.backends.base import ServerWeights
 from engine.errors import BackendError

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from examples import examples
+from generate_requests import generate_request as request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_cluster import OUTPUT, Call, answers, changed, cluster, request
+from sglang_cluster import OUTPUT, Call, answers, changed, cluster
 
 from engine.backends.http import framing
 from engine.backends.http.client import HttpClient

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from bad_replies import BROKEN, SERVER_ERRORS
-from sglang_cluster import OUTPUT, Call, answers, cluster, request
+from generate_requests import generate_request as request
+from sglang_cluster import OUTPUT, Call, answers, cluster
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError

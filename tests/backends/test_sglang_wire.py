@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from generate_requests import generate_request
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,19 +22,7 @@ from engine.schemas.generation import FinishReason, GenerateRequest, SamplingPar
 VOCAB = 1000
 
 
-def request(
-    ids: list[int], *, episode: str = "e", sampling: SamplingParams | None = None, **changes: Any
-) -> GenerateRequest:
-    fields: dict[str, Any] = {
-        "episode_id": episode,
-        "turn": 0,
-        "input_ids": ids,
-        "sampling": sampling or SamplingParams(),
-        "max_new_tokens": 8,
-        "stop_token_ids": [2],
-        "seed": 41,
-    }
-    return GenerateRequest.read(fields | changes)
+request = partial(generate_request, seed=41)
 
 
 def encode(encoder: Encoder, asked: GenerateRequest, rid: str = "rid-0") -> Outgoing:

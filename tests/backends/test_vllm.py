@@ -6,11 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from generate_requests import generate_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_server import EOS, VOCAB, Fault, VLLMServer, log_softmax, reply
@@ -24,18 +26,7 @@ from engine.schemas.backend import LaunchSpec, VLLMBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, ImagePart, SamplingParams
 from engine.tokens.format import ChatFormat
 
-
-def asked(ids: list[int] | None = None, **changes: Any) -> GenerateRequest:
-    fields: dict[str, Any] = {
-        "episode_id": "e",
-        "turn": 0,
-        "input_ids": [1, 22, 333] if ids is None else ids,
-        "sampling": SamplingParams(),
-        "max_new_tokens": 8,
-        "stop_token_ids": [EOS],
-        "seed": 41,
-    }
-    return GenerateRequest.read(fields | changes)
+asked = partial(generate_request, stop_token_ids=[EOS], seed=41)
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from generate_requests import generate_request
 
 from engine.backends.openai import OpenAIBackend
 from engine.backends.sglang.client import SGLangBackend
@@ -24,11 +25,7 @@ Running = Any
 
 
 def request(ids: list[int], sampling: SamplingParams = GREEDY, **changes: Any) -> GenerateRequest:
-    fields: dict[str, Any] = {
-        "episode_id": "e", "turn": 0, "input_ids": ids, "sampling": sampling, "max_new_tokens": 48,
-        "stop_token_ids": [2], "seed": 0,
-    }  # fmt: skip
-    return GenerateRequest.read(fields | changes)
+    return generate_request(ids, sampling, max_new_tokens=48, **changes)
 
 
 async def test_greedy_sampling_gives_the_same_tokens_here_and_there(

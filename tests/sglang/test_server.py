@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from generate_requests import generate_request
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.doctor.examine import MINIMUM_SGLANG
 from engine.doctor.facts import release, sglang_of
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.backend import SGLangBackendSpec
-from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
+from engine.schemas.generation import FinishReason, Generation, SamplingParams
 from engine.tokens.format import ChatFormat
 
 Running = Any
@@ -56,17 +57,7 @@ async def at_first(backend: SGLangBackend, tiny_model_dir: Path) -> AsyncIterato
     await backend.control.update_weights_from_disk(str(tiny_model_dir), 0)
 
 
-def request(ids: Sequence[int], sampling: SamplingParams | None = None, **changes: Any) -> GenerateRequest:
-    fields: dict[str, Any] = {
-        "episode_id": "e",
-        "turn": 0,
-        "input_ids": list(ids),
-        "sampling": sampling or SamplingParams(),
-        "max_new_tokens": 24,
-        "stop_token_ids": [2],
-        "seed": 7,
-    }
-    return GenerateRequest.read(fields | changes)
+request = partial(generate_request, max_new_tokens=24, seed=7)
 
 
 @cache

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from generate_requests import generate_request
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
@@ -26,11 +27,8 @@ Running = Any
 
 
 def request(number: int, **changes: Any) -> GenerateRequest:
-    fields: dict[str, Any] = {
-        "episode_id": f"e{number}", "turn": 0, "input_ids": [number + 3, 20, 30],
-        "sampling": HOT, "max_new_tokens": 300, "stop_token_ids": [2], "seed": number,
-    }  # fmt: skip
-    return GenerateRequest.read(fields | changes)
+    fields = {"max_new_tokens": 300, "seed": number} | changes
+    return generate_request([number + 3, 20, 30], HOT, episode=f"e{number}", **fields)
 
 
 async def test_a_server_killed_in_the_middle_loses_no_reply_and_none_is_counted_twice(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from generate_requests import generate_request
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.backends.sglang.client import SGLangBackend
@@ -83,11 +84,8 @@ def nudge(policy: Policy, seed: int = 5) -> None:
 
 
 def request(ids: Sequence[int] = PROMPT, **changes: Any) -> GenerateRequest:
-    fields: dict[str, Any] = {
-        "episode_id": "e", "turn": 0, "input_ids": list(ids), "max_new_tokens": 24,
-        "sampling": HOT, "stop_token_ids": [], "seed": 7,
-    }  # fmt: skip
-    return GenerateRequest.read(fields | changes)
+    fields = {"max_new_tokens": 24, "stop_token_ids": [], "seed": 7} | changes
+    return generate_request(ids, HOT, **fields)
 
 
 def spans(generation: Generation) -> list[tuple[int, int]]:

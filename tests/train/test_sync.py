@@ -6,11 +6,13 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from generate_requests import generate_request
 from hypothesis import given
 from hypothesis import strategies as st
 from slow_cases import slow_after
@@ -21,7 +23,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
 from engine.schemas.backend import LocalBackendSpec, SGLangBackendSpec
 from engine.schemas.episode import EpisodeSpec
-from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
+from engine.schemas.generation import Generation, SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.tokens.loading import load_format
@@ -59,12 +61,13 @@ def nudge(policy: Policy, size: float = 0.05) -> None:
             parameter += size * torch.randn(parameter.shape, generator=generator)
 
 
-def request(ids: list[int], **changes: Any) -> GenerateRequest:
-    fields: dict[str, Any] = {
-        "episode_id": "e", "turn": 0, "input_ids": ids, "max_new_tokens": 16, "stop_token_ids": [],
-        "sampling": SamplingParams(temperature=1.0, ignore_eos=True), "seed": 7,
-    }  # fmt: skip
-    return GenerateRequest.read(fields | changes)
+request = partial(
+    generate_request,
+    sampling=SamplingParams(temperature=1.0, ignore_eos=True),
+    max_new_tokens=16,
+    stop_token_ids=[],
+    seed=7,
+)
 
 
 def by_transformers(folder: Path, prompt: list[int], generation: Generation) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from generate_requests import generate_request
 from PIL import Image
 from slow_cases import slow_but
 from vision_code import FIRST, SECOND, THIRD
@@ -47,19 +48,17 @@ def ask(form: ChatFormat, episode: int, turn: int, ids: Sequence[int], images: S
     assert form.vision is not None
     digests = [digest_of(data) for data in images]
     expanded, placed = form.vision.expand(ids, digests)
-    return GenerateRequest.read(
-        {
-            "episode_id": str(episode),
-            "turn": turn,
-            "input_ids": expanded,
-            "sampling": SamplingParams(top_p=0.9 if episode % 3 == 0 else 1.0),
-            "max_new_tokens": 9 + episode,
-            "stop_token_ids": [],
-            "banned_token_ids": form.vision.banned,
-            "seed": 100 * episode + turn,
-            "images": [ImagePart(image=digest) for digest in digests],
-            "image_spans": [(start, start + len(picture.ids)) for picture, start in placed],
-        }
+    return generate_request(
+        expanded,
+        SamplingParams(top_p=0.9 if episode % 3 == 0 else 1.0),
+        episode=str(episode),
+        turn=turn,
+        max_new_tokens=9 + episode,
+        stop_token_ids=[],
+        banned_token_ids=form.vision.banned,
+        seed=100 * episode + turn,
+        images=[ImagePart(image=digest) for digest in digests],
+        image_spans=[(start, start + len(picture.ids)) for picture, start in placed],
     )
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from generate_requests import generate_request
 from vision_code import FIRST, SECOND, pil
 
 from engine.backends.sglang.request_body import Encoder
 from engine.errors import BackendError
-from engine.schemas.generation import GenerateRequest, SamplingParams
+from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import ImagePart
 from engine.schemas.model import ModelSpec
 from engine.tokens.images import digest_of
@@ -34,19 +35,12 @@ def vision(vlm: Callable[[str], Path]) -> Vision:
 def request(vision: Vision, ids: list[int], *images: bytes) -> GenerateRequest:
     digests = [digest_of(data) for data in images]
     expanded, placed = vision.expand(ids, digests)
-    return GenerateRequest.read(
-        {
-            "episode_id": "e",
-            "turn": 0,
-            "input_ids": expanded,
-            "sampling": SamplingParams(),
-            "max_new_tokens": 8,
-            "stop_token_ids": [2],
-            "banned_token_ids": vision.banned,
-            "seed": 1,
-            "images": [ImagePart(image=digest) for digest in digests],
-            "image_spans": [(start, start + len(picture.ids)) for picture, start in placed],
-        }
+    return generate_request(
+        expanded,
+        banned_token_ids=vision.banned,
+        seed=1,
+        images=[ImagePart(image=digest) for digest in digests],
+        image_spans=[(start, start + len(picture.ids)) for picture, start in placed],
     )
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import engine_apart
+from generate_requests import generate_request
 from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.backends.vllm.client import VLLMBackend
 from engine.errors import BackendError
 from engine.schemas.backend import LocalBackendSpec, VLLMBackendSpec
-from engine.schemas.generation import GenerateRequest, SamplingParams
+from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.store import RunStore
@@ -93,12 +94,7 @@ async def test_greedy_tokens_are_those_of_transformers(vllm_url: str, served_mod
     await remote.start()
     try:
         ids = format.encode("<|im_start|>user\nWhat is 17 plus 25?<|im_end|>\n<|im_start|>assistant\n")
-        request = GenerateRequest.read(
-            {
-                "episode_id": "e", "turn": 0, "input_ids": ids, "sampling": greedy, "max_new_tokens": 48,
-                "stop_token_ids": [2], "seed": 0,
-            }
-        )  # fmt: skip
+        request = generate_request(ids, greedy, max_new_tokens=48)
         here, there = await asyncio.gather(local.generate(request), remote.generate(request))
     finally:
         await local.close()
