@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainings import begin_training
 from written_specs import listener_spec, save_spec
 
 from engine.spec.load import load_spec
 from engine.store import RunStore
-from engine.store.header import RunHeader
 from engine.tokens.loading import load_format
-from engine.train import folder as folders
 from engine.train.batch_log import BatchLog
 from engine.train.metrics import read_metrics
 from engine.train.trainer import Trainer
@@ -97,7 +96,7 @@ def begin(folder: Path, model: Path, url: str, drivers: int, on_step: Any = None
     }  # fmt: skip
     path = save_spec(folder / f"driven{drivers}.yaml", spec)
     loaded = load_spec(path)
-    return Trainer(loaded, folders.begin(folder / f"runs{drivers}", RunHeader.of(loaded)), on_step=on_step)
+    return begin_training(loaded, folder / f"runs{drivers}", on_step=on_step)
 
 
 def rows_of(trainer: Trainer) -> dict[str, Any]:

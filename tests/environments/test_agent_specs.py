@@ -69,10 +69,9 @@ def test_the_program_and_the_tasks_have_the_same_gates() -> None:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))])
 async def test_the_reward_of_a_program_rises(seed: int, tmp_path: Path) -> None:
     """specs/train_agent.yaml as it ships, with the model that its comment makes."""
-    from engine.store.header import RunHeader
-    from engine.train import folder as folders
+    from trainings import begin_training  # it imports torch, which the other tests do not need
+
     from engine.train.metrics import read_metrics
-    from engine.train.trainer import Trainer  # it imports torch, which the other tests do not need
 
     made = runpy.run_path(str(ROOT / "scripts/make_tiny_lm.py"))
     model = made["build"](tmp_path / "model", seed)
@@ -80,7 +79,7 @@ async def test_the_reward_of_a_program_rises(seed: int, tmp_path: Path) -> None:
     loaded = load_spec(
         SPECS / "train_agent.yaml", [f"model.path={model}", f"train.seed={seed}", f"rollout.seed={seed}"]
     )
-    trainer = Trainer(loaded, folders.begin(tmp_path / "runs", RunHeader.of(loaded)))
+    trainer = begin_training(loaded, tmp_path / "runs")
     await trainer.run()
     rewards = [line["reward/mean"] for line in read_metrics(trainer.folder)]
     assert statistics.mean(rewards[:3]) < -0.2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,16 +13,14 @@ import pytest
 import tiny_moe
 import yaml
 from test_episodes_served import played, write_spec
+from trainings import begin_training, metric_lines
 
 from engine.backends.sglang.launching import EXPERTS_FLAG
 from engine.runner.replay import Replayer
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
-from engine.store import RunHeader
 from engine.store.export import export_rows
-from engine.train import folder as folders
 from engine.train.policy import Policy
-from engine.train.trainer import Trainer
 from engine.train.verify import recompute
 
 Running = Any
@@ -94,8 +91,8 @@ async def test_a_training_uses_the_experts_of_each_step(server: Running, model: 
     path = tmp_path / "train.yaml"
     path.write_text(yaml.safe_dump(spec))
     loaded = load_spec(path, [])
-    trainer = Trainer(loaded, folders.begin(tmp_path / "runs", RunHeader.of(loaded)))
+    trainer = begin_training(loaded, tmp_path / "runs")
     await trainer.run()
-    steps = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = metric_lines(trainer.folder)
     assert len(steps) == 2
     assert all(step["sampler/diff_max"] < 1e-4 and step["grad_norm"] > 0 for step in steps)

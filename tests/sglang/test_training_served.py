@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import trajectories_of
+from trainings import begin_training, metric_lines
 from written_specs import TALKS_ON_WHEN_CUT, listener_spec, save_spec
 
 from engine.spec.load import load_spec
-from engine.store.header import RunHeader
-from engine.train import folder as folders
-from engine.train.trainer import Trainer
 
 Running = Any
 LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
@@ -47,9 +44,9 @@ async def test_each_step_samples_with_the_weights_of_the_step_before(
     sglang_server: Running, tiny_model_dir: Path, tmp_path: Path, own_weights: None, train: dict[str, Any]
 ) -> None:
     loaded = load_spec(spec_of(tmp_path, sglang_server, tiny_model_dir, train), [])
-    trainer = Trainer(loaded, folders.begin(tmp_path / "runs", RunHeader.of(loaded)))
+    trainer = begin_training(loaded, tmp_path / "runs")
     result = await trainer.run()
-    told = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+    told = metric_lines(trainer.folder)
     assert result.steps == 3
     for line in told:
         assert line["sampler/diff_max"] < 1e-4
@@ -70,8 +67,8 @@ async def test_rollouts_run_ahead_while_weights_change_in_flight(
         "weight_sync": {"method": "tensors", "pause_generation": False},
     }
     loaded = load_spec(spec_of(tmp_path, sglang_server, tiny_model_dir, train), [])
-    trainer = Trainer(loaded, folders.begin(tmp_path / "runs", RunHeader.of(loaded)))
+    trainer = begin_training(loaded, tmp_path / "runs")
     result = await trainer.run()
-    told = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+    told = metric_lines(trainer.folder)
     assert (result.steps, result.faults) == (4, [])
     assert max(line["staleness/max"] for line in told) <= 2

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import trajectories_of
+from trainings import begin_training
 from written_specs import TALKS_ON_WHEN_CUT, listener_spec, save_spec
 
 from engine.actions.role_models import RoleModel, RoleReply
@@ -17,8 +18,6 @@ from engine.errors import OutageError, TrainError
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import Message
 from engine.spec.load import load_spec
-from engine.store.header import RunHeader
-from engine.train import folder as folders
 from engine.train.checkpoint import checkpoints_of
 from engine.train.metrics import read_metrics
 from engine.train.trainer import Trainer
@@ -42,7 +41,7 @@ def begin(folder: Path, model: Path, backend: dict[str, Any], train: dict[str, A
     } | changes  # fmt: skip
     path = save_spec(folder / "served.yaml", spec)
     loaded = load_spec(path, [])
-    return Trainer(loaded, folders.begin(folder / "runs", RunHeader.of(loaded)))
+    return begin_training(loaded, folder / "runs")
 
 
 def kill_in_push(patch: pytest.MonkeyPatch, victim: Running, number: int, *, sent: bool) -> list[str]:

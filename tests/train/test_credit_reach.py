@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
+from trainings import begin_training, metric_lines
 
 from engine.rewards.address import TurnPart
 from engine.rewards.credit import Member
@@ -16,11 +16,8 @@ from engine.rewards.ledger import Ledger
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
 from engine.spec.load import load_spec
-from engine.store.header import RunHeader
 from engine.train import credit_reach
-from engine.train import folder as folders
 from engine.train.credit_reach import reach_of
-from engine.train.trainer import Trainer
 
 
 def member(*events: dict[str, Any], sizes: tuple[int, ...] = (4, 4)) -> Member:
@@ -86,10 +83,10 @@ async def test_a_training_warns_of_rewards_that_reach_no_token(train_spec: Any, 
         rewards={"credit": {"method": "mt_grpo", "outcome": ["nothing"], "weight": 0}},
     )
     loaded = load_spec(spec)
-    trainer = Trainer(loaded, folders.begin(tmp_path / "runs", RunHeader.of(loaded)))
+    trainer = begin_training(loaded, tmp_path / "runs")
     with capture_logs() as logs:
         await trainer.run()
-    (line,) = (json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines())
+    (line,) = metric_lines(trainer.folder)
     assert line["credit/unplaced_rewards"] > 0
     warned = [entry for entry in logs if entry["event"] == "rewards reach no token"]
     assert [(entry["log_level"], entry["step"]) for entry in warned] == [("warning", 1)]

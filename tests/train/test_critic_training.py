@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from slow_cases import slow_but
 from test_learner import make_rows
+from trainings import begin_training
 
 from engine.errors import TrainError
 from engine.rewards.credit import Member
@@ -20,7 +21,6 @@ from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
-from engine.store.header import RunHeader
 from engine.train import folder as folders
 from engine.train.checkpoint import Checkpoints, State, checkpoints_of
 from engine.train.critic import Critic
@@ -288,11 +288,6 @@ def test_a_method_without_values_has_no_critic(tiny_model_dir: Path) -> None:
 # ---- whole trainings
 
 
-def begin(spec: Path, out: Path) -> Trainer:
-    loaded = load_spec(spec)
-    return Trainer(loaded, folders.begin(out, RunHeader.of(loaded)))
-
-
 EXACT: dict[str, Any] = {
     "steps": 4,
     "checkpoints": {"every": 2, "keep": 5},
@@ -314,9 +309,9 @@ async def test_a_resumed_training_is_the_one_that_never_stopped(
     tokens from the checkpoint's weights."""
     changes = {"rewards": {"credit": {"method": method}}, "backend": DETERMINISTIC}
     train = EXACT | {"critic": KINDS[kind] | {"update_epochs": 2}, "kl": {"coefficient": penalty, "in": "reward"}}
-    whole = begin(train_spec(name="whole", train=train, **changes), tmp_path / "whole")
+    whole = begin_training(train_spec(name="whole", train=train, **changes), tmp_path / "whole")
     await whole.run()
-    parted = begin(train_spec(name="parted", train=train | {"steps": 3}, **changes), tmp_path / "parted")
+    parted = begin_training(train_spec(name="parted", train=train | {"steps": 3}, **changes), tmp_path / "parted")
     await parted.run()
     for file in checkpoints_of(parted.folder)[-1].iterdir():  # a kill before the checkpoint of step 3
         if file.is_file():
@@ -342,7 +337,7 @@ async def test_a_resumed_training_is_the_one_that_never_stopped(
 
 async def test_groups_of_one_episode_train_with_a_critic(train_spec: Any, tmp_path: Path) -> None:
     changes = {"rewards": {"credit": {"method": "gae"}}, "rollout": {"samples_per_task": 1}}
-    trainer = begin(train_spec(train={"steps": 2, "critic": KINDS["probe"]}, **changes), tmp_path / "runs")
+    trainer = begin_training(train_spec(train={"steps": 2, "critic": KINDS["probe"]}, **changes), tmp_path / "runs")
     result = await trainer.run()
     told = read_metrics(trainer.folder)
     assert (result.steps, len(told)) == (2, 2)
@@ -353,7 +348,7 @@ async def test_groups_of_one_episode_train_with_a_critic(train_spec: Any, tmp_pa
 
 
 async def test_a_method_that_needs_a_critic_does_not_start_without_one(train_spec: Any, tmp_path: Path) -> None:
-    trainer = begin(train_spec(rewards={"credit": {"method": "turn_ppo"}}), tmp_path / "runs")
+    trainer = begin_training(train_spec(rewards={"credit": {"method": "turn_ppo"}}), tmp_path / "runs")
     with pytest.raises(TrainError, match=r"`turn_ppo` needs a critic: add `train\.critic"):
         await trainer.run()
 
@@ -364,7 +359,7 @@ async def test_the_spec_that_ships_trains_a_few_steps(tmp_path: Path) -> None:
     path = Path(__file__).parents[2] / "specs/train_critic.yaml"
     small = ["train.steps=2", "train.tasks_per_step=2", "rollout.samples_per_task=2", "tasks.with.parcels=3"]
     loaded = load_spec(path, ["model.path=tiny-qwen2", *small])
-    trainer = Trainer(loaded, folders.begin(tmp_path / "runs", RunHeader.of(loaded)))
+    trainer = begin_training(loaded, tmp_path / "runs")
     result = await trainer.run()
     assert result.steps == 2
     assert result.checkpoint is not None

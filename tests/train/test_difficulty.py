@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from test_rollouts import TASKS, FakeRunner, make_trajectory, spec_of
-from test_surviving import EXACT, Killed, begin, kill_at, lines, policy_of, resumed, sampled, trained
+from test_surviving import EXACT, Killed, kill_at, lines, sampled, trained
+from trainings import begin_training, policy_weights, resume_training
 
 from engine.errors import SpecError
 from engine.runner.run import Runner
@@ -119,21 +120,24 @@ def filtered_spec(train_spec: Any) -> Any:
 async def test_a_killed_training_skips_the_same_draws(
     call: int, filtered_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = begin(filtered_spec(), tmp_path / "whole")
+    whole = begin_training(filtered_spec(), tmp_path / "whole")
     await whole.run()
     skipped = [record.skipped for record in BatchLog(whole.folder).read()]
     assert sum(map(len, skipped)) > 2
     assert [line["difficulty/skipped"] for line in read_metrics(whole.folder)] == [float(len(each)) for each in skipped]
-    parted = begin(filtered_spec(), tmp_path / "parted")
+    parted = begin_training(filtered_spec(), tmp_path / "parted")
     with monkeypatch.context() as patch:
         kill_at(patch, Runner, "count", call, after=False)
         with pytest.raises(Killed):
             await parted.run()
-    again = resumed(parted)
+    again = resume_training(parted.folder)
     assert (await again.run()).steps == 6
     assert [record.skipped for record in BatchLog(again.folder).read()] == skipped
     assert (lines(again), trained(again)) == (lines(whole), trained(whole))
-    assert all(bool((policy_of(again)[name] == tensor).all()) for name, tensor in policy_of(whole).items())
+    assert all(
+        bool((policy_weights(again.folder)[name] == tensor).all())
+        for name, tensor in policy_weights(whole.folder).items()
+    )
     assert set(sampled(again).values()) == {1}
 
 

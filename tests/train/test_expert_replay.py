@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from nets_for_tests import build, make_row
 from safetensors.torch import load_file
 from slow_cases import slow_but
+from trainings import metric_lines
 from transformers import AutoModelForCausalLM
 
 from engine.errors import TrainError
@@ -194,7 +194,7 @@ async def test_a_training_uses_the_experts_of_the_local_backend(
     loaded = load_spec(train_spec(train=train, backend=backend, model={"path": str(folders["Qwen3Moe"])}), [])
     trainer = Trainer(loaded, training_folder.begin(tmp_path / "runs", RunHeader.of(loaded)))
     await trainer.run()
-    steps = [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = metric_lines(trainer.folder)
     assert [step["sampler/diff_max"] < 1e-4 for step in steps] == [True, True]
     with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
         rows = list(export_rows(store))

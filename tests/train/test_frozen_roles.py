@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from slow_cases import each_once
+from trainings import begin_training
 
 from engine.actions.role_models import RoleModel, RoleReply
 from engine.actions.role_weights import role_weights
 from engine.errors import TrainError
 from engine.schemas.message import Message
 from engine.spec.load import load_spec
-from engine.store.header import RunHeader
-from engine.train import folder as folders
-from engine.train.trainer import Trainer
 
 PROBE = [Message(role="user", content="Say word 1.")]
 
@@ -46,7 +44,7 @@ async def probes(spec: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> dict
 
     monkeypatch.setattr(RoleModel, "reply", probed)
     loaded = load_spec(spec)
-    await Trainer(loaded, folders.begin(out, RunHeader.of(loaded))).run()
+    await begin_training(loaded, out).run()
     return found
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from trainings import begin_training, metric_lines, policy_weights
 from typer.testing import CliRunner
 
 from engine.cli.main import app
@@ -41,21 +41,8 @@ UNCORRECTED = {
 EVERY_STEP = {"steps": 6, "checkpoints": {"every": 1, "keep": 2}} | UNCORRECTED
 
 
-def begin(spec: Path, out: Path) -> Trainer:
-    loaded = load_spec(spec)
-    return Trainer(loaded, folders.begin(out, RunHeader.of(loaded)))
-
-
-def again(folder: Path) -> Trainer:
-    return Trainer(folders.read_header(folder).loaded_spec(), folder)
-
-
-def weights(folder: Path) -> dict[str, Any]:
-    return load_file(checkpoints_of(folder)[-1] / "policy/shard-00001-model-00001-of-00001.safetensors")
-
-
 def losses(folder: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in metric_lines(folder)]
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -138,15 +125,15 @@ def test_the_sample_is_the_fraction_that_was_asked_for() -> None:
 @pytest.mark.slow
 async def test_it_drops_while_it_trains_and_trains_as_without_it(train_spec: Any, tmp_path: Path) -> None:
     keep = {"samples_per_task": 4, "seed": 3, "keep": {"steps": 1}}
-    kept = begin(train_spec("keep", train=EVERY_STEP | {"steps": 3}, rollout=keep), tmp_path / "a")
+    kept = begin_training(train_spec("keep", train=EVERY_STEP | {"steps": 3}, rollout=keep), tmp_path / "a")
     result = await kept.run()
-    plain = begin(train_spec("plain", train=EVERY_STEP | {"steps": 3}), tmp_path / "b")
+    plain = begin_training(train_spec("plain", train=EVERY_STEP | {"steps": 3}), tmp_path / "b")
     await plain.run()
-    assert same(weights(kept.folder), weights(plain.folder))
+    assert same(policy_weights(kept.folder), policy_weights(plain.folder))
     assert losses(kept.folder) == losses(plain.folder)
     # two checkpoints are kept, of steps 2 and 3: a resume from the first repeats step 3
     assert dropped_steps(kept.folder) == {1: {True}, 2: {True}, 3: {False}}
-    lines = [json.loads(line) for line in (kept.folder / "metrics.jsonl").read_text().splitlines()]
+    lines = metric_lines(kept.folder)
     counts = [line["store/dropped_episodes"] for line in lines]
     assert sum(counts) + result.disk.episodes == 2 * 8
     assert lines[-1]["store/bytes"] < lines[-1]["store/bytes_before"]
@@ -164,11 +151,11 @@ async def test_a_resume_from_each_kept_checkpoint_trains_the_same(
 ) -> None:
     """With 2 removed, older than those that count: what was dropped is sampled again."""
     long = train_spec("long", train=EVERY_STEP)
-    plain = begin(long, tmp_path / "plain")
+    plain = begin_training(long, tmp_path / "plain")
     await plain.run()
     rollout = {"samples_per_task": 4, "seed": 3, "keep": {"steps": 0}}
     train = EVERY_STEP | {"steps": 4, "checkpoints": {"every": 1, "keep": 2}}
-    first = begin(train_spec("keep", train=train, rollout=rollout), tmp_path / "keep")
+    first = begin_training(train_spec("keep", train=train, rollout=rollout), tmp_path / "keep")
     await first.run()
     for checkpoint in checkpoints_of(first.folder)[::-1][:removed]:
         shutil.rmtree(checkpoint)
@@ -181,7 +168,7 @@ async def test_a_resume_from_each_kept_checkpoint_trains_the_same(
     assert result.steps == 6
     if removed < 2:
         assert result.repeated_steps == removed
-        assert same(weights(first.folder), weights(plain.folder))
+        assert same(policy_weights(first.folder), policy_weights(plain.folder))
         assert losses(first.folder) == losses(plain.folder)
 
 
@@ -233,7 +220,7 @@ def test_killed_at_points_of_its_compactions_it_resumes_exactly(
         folder = folders.begin(tmp_path / f"killed-{number}", RunHeader.of(loaded))
         assert killer.launch(folder, at)["status"] == -signal.SIGKILL, (at, count)
         assert killer.launch(folder)["status"] == 0
-        assert same(weights(folder), weights(whole)), at
+        assert same(policy_weights(folder), policy_weights(whole)), at
         assert losses(folder) == losses(whole), at
         assert dropped_steps(folder) == dropped_steps(whole), at
         with closing(sqlite3.connect(folder / "rollouts/run.db")) as connection:
@@ -244,7 +231,7 @@ def test_killed_at_points_of_its_compactions_it_resumes_exactly(
 
 
 def test_the_command_says_what_would_go_and_then_drops_it(train_spec: Any, tmp_path: Path) -> None:
-    trainer = begin(train_spec("spec", train=EVERY_STEP | {"steps": 3}), tmp_path)
+    trainer = begin_training(train_spec("spec", train=EVERY_STEP | {"steps": 3}), tmp_path)
     asyncio.run(trainer.run())
     told = CliRunner().invoke(app, ["compact", str(trainer.folder)])
     assert told.exit_code == 2

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_surviving import EXACT, Killed, begin, kill_at, lines, policy_of, resumed, sampled, trained
+from test_surviving import EXACT, Killed, kill_at, lines, sampled, trained
+from trainings import begin_training, policy_weights, resume_training
 
 from engine.runner.run import Runner
 from engine.train.batch_log import BatchLog
@@ -35,7 +36,7 @@ def mixed_spec(train_spec: Any) -> Any:
 async def test_a_killed_training_on_a_mix_is_the_one_that_was_not_killed(
     mixed_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = begin(mixed_spec(), tmp_path / "whole")
+    whole = begin_training(mixed_spec(), tmp_path / "whole")
     await whole.run()
     counts = [
         {name.split("/")[1]: value for name, value in line.items() if name.endswith("/episodes") and "source" in name}
@@ -46,15 +47,18 @@ async def test_a_killed_training_on_a_mix_is_the_one_that_was_not_killed(
     parts = [first[f"source/{name}/reward"] * share for name, share in (("often", 0.75), ("rarely", 0.25))]
     assert sum(parts) == pytest.approx(first["reward/mean"])
 
-    parted = begin(mixed_spec(), tmp_path / "parted")
+    parted = begin_training(mixed_spec(), tmp_path / "parted")
     with monkeypatch.context() as patch:
         kill_at(patch, Runner, "count", 23, after=False)  # in the middle of the second batch
         with pytest.raises(Killed):
             await parted.run()
-    again = resumed(parted)
+    again = resume_training(parted.folder)
     assert (await again.run()).steps == 3
     assert (lines(again), trained(again)) == (lines(whole), trained(whole))
     tasks = [{name.partition("~")[0] for name in record.tasks.values()} for record in BatchLog(again.folder).read()]
     assert set().union(*tasks) >= {"often:0", "often:1", "often:2"}
-    assert all(bool((policy_of(again)[name] == tensor).all()) for name, tensor in policy_of(whole).items())
+    assert all(
+        bool((policy_weights(again.folder)[name] == tensor).all())
+        for name, tensor in policy_weights(whole.folder).items()
+    )
     assert set(sampled(again).values()) == {1}

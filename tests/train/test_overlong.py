@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trainings import begin_training
 
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import FinishReason
@@ -15,11 +16,8 @@ from engine.schemas.train import OVERLONG_PENALTY, OverlongPenalty
 from engine.schemas.trajectory import Outcome, Trajectory, Turn
 from engine.spec.load import load_spec
 from engine.store import RunStore
-from engine.store.header import RunHeader
-from engine.train import folder as folders
 from engine.train.batches import RowBuilder
 from engine.train.overlong import cut_by, masked_metrics, penalized
-from engine.train.trainer import Trainer
 
 SPEC: dict[str, Any] = {
     "spec": "episode/v1",
@@ -103,7 +101,7 @@ async def test_rows_of_a_training(train_spec: Any, tmp_path: Path) -> None:
     loaded = load_spec(
         train_spec(train={"steps": 1}, limits={"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64})
     )
-    trainer = Trainer(loaded, folders.begin(tmp_path / "runs", RunHeader.of(loaded)))
+    trainer = begin_training(loaded, tmp_path / "runs")
     await trainer.run()
     with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
         group = [each for each in store.trajectories() if each.task_id == next(iter(store.trajectories())).task_id]

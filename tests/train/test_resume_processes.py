@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainings import metric_lines
 
 from engine.train.checkpoint import checkpoints_of
 
@@ -39,10 +39,6 @@ def launch(processes: int, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -61,7 +57,7 @@ def test_two_four_and_two_processes_train_as_one(kind: str, train_spec: Any, tmp
         before = 2 if processes == 4 else 4
         assert len(list((checkpoint / "policy").iterdir())) == before
         launch(processes, "--resume", str(folder), "--set", f"train.steps={steps}")
-    wanted, found = metrics(tmp_path / "runs/alone"), metrics(folder)
+    wanted, found = metric_lines(tmp_path / "runs/alone"), metric_lines(folder)
     assert [line["step"] for line in found] == [line["step"] for line in wanted] == list(range(1, 7))
     for line, alone in zip(found, wanted, strict=True):
         for name in alone:

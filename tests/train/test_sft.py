@@ -13,8 +13,8 @@ import torch
 import yaml
 from ended_runs import run_to_end
 from nets_for_tests import plain
-from safetensors.torch import load_file
 from slow_cases import slow_but
+from trainings import begin_training, policy_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
@@ -28,11 +28,10 @@ from engine.store.lock import RunLock
 from engine.tokens.loading import load_format
 from engine.train import folder as folders
 from engine.train.batch_log import BatchLog
-from engine.train.checkpoint import Checkpoints, checkpoints_of
+from engine.train.checkpoint import Checkpoints
 from engine.train.demonstrations import demonstrations
 from engine.train.metrics import MetricsLog, read_metrics
 from engine.train.sft import SftTrainer
-from engine.train.trainer import Trainer
 
 
 @pytest.fixture(scope="session")
@@ -81,10 +80,6 @@ def begin(spec: Path, out: Path) -> SftTrainer:
 
 def resumed(trainer: SftTrainer) -> SftTrainer:
     return SftTrainer(folders.read_header(trainer.folder).loaded_spec(), trainer.folder)
-
-
-def policy_of(trainer: SftTrainer) -> dict[str, torch.Tensor]:
-    return dict(load_file(checkpoints_of(trainer.folder)[-1] / "policy/shard-00001-model-00001-of-00001.safetensors"))
 
 
 def losses(trainer: SftTrainer) -> list[tuple[int, float]]:
@@ -201,7 +196,10 @@ async def test_a_killed_training_that_is_resumed_is_the_one_that_was_not_killed(
     result = await resumed(killed).run()
     assert result.steps == 5
     assert losses(killed) == losses(whole)
-    assert all(torch.equal(a, b) for a, b in zip(policy_of(whole).values(), policy_of(killed).values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(policy_weights(whole.folder).values(), policy_weights(killed.folder).values(), strict=True)
+    )
 
 
 async def test_a_stop_is_saved_and_a_second_writer_refused(sft_spec: Any, tmp_path: Path) -> None:
@@ -241,7 +239,7 @@ async def test_an_rl_training_begins_with_the_model(sft_spec: Any, train_spec: A
     assert full is not None
     for model in (result.model, full / "model"):
         loaded = load_spec(train_spec(name=f"rl-{model.parent.name}", train={"steps": 1}, model={"path": str(model)}))
-        ended = await Trainer(loaded, folders.begin(tmp_path, RunHeader.of(loaded))).run()
+        ended = await begin_training(loaded, tmp_path).run()
         assert ended.last["sampler/diff_max"] < 1e-4
 
 
@@ -391,6 +389,6 @@ async def test_loss_and_update_are_those_of_trl(sft_spec: Any, tiny_model_dir: P
     found = [line["loss"] for line in theirs.state.log_history if "loss" in line]
     assert [loss for _, loss in losses(ours)] == pytest.approx(found, abs=2e-6)
     weights = dict(theirs.model.named_parameters())
-    for name, tensor in policy_of(ours).items():
+    for name, tensor in policy_weights(ours.folder).items():
         # AdamW's step has the size of the rate also where a gradient is rounding noise around 0.
         assert (tensor - weights[name]).abs().mean() < 1e-3 * rate, name

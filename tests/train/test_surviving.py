@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 from slow_cases import slow_but
+from trainings import begin_training, policy_weights, resume_training
 
 from engine.errors import FailingError, OutageError, StoreError, TrainError
 from engine.runner.run import Runner
 from engine.schemas.journal import GenerationRecord
-from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.header import RunHeader
-from engine.train import folder as folders
 from engine.train.batch_log import BatchLog
 from engine.train.checkpoint import Checkpoints, checkpoints_of
 from engine.train.learner import Learner
@@ -36,21 +35,8 @@ class Killed(BaseException):
     """Ends a training as a kill does: nothing of the trainer catches it."""
 
 
-def begin(spec: Path, out: Path) -> Trainer:
-    loaded = load_spec(spec)
-    return Trainer(loaded, folders.begin(out, RunHeader.of(loaded)))
-
-
-def resumed(trainer: Trainer) -> Trainer:
-    return Trainer(folders.read_header(trainer.folder).loaded_spec(), trainer.folder)
-
-
 def lines(trainer: Trainer) -> list[dict[str, Any]]:
     return [{name: line.get(name) for name in SAME} for line in read_metrics(trainer.folder)]
-
-
-def policy_of(trainer: Trainer) -> dict[str, Any]:
-    return dict(load_file(checkpoints_of(trainer.folder)[-1] / "policy/shard-00001-model-00001-of-00001.safetensors"))
 
 
 def sampled(trainer: Trainer) -> Counter[tuple[str, int]]:
@@ -122,10 +108,10 @@ async def test_killed_anywhere_and_resumed_it_is_the_training_that_was_not_kille
     place: str, exact_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: dict[str, Any]
 ) -> None:
     if not uninterrupted:
-        whole = begin(exact_spec(), tmp_path / "whole")
+        whole = begin_training(exact_spec(), tmp_path / "whole")
         await whole.run()
-        uninterrupted |= {"lines": lines(whole), "policy": policy_of(whole), "trained": trained(whole)}
-    parted = begin(exact_spec(), tmp_path / "parted")
+        uninterrupted |= {"lines": lines(whole), "policy": policy_weights(whole.folder), "trained": trained(whole)}
+    parted = begin_training(exact_spec(), tmp_path / "parted")
     with monkeypatch.context() as patch:
         owner, name, call, after = PLACES[place]
         if owner is spec_code.Listener:  # other threads call it: end the main loop's wait for episodes instead
@@ -134,12 +120,12 @@ async def test_killed_anywhere_and_resumed_it_is_the_training_that_was_not_kille
         kill_at(patch, owner, name, call, after=after)
         with pytest.raises(Killed):
             await parted.run()
-    again = resumed(parted)
+    again = resume_training(parted.folder)
     result = await again.run()
     assert result.steps == 3
     assert lines(again) == uninterrupted["lines"]
     assert trained(again) == uninterrupted["trained"]
-    policy = policy_of(again)
+    policy = policy_weights(again.folder)
     assert all(bool((policy[name] == tensor).all()) for name, tensor in uninterrupted["policy"].items())
     assert set(sampled(again).values()) == {1}
     assert not (again.folder / "metrics.cut.jsonl").exists()
@@ -148,7 +134,7 @@ async def test_killed_anywhere_and_resumed_it_is_the_training_that_was_not_kille
 async def test_episodes_that_were_running_continue_at_their_turn(
     train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = begin(train_spec(train={"steps": 1, "dynamic_sampling": False}), tmp_path / "runs")
+    trainer = begin_training(train_spec(train={"steps": 1, "dynamic_sampling": False}), tmp_path / "runs")
     respond, waiting, killed = spec_code.Listener.respond, list[str](), threading.Event()
 
     def waits(self: Any, view: Any) -> Any:
@@ -170,7 +156,7 @@ async def test_episodes_that_were_running_continue_at_their_turn(
         before = {name: len(store.journal(name)) for name, status in store.statuses().items() if status == "running"}
     assert set(waiting) <= set(before)
     assert all(before[name] >= 3 for name in waiting)  # two turns and the first answer
-    again = resumed(trainer)
+    again = resume_training(trainer.folder)
     result = await again.run()
     (line,) = read_metrics(again.folder)
     assert line["rollout/resumed_episodes"] == result.resumed["rollout/resumed_episodes"] >= 3
@@ -185,7 +171,7 @@ async def test_episodes_that_were_running_continue_at_their_turn(
 async def test_a_group_older_than_the_staleness_limit_is_dropped_and_counted(
     train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = begin(train_spec(train={"steps": 4, "checkpoints": {"every": 1}}), tmp_path / "runs")
+    trainer = begin_training(train_spec(train={"steps": 4, "checkpoints": {"every": 1}}), tmp_path / "runs")
     with monkeypatch.context() as patch:
         kill_at(patch, Learner, "step", 3, after=False)  # groups 4 and 5 are sampled with version 2
         with pytest.raises(Killed):
@@ -195,7 +181,7 @@ async def test_a_group_older_than_the_staleness_limit_is_dropped_and_counted(
     assert (state["step"], state["version"], state["groups"]) == (2, 2, {"next": 4, "beyond": []})
     state["version"] = 5  # as if three other updates had been made since
     (newest / "state.json").write_text(json.dumps(state))
-    again = resumed(trainer)
+    again = resume_training(trainer.folder)
     await again.run()
     told = [line["rollout/dropped_stale_groups"] for line in read_metrics(again.folder)]
     assert told == [0, 0, 2, 0]
@@ -214,7 +200,7 @@ ERRORS = {
 async def test_whatever_ends_a_training_its_last_state_is_saved_and_named(
     name: str, train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = begin(train_spec(train={"steps": 5, "checkpoints": {"every": 100}}), tmp_path / "runs")
+    trainer = begin_training(train_spec(train={"steps": 5, "checkpoints": {"every": 100}}), tmp_path / "runs")
     true = Runner.count
 
     def count(self: Runner, trajectory: Any) -> None:
@@ -234,7 +220,7 @@ async def test_whatever_ends_a_training_its_last_state_is_saved_and_named(
 async def test_a_simulator_that_breaks_for_good_costs_no_step(
     train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = begin(train_spec(train={"steps": 5, "checkpoints": {"every": 100}}), tmp_path / "runs")
+    trainer = begin_training(train_spec(train={"steps": 5, "checkpoints": {"every": 100}}), tmp_path / "runs")
     respond = spec_code.Listener.respond
 
     def broken(self: Any, view: Any) -> Any:
@@ -250,7 +236,7 @@ async def test_a_simulator_that_breaks_for_good_costs_no_step(
     (kept,) = checkpoints_of(trainer.folder)
     assert kept.name == "step-000002"
     assert str(kept) in str(caught.value)
-    again = resumed(trainer)
+    again = resume_training(trainer.folder)
     result = await again.run()  # the groups that failed are not used again
     assert result.steps == 5
     assert not set(range(4, 12)) & set(trained(again))
@@ -263,7 +249,7 @@ async def test_the_updates_before_one_that_diverges_are_saved(
     several: str, train_spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = {"steps": 4, "checkpoints": {"every": 100}, several: 2}
-    trainer = begin(train_spec(train=train), tmp_path / "runs")
+    trainer = begin_training(train_spec(train=train), tmp_path / "runs")
     from engine.train import learner
 
     true: Any = vars(learner)["objective"]
@@ -286,14 +272,14 @@ async def test_the_updates_before_one_that_diverges_are_saved(
         for tensor in load_file(kept / "policy/shard-00001-model-00001-of-00001.safetensors").values()
     )
     assert BatchLog(trainer.folder).read()[-1].updates == 1
-    again = resumed(trainer)
+    again = resume_training(trainer.folder)
     assert (await again.run()).steps == 4
     assert [line["updates"] for line in read_metrics(again.folder)] == [2, 2, 1, 2]
     assert trained(again) == list(range(8))
 
 
 async def test_no_checkpoint_has_a_value_that_is_not_finite(train_spec: Any, tmp_path: Path) -> None:
-    trainer = begin(train_spec(train={"steps": 1}), tmp_path / "runs")
+    trainer = begin_training(train_spec(train={"steps": 1}), tmp_path / "runs")
     await trainer.run()
     (kept,) = checkpoints_of(trainer.folder)
     next(iter(trainer._learner.policy.net.model.parameters())).data[0] = float("inf")
@@ -315,7 +301,7 @@ OTHER_PARTS = [
 
 
 async def test_a_checkpoint_with_other_parts_is_refused_by_name(train_spec: Any, tmp_path: Path) -> None:
-    trainer = begin(train_spec(train={"steps": 1}), tmp_path / "runs")
+    trainer = begin_training(train_spec(train={"steps": 1}), tmp_path / "runs")
     await trainer.run()
     (kept,) = checkpoints_of(trainer.folder)
     state = json.loads((kept / "state.json").read_text())
@@ -329,13 +315,13 @@ async def test_a_checkpoint_with_other_parts_is_refused_by_name(train_spec: Any,
 
 
 async def test_tasks_that_have_changed_are_refused(train_spec: Any, tmp_path: Path) -> None:
-    trainer = begin(train_spec(train={"steps": 1}), tmp_path / "runs")
+    trainer = begin_training(train_spec(train={"steps": 1}), tmp_path / "runs")
     await trainer.run()
     header = json.loads((trainer.folder / "train.json").read_text())
     header["spec"]["tasks"]["rows"].insert(0, {"id": "new", "say": "word"})
     (trainer.folder / "train.json").write_text(json.dumps(header))
     with pytest.raises(TrainError, match="the tasks have changed since this training began: group 0 was of task"):
-        await resumed(trainer).run()
+        await resume_training(trainer.folder).run()
 
 
 @pytest.mark.slow
@@ -344,12 +330,12 @@ async def test_steps_whose_episodes_are_gone_are_sampled_again(
 ) -> None:
     import shutil
 
-    trainer = begin(train_spec(train={"steps": 3, "checkpoints": {"every": 1, "keep": 9}}), tmp_path / "runs")
+    trainer = begin_training(train_spec(train={"steps": 3, "checkpoints": {"every": 1, "keep": 9}}), tmp_path / "runs")
     await trainer.run()
     for kept in checkpoints_of(trainer.folder)[1:]:
         shutil.rmtree(kept)
     shutil.rmtree(trainer.folder / "rollouts")
-    again = resumed(trainer)
+    again = resume_training(trainer.folder)
     assert (await again.run()).steps == 3
     assert [line["step"] for line in read_metrics(again.folder)] == [1, 2, 3]
     assert [record.step for record in BatchLog(again.folder).read()] == [1, 2, 3]

@@ -16,24 +16,18 @@ import pytest
 import yaml
 from command_line import engine_apart, engine_environment, engine_process, trajectories_of
 from safetensors.torch import load_file
+from trainings import begin_training, metric_lines, policy_weights
 from typer.testing import CliRunner
 
 from engine.cli.main import app
 from engine.errors import FailingError, TrainError
-from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.export import export_rows
-from engine.store.header import RunHeader
 from engine.train import folder as folders
 from engine.train.checkpoint import checkpoints_of
 from engine.train.trainer import Trainer
 
 HERE = Path(spec_code.__file__).parent
-
-
-def begin(spec: Path, out: Path, *overrides: str) -> Trainer:
-    loaded = load_spec(spec, list(overrides))
-    return Trainer(loaded, folders.begin(out, RunHeader.of(loaded, overrides=overrides)))
 
 
 def resume(trainer: Trainer, steps: int | None = None) -> Trainer:
@@ -45,14 +39,6 @@ def resume(trainer: Trainer, steps: int | None = None) -> Trainer:
     return Trainer(loaded, trainer.folder)
 
 
-def metrics(trainer: Trainer) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (trainer.folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def policy_of(trainer: Trainer) -> dict[str, Any]:
-    return load_file(checkpoints_of(trainer.folder)[-1] / "policy/shard-00001-model-00001-of-00001.safetensors")
-
-
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return set(one) == set(other) and all(bool((one[name] == other[name]).all()) for name in one)
 
@@ -60,9 +46,9 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.mark.slow
 async def test_the_model_gets_better(train_spec: Any, tmp_path: Path) -> None:
     train = {"steps": 10, "tasks_per_step": 4, "optimizer": {"lr": 0.01}, "dynamic_sampling": False}
-    trainer = begin(train_spec(train=train, rollout={"samples_per_task": 8}), tmp_path / "runs")
+    trainer = begin_training(train_spec(train=train, rollout={"samples_per_task": 8}), tmp_path / "runs")
     result = await trainer.run()
-    told = metrics(trainer)
+    told = metric_lines(trainer.folder)
     assert [line["step"] for line in told] == list(range(1, 11))
     assert (result.steps, result.interrupted, result.faults) == (10, False, [])
     first, last = told[0], told[-1]
@@ -86,31 +72,34 @@ async def test_a_generous_limit_changes_no_loss_and_no_weight(train_spec: Any, t
     trainers = []
     for name, most in (("tight", 64), ("wide", 64_000)):
         spec = train_spec(name, train=train | {"steps": 3}, limits=limits | {"episode_tokens": most})
-        trainers.append(begin(spec, tmp_path / name, f"train.steps={3 if name == 'tight' else 1}"))
+        trainers.append(begin_training(spec, tmp_path / name, f"train.steps={3 if name == 'tight' else 1}"))
         await trainers[-1].run()
     trainers[1] = resume(trainers[1], steps=3)
     await trainers[1].run()
-    told = [[(line["loss"], line["grad_norm"], line["loss/length"]) for line in metrics(each)] for each in trainers]
+    told = [
+        [(line["loss"], line["grad_norm"], line["loss/length"]) for line in metric_lines(each.folder)]
+        for each in trainers
+    ]
     assert told[0] == told[1]
     assert {length for _, _, length in told[0]} == {told[0][0][2]}
-    assert same(policy_of(trainers[0]), policy_of(trainers[1]))
+    assert same(policy_weights(trainers[0].folder), policy_weights(trainers[1].folder))
 
 
 @pytest.mark.slow
 async def test_a_resumed_training_is_the_one_that_never_stopped(train_spec: Any, tmp_path: Path) -> None:
     # the sampler's own log-probs depend on who shares its batches, in the last digits; uncorrected, nothing learns of them
     train = {"checkpoints": {"every": 2, "keep": 5}, "rollout_correction": {"kind": "none"}, "minibatches": 2}
-    whole = begin(train_spec(train=train | {"steps": 4}), tmp_path / "whole")
+    whole = begin_training(train_spec(train=train | {"steps": 4}), tmp_path / "whole")
     await whole.run()
-    parted = begin(train_spec(train=train | {"steps": 2}), tmp_path / "parted")
+    parted = begin_training(train_spec(train=train | {"steps": 2}), tmp_path / "parted")
     await parted.run()
     again = resume(parted, steps=4)
     result = await again.run()
     assert result.steps == 4
     assert [path.name for path in checkpoints_of(whole.folder)] == ["step-000002", "step-000004"]
-    assert same(policy_of(whole), policy_of(again))
+    assert same(policy_weights(whole.folder), policy_weights(again.folder))
     told = ("step", "reward/mean", "episode/tokens", "tokens/trained", "loss", "grad_norm", "policy/entropy", "lr")
-    for one, other in zip(metrics(whole), metrics(again), strict=True):
+    for one, other in zip(metric_lines(whole.folder), metric_lines(again.folder), strict=True):
         assert [one[name] for name in told] == [other[name] for name in told]
 
 
@@ -122,19 +111,21 @@ async def test_penalties_in_the_reward_are_repeated_and_are_in_no_ledger(train_s
         "kl": {"coefficient": 0.5, "in": "reward"}, "optimizer": {"lr": 0.01},
     }  # fmt: skip
     backend = {"kind": "local", "dtype": "float32", "max_batch": 16, "deterministic": True}
-    whole = begin(train_spec(name="whole", train=train, backend=backend), tmp_path / "whole")
+    whole = begin_training(train_spec(name="whole", train=train, backend=backend), tmp_path / "whole")
     await whole.run()
-    parted = begin(train_spec(name="parted", train=train | {"steps": 3}, backend=backend), tmp_path / "parted")
+    parted = begin_training(train_spec(name="parted", train=train | {"steps": 3}, backend=backend), tmp_path / "parted")
     await parted.run()
     (checkpoints_of(parted.folder)[-1] / "state.json").unlink()  # a kill before the checkpoint of step 3
     again = resume(parted, steps=4)
     assert (await again.run()).repeated_steps == 1
-    assert same(policy_of(whole), policy_of(again))
+    assert same(policy_weights(whole.folder), policy_weights(again.folder))
     names = ("step", "loss", "grad_norm", "policy/kl_ref", "reward/mean")
-    for one, other in zip(metrics(whole), metrics(again), strict=True):
+    for one, other in zip(metric_lines(whole.folder), metric_lines(again.folder), strict=True):
         assert [one[name] for name in names] == [other[name] for name in names]
-    assert metrics(whole)[-1]["policy/kl_ref"] > 0
-    plain = begin(train_spec(name="plain", train=train | {"steps": 1, "kl": {}}, backend=backend), tmp_path / "plain")
+    assert metric_lines(whole.folder)[-1]["policy/kl_ref"] > 0
+    plain = begin_training(
+        train_spec(name="plain", train=train | {"steps": 1, "kl": {}}, backend=backend), tmp_path / "plain"
+    )
     await plain.run()
     rows = []
     for trainer in (whole, plain):
@@ -149,7 +140,7 @@ async def test_penalties_in_the_reward_are_repeated_and_are_in_no_ledger(train_s
 
 
 async def test_stopped_in_the_middle_it_keeps_what_is_done(train_spec: Any, tmp_path: Path) -> None:
-    trainer = begin(train_spec(train={"steps": 500}), tmp_path / "runs")
+    trainer = begin_training(train_spec(train={"steps": 500}), tmp_path / "runs")
     stop = asyncio.Event()
 
     def told(step: int, values: Any) -> None:
@@ -162,14 +153,14 @@ async def test_stopped_in_the_middle_it_keeps_what_is_done(train_spec: Any, tmp_
     assert result.steps >= 3
     assert result.checkpoint is not None
     assert json.loads((result.checkpoint / "state.json").read_text())["step"] == result.steps
-    assert len(metrics(trainer)) == result.steps
+    assert len(metric_lines(trainer.folder)) == result.steps
 
 
 async def test_asynchronous_training_stays_within_its_staleness(train_spec: Any, tmp_path: Path) -> None:
     spec = train_spec(train={"steps": 6, "asynchrony": {"max_staleness": 2}, "dynamic_sampling": False})
-    trainer = begin(spec, tmp_path / "runs")
+    trainer = begin_training(spec, tmp_path / "runs")
     await trainer.run()
-    behind = [line["staleness/max"] for line in metrics(trainer)]
+    behind = [line["staleness/max"] for line in metric_lines(trainer.folder)]
     assert max(behind) <= 2
     assert max(behind) > 0  # and it did run ahead
     versions = set()
@@ -185,9 +176,9 @@ async def test_the_best_checkpoint_by_evaluation_stays(train_spec: Any, tmp_path
         "steps": 4, "checkpoints": {"every": 1, "keep": 1},
         "eval": {"every": 2, "samples": 2, "limit": 3, "sampling": {"temperature": 0.0}},
     }  # fmt: skip
-    trainer = begin(train_spec(train=train), tmp_path / "runs")
+    trainer = begin_training(train_spec(train=train), tmp_path / "runs")
     result = await trainer.run()
-    told = metrics(trainer)
+    told = metric_lines(trainer.folder)
     assert [line["step"] for line in told if "eval/reward" in line] == [0, 2, 4]
     assert result.best == max(line["eval/reward"] for line in told if line["step"] and "eval/reward" in line)
     kept = {path.name for path in checkpoints_of(trainer.folder)}
@@ -205,9 +196,11 @@ async def test_epochs_set_the_number_of_steps(train_spec: Any, tmp_path: Path) -
         "dynamic_sampling": False,
         "optimizer": {"lr": 1e-3, "schedule": "linear"},
     }
-    trainer = begin(train_spec(train=train), tmp_path / "runs")
+    trainer = begin_training(train_spec(train=train), tmp_path / "runs")
     assert (await trainer.run()).steps == 5
-    assert [line["lr"] for line in metrics(trainer)] == pytest.approx([1e-3 * (1 - step / 5) for step in range(5)])
+    assert [line["lr"] for line in metric_lines(trainer.folder)] == pytest.approx(
+        [1e-3 * (1 - step / 5) for step in range(5)]
+    )
     with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
         tasks = [
             trajectory.task_id.partition("~")[0] for trajectory in store.trajectories() if trajectory.sample_index == 0
@@ -221,9 +214,9 @@ async def test_several_evaluations_have_their_own_tasks_and_steps(train_spec: An
     tasks = {"source": "inline", "rows": [{"id": "e0", "say": "another word"}], "id": "id"}
     sets = {"easy": {"tasks": tasks}, "hard": {"tasks": tasks, "every": 2, "samples": 2}}
     train = {"steps": 3, "eval": {"every": 3, "sets": sets, "best": "hard"}}
-    trainer = begin(train_spec(train=train), tmp_path / "runs")
+    trainer = begin_training(train_spec(train=train), tmp_path / "runs")
     result = await trainer.run()
-    told = metrics(trainer)
+    told = metric_lines(trainer.folder)
     for name, steps in (("easy", [0, 3]), ("hard", [0, 2, 3])):
         assert [line["step"] for line in told if f"eval/{name}/reward" in line] == steps
     assert "eval/reward" not in told[0]
@@ -236,17 +229,17 @@ async def test_several_evaluations_have_their_own_tasks_and_steps(train_spec: An
 
 async def test_equal_groups_teach_nothing_and_are_no_error(train_spec: Any, tmp_path: Path) -> None:
     spec = train_spec(train={"steps": 2, "max_sampling_rounds": 2}, user={"use": "code_for_training:Bored"})
-    trainer = begin(spec, tmp_path / "runs")
+    trainer = begin_training(spec, tmp_path / "runs")
     result = await trainer.run()
     assert result.steps == 2
-    assert [(line["groups/used"], line["groups/equal"], "loss" in line) for line in metrics(trainer)] == [
+    assert [(line["groups/used"], line["groups/equal"], "loss" in line) for line in metric_lines(trainer.folder)] == [
         (0, 4, False)
     ] * 2
-    assert [(line["groups/sampled"], line["updates"]) for line in metrics(trainer)] == [(4, 0)] * 2
+    assert [(line["groups/sampled"], line["updates"]) for line in metric_lines(trainer.folder)] == [(4, 0)] * 2
 
 
 async def test_nothing_but_failures_is_an_error_that_says_which(train_spec: Any, tmp_path: Path) -> None:
-    trainer = begin(train_spec(user={"use": "code_for_training:Broken"}), tmp_path / "runs")
+    trainer = begin_training(train_spec(user={"use": "code_for_training:Broken"}), tmp_path / "runs")
     with pytest.raises(
         FailingError, match=r"the first 16 finished episodes failed with one cause, user_error \(user\) at .*spec.yaml"
     ):
@@ -259,7 +252,7 @@ async def test_divergence_stops_it_and_the_last_good_weights_are_kept(
     told = tmp_path / "told.jsonl"
     command = [sys.executable, "-c", f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + '\\n')"]
     spec = train_spec(train={"steps": 5}, notify={"command": command})
-    trainer = begin(spec, tmp_path / "runs")
+    trainer = begin_training(spec, tmp_path / "runs")
     from engine.train import learner
 
     true, calls = learner.objective, []
@@ -288,7 +281,7 @@ async def test_a_training_traces_its_episodes_and_tells_that_it_is_finished(trai
     command = [sys.executable, "-c", f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + '\\n')"]
     notify = {"command": command, "budget": {"tokens": 1}}
     spec = train_spec(train={"steps": 2}, notify=notify, traces={"episodes": True})
-    trainer = begin(spec, tmp_path / "runs")
+    trainer = begin_training(spec, tmp_path / "runs")
     result = await trainer.run()
     assert result.steps == 2
     lines = (trainer.folder / "rollouts" / "traces" / "finished.jsonl").read_text().splitlines()
@@ -306,9 +299,9 @@ async def test_adapters_train_too(train_spec: Any, tmp_path: Path) -> None:
         "lora": {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]},
         "kl": {"coefficient": 0.01},
     }
-    trainer = begin(train_spec(train=train), tmp_path / "runs")
+    trainer = begin_training(train_spec(train=train), tmp_path / "runs")
     result = await trainer.run()
-    told = metrics(trainer)
+    told = metric_lines(trainer.folder)
     assert told[0]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-6)
     assert told[-1]["policy/kl_ref"] > 0
     assert all(line["sampler/diff_max"] < 1e-4 for line in told)
@@ -341,7 +334,7 @@ def test_from_the_command_line_killed_and_taken_up_again(train_spec: Any, tmp_pa
     (folder,) = folders.trainings(tmp_path / "runs")
     done = engine_apart("train", "--resume", folder, modules=[HERE])
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = metric_lines(folder)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert "Checkpoint:" in done.stdout
     model = checkpoints_of(folder)[-1] / "model"
@@ -366,7 +359,7 @@ def test_two_processes_train_as_one(train_spec: Any, tmp_path: Path) -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
         assert done.returncode == 0, done.stdout + done.stderr
         (folder,) = folders.trainings(tmp_path / name)
-        told[name] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        told[name] = metric_lines(folder)
     for one, two in zip(told["one"], told["two"], strict=True):
         assert one["reward/mean"] == two["reward/mean"]  # the very same episodes, so the same weights were sampled with
         for name in ("loss", "grad_norm", "policy/entropy", "policy/confidence"):

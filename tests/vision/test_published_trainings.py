@@ -12,6 +12,7 @@ import torch
 import vision_kit
 from command_line import trajectories_of
 from safetensors.torch import load_file
+from trainings import metric_lines
 from typer.testing import CliRunner
 
 from engine.cli.main import app
@@ -67,7 +68,7 @@ def test_a_step(name: str, build: Any, architecture: str, tasks: str, tmp_path: 
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     folder = tmp_path / "runs/one"
-    (line,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (line,) = metric_lines(folder)
     episodes = trajectories_of(folder / "rollouts")
     # AReaL's bound lets the next steps' groups begin, but there is one step
     assert len(episodes) == line["episodes/count"] == 8

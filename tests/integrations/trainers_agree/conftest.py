@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from trainer_kit import FORGETFUL
+from trainings import begin_training
 from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.spec.load import load_spec
-from engine.store.header import RunHeader
-from engine.train import folder as folders
 from engine.train.learner import Learner
-from engine.train.trainer import Trainer
 
 SAMPLES = 4
 
@@ -78,7 +76,7 @@ def record(folder: Path, model: Path, tasks: int) -> Recorded:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "_update", watched)
-        asyncio.run(Trainer(loaded, folders.begin(folder / "runs", RunHeader.of(loaded))).run())
+        asyncio.run(begin_training(loaded, folder / "runs").run())
     seen.sort(key=lambda row: (int(row["task_id"][1:]), row["sample_index"], row["branch"]))
     return Recorded(path, seen, [float(sum(row["turn_rewards"])) for row in seen])
 
