@@ -1,0 +1,77 @@
+"""The examples on the pages of rules, as specs that `engine validate` reads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from engine.checks.budget import read_budget
+from engine.checks.pages import Example, Page, page_ids, page_of
+from engine.cli.validate_examine import FAILED, STOPPED, Options, examine
+from engine.errors import SpecError
+from engine.spec.diagnostic import Diagnostic
+from engine.spec.load import read_spec
+from engine.spec.tasks import load_tasks
+
+REST = {
+    "spec": "spec: episode/v1",
+    "name": "name: demo",
+    "model": "model: {path: m}",
+    "tasks": 'tasks: {source: inline, rows: [{question: "What is 2 + 2?"}]}',
+    "prompt": 'prompt: [{role: user, content: "{{question}}"}]',
+    "machine": "machine: single_turn",
+}
+"""What an example leaves out."""
+WHOLE = {"spec.empty", "spec.missing-key"}
+"""Rules whose bad example lacks something that must not be filled in."""
+ELSEWHERE = {
+    "backend.no-experts",
+    "machine.too-large",
+    "model.calls-not-read",
+    "tasks.not-read",
+    "train.expert-routing",
+    "train.no-package",
+    "train.plan",
+    "code.no-package",
+    "condense.no-package",
+    "notify.no-package",
+    "traces.no-package",
+    STOPPED,
+    FAILED,
+}
+"""Rules whose bad example would fill pages, or depends on what is installed; they have tests of their own."""
+BAD = sorted(set(page_ids()) - {"spec.unreadable"} - ELSEWHERE)
+"""Rules whose bad example breaks them here."""
+
+
+def write(example: Example, folder: Path, *, whole: bool) -> Path:
+    """Write an example into a folder, completed with what it leaves out unless it is `whole`; the path of its spec."""
+    given = {match[1] for match in re.finditer(r"^(\w+):", example.spec, re.MULTILINE)}
+    rest = [] if whole else [line for key, line in REST.items() if key not in given]
+    (folder / "spec.yaml").write_text("\n".join([*rest, example.spec]), encoding="utf-8")
+    for name, body in example.files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(body, encoding="utf-8")
+    return folder / "spec.yaml"
+
+
+def findings(page: Page, file: Path) -> list[Diagnostic]:
+    """What a spec breaks, when it is validated as the page says and when its tasks are read."""
+    overrides = [value for flag, value in zip(page.arguments, page.arguments[1:], strict=False) if flag == "--set"]
+    trainer = next((v for f, v in zip(page.arguments, page.arguments[1:], strict=False) if f == "--trainer"), None)
+    most = read_budget([v for f, v in zip(page.arguments, page.arguments[1:], strict=False) if f == "--budget"])
+    options = Options(overrides, budget=most, imports="--import" in page.arguments, trainer=trainer)
+    diagnostics = list(examine(file, options).diagnostics)
+    loaded, _ = read_spec(file, overrides)
+    if loaded is not None:
+        try:
+            load_tasks(loaded)
+        except SpecError as error:
+            diagnostics += error.diagnostics
+    return diagnostics
+
+
+def page(rule: str) -> Page:
+    found = page_of(rule)
+    assert found is not None
+    return found
