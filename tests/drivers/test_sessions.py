@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 from ended_runs import run_to_end
+from local_coordinator import Here
 from written_specs import save_spec, scripted_spec
 
 from engine.drivers.actors import Coordinator
 from engine.drivers.feed import Feed
-from engine.drivers.leases import Answer, Lease, Leases
+from engine.drivers.leases import Answer, Leases
 from engine.drivers.run import prepare_leases, summary_of
-from engine.drivers.session import Coordinating, Report, Setup, machine_id, of_driver, run_driver, share_of
+from engine.drivers.session import Setup, machine_id, of_driver, run_driver, share_of
 from engine.runner.guarded import FILE, read_reason
 from engine.schemas.environment import Task
 from engine.spec.load import LoadedSpec, load_spec
@@ -26,26 +27,6 @@ from engine.store import RunHeader, RunStore
 from engine.store.shards import create_shards
 
 GROUPS, SAMPLES = 9, 2
-
-
-class Here(Coordinating):
-    """The coordinator, without a process of its own."""
-
-    def __init__(self, leases: Leases, stop_at: int | None = None, whole: str | None = None) -> None:
-        self.leases = leases
-        self.stop_at = stop_at
-        self.whole = whole
-        self.reports: dict[int, Report] = {}
-
-    async def join(self, slot: int, machine: str, existing: list[str]) -> tuple[str, list[Lease]]:
-        return self.leases.join(slot, machine, existing)
-
-    async def call(
-        self, slot: int, number: int, wanted: int, done: Sequence[int], faulty: Sequence[int], report: Report
-    ) -> tuple[Answer, bool, str | None]:
-        self.reports[slot] = report
-        answer = self.leases.call(slot, number, wanted, done, faulty)
-        return answer, self.stop_at is not None and self.leases.counts.done >= self.stop_at, self.whole
 
 
 def spec_of(tmp_path: Path, tokenizer: Path, drivers: int = 2) -> LoadedSpec:

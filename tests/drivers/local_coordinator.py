@@ -1,0 +1,28 @@
+"""The coordinator of a run's drivers, in the process of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.drivers.leases import Answer, Lease, Leases
+from engine.drivers.session import Coordinating, Report
+
+
+class Here(Coordinating):
+    """The coordinator, without a process of its own."""
+
+    def __init__(self, leases: Leases, stop_at: int | None = None, whole: str | None = None) -> None:
+        self.leases = leases
+        self.stop_at = stop_at
+        self.whole = whole
+        self.reports: dict[int, Report] = {}
+
+    async def join(self, slot: int, machine: str, existing: list[str]) -> tuple[str, list[Lease]]:
+        return self.leases.join(slot, machine, existing)
+
+    async def call(
+        self, slot: int, number: int, wanted: int, done: Sequence[int], faulty: Sequence[int], report: Report
+    ) -> tuple[Answer, bool, str | None]:
+        self.reports[slot] = report
+        answer = self.leases.call(slot, number, wanted, done, faulty)
+        return answer, self.stop_at is not None and self.leases.counts.done >= self.stop_at, self.whole
