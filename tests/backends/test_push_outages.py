@@ -183,6 +183,7 @@ async def test_a_push_goes_on_when_a_server_is_lost_at_any_place(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["disk", "adapter"])
 @pytest.mark.parametrize("death", ["for good", "connection", "restarted"])
 async def test_a_push_goes_on_when_a_server_is_lost_at_each_byte(

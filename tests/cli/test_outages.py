@@ -212,8 +212,13 @@ def test_nobody_there_at_the_start_stores_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("status", [429, 503])
-@pytest.mark.parametrize("retry_after", ["2", "date", "none"])
+@pytest.mark.parametrize(
+    ("retry_after", "status"),
+    [
+        *[("2", 429), ("date", 503), ("none", 429)],
+        *(pytest.param(*words, marks=pytest.mark.exhaustive) for words in [("2", 503), ("date", 429), ("none", 503)]),
+    ],
+)
 def test_a_server_that_asks_for_a_pause_is_given_it(
     tmp_path: Path, tiny_tokenizer_dir: Path, servers: Servers, retry_after: str, status: int
 ) -> None:

@@ -72,9 +72,9 @@ def kill_in_push(patch: pytest.MonkeyPatch, victim: Running, number: int, *, sen
     ("train", "sent"),
     [
         ({"weight_sync": {"method": "disk"}}, True),
-        ({"weight_sync": {"method": "tensors"}}, False),
-        ({"weight_sync": {"method": "collective"}}, True),
-        ({"weight_sync": {"method": "adapter"}, "lora": LORA}, True),
+        pytest.param({"weight_sync": {"method": "tensors"}}, False, marks=pytest.mark.exhaustive),
+        pytest.param({"weight_sync": {"method": "collective"}}, True, marks=pytest.mark.exhaustive),
+        pytest.param({"weight_sync": {"method": "adapter"}, "lora": LORA}, True, marks=pytest.mark.exhaustive),
     ],
     ids=["disk", "tensors", "collective", "adapter"],
 )

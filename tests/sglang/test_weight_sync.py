@@ -107,18 +107,25 @@ async def until_running(backend: SGLangBackend, tokens: float = 0.3) -> None:
     await asyncio.sleep(tokens)
 
 
-@pytest.mark.parametrize("pause", [True, False])
 @pytest.mark.parametrize(
-    ("method", "lora"),
+    ("method", "lora", "pause"),
     [
-        ("disk", None),
-        ("disk", LORA),
-        ("tensors", None),
-        ("tensors", LORA),
-        ("collective", None),
-        ("adapter", LORA),
-        ("auto", None),
-        ("auto", LORA),
+        ("disk", None, True),
+        ("disk", LORA, False),
+        ("tensors", None, False),
+        ("tensors", LORA, True),
+        ("collective", None, True),
+        ("adapter", LORA, True),
+        ("auto", None, False),
+        ("auto", LORA, True),
+        pytest.param("disk", None, False, marks=pytest.mark.exhaustive),
+        pytest.param("disk", LORA, True, marks=pytest.mark.exhaustive),
+        pytest.param("tensors", None, True, marks=pytest.mark.exhaustive),
+        pytest.param("tensors", LORA, False, marks=pytest.mark.exhaustive),
+        pytest.param("collective", None, False, marks=pytest.mark.exhaustive),
+        pytest.param("adapter", LORA, False, marks=pytest.mark.exhaustive),
+        pytest.param("auto", None, True, marks=pytest.mark.exhaustive),
+        pytest.param("auto", LORA, False, marks=pytest.mark.exhaustive),
     ],
 )
 async def test_what_is_sampled_after_a_push_is_of_the_pushed_weights(
@@ -296,7 +303,7 @@ async def test_ways_that_do_not_fit_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["disk", "tensors"])
+@pytest.mark.parametrize("method", [pytest.param("disk", marks=pytest.mark.exhaustive), "tensors"])
 async def test_of_two_servers_one_that_died_is_out_and_the_push_goes_on_with_the_other(
     sglang_server: Running,
     second_server: Running,

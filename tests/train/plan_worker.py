@@ -1,6 +1,6 @@
 """Measures what `engine.train.plan` plans: the bytes of living tensors in one process of several, over real steps.
 
-python plan_worker.py SPEC            # or by torchrun; each process writes SPEC.<rank>.json
+python plan_worker.py SPEC...         # or by torchrun; each process writes SPEC.<rank>.json
 """
 
 from __future__ import annotations
@@ -95,6 +95,6 @@ def measure(path: Path) -> dict[str, int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    spec = Path(sys.argv[1])
-    found = measure(spec)
-    spec.with_suffix(f".{found['rank']}.json").write_text(json.dumps(found))
+    for spec in map(Path, sys.argv[1:]):
+        found = measure(spec)
+        spec.with_suffix(f".{found['rank']}.json").write_text(json.dumps(found))
