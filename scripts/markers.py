@@ -2,6 +2,7 @@
 
     python scripts/markers.py             fails where a marker selects fewer tests than recorded
     python scripts/markers.py --record    writes the numbers; every library of CI has to be installed
+    python scripts/markers.py --record --allow slow "the matrix of X is one test"    a lower number needs its reason
 
 A stage of CI selects its tests by a marker. A file that moves, or that can no longer be imported, would leave the stage unnoticed.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,39 @@ class MarkerCount:
             self.skipped.append(report.nodeid)
 
 
+def read() -> dict[str, tuple[int, str]]:
+    """The recorded number of each marker, and the reason for its last fall."""
+    recorded = {}
+    for line in RECORDED.read_text(encoding="utf-8").splitlines():
+        words, _, reason = line.partition("  # ")
+        number, name = words.split()
+        recorded[name] = (int(number), reason)
+    return recorded
+
+
+def allowed(words: list[str]) -> dict[str, str]:
+    """The reasons of `--allow MARKER REASON`, by marker."""
+    reasons = {words[at + 1]: words[at + 2] for at, word in enumerate(words[:-2]) if word == "--allow"}
+    if words.count("--allow") != len(reasons) or not all(reasons.values()) or reasons.keys() - MARKERS:
+        sys.exit('--allow needs a marker of pyproject.toml and a reason: --allow slow "the matrix of X is one test"')
+    return reasons
+
+
+def write(numbers: Mapping[str, int], reasons: Mapping[str, str]) -> None:
+    """Write the numbers, and the reason where one is lower than before."""
+    before = read()
+    lower = [name for name, (number, _) in before.items() if numbers[name] < number and name not in reasons]
+    if lower:
+        sys.exit(
+            "lower than recorded: "
+            + ", ".join(f"{name} {before[name][0]} -> {numbers[name]}" for name in lower)
+            + '. Where tests were removed on purpose, say why: --allow MARKER "reason"'
+        )
+    why = {name: reasons.get(name, before.get(name, (0, ""))[1]) for name in numbers}
+    lines = [f"{numbers[name]} {name}" + (f"  # {why[name]}" if why[name] else "") for name in sorted(numbers)]
+    RECORDED.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     count = MarkerCount()
     options = [
@@ -60,11 +95,9 @@ def main() -> None:
             sys.exit(
                 f"install the extra `adapters` first: without it these are not counted: {', '.join(count.skipped)}"
             )
-        RECORDED.write_text("".join(f"{number} {name}\n" for name, number in sorted(count.tests.items())))
+        write(count.tests, allowed(sys.argv[1:]))
         return
-    recorded = {
-        name: int(number) for number, name in (line.split(" ", 1) for line in RECORDED.read_text().splitlines())
-    }
+    recorded = {name: number for name, (number, _) in read().items()}
     fewer = [
         f"{name}: {count.tests[name]} tests, {number} recorded"
         for name, number in recorded.items()
@@ -76,7 +109,7 @@ def main() -> None:
             "markers select fewer tests than recorded: "
             + "; ".join(fewer)
             + why
-            + ". For tests that were removed on purpose, correct the number in tests/markers.txt"
+            + '. Where tests were removed on purpose: python scripts/markers.py --record --allow MARKER "reason"'
         )
     print(", ".join(f"{name} {number}" for name, number in sorted(count.tests.items())))
 

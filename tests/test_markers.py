@@ -34,7 +34,7 @@ def test_every_marker_has_a_recorded_number() -> None:
 
 
 @pytest.mark.slow
-def test_a_marker_that_selects_fewer_tests_than_recorded_is_named(tmp_path: Path) -> None:
+def test_a_marker_that_selects_fewer_tests_than_recorded_is_named_until_there_is_a_reason(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "markers.py", tmp_path / "scripts")
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["slow: long", "ray: clusters"]\n')
@@ -42,8 +42,8 @@ def test_a_marker_that_selects_fewer_tests_than_recorded_is_named(tmp_path: Path
     (tmp_path / "tests" / "markers.txt").write_text("2 slow\n1 ray\n")
     tests = "import pytest\n\n\n@pytest.mark.slow\ndef test_one(): ...\n\n\n@pytest.mark.{}\ndef test_two(): ...\n"
 
-    def run() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-P", "scripts/markers.py"]
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-P", "scripts/markers.py", *options]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     (tmp_path / "tests" / "test_some.py").write_text(tests.format("ray"))
@@ -51,6 +51,12 @@ def test_a_marker_that_selects_fewer_tests_than_recorded_is_named(tmp_path: Path
     assert ended.returncode == 1
     assert "slow: 1 tests, 2 recorded" in ended.stderr
     assert "ray:" not in ended.stderr
+    refused = run("--record")
+    assert (refused.returncode, "lower than recorded: slow 2 -> 1" in refused.stderr) == (1, True)
+    assert run("--record", "--allow", "slow", "one test shows both").returncode == 0
+    numbers = (tmp_path / "tests" / "markers.txt").read_text()
+    assert numbers == "1 ray\n1 slow  # one test shows both\n"
+    assert run().returncode == 0
 
 
 def test_the_table_has_each_stage_and_names_those_that_failed(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ BYTES = 2_000
 """Growth of each process per episode, at most. An episode of two turns has 5,400 bytes in its store, and far more as objects."""
 
 
-@pytest.mark.exhaustive
 def test_no_process_keeps_its_episodes_in_memory(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     points = run(tmp_path, str(tiny_tokenizer_dir), EPISODES, 2, 1.0, show=False)
     grown = growth(points, EPISODES)

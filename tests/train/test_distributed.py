@@ -49,11 +49,11 @@ def launched(launcher: str, folder: Path, kind: str, processes: int) -> list[str
 @pytest.mark.parametrize(
     ("launcher", "kind", "processes"),
     [
-        ("accelerate", "plain", 2),
+        ("accelerate", "lora", 2),
         ("torchrun", "kl", 4),
-        ("torchrun", "lora", 2),
         ("torchrun", "network", 2),
         ("torchrun", "experts", 2),
+        pytest.param("accelerate", "plain", 2, marks=pytest.mark.exhaustive),
         pytest.param("torchrun", "tied", 4, marks=pytest.mark.exhaustive),
         pytest.param("torchrun", "penalties", 2, marks=pytest.mark.exhaustive),
         pytest.param("torchrun", "probe", 2, marks=pytest.mark.exhaustive),

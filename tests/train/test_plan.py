@@ -105,13 +105,21 @@ def measured(paths: Sequence[Path], processes: int) -> Iterator[tuple[Path, list
     ("kinds", "processes"),
     [
         (["kl", "bfloat16", "network", "images", "experts"], 1),
-        (["plain"], 2),
         (["lora"], 2),
         pytest.param(["plain", "probe"], 1, marks=pytest.mark.exhaustive),
         *(
             pytest.param([kind], processes, marks=pytest.mark.exhaustive)
             for kind, processes in [
-                *[("plain", 4), ("kl", 2), ("bfloat16", 2), ("probe", 2), ("head", 2), ("network", 2), ("network", 4)],
+                *[
+                    ("plain", 2),
+                    ("plain", 4),
+                    ("kl", 2),
+                    ("bfloat16", 2),
+                    ("probe", 2),
+                    ("head", 2),
+                    ("network", 2),
+                    ("network", 4),
+                ],
                 *[("images", 2), ("images", 4), ("images again", 2), ("images of a critic", 2), ("experts", 2)],
             ]
         ),
