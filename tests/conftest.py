@@ -142,6 +142,14 @@ def pytest_collection_finish() -> None:
     gc.get_freeze_count = lambda: count  # each run asks for it, and counting a million objects takes 20 ms
 
 
+def pytest_sessionfinish() -> None:
+    """Collect garbage before a worker process says that it has finished. A last collection comes after that, and takes seconds where there
+    is much to look at; a worker that takes more than five is interrupted by execnet, and the interrupt looks like one of a test."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture
 def frozen_objects_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """`gc.get_freeze_count` counts each time that it is called."""
