@@ -18,6 +18,19 @@ from engine.store import RunStore, list_runs
 ROOT = Path(__file__).parents[2]
 SPEC_CODE = ROOT / "tests" / "runner"
 engine = partial(engine_process, modules=[SPEC_CODE])
+HELD = """
+import time
+from pathlib import Path
+
+from code_for_tests import Critic
+
+
+class Held(Critic):
+    def respond(self, view):
+        while int(view.task.id[1:]) >= 4 and not Path({gate!r}).exists():
+            time.sleep(0.02)
+        return super().respond(view)
+"""
 ADD = {"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
 
 
@@ -89,7 +102,10 @@ def test_an_invalid_spec_runs_nothing(tmp_path: Path, tiny_tokenizer_dir: Path) 
 
 @pytest.mark.slow  # by default: test_cli_stopping.py, and tests/runner/test_stopped_runs.py
 def test_ctrl_c_ends_cleanly_and_resume_finishes(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
-    spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks=40, delay=0.05)
+    """The user of all episodes but the first four waits until the run is resumed."""
+    spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks=40)
+    spec.write_text(spec.read_text().replace("code_for_tests:Critic", "held:Held"))
+    (tmp_path / "held.py").write_text(HELD.format(gate=str(tmp_path / "resumed")))
     process = engine("run", spec, cwd=tmp_path)
     _wait_for_finished(tmp_path, 4)
     process.send_signal(signal.SIGINT)
@@ -99,9 +115,10 @@ def test_ctrl_c_ends_cleanly_and_resume_finishes(tmp_path: Path, tiny_tokenizer_
     assert f"Interrupted. To finish it: engine run --resume runs/{folder.name}" in out.replace("\n", " ")
     store = RunStore.open(folder, readonly=True)
     done = store.finished()
-    assert 4 <= len(done) < 40
+    assert sorted(done) == [f"t{n}/0" for n in range(4)]
     assert store.status == "interrupted"
     before = {key: store.trajectory(key).json() for key in done}
+    (tmp_path / "resumed").touch()
     code, _, err = engine_here("run", "--resume", folder, cwd=tmp_path)
     assert code == 0, err
     assert len(store.finished()) == 40
