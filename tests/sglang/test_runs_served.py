@@ -17,6 +17,7 @@ import pytest
 import yaml
 from command_line import ended, engine_process
 from ended_runs import run_to_end
+from server_load import aborted
 from waiting import wait_until
 from written_specs import save_spec
 
@@ -154,13 +155,15 @@ def test_ctrl_c_leaves_no_request_on_the_server(sglang_server: Running, make_spe
         sglang_server.url, sampling={"temperature": 1.0, "ignore_eos": True, "stop_token_ids": []},
         limits={"turn_tokens": 3500},
     )  # fmt: skip
+    before = aborted(sglang_server.url)
     process = engine("run", long, "--out", "runs", cwd=tmp_path)
     wait_until(lambda: working(sglang_server.url) == 6, 60)
     process.send_signal(signal.SIGINT)
     code, out, err = ended(process)
     assert code == 130, out + err
     assert "Interrupted. To finish it: engine run --resume" in out
-    wait_until(lambda: working(sglang_server.url) == 0, 5)
+    wait_until(lambda: working(sglang_server.url) == 0, 60)
+    assert aborted(sglang_server.url) == before + 6
     (folder,) = (tmp_path / "runs").iterdir()
     assert list(RunStore.open(folder, readonly=True).trajectories()) == []
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from generate_requests import generate_request
+from server_load import aborted, until_samples, until_works_on
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.doctor.examine import MINIMUM_SGLANG
@@ -192,32 +193,31 @@ async def test_banned_ids_are_not_sampled_and_logprobs_are_without_them(
     )
 
 
-async def test_a_cancelled_request_stops_on_the_server(backend: SGLangBackend, chat_format: ChatFormat) -> None:
+async def test_a_cancelled_request_stops_on_the_server(
+    backend: SGLangBackend, sglang_server: Running, chat_format: ChatFormat
+) -> None:
+    before = aborted(sglang_server.url)
     task = asyncio.create_task(backend.generate(request(prompt_of(chat_format), HOT, max_new_tokens=3500)))
-    await until(backend, 1)
+    await until_works_on(backend, 1)
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
-    await until(backend, 0)
+    await until_works_on(backend, 0)
+    assert aborted(sglang_server.url) == before + 1
 
 
 async def test_closing_leaves_the_server_idle(
     backend: SGLangBackend, sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path
 ) -> None:
+    before = aborted(sglang_server.url)
     async with opened(sglang_server, chat_format, tiny_model_dir) as other:
         asks = [request(prompt_of(chat_format), HOT, max_new_tokens=3500, episode_id=str(n)) for n in range(4)]
         tasks = [asyncio.create_task(other.generate(ask)) for ask in asks]
-        await until(backend, 4)
+        await until_works_on(backend, 4)
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [BackendError] * 4
-    await until(backend, 0)
-
-
-async def until(backend: SGLangBackend, count: int) -> None:
-    """Wait until the server works on so many requests; long before they could be done."""
-    async with asyncio.timeout(4):
-        while sum((await backend.control.running()).values()) != count:  # noqa: ASYNC110  (the server tells nobody)
-            await asyncio.sleep(0.05)
+    await until_works_on(backend, 0)
+    assert aborted(sglang_server.url) == before + 4
 
 
 async def test_too_long_a_prompt_is_a_limit_and_not_a_fault(backend: SGLangBackend) -> None:
@@ -300,13 +300,12 @@ async def test_an_update_in_the_middle_gives_each_token_its_own_version(
     """The tokens before it are the old model's; those after it are what the new one samples after that prefix."""
     await backend.control.update_weights_from_disk(str(tiny_model_dir), 4)
     prompt = prompt_of(chat_format)
-    task = asyncio.create_task(backend.generate(request(prompt, HOT, max_new_tokens=400)))
-    await until(backend, 1)
-    await asyncio.sleep(0.2)
+    task = asyncio.create_task(backend.generate(request(prompt, HOT, max_new_tokens=1000)))
+    await until_samples(backend, len(prompt) + 8)
     await backend.control.update_weights_from_disk(str(other_model_dir), 5, mode=mode)
     generation = await task
     (old, first), (new, rest) = split(generation)
-    assert (old, new, first + rest) == (4, 5, 400)
+    assert (old, new, first + rest) == (4, 5, 1000)
     assert min(first, rest) > 0
     output = generation.output_ids.tolist()
     before = recomputed(tiny_model_dir, prompt, output[:first])
@@ -321,13 +320,12 @@ async def test_in_place_goes_on_with_what_the_old_weights_computed(
 ) -> None:
     await backend.control.update_weights_from_disk(str(tiny_model_dir), 4)
     prompt = prompt_of(chat_format)
-    task = asyncio.create_task(backend.generate(request(prompt, HOT, max_new_tokens=400)))
-    await until(backend, 1)
-    await asyncio.sleep(0.2)
+    task = asyncio.create_task(backend.generate(request(prompt, HOT, max_new_tokens=1000)))
+    await until_samples(backend, len(prompt) + 8)
     await backend.control.update_weights_from_disk(str(other_model_dir), 5, mode="in_place")
     generation = await task
     (old, first), (new, rest) = split(generation)
-    assert (old, new, first + rest) == (4, 5, 400)
+    assert (old, new, first + rest) == (4, 5, 1000)
     output = generation.output_ids.tolist()
     np.testing.assert_allclose(
         generation.logprobs[:first], recomputed(tiny_model_dir, prompt, output[:first]), atol=1e-4

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from generate_requests import generate_request
+from server_load import aborted, until_samples, until_works_on
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
@@ -45,10 +46,7 @@ async def test_a_server_killed_in_the_middle_loses_no_reply_and_none_is_counted_
     backend = SGLangBackend(spec, chat_format, sampling=HOT, model=str(tiny_model_dir))
     await backend.start()
     tasks = [asyncio.create_task(backend.generate(request(number))) for number in range(4)]
-    async with asyncio.timeout(20):
-        while (await backend.control.running())[second_server.url] < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    await asyncio.sleep(0.1)
+    await until_samples(backend, 20, requests=2, url=second_server.url)
     second_server.kill()
     generations = await asyncio.gather(*tasks)
     stats = backend.stats()
@@ -110,11 +108,11 @@ async def test_what_a_router_drops_is_found_and_told(
             await backend.generate(request(0, banned_token_ids=[5]))
 
         task = asyncio.create_task(backend.generate(request(1, max_new_tokens=3500)))
+        before = aborted(sglang_server.url)
         for count in (1, 0):  # abort and load go to the worker itself: the router knows neither
-            async with asyncio.timeout(4):
-                while sum((await backend.control.running()).values()) != count:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            await until_works_on(backend, count)
             task.cancel()
+        assert aborted(sglang_server.url) == before + 1
         await backend.close()
 
         sampling = SamplingParams(stop_regex=["a+"])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from generate_requests import generate_request
+from server_load import until_samples
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.backends.sglang.client import SGLangBackend
@@ -100,13 +101,6 @@ def by_transformers(folder: Path, prompt: Sequence[int], output: Sequence[int]) 
     return logits.log_softmax(-1)[torch.arange(len(output)), torch.tensor(list(output))].numpy()
 
 
-async def until_running(backend: SGLangBackend, tokens: float = 0.3) -> None:
-    """Until the server works on a request, and a little longer."""
-    while not sum((await backend.control.running()).values()):  # noqa: ASYNC110  the server has no event for that
-        await asyncio.sleep(0.02)
-    await asyncio.sleep(tokens)
-
-
 @pytest.mark.parametrize(
     ("method", "lora", "pause"),
     [
@@ -165,17 +159,17 @@ async def test_replies_that_are_being_sampled_go_on_with_two_versions(
     )
     await sync.push(policy, 1)
     tasks = [
-        asyncio.create_task(backend.generate(request([*PROMPT, n], episode_id=f"e{n}", max_new_tokens=300)))
+        asyncio.create_task(backend.generate(request([*PROMPT, n], episode_id=f"e{n}", max_new_tokens=1000)))
         for n in range(20, 23)
     ]
-    await until_running(backend)
+    await until_samples(backend, len(PROMPT) + 30, requests=3)
     nudge(policy)
     await sync.push(policy, 2)
     replies = await asyncio.gather(*tasks)
     policy.save(tmp_path / "saved")
     for n, reply in zip(range(20, 23), replies, strict=True):
         (old, first), (new, rest) = spans(reply)
-        assert (old, new, first + rest) == (1, 2, 300)
+        assert (old, new, first + rest) == (1, 2, 1000)
         prompt, output = [*PROMPT, n], reply.output_ids.tolist()
         np.testing.assert_allclose(
             reply.logprobs[:first], by_transformers(tiny_model_dir, prompt, output[:first]), atol=1e-4
@@ -197,14 +191,14 @@ async def test_a_reply_ends_with_the_adapter_that_it_began_with_which_is_unloade
     await sync.push(policy, 1)
     (first,) = backend.control.adapters
     policy.save(tmp_path / "first")
-    task = asyncio.create_task(backend.generate(request(max_new_tokens=300)))
-    await until_running(backend)
+    task = asyncio.create_task(backend.generate(request(max_new_tokens=1000)))
+    await until_samples(backend, len(PROMPT) + 8)
     nudge(policy, 2)
     await sync.push(policy, 2)
     second = backend.control.adapters[-1]
     assert backend.control.adapters == [first, second]
     reply = await task
-    assert spans(reply) == [(1, 300)]
+    assert spans(reply) == [(1, 1000)]
     output = reply.output_ids.tolist()
     np.testing.assert_allclose(reply.logprobs, by_transformers(tmp_path / "first", PROMPT, output), atol=1e-4)
     await sync.push(policy, 3)
