@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.agents.confined import HOME, INSIDE, SOCKET, Confined, confine
-from engine.agents.keeper import REWARD
+from engine.agents.keeper import REWARD, remove
 from engine.agents.process import MOST_OUTPUT, ProgramProcess, programs_folder
 from engine.agents.program import Endpoint
 from engine.agents.rewards import PATH as REWARD_PATH
@@ -126,5 +125,5 @@ class CommandProgram:
             self._confined.close()
             self._confined = None
         if self._folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+            await asyncio.to_thread(remove, self._folder)
             self._folder = None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.agents.keeper import NO_FOLDER
 from engine.isolation import sandbox, system_calls
 from engine.schemas.agent import AgentSandbox
 
@@ -262,7 +263,7 @@ def _is_private(entry: os.DirEntry[str]) -> bool:
 
 def _cover(folder: Path, is_folder: bool) -> Path:
     """An empty folder or file that nobody can read, for what is hidden."""
-    path = folder / f"no-{'folder' if is_folder else 'file'}"
+    path = folder / (NO_FOLDER if is_folder else "no-file")
     if is_folder:
         path.mkdir()
     else:

@@ -40,6 +40,8 @@ _POLL = 1.0
 _LOOK = 0.2
 """Seconds between two counts of the files of a program in a sandbox."""
 REWARD, _MOST_REWARD = "reward.json", 16_384
+NO_FOLDER = "no-folder"
+"""The folder in a program's folder that a sandbox shows in place of hidden ones."""
 _LONGEST = 10.0
 """Seconds after which killing is given up, for processes of other users."""
 
@@ -49,9 +51,19 @@ def main() -> None:
     _serve()
     with contextlib.suppress(ChildProcessError):
         os.waitpid(-1, 0)  # it ignores SIGCHLD, so this waits for all guards
-    import shutil  # the program's start does not wait for it
+    folders = Path(sys.argv[2])
+    for folder in folders.iterdir():
+        remove(folder)
+    folders.rmdir()
 
-    shutil.rmtree(sys.argv[2], ignore_errors=True)
+
+def remove(folder: Path) -> None:
+    """Remove a program's folder, also if it has one that nobody can read."""
+    import shutil  # the start of a program does not wait for it
+
+    with contextlib.suppress(OSError):
+        (folder / NO_FOLDER).rmdir()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _serve() -> None:

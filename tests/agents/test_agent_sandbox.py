@@ -16,6 +16,7 @@ import pytest
 from agent_kit import play, write_spec
 from command_line import trajectories_of
 from other_user import other_user
+from waiting import wait_until
 
 from engine.agents import process
 from engine.agents.confined import confine
@@ -148,6 +149,9 @@ def test_another_user_than_root_has_the_same_sandbox(tmp_path: Path, tiny_tokeni
         user.own()
         user.run("-m", "engine.cli.main", "run", str(spec), "--out", str(user.folder / "runs"))
         (trajectory,) = trajectories_of(find_run("latest", user.folder / "runs"))
+        left = [root for root, _, _ in os.walk(user.temporary) if Path(root).parent.parent == user.temporary]
+        assert left == [], "the run itself removes the folder of each program"
+        wait_until(lambda: not list(user.temporary.iterdir()))  # its keeper removes the one around them
     assert trajectory.outcome.reward == 1.0
     check_probes(json.loads(trajectory.messages[-2].text))
 

@@ -6,13 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from waiting import wait_until
 
 CODE = """
 import time
@@ -93,10 +92,3 @@ def test_a_run_leaves_no_temporary_folder(user: str, end: str, tmp_path: Path, t
         engine.kill()
     assert engine.returncode == {"end": 0, "killed": -9}.get(end, 143), out + err
     wait_until(lambda: not list(temporary.iterdir()))
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 100) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

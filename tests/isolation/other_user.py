@@ -46,6 +46,9 @@ class OtherUser:
         for name in ("python", "engine"):
             (folder / name).mkdir()
         self.folder.mkdir()
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        os.chown(self.temporary, NOBODY, NOBODY)
         self.own()
 
     def own(self) -> None:
@@ -61,7 +64,7 @@ class OtherUser:
             "HOME": str(self.folder),
             "PYTHONPATH": ":".join([str(self._root / "engine"), *packages]),
         }
-        env |= {"TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
+        env |= {"TMPDIR": str(self.temporary), "PYTHONDONTWRITEBYTECODE": "1"}
         line = [
             "unshare",
             "--mount",
