@@ -118,6 +118,9 @@ def parse(text: str, place: Place) -> tuple[Node | None, list[Diagnostic]]:
         while loader.check_event() and not builder.stopped:
             builder.take(loader.get_event())
     except (yaml.YAMLError, UnicodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        if mark is not None and "maximum nesting depth" in str(error):  # libyaml from 0.2.6 looks ahead of its events
+            return parse(text[: mark.index], place)
         builder.problems.append(_unreadable(error, text, place))
         return None, builder.problems
     finally:
