@@ -11,6 +11,6 @@ if [ -z "${VIRTUAL_ENV:-}" ]; then
   # shellcheck disable=SC1091
   . .venv/bin/activate
 fi
-python -c 'import engine, pytest, hypothesis' 2>/dev/null || pip install --quiet -c constraints.txt -e '.[dev,train]'
+python -c 'import engine, pytest, hypothesis' 2>/dev/null || pip install --quiet -c constraints.txt -c tests/constraints.txt -e '.[dev,train]'
 export OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 exec pytest -q "$@"
