@@ -25,7 +25,9 @@ def test_the_check_and_the_scripts_select_by_registered_markers_and_name_no_path
         selected |= set(re.findall(r"\w+", " ".join(line))) - {"and", "or", "not", "few"}
     assert selected == MARKERS - {"exhaustive", "vllm"}
     for file in [".ci/run", "scripts/test.sh", "scripts/trainer_envs.sh", "scripts/agent_packages.sh"]:
-        named = re.findall(r"\btests/(?!mypy\.ini|constraints\.txt)[\w/{*.]+", (ROOT / file).read_text(encoding="utf-8"))
+        named = re.findall(
+            r"\btests/(?!mypy\.ini|constraints\.txt)[\w/{*.]+", (ROOT / file).read_text(encoding="utf-8")
+        )
         assert named == []
 
 
