@@ -135,7 +135,7 @@ def write_training(folder: Path) -> None:
 
 
 def stop_when(command: list[Any], due: Callable[[], bool], how: signal.Signals) -> None:
-    """Run a command and send it a signal when something has come about."""
+    """Run a command, and send it a signal once a condition holds."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, HERE]))}
     process = subprocess.Popen(command, env=environment)
     while not due():
@@ -281,7 +281,7 @@ def read(
 
 
 def ended(code: int, printed: str, expected: int = 0) -> Record:
-    """How a command ended; what it printed is told only where it did not end as expected, because texts may change."""
+    """The exit status of a command, and its output only where the status is not the expected one, because texts may change."""
     return {"code": code} | ({} if code == expected else {"printed": printed.splitlines()})
 
 

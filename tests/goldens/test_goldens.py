@@ -1,4 +1,4 @@
-"""Goldens are what was written down, and a difference is told with its place: see `golden_kit`."""
+"""Goldens: the recorded files equal what the engine writes, and a difference is reported with its place (`golden_kit`)."""
 
 from __future__ import annotations
 
