@@ -206,17 +206,19 @@ class PackedModel:
 
     def _states(self, pack: Pack) -> torch.Tensor:
         """The hidden states that the output layer gets, [T, H]."""
-        inputs: dict[str, Any] = {"position_ids": pack.position_ids.to(self.device)[None]}
-        with self.autocast():
-            if self.vision is not None:
-                from engine.train.policy_vision import vision_inputs
+        inputs: AbstractContextManager[dict[str, Any]]
+        if self.vision is not None:
+            from engine.train.policy_vision import vision_inputs
 
-                inputs |= vision_inputs(self.model, self.vision, pack, self.device, self.dtype)
-            elif pack.images:
-                raise TrainError("rows have images: pass the model's `vision`", kind="train_setup")
+            inputs = vision_inputs(self.model, self.vision, pack, self.device, self.dtype)
+        elif pack.images:
+            raise TrainError("rows have images: pass the model's `vision`", kind="train_setup")
+        else:
+            inputs = nullcontext({"position_ids": pack.position_ids.to(self.device)[None]})
+        with self.autocast(), inputs as named:
             given = pack.experts if self.replays_experts or self._checks else None
             self._routers.use(None if given is None else given.to(self.device))
-            out = self.backbone(input_ids=pack.input_ids.to(self.device)[None], use_cache=False, pack=pack, **inputs)
+            out = self.backbone(input_ids=pack.input_ids.to(self.device)[None], use_cache=False, pack=pack, **named)
         states: torch.Tensor = out.last_hidden_state[0]
         return states
 

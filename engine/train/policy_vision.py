@@ -1,15 +1,15 @@
 """Inputs of vision models for packs with images: position ids and image features.
 
 Invariants:
-- The vision tower encodes an image once per pass, for any number of rows and positions. (Versions of transformers that do
-  not accept features encode it once for each position in the pack.)
+- The vision tower encodes an image once per pass, for any number of rows and positions, with every version of transformers.
 - Position ids are those of the model's own `get_rope_index`, applied to each row by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from inspect import signature
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +19,15 @@ from engine.train.packing import Pack
 if TYPE_CHECKING:
     from engine.tokens.vision import Vision
 
-_FEATURES = "mm_encoder_outputs"
 
+@contextmanager
+def vision_inputs(
+    model: Any, vision: Vision, pack: Pack, device: torch.device, dtype: torch.dtype
+) -> Iterator[dict[str, Any]]:
+    """Position ids ([1, T], or [3, 1, T] for models with three), and the tensors of the pack's images, each once.
 
-def vision_inputs(model: Any, vision: Vision, pack: Pack, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Position ids ([1, T], or [3, 1, T] for models with three), and the images, as features or as tensors.
+    A model asks its own `get_image_features` for the features of its input. In the block, that method returns those of the pack's positions:
+    not all versions of transformers accept features as an input.
 
     Args:
         model: A transformers model with a vision tower.
@@ -33,17 +37,24 @@ def vision_inputs(model: Any, vision: Vision, pack: Pack, device: torch.device, 
         dtype: Dtype of the floating-point tensors.
     """
     inner = model.base_model
-    digests = [image.image for image in pack.images]
     if "positions" not in pack.cache:
         find = getattr(inner, "get_rope_index", None)
         positions = pack.position_ids if find is None else _positions(find, vision, pack, device)
         pack.cache["positions"] = positions.to(device).unsqueeze(-2)
     inputs: dict[str, Any] = {"position_ids": pack.cache["positions"]}
-    if not digests:
-        return inputs
-    if _FEATURES not in signature(inner.forward).parameters:
-        return inputs | _tensors(vision, [digests], device, dtype)
-    return inputs | {_FEATURES: {"image": _features(inner, vision, digests, device, dtype)}}
+    if not pack.images:
+        yield inputs
+        return
+    grids = {image.image: image.grid for image in pack.images}
+    features = inner.get_image_features(
+        **_tensors(vision, [[digest] for digest in grids], device, dtype), return_dict=True
+    )
+    _repeat(features, list(grids.values()), [list(grids).index(image.image) for image in pack.images])
+    inner.get_image_features = lambda *args, **kwargs: features
+    try:
+        yield inputs | {"pixel_values": torch.empty(0)}  # nobody reads it: with it, a model asks for features
+    finally:
+        del inner.get_image_features
 
 
 def _tensors(
@@ -54,17 +65,23 @@ def _tensors(
     return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in found.items()}
 
 
-def _features(inner: Any, vision: Vision, digests: Sequence[str], device: torch.device, dtype: torch.dtype) -> Any:
-    """The features of the image at each position, in the form of the model's `get_image_features`."""
-    single = list(dict.fromkeys(digests))
-    found = inner.get_image_features(
-        **_tensors(vision, [[digest] for digest in single], device, dtype), return_dict=True
-    )
-    order = [single.index(digest) for digest in digests]
-    found.pooler_output = [found.pooler_output[index] for index in order]
-    if getattr(found, "deepstack_features", None) is not None:  # Qwen3-VL: features for several layers
-        found.deepstack_features = [[layer[index] for index in order] for layer in found.deepstack_features]
-    return found
+def _repeat(features: Any, grids: Sequence[tuple[int, ...]], order: Sequence[int]) -> None:
+    """Replace the features of distinct images, in the form of `get_image_features`, by those of `order`, which has indices of images."""
+    pooled = features.pooler_output
+    # One tensor for all images (transformers before 5.19) has Idefics3's tiles, and the whole image after them.
+    sizes = [
+        math.prod(grid) + 1 if isinstance(pooled, torch.Tensor) else len(pooled[at]) for at, grid in enumerate(grids)
+    ]
+
+    def repeated(values: Any) -> Any:
+        if isinstance(values, torch.Tensor):
+            parts = values.split(sizes)
+            return torch.cat([parts[index] for index in order])
+        return [values[index] for index in order]
+
+    features.pooler_output = repeated(pooled)
+    if getattr(features, "deepstack_features", None) is not None:  # Qwen3-VL: features for several layers
+        features.deepstack_features = [repeated(layer) for layer in features.deepstack_features]
 
 
 def _positions(find: Any, vision: Vision, pack: Pack, device: torch.device) -> torch.Tensor:
