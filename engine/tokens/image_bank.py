@@ -15,6 +15,7 @@ from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from hashlib import sha256
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from engine.errors import ImageError
@@ -40,6 +41,15 @@ class SentImages(NamedTuple):
     """Tensors of images whose bytes are not known here."""
 
 
+class ScaledImage(NamedTuple):
+    """An image as the processor scales it: a PNG of its pixels and nothing else. See `ImageProcessing.scaled`."""
+
+    uri: str
+    """The PNG as a `data:` URI."""
+    digest: str
+    """SHA-256 of the PNG, hex: images with the same pixels and size have the same, whatever their files are."""
+
+
 class ImageBank:
     """The images of a run and the results of their processing. Shared by all episodes; safe to call from several threads.
 
@@ -63,7 +73,7 @@ class ImageBank:
         self._prepared: _RecentlyUsed[PreparedImage] = _RecentlyUsed(pixel_bytes)
         self._sources: _RecentlyUsed[Source] = _RecentlyUsed(source_bytes)
         self._uris: _RecentlyUsed[str] = _RecentlyUsed(source_bytes)
-        self._scaled: _RecentlyUsed[str] = _RecentlyUsed(source_bytes)
+        self._scaled: _RecentlyUsed[ScaledImage] = _RecentlyUsed(source_bytes)
         self._fetch: Callable[[str], Source | None] | None = None
         self._made: Callable[[str], Tensors | None] | None = None
         self._lock = threading.Lock()
@@ -124,7 +134,11 @@ class ImageBank:
         return found
 
     def scaled_uri(self, digest: str) -> str:
-        """An image as the processor scales it, as a PNG `data:` URI; encoded once. See `ImageProcessing.scaled`.
+        """The `uri` of `scaled`."""
+        return self.scaled(digest).uri
+
+    def scaled(self, digest: str) -> ScaledImage:
+        """An image as the processor scales it; encoded once.
 
         Raises:
             ImageError: The processor refuses the image or its scaled copy, or the image is missing.
@@ -132,13 +146,14 @@ class ImageBank:
         with self._lock:
             found = self._scaled.get(digest)
         if found is None:
-            found = f"data:image/png;base64,{b64encode(self._processing.scaled(self.source(digest).data)).decode()}"
+            png = self._processing.scaled(self.source(digest).data)
+            found = ScaledImage(f"data:image/png;base64,{b64encode(png).decode()}", sha256(png).hexdigest())
             with self._lock:
-                self._scaled.put(digest, found, len(found))
+                self._scaled.put(digest, found, len(found.uri))
         return found
 
     def is_scaled(self, digest: str) -> bool:
-        """Whether `scaled_uri` has the result in memory."""
+        """Whether `scaled` has the result in memory."""
         with self._lock:
             return self._scaled.get(digest) is not None
 

@@ -44,3 +44,13 @@ async def test_a_version_that_is_told_late_is_not_taken_back(chat_format: ChatFo
         servers.backend.follow(ServerWeights(4, "4"))
         assert (servers.backend.control.expected, servers.backend.control.prefixes) == ("5", "5")
         assert servers.backend.server_weights(5) == ServerWeights(5, "5")
+
+
+async def test_features_of_images_are_those_of_the_weights_that_are_followed(chat_format: ChatFormat) -> None:
+    async with cluster(chat_format) as servers:
+        control, names = servers.backend.control, [servers.backend.control.features]
+        for version in (3, 3, 4, 3):
+            servers.backend.follow(ServerWeights(version))
+            names.append(control.features)
+        assert names[0] == ""
+        assert names[1] == names[2] != names[3] == names[4]

@@ -220,3 +220,18 @@ async def test_something_else_that_listens_there_is_refused(chat_format: ChatFor
         await backend.start()
     await backend.close()
     server.close()
+
+
+async def test_features_of_images_do_not_outlive_the_weights_that_computed_them(chat_format: ChatFormat) -> None:
+    async with cluster(chat_format) as it:
+        control = it.backend.control
+        names = [control.features]
+        for version, mode in ((1, "retract"), (1, "in_place"), (2, "abort")):
+            await control.update_weights_from_disk(f"/w/{version}", version, mode=mode)
+            names.append(control.features)
+        assert names[0] == ""
+        assert len(set(names)) == 4
+    async with cluster(chat_format, start=False) as it:  # a server that an earlier training gave weights
+        it.fake.weight_version = "2"
+        await it.backend.start()
+        assert it.backend.control.features not in names

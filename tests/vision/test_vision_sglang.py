@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,10 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from recompute import apart
+from safetensors.torch import load_file, save_file
+from test_policy_vision import open_policy
+from test_vision_wire import request
 from vision_code import FIRST, MACHINE, SECOND, THIRD
 
+from engine.backends.sglang.client import SGLangBackend
+from engine.schemas.backend import SGLangBackendSpec
+from engine.schemas.generation import SamplingParams
+from engine.schemas.model import ModelSpec
 from engine.tokens.images import digest_of
+from engine.tokens.loading import load_format
+from engine.train.packing import pack_rows
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 SCRIPT = Path(__file__).parents[2] / "scripts" / "sglang_cpu.sh"
@@ -98,3 +109,72 @@ async def test_episodes_are_exact_to_the_pixel(
         off, count, rows = apart(made.store, made.vision, vlm(family))
         assert off < 1e-4
         assert count == sum(int(row["loss_mask"].sum()) for row in rows)
+
+
+def other_tower(model: Path, folder: Path) -> Path:
+    """A copy of a model whose vision tower has other weights."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    draw = torch.Generator().manual_seed(0)
+    for name in weights:
+        if "visual" in name:
+            weights[name] = weights[name] + 0.05 * torch.randn(weights[name].shape, generator=draw)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+async def test_features_of_an_image_are_its_own_and_of_the_newest_weights(
+    vlm: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hashes and without, for images that the server has seen, and after updates of the tower that computed what it keeps."""
+    model = vlm("qwen2_5_vl")
+    form = load_format(ModelSpec(path=str(model)), model)
+    vision = form.vision
+    assert vision is not None
+    marker = vision.marker_id
+    shown = {"red": (FIRST,), "blue": (SECOND,), "both": (SECOND, FIRST), "red again": (FIRST,)}
+    for data in (FIRST, SECOND):
+        vision.bank.put(digest_of(data), data, "image/png")
+    asked = {name: request(vision, [50, *[marker, 60] * len(images)], *images) for name, images in shown.items()}
+    models = [model, other_tower(model, tmp_path / "other")]
+
+    async def logprobs(backend: SGLangBackend, weights: Path) -> dict[str, np.ndarray]:
+        """Of each reply, after a comparison with those of the model."""
+        policy = open_policy(weights, vision)
+        found = {}
+        for name, wanted in asked.items():
+            made = await backend.generate(wanted)
+            ids = np.concatenate([wanted.input_ids, made.output_ids])
+            spans = [
+                {"image": image.image, "start": start, "end": end, "grid": vision.bank.picture(image.image).grid}
+                for image, (start, end) in zip(wanted.images, wanted.image_spans, strict=True)
+            ]
+            row = {"input_ids": ids, "loss_mask": np.arange(len(ids)) >= len(wanted.input_ids), "images": spans}
+            with torch.no_grad():
+                own = policy.forward(pack_rows([row], 10_000, share_prefixes=False)[0], entropy=False)[0].numpy()
+            np.testing.assert_allclose(made.logprobs, own, atol=1e-4, err_msg=name)
+            found[name] = made.logprobs
+        return found
+
+    with serving(model, tmp_path / "state") as url:
+        backend = SGLangBackend(
+            SGLangBackendSpec(urls=[url]), form, sampling=SamplingParams(temperature=1.0), model=str(model)
+        )
+        try:
+            await backend.start()
+            hashed = await logprobs(backend, model)
+            with monkeypatch.context() as patch:
+                encode = backend.encoder._with_images
+                patch.setattr(
+                    backend.encoder,
+                    "_with_images",
+                    lambda *args: (encode(*args)[0], encode(*args)[1].partition(b',"mm_hashes"')[0]),
+                )
+                plain = await logprobs(backend, model)
+            assert all(np.array_equal(hashed[name], plain[name]) for name in shown)
+            for version, weights in enumerate([models[1], models[0]], 1):
+                await backend.control.update_weights_from_disk(str(weights), version)
+                pushed = await logprobs(backend, weights)
+            assert all(np.allclose(hashed[name], pushed[name], atol=1e-4) for name in shown)
+        finally:
+            await backend.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples import examples
 from generate_requests import generate_request
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
 from vision_code import FIRST, SECOND, pil
 
 from engine.backends.sglang.request_body import Encoder
@@ -65,6 +71,41 @@ def test_one_placeholder_an_image_is_sent_and_the_expanded_ids_are_expected(visi
     assert len(body["image_data"]) == 2
     encoder.forget("e")
     assert (encoder._known, encoder._used) == ({}, 0)
+
+
+def hashes(vision: Vision, *images: bytes, features: str = "") -> list[str]:
+    asked = request(vision, [vision.marker_id] * len(images), *images)
+    sent = Encoder(vocab_size=10_000, vision=vision, features=lambda: features).encode(asked, "a", asked.input_ids, 8)
+    body = json.loads(b"".join(sent.pieces))
+    assert len(body["mm_hashes"]) == len(body["image_data"])
+    found: list[str] = body["mm_hashes"]
+    return found
+
+
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.lists(st.tuples(st.integers(0, 55), st.integers(0, 55), st.integers(0, 2)), max_size=3))
+def test_a_hash_is_of_the_pixels_that_are_sent(vision: Vision, changes: list[tuple[int, int, int]]) -> None:
+    """Other files of the same pixels have it; an image with another pixel, another size or at another place does not take it over."""
+    pixels = np.full((56, 56, 3), 100, np.uint8)
+    other = pixels.copy()
+    for row, column, channel in changes:
+        other[row, column, channel] ^= 1
+
+    def file(array: np.ndarray, kind: str) -> bytes:
+        buffer = io.BytesIO()
+        Image.fromarray(array).save(buffer, kind)
+        vision.bank.put(digest_of(buffer.getvalue()), buffer.getvalue(), f"image/{kind.lower()}")
+        return buffer.getvalue()
+
+    first, copy, changed = file(pixels, "PNG"), file(pixels, "BMP"), file(other, "PNG")
+    wide, tall = file(pixels[:28], "PNG"), file(pixels[:, :28], "PNG")  # the same values in the same number
+    found = hashes(vision, first, copy, changed, wide, tall)
+    assert all(re.fullmatch("[0-9a-f]{16}", each) for each in found)
+    assert found[0] == found[1]
+    assert (found[0] == found[2]) == np.array_equal(pixels, other)
+    assert len({found[0], *found[3:]}) == 3
+    assert hashes(vision, tall, changed, first) == [found[4], found[2], found[0]]
+    assert not set(found) & set(hashes(vision, first, changed, wide, tall, features="newer"))
 
 
 def test_images_and_places_must_be_as_many(vision: Vision) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -36,6 +38,7 @@ class Encoder(PromptEncoder):
         vision: Vision | None = None,
         layout: ExpertLayout | None = None,
         own_prefixes: bool = False,
+        features: Callable[[], str] = str,
     ) -> None:
         """
         Args:
@@ -46,11 +49,13 @@ class Encoder(PromptEncoder):
             vision: The model's images, for a model with a vision tower.
             layout: The model's experts, where requests ask for them.
             own_prefixes: A request uses only cached prefixes of its own episode in this run.
+            features: See `Control.features`.
         """
         super().__init__(vocab_size=vocab_size, memory=memory)
         self._layout = layout
         self._own_prefixes = f"{secrets.token_hex(8)}/" if own_prefixes else None
         self._vision = vision
+        self._features = features
         self.seeded = seeded
         self.echo = echo
 
@@ -107,7 +112,7 @@ class Encoder(PromptEncoder):
                 await asyncio.to_thread(self._vision.bank.scaled_uri, image.image)
 
     def _with_images(self, request: GenerateRequest, ids: np.ndarray) -> tuple[bytes, bytes]:
-        """The ids with one placeholder an image, which the server expands itself, and `image_data`."""
+        """The ids with one placeholder an image, which the server expands itself; `image_data` and `mm_hashes`."""
         if self._vision is None or len(request.images) != len(request.image_spans):
             raise BackendError(
                 f"{len(request.images)} images for {len(request.image_spans)} places in the prompt, of a model that "
@@ -116,8 +121,10 @@ class Encoder(PromptEncoder):
             )
         # A server leaves surplus images out without a word, and hangs on placeholders that are expanded already.
         sent = self._prompt(f"{request.episode_id}{_COMPACT}", self._vision.compact(ids, request.image_spans))
-        uris = [b'"%b"' % self._vision.bank.scaled_uri(image.image).encode() for image in request.images]
-        return sent, b',"image_data":[%b]' % b",".join(uris)
+        scaled = [self._vision.bank.scaled(image.image) for image in request.images]
+        uris = [b'"%b"' % image.uri.encode() for image in scaled]
+        hashes = [b'"%b"' % image_hash(image.digest, self._features()).encode() for image in scaled]
+        return sent, b',"image_data":[%b],"mm_hashes":[%b]' % (b",".join(uris), b",".join(hashes))
 
     def forget(self, episode_id: str) -> None:
         super().forget(episode_id)
@@ -133,6 +140,16 @@ class Encoder(PromptEncoder):
                 **{str(token): BANNED for token in request.banned_token_ids},
             }
         return msgspec.json.encode(fields)[1:-1]
+
+
+def image_hash(pixels: str, features: str) -> str:
+    """The hash by which a server keeps the features of an image, and its tokens: 16 hex digits.
+
+    Args:
+        pixels: The digest of what is sent (`ScaledImage.digest`). A hash of anything else could stand for two images.
+        features: See `Control.features`.
+    """
+    return sha256(f"{pixels}{features}".encode()).hexdigest()[:16]
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
