@@ -308,6 +308,9 @@ class Learner:
             if counts:
                 loss += float(part.detach())
                 metrics.merge(counted)
+                if pack.images:
+                    shown = torch.arange(sum(len(rows[number]["images"]) for number in pack.rows), device=part.device)
+                    metrics.mean("images/encoded", shown < len({image.image for image in pack.images}))
         if self.process_group.size > 1:
             parts, metrics = self.process_group.all_gather((loss, value_loss, metrics.cpu())), MetricSums()
             loss, value_loss = (sum(part[place] for part in parts) for place in (0, 1))  # type: ignore[misc]

@@ -31,15 +31,15 @@ def give_images(vision: Vision, path: Path) -> None:
 
 
 def told_by(
-    process_group: ProcessGroup, model: Path, path: Path
-) -> tuple[dict[str, float], dict[str, torch.Tensor]] | None:
-    """Metrics and weights; None in a process that follows."""
+    process_group: ProcessGroup, model: Path, path: Path, tokens: int = 1
+) -> tuple[dict[str, float], dict[str, torch.Tensor], list[int]]:
+    """Metrics and weights, both empty in a process that follows; the number of images in each call of the vision tower."""
     spec = TrainSpec.model_validate(
         {
             "device": "cpu",
             "loss": {"kind": "dr_grpo", "length": 16},
             "optimizer": {"lr": 1e-2, "eps": 1e-3},
-            "memory": {"max_tokens_per_microbatch": 1},
+            "memory": {"max_tokens_per_microbatch": tokens},
         }
     )
     vision = load_format(ModelSpec(path=str(model)), path.parent).vision
@@ -48,9 +48,13 @@ def told_by(
         give_images(vision, path)
     policy = Policy.load(model, spec, temperature=1.0, vocab=None, vision=vision, process_group=process_group)
     learner = Learner(policy, spec, episode_tokens=64, process_group=process_group)
+    encoded: list[int] = []
+    policy.model.get_encoder("image").register_forward_pre_hook(
+        lambda module, args, inputs: encoded.append(len(inputs["grid_thw"])), with_kwargs=True
+    )
     if not process_group.main:
         learner.follow()
-        return None
+        return {}, {}, encoded
     rows: list[dict[str, Any]] = [
         row | {"advantages": row["loss_mask"] * (1.0 + number)} for number, row in enumerate(read_rows(path))
     ]
@@ -63,19 +67,20 @@ def told_by(
     # By cost: two passes that see, then one that sees beside the one that does not.
     told = learner.step([*rows, rows[0] | {"episode_id": "again"}, blind], 0)
     weights = {name: tensor.detach().clone().contiguous() for name, tensor in learner.policy.weights().items()}
-    return told, weights
+    return told, weights, encoded
 
 
-def main(model: Path, path: Path, out: Path) -> None:
+def main(model: Path, path: Path, out: Path, tokens: int) -> None:
     process_group = join_process_group()
-    found = told_by(process_group, model, path)
-    if found is None:
+    told, weights, encoded = told_by(process_group, model, path, tokens)
+    (out / f"encoded-{process_group.rank}.json").write_text(json.dumps(encoded))
+    if not process_group.main:
         return
     process_group.close()
-    save_file(found[1], out / "told.safetensors")
-    (out / "told.json").write_text(json.dumps(found[0] | {"processes": process_group.size}))
+    save_file(weights, out / "told.safetensors")
+    (out / "told.json").write_text(json.dumps(told | {"processes": process_group.size}))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(*map(Path, sys.argv[1:]))
+    main(*map(Path, sys.argv[1:4]), int(sys.argv[4]))

@@ -47,19 +47,22 @@ async def test_a_step_is_the_same_if_workers_scale_its_images(
     give = worker.give_images
     monkeypatch.setattr(worker, "give_images", give_at_once)
     helped = worker.told_by(SingleProcessGroup(), vlm("qwen2_5_vl"), tmp_path / "rows.jsonl")
-    assert alone is not None
-    assert helped is not None
     assert helped[0] == alone[0]
     assert all(torch.equal(tensor, alone[1][name]) for name, tensor in helped[1].items())
     assert banks[0]._ahead._workers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("images", ["bytes of a run", "tensors beside rows"])
+@pytest.mark.parametrize(
+    ("images", "tokens", "encoded"),
+    [("bytes of a run", 1, [3, 3, 3]), ("tensors beside rows", 1, [3, 3, 3]), ("bytes of a run", 200, [3, 3])],
+)
 async def test_two_processes_train_a_model_that_sees(
-    make_spec: Any, run_spec: Any, vlm: Any, tmp_path: Path, images: str
+    make_spec: Any, run_spec: Any, vlm: Any, tmp_path: Path, images: str, tokens: int, encoded: list[int]
 ) -> None:
-    """Images reach the process that did not sample them, and a pass that sees nothing keeps step with one that does."""
+    """Images reach the process that did not sample them, and a pass that sees nothing keeps step with one that does.
+
+    A pass over several rows encodes an image once in each process, as in one."""
     rows, vision = await gallery_rows(make_spec, run_spec, "qwen2_5_vl")
     assert len(rows) == 2
     path = tmp_path / "rows.jsonl"
@@ -68,7 +71,7 @@ async def test_two_processes_train_a_model_that_sees(
     else:
         write_jsonl(with_image_files(rows, path, lambda: vision), path)
     root = Path(worker.__file__).parents[2]
-    arguments = [str(each) for each in (vlm("qwen2_5_vl"), path, tmp_path)]
+    arguments = [str(each) for each in (vlm("qwen2_5_vl"), path, tmp_path, tokens)]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", worker.__file__]
     done = await asyncio.to_thread(
         subprocess.run,
@@ -79,8 +82,12 @@ async def test_two_processes_train_a_model_that_sees(
         timeout=140,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = worker.told_by(SingleProcessGroup(), vlm("qwen2_5_vl"), path)
-    assert found is not None
+    found = worker.told_by(SingleProcessGroup(), vlm("qwen2_5_vl"), path, tokens)
+    assert sorted(found[2]) == encoded
+    by_process = [json.loads((tmp_path / f"encoded-{rank}.json").read_text()) for rank in range(2)]
+    assert sorted(sum(by_process, [])) == encoded
+    assert all(by_process)
+    assert found[0]["images/encoded"] == pytest.approx(sum(encoded) / 12)
     told = json.loads((tmp_path / "told.json").read_text())
     assert told.pop("processes") == 2
     assert told == pytest.approx(found[0], rel=1e-5, abs=1e-6)

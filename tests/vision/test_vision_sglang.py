@@ -131,11 +131,11 @@ async def test_features_of_an_image_are_its_own_and_of_the_newest_weights(
     form = load_format(ModelSpec(path=str(model)), model)
     vision = form.vision
     assert vision is not None
-    marker = vision.marker_id
     shown = {"red": (FIRST,), "blue": (SECOND,), "both": (SECOND, FIRST), "red again": (FIRST,)}
     for data in (FIRST, SECOND):
         vision.bank.put(digest_of(data), data, "image/png")
-    asked = {name: request(vision, [50, *[marker, 60] * len(images)], *images) for name, images in shown.items()}
+    picture = form.encode("<|vision_start|><|image_pad|><|vision_end|>What is it?")
+    asked = {name: request(vision, picture * len(images), *images) for name, images in shown.items()}
     models = [model, other_tower(model, tmp_path / "other")]
 
     async def logprobs(backend: SGLangBackend, weights: Path) -> dict[str, np.ndarray]:
