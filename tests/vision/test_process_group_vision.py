@@ -85,7 +85,7 @@ async def test_two_processes_train_a_model_that_sees(
     found = worker.told_by(SingleProcessGroup(), vlm("qwen2_5_vl"), path, tokens)
     assert sorted(found[2]) == encoded
     by_process = [json.loads((tmp_path / f"encoded-{rank}.json").read_text()) for rank in range(2)]
-    assert sorted(sum(by_process, [])) == encoded
+    assert sorted(images for process in by_process for images in process) == encoded
     assert all(by_process)
     assert found[0]["images/encoded"] == pytest.approx(sum(encoded) / 12)
     told = json.loads((tmp_path / "told.json").read_text())
