@@ -83,4 +83,5 @@ def main(model: Path, path: Path, out: Path, tokens: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(*map(Path, sys.argv[1:4]), int(sys.argv[4]))
+    model, path, out = map(Path, sys.argv[1:4])
+    main(model, path, out, int(sys.argv[4]))

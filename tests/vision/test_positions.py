@@ -57,8 +57,8 @@ async def test_positions_are_those_that_the_model_computes_itself(
     backend = VisionModel(vlm(family), torch.device("cpu"), torch.float32, 2, vision=vision)
     policy = open_policy(vlm(family), vision)
     (pack,) = pack_rows(rows, 100_000, share_prefixes=True)
-    packed = vision_inputs(policy.net.model, vision, pack, torch.device("cpu"), torch.float32)["position_ids"]
-    packed = packed.reshape(-1, pack.tokens)
+    with vision_inputs(policy.net.model, vision, pack, torch.device("cpu"), torch.float32) as inputs:
+        packed = inputs["position_ids"].reshape(-1, pack.tokens)
     for number, row in enumerate(rows):
         seen.clear()
         with torch.no_grad():
