@@ -43,6 +43,8 @@ async def test_values_of_rows_with_images(kind: str, make_spec: Any, run_spec: A
         torch.nn.init.normal_(critic.head.last.weight, generator=torch.Generator().manual_seed(0))
         learners.append(Learner(policy, spec, critic=critic))
         told.append(learners[-1].step(rows, 0))
+    # Eight images of three: three in the pass of each row, or three in one pass.
+    assert [metrics.pop("images/encoded") for metrics in told] == [6 / 8, 3 / 8]
     assert told[0] == pytest.approx(told[1], rel=1e-3, abs=1e-5)
     whole = learners[1]
     values = whole._values(rows)
