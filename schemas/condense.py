@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from engine.schemas.backend import BackendSpec
 from engine.schemas.base import Contract, Seconds
@@ -151,6 +151,71 @@ CondenserSpec = Annotated[
 ]
 
 
+class LeaveOutSpec(Contract):
+    """Leave the image out. The rest of its message stays."""
+
+    kind: Literal["nothing"]
+
+
+class TextSpec(Contract):
+    """A text stands for the image."""
+
+    kind: Literal["text"] = "text"
+    text: str = Field(default="[image left out]", min_length=1)
+    """The text."""
+
+
+class ThumbnailSpec(Contract):
+    """Show the image in fewer pixels. An image that has no more pixels stays as it is, and `images` does not count it."""
+
+    kind: Literal["thumbnail"]
+    pixels: int = Field(default=128 * 128, ge=1)
+    """Maximum number of pixels, width times height. Models scale very small images up: Qwen2.5-VL those below 56 x 56."""
+
+
+OlderSpec = Annotated[LeaveOutSpec | TextSpec | ThumbnailSpec, Field(discriminator="kind")]
+
+
+def _parse_last(value: Any) -> Any:
+    match = re.fullmatch(r"last (\d+)", value) if isinstance(value, str) else None
+    if isinstance(value, str) and match is None:
+        raise ValueError(f"{value!r} is not a number of images; write `last 4`")
+    return value if match is None else int(match[1])
+
+
+class KeepSpec(Contract):
+    """A window of images: the newest ones stay, and older ones are condensed, several at a time."""
+
+    images: Annotated[
+        int,
+        BeforeValidator(_parse_last),
+        Field(ge=1),
+        WithJsonSchema(
+            {"anyOf": [{"type": "string", "pattern": r"^last [1-9]\d*$"}, {"type": "integer", "minimum": 1}]}
+        ),
+    ]
+    """`last N`: how many of the newest images stay."""
+    step: int | None = Field(default=None, ge=1)
+    """K: how many further images are shown before the window slides, all K at once. So a prompt shows at most N + K - 1 of them, and T
+    images make (T - N) / K + 1 rows of training, rounded down. Default: N."""
+    older: OlderSpec = Field(default_factory=TextSpec)
+    """What stands for an older image."""
+
+    @field_validator("older", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+    @property
+    def slides_at(self) -> int:
+        """The number of images at which the window slides."""
+        return self.images + (self.step or self.images)
+
+
+_BY_TEXT = ("chunks", "condenser", "keep_last", "target_tokens", "expand")
+"""Keys that say how texts are condensed."""
+
+
 class CondenseSpec(Contract):
     """What the action `condense` does: which parts of the conversation it shortens, and how."""
 
@@ -172,6 +237,8 @@ class CondenseSpec(Contract):
     `limits.tool_result_tokens`, the summary and the message that asks for it, so that the summary always has room."""
     expand: bool = False
     """Whether the model gets the tool `expand`, which returns the original text of a block."""
+    keep: KeepSpec | None = None
+    """Condense images and no texts: how many images stay, and what stands for older ones. Messages are those of `roles` and `opening`."""
 
     @field_validator("chunks", "condenser", mode="before")
     @classmethod
@@ -186,4 +253,7 @@ class CondenseSpec(Contract):
             stray = [name for name in ("roles", "opening") if name in self.model_fields_set]
             if stray and (self.roles != ["tool", "user"] or self.opening):
                 raise ValueError(f"`{stray[0]}` has no effect with `chunks: history`; leave it out")
+        default = CondenseSpec.model_construct()
+        if self.keep and (stray := [name for name in _BY_TEXT if getattr(self, name) != getattr(default, name)]):
+            raise ValueError(f"`{stray[0]}` has no effect with `keep`, which condenses no texts; leave it out")
         return self

@@ -7,15 +7,17 @@ nothing again. A thread that would not be shorter is not used (event `unchanged`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services
+from engine.actions.images import in_memory
 from engine.actions.workers import call_spec_code
 from engine.condensing.chunks import Chunk, block_text, chunks_of, history_of, history_text, replaced
 from engine.condensing.keywords import keywords
+from engine.condensing.window import counted_images, part_for, with_parts
 from engine.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
 from engine.isolation.pool import RemoteFunction
@@ -24,6 +26,7 @@ from engine.schemas.condense import (
     ByHistory,
     CondenseSpec,
     DropSpec,
+    KeepSpec,
     KeywordsSpec,
     OwnCondenserSpec,
     PolicySummarySpec,
@@ -31,10 +34,11 @@ from engine.schemas.condense import (
 )
 from engine.schemas.environment import Step
 from engine.schemas.journal import CondenseRecord, StepRecord
-from engine.schemas.message import Message
+from engine.schemas.message import ContentPart, ImagePart, Message
 from engine.schemas.trajectory import Block, Condensation
 from engine.spec.entry import load_entry
 from engine.spec.template import fill, own_spans
+from engine.tokens.thread import Thread
 
 SUMMARY_ROLE = "condense"
 """The name of the summarising model among the roles."""
@@ -83,6 +87,8 @@ class CondenseAction(BuiltInAction):
         """
         shown = episode.conversation.thread
         before = shown.measure(shown.messages)
+        if self._spec.keep is not None:
+            return await self._slid(self._spec.keep, shown, before)
         if isinstance(self._spec.chunks, ByHistory):
             found = await self._history(episode, objects)
         else:
@@ -91,9 +97,29 @@ class CondenseAction(BuiltInAction):
         after = shown.measure(found[0]) if found[1] else before
         if not found[1] or after >= before:
             return CondenseRecord(before=before, after=before, sampled=sampled)
-        numbers = {id(message): at for message, at in zip(shown.messages, shown.numbers, strict=True)}
-        thread = [message if (at := numbers.get(id(message))) is None else at for message in found[0]]
-        return CondenseRecord(thread=thread, blocks=found[1], before=before, after=after, sampled=sampled)
+        return CondenseRecord(
+            thread=_numbered(shown, found[0]), blocks=found[1], before=before, after=after, sampled=sampled
+        )
+
+    async def _slid(self, keep: KeepSpec, shown: Thread, before: int) -> CondenseRecord:
+        """The thread in which only the newest images stay, even if it is not shorter: the number of images is limited."""
+        vision = self._services.format.vision
+        older = counted_images(self._spec, shown.messages, shown.opening)[: -keep.images]
+        if vision is None or not older:
+            return CondenseRecord(before=before, after=before)
+        parts: dict[int, dict[int, ContentPart | None]] = {}
+        for place, number in older:
+            image = shown.messages[place].content[number]
+            assert isinstance(image, ImagePart)
+            data = await asyncio.to_thread(vision.bank.source, image.image)
+            parts.setdefault(place, {})[number] = await asyncio.to_thread(part_for, keep, data.data)
+        thread = list(shown.messages)
+        for place, of in parts.items():
+            thread[place] = with_parts(thread[place], of)
+        stored = [
+            in_memory([message], vision)[0] if place in parts else message for place, message in enumerate(thread)
+        ]
+        return CondenseRecord(thread=_numbered(shown, thread), before=before, after=shown.measure(stored))
 
     async def _chunks(
         self, episode: Episode, objects: EpisodeObjects, before: int
@@ -229,7 +255,13 @@ class CondenseAction(BuiltInAction):
             return "unchanged"
         blocks = [block.number for block in record.blocks]
         saved = record.before - record.after
-        reason = f"condensed: {len(blocks)} block{'s' * (len(blocks) > 1)}, {saved} tokens fewer"
+        count, what = len(blocks), "block"
+        if self._spec.keep is not None:
+            shown = episode.conversation.thread
+            count = len(counted_images(self._spec, shown.messages, shown.opening)) - self._spec.keep.images
+            what = "image"
+        tokens = f"{abs(saved)} tokens {'fewer' if saved >= 0 else 'more'}"
+        reason = f"condensed: {count} {what}{'s' * (count > 1)}, {tokens}"
         episode.conversation.condense(record.thread, reason, record.after)
         episode.blocks |= {block.number: block.original for block in record.blocks}
         episode.condensations.append(
@@ -252,6 +284,12 @@ class CondenseAction(BuiltInAction):
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """`pure`: its record is enough."""
         return "pure"
+
+
+def _numbered(shown: Thread, thread: Sequence[Message]) -> list[int | Message]:
+    """A thread with numbers in the place of the episode's own messages."""
+    numbers = {id(message): at for message, at in zip(shown.messages, shown.numbers, strict=True)}
+    return [message if (at := numbers.get(id(message))) is None else at for message in thread]
 
 
 class AskSummaryAction(BuiltInAction):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services
+from engine.condensing.window import counted_images
 from engine.episode import Episode
 from engine.errors import BackendError, RenderError
 from engine.limits import CONTEXT, Limit, limits_of
@@ -53,6 +54,7 @@ class GenerateAction(BuiltInAction):
         self._adapter = spec.backend.adapter_name
         self._asks_experts = spec.backend.asks_experts
         self._state_key = compile_state_key(spec.rewards.credit)
+        self._most_images = min(spec.limits.images or inf, spec.model.max_images or inf)
         condenser = spec.condense.condenser if spec.condense is not None else None
         self._asking = self._request_tokens(condenser.prompt) if isinstance(condenser, PolicySummarySpec) else 0
 
@@ -70,9 +72,16 @@ class GenerateAction(BuiltInAction):
         return least if least > self._longest_prompt else None
 
     def overflow(self, episode: Episode) -> tuple[str, float] | None:
-        """Return the limit under which the prompt leaves no room for a reply, and the prompt's tokens; at most once per turn."""
+        """Return the limit under which the prompt leaves no room for a reply, and the prompt's tokens; or `images` and their number, if the
+        window of `condense.keep` slides. At most once per turn."""
         if episode.condensed_at == episode.turn:
             return None
+        condense, thread = self._services.spec.condense, episode.conversation.thread
+        if condense is not None and condense.keep is not None:
+            images = len(counted_images(condense, thread.messages, thread.opening))
+            too_many = images > condense.keep.images and len(thread.images) > self._most_images
+            if too_many or images >= condense.keep.slides_at:
+                return "images", float(images)
         bounds = [(limit, most) for limit, most in self._bounds if limit.unit == "tokens"]
         least = self._too_long(episode)
         count = len(episode.conversation.prompt()) if bounds and least is None else least or 0

@@ -11,14 +11,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from engine.condensing.window import counted_images
 from engine.errors import ImageError, RenderError, SpecCodeError
-from engine.schemas.journal import AgentRecord, Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
+from engine.schemas.journal import AgentRecord, CondenseRecord, Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
 from engine.schemas.message import ContentPart, ImagePart, Message, TextPart
 from engine.store.images import measure
 from engine.tokens.images import DIGEST, Source, digest_of, measure_pixels, read_reference
 
 if TYPE_CHECKING:
     from engine.episode import Episode
+    from engine.schemas.episode import EpisodeSpec
     from engine.schemas.trajectory import Blame
     from engine.tokens.format import ChatFormat
     from engine.tokens.vision import Vision
@@ -40,6 +42,8 @@ def _in_parts(record: Record) -> bool:
         said = record.messages
     elif isinstance(record, StepRecord):
         said = list(record.step.messages)
+    elif isinstance(record, CondenseRecord):
+        said = [item for item in record.thread or () if isinstance(item, Message)]
     return any(not isinstance(message.content, str) for message in said)
 
 
@@ -97,9 +101,13 @@ class ImageStorer:
         form: The run's chat format: whether it has images, and their maximum size.
         store: The store for images.
         fetch: Returns a stored image by its digest.
+        spec: The spec: whether older images are condensed before a prompt.
     """
 
-    def __init__(self, form: ChatFormat, store: ImageStore, fetch: Callable[[str], Source | None]) -> None:
+    def __init__(
+        self, form: ChatFormat, store: ImageStore, fetch: Callable[[str], Source | None], spec: EpisodeSpec
+    ) -> None:
+        self._condense = spec.condense if spec.limits.on_overflow == "condense" else None
         self._refusal = f"the chat format {form.name!r} shows no images; {form.no_vision_fix}"
         self._vision = form.vision
         self._allow_special = form.allow_special
@@ -135,6 +143,10 @@ class ImageStorer:
                 return record
             stored_step = record.step.model_copy(update={"messages": messages})
             return self._counted(replace(record, step=stored_step), episode, messages)
+        if isinstance(record, CondenseRecord) and record.thread is not None:
+            stands = [item for item in record.thread if isinstance(item, Message)]
+            new = iter(await self._messages(stands, "environment", episode) or stands)
+            return replace(record, thread=[item if isinstance(item, int) else next(new) for item in record.thread])
         if isinstance(record, ToolsRecord):
             contents = [await self._content(result.content, "tool", episode) for result in record.results]
             if all(content is None for content in contents):
@@ -155,11 +167,16 @@ class ImageStorer:
         return record
 
     def _counted(self, record: Record, episode: Episode, *said: Sequence[Message]) -> Record:
-        """Check that there are not more images than the model takes."""
+        """Check that there are not more images than the model takes, without those that are condensed before the next prompt."""
         most = self._vision.most_images if self._vision is not None else None
         if most is None:
             return record
-        count = len(episode.conversation.thread.images) + sum(len(message.images) for part in said for message in part)
+        shown = episode.conversation.thread
+        thread = [*shown.messages, *(message for part in said for message in part)]
+        count = sum(len(message.images) for message in thread)
+        if (condense := self._condense) is not None and condense.keep is not None:
+            opening = len(thread) if episode.turn < 0 else shown.opening
+            count -= max(0, len(counted_images(condense, thread, opening)) - condense.keep.images)
         if count > most:
             raise ImageError(
                 f"the conversation would hold {count} images; the model takes {most} (model.max_images): show fewer",

@@ -290,11 +290,10 @@ def what_happened(entry: JournalEntry) -> Text:
         case AgentRecord():
             words = f"status {record.status}" if record.status is not None else "killed"
         case CondenseRecord():
-            words = (
-                "nothing shorter"
-                if record.thread is None
-                else f"{_count(len(record.blocks), 'block')}, {record.before} → {record.after} tokens"
-            )
+            what = _count(len(record.blocks), "block") if record.blocks else "older images"
+            words = "nothing shorter" if record.thread is None else f"{what}, {record.before} → {record.after} tokens"
+        case LimitRecord(overflow=True, limit="images"):
+            words = f"{record.value:g} images: older ones are condensed"
         case LimitRecord(overflow=True):
             words = f"no room for a reply under {record.limit}: {record.value:g} tokens"
         case LimitRecord():

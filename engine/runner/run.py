@@ -127,7 +127,7 @@ class Runner:
         self._executor = self._factory.executor(
             store.post,
             watch=self.live.watch,
-            images=ImageStorer(format, store, stored_images(store)),
+            images=ImageStorer(format, store, stored_images(store), spec),
             clocks=self._clocks,
         )
         self._tool_schemas = ToolSchemas(store.folder)

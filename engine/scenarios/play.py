@@ -93,7 +93,7 @@ class _ScenarioEpisode:
             self._append,
             actions=script_actions(factory.actions, scenario, factory.spec.limits.episode_seconds),
             watch=self._watcher,
-            images=ImageStorer(form, images, images.fetch),
+            images=ImageStorer(form, images, images.fetch, factory.spec),
         )
 
     async def _append(self, episode_id: str, entry: JournalEntry, written: Written) -> None:

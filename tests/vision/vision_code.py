@@ -132,3 +132,31 @@ class Bad:
 
     def respond(self, view: EpisodeView) -> UserTurn:
         return UserTurn(content=[self.part(), TextPart(text="And this?")])
+
+
+class Screens:
+    """Shows a screen of its own at each turn, as a user's or as a tool's message.
+
+    Args:
+        count: How many; the first one is in the prompt.
+        role: Of the messages after the prompt.
+        side: The smallest width in pixels; screens have different sizes.
+    """
+
+    events = ("shown", "over")
+
+    def __init__(self, count: int, role: str = "user", side: int = 56) -> None:
+        self._count, self._role, self._side = count, role, side
+
+    def screen(self, number: int) -> ImagePart:
+        return image_part(square("blue", self._side + 28 * (number % 3), self._side + 28 * (number // 3)))
+
+    def reset(self, task: Task, seed: int) -> Reset:
+        return Reset(messages=[Message(role="user", content=[self.screen(0), TextPart(text="What colour is it?")])])
+
+    def step(self, view: EpisodeView) -> Step:
+        number = view.turn + 1
+        if number == self._count:
+            return Step(event="over")
+        content = [TextPart(text=f"{number}:"), self.screen(number)]
+        return Step(event="shown", messages=[Message(role=self._role, content=content)])
