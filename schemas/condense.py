@@ -183,7 +183,7 @@ def _parse_last(value: Any) -> Any:
     return value if match is None else int(match[1])
 
 
-class KeepSpec(Contract):
+class WindowSpec(Contract):
     """A window of images: the newest ones stay, and older ones are condensed, several at a time."""
 
     images: Annotated[
@@ -194,7 +194,7 @@ class KeepSpec(Contract):
             {"anyOf": [{"type": "string", "pattern": r"^last [1-9]\d*$"}, {"type": "integer", "minimum": 1}]}
         ),
     ]
-    """`last N`: how many of the newest images stay."""
+    """`last N`, or N: how many of the newest images stay."""
     step: int | None = Field(default=None, ge=1)
     """K: how many further images are shown before the window slides, all K at once. So a prompt shows at most N + K - 1 of them, and T
     images make (T - N) / K + 1 rows of training, rounded down. Default: N."""
@@ -212,7 +212,7 @@ class KeepSpec(Contract):
         return self.images + (self.step or self.images)
 
 
-_BY_TEXT = ("chunks", "condenser", "keep_last", "target_tokens", "expand")
+BY_TEXT = ("chunks", "condenser", "keep_last", "target_tokens", "expand")
 """Keys that say how texts are condensed."""
 
 
@@ -237,7 +237,7 @@ class CondenseSpec(Contract):
     `limits.tool_result_tokens`, the summary and the message that asks for it, so that the summary always has room."""
     expand: bool = False
     """Whether the model gets the tool `expand`, which returns the original text of a block."""
-    keep: KeepSpec | None = None
+    keep: WindowSpec | None = None
     """Condense images and no texts: how many images stay, and what stands for older ones. Messages are those of `roles` and `opening`."""
 
     @field_validator("chunks", "condenser", mode="before")
@@ -254,6 +254,6 @@ class CondenseSpec(Contract):
             if stray and (self.roles != ["tool", "user"] or self.opening):
                 raise ValueError(f"`{stray[0]}` has no effect with `chunks: history`; leave it out")
         default = CondenseSpec.model_construct()
-        if self.keep and (stray := [name for name in _BY_TEXT if getattr(self, name) != getattr(default, name)]):
+        if self.keep and (stray := [name for name in BY_TEXT if getattr(self, name) != getattr(default, name)]):
             raise ValueError(f"`{stray[0]}` has no effect with `keep`, which condenses no texts; leave it out")
         return self

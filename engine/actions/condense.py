@@ -26,11 +26,11 @@ from engine.schemas.condense import (
     ByHistory,
     CondenseSpec,
     DropSpec,
-    KeepSpec,
     KeywordsSpec,
     OwnCondenserSpec,
     PolicySummarySpec,
     SummarySpec,
+    WindowSpec,
 )
 from engine.schemas.environment import Step
 from engine.schemas.journal import CondenseRecord, StepRecord
@@ -101,7 +101,7 @@ class CondenseAction(BuiltInAction):
             thread=_numbered(shown, found[0]), blocks=found[1], before=before, after=after, sampled=sampled
         )
 
-    async def _slid(self, keep: KeepSpec, shown: Thread, before: int) -> CondenseRecord:
+    async def _slid(self, keep: WindowSpec, shown: Thread, before: int) -> CondenseRecord:
         """The thread in which only the newest images stay, even if it is not shorter: the number of images is limited."""
         vision = self._services.format.vision
         older = counted_images(self._spec, shown.messages, shown.opening)[: -keep.images]

@@ -6,9 +6,18 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from engine.checks.context import CheckContext
+from engine.checks.model_files import model_files
 from engine.checks.registry import Finding, rule
-from engine.checks.worst_case import context_bound
-from engine.schemas.condense import ByTokens, CondenseSpec, KeywordsSpec, PolicySummarySpec
+from engine.checks.worst_case import context_bound, count_bound
+from engine.schemas.condense import (
+    BY_TEXT,
+    ByTokens,
+    CondenseSpec,
+    KeywordsSpec,
+    PolicySummarySpec,
+    ThumbnailSpec,
+    WindowSpec,
+)
 
 
 def _states_of(ctx: CheckContext, action: str) -> list[str]:
@@ -24,8 +33,11 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
         fix = "write `limits: {on_overflow: condense}`, or a state with `action: condense`"
         yield Finding("`condense` has no effect: no state condenses", ("condense",), fix, key=True)
         return
+    keep = spec.condense.keep if spec.condense is not None else None
+    if keep is not None:
+        yield from _no_effect_on_images(ctx, keep)
     bound = context_bound(ctx)
-    if overflows and bound.most is None:
+    if overflows and bound.most is None and keep is None:
         message = f"`on_overflow: condense` has no effect that is known here: {bound.by}"
         yield Finding(message, ("limits", "on_overflow"), "set `limits.episode_tokens`")
     condense = spec.condense or CondenseSpec()
@@ -38,6 +50,46 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
     if condense.reserve_tokens is not None and not overflows and not _handles_overflow(ctx):
         message = "`reserve_tokens` has no effect: no state handles the event `overflow`"
         yield Finding(message, ("condense", "reserve_tokens"), "write `limits: {on_overflow: condense}`, or remove it")
+
+
+def _no_effect_on_images(ctx: CheckContext, keep: WindowSpec) -> Iterator[Finding]:
+    """What a window of images leaves without effect, and what leaves the window without effect."""
+    spec, files, path = ctx.spec, model_files(ctx.loaded), ("condense", "keep")
+    if files is not None and files.sees is False:
+        yield Finding("`keep` has no effect: the model takes only text", path, "remove it", key=True)
+    for name in BY_TEXT:
+        if ctx.written("condense", name):
+            message = f"`{name}` has no effect with `keep`, which condenses images and no texts"
+            yield Finding(message, ("condense", name), "remove one of them", key=True)
+    if keep.step is not None and not _handles_overflow(ctx):
+        message = "`step` has no effect: no state handles the event `overflow`"
+        yield Finding(message, (*path, "step"), "write `limits: {on_overflow: condense}`, or remove it")
+    if isinstance(keep.older, ThumbnailSpec) and keep.older.pixels >= spec.model.max_image_pixels:
+        message = f"no image is condensed: none has more than {keep.older.pixels} pixels (`model.max_image_pixels`)"
+        yield Finding(message, (*path, "older", "pixels"), "set `pixels` below that")
+    for key, most in (("limits.images", spec.limits.images), ("model.max_images", spec.model.max_images)):
+        if most is not None and most < keep.slides_at - 1:
+            message = f"a prompt holds at most {most} images (`{key}`), and the window {keep.slides_at - 1} of them before it slides"
+            yield Finding(
+                message, path, f"set `{key}` to {keep.slides_at - 1} or more, or use a smaller `step`", key=True
+            )
+
+
+@rule("condense.window", "warning", "the limit on condensations ends an episode before its turns do")
+def window(ctx: CheckContext) -> Iterator[Finding]:
+    """A window of images slides once for each `step` images. It is assumed that each turn but the last shows one."""
+    condense, most = ctx.spec.condense, ctx.spec.limits.condensations
+    turns = count_bound(ctx, "assistant_turns").most
+    if condense is None or condense.keep is None or most is None or turns is None or not _handles_overflow(ctx):
+        return
+    keep = condense.keep
+    images = int(turns) - (not condense.opening)
+    needed = max(0, images - keep.images) // (keep.slides_at - keep.images)
+    if needed > most:
+        message = f"with an image in each of {turns:.0f} turns the window slides {needed} times, and `limits.condensations` is {most}"
+        yield Finding(
+            message, ("condense", "keep"), f"set `limits.condensations: {needed}`, or a larger `step`", key=True
+        )
 
 
 def _handles_overflow(ctx: CheckContext) -> bool:

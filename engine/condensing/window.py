@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
 
-from engine.schemas.condense import CondenseSpec, KeepSpec, LeaveOutSpec, TextSpec, ThumbnailSpec
+from engine.schemas.condense import CondenseSpec, LeaveOutSpec, TextSpec, ThumbnailSpec, WindowSpec
 from engine.schemas.message import ContentPart, ImagePart, Message, TextPart, image_part
 from engine.tokens.images import open_pixels
 from engine.tokens.pixels import to_rgb
@@ -37,7 +37,7 @@ def with_parts(message: Message, parts: Mapping[int, ContentPart | None]) -> Mes
     return replace(message, content=[part for part in content if part is not None] or "")
 
 
-def part_for(keep: KeepSpec, data: bytes) -> ContentPart | None:
+def part_for(keep: WindowSpec, data: bytes) -> ContentPart | None:
     """What stands for an older image; None for nothing.
 
     Args:

@@ -34,6 +34,7 @@ def test_ids_are_stable() -> None:
         ("condense.action", "error"),
         ("condense.no-effect", "warning"),
         ("condense.no-package", "info"),
+        ("condense.window", "warning"),
         ("environment.effects", "error"),
         ("guard.constant", "warning"),
         ("guard.not-boolean", "error"),
