@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from engine.schemas.backend import BackendSpec
 from engine.schemas.base import Contract, Seconds
@@ -151,65 +151,31 @@ CondenserSpec = Annotated[
 ]
 
 
-class LeaveOutSpec(Contract):
-    """Leave the image out. The rest of its message stays."""
-
-    kind: Literal["nothing"]
-
-
-class TextSpec(Contract):
-    """A text stands for the image."""
-
-    kind: Literal["text"] = "text"
-    text: str = Field(default="[image left out]", min_length=1)
-    """The text."""
-
-
-class ThumbnailSpec(Contract):
-    """Show the image in fewer pixels. An image that has no more pixels stays as it is, and `images` does not count it."""
-
-    kind: Literal["thumbnail"]
-    pixels: int = Field(default=128 * 128, ge=1)
-    """Maximum number of pixels, width times height. Models scale very small images up: Qwen2.5-VL those below 56 x 56."""
-
-
-OlderSpec = Annotated[LeaveOutSpec | TextSpec | ThumbnailSpec, Field(discriminator="kind")]
-
-
-def _parse_last(value: Any) -> Any:
-    match = re.fullmatch(r"last (\d+)", value) if isinstance(value, str) else None
-    if isinstance(value, str) and match is None:
-        raise ValueError(f"{value!r} is not a number of images; write `last 4`")
-    return value if match is None else int(match[1])
-
-
 class WindowSpec(Contract):
     """A window of images: the newest ones stay, and older ones are condensed, several at a time."""
 
-    images: Annotated[
-        int,
-        BeforeValidator(_parse_last),
-        Field(ge=1),
-        WithJsonSchema(
-            {"anyOf": [{"type": "string", "pattern": r"^last [1-9]\d*$"}, {"type": "integer", "minimum": 1}]}
-        ),
-    ]
-    """`last N`, or N: how many of the newest images stay."""
+    images: str = Field(pattern=r"^last [1-9]\d*$")
+    """`last N`: how many of the newest images stay."""
     step: int | None = Field(default=None, ge=1)
     """K: how many further images are shown before the window slides, all K at once. So a prompt shows at most N + K - 1 of them, and T
     images make (T - N) / K + 1 rows of training, rounded down. Default: N."""
-    older: OlderSpec = Field(default_factory=TextSpec)
-    """What stands for an older image."""
+    older: Literal["text", "thumbnail", "nothing"] = "text"
+    """What stands for an older image: a text, the image in fewer pixels, or nothing. The rest of its message stays."""
+    text: str = Field(default="[image left out]", min_length=1)
+    """The text that stands for an older image."""
+    pixels: int = Field(default=128 * 128, ge=1)
+    """Most pixels of a thumbnail, width times height. With `older: thumbnail`, an image that has no more stays as it is, and `images`
+    does not count it."""
 
-    @field_validator("older", mode="before")
-    @classmethod
-    def _by_name(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
+    @property
+    def newest(self) -> int:
+        """N."""
+        return int(self.images.removeprefix("last "))
 
     @property
     def slides_at(self) -> int:
-        """The number of images at which the window slides."""
-        return self.images + (self.step or self.images)
+        """N + K, the number of images at which the window slides."""
+        return self.newest + (self.step or self.newest)
 
 
 BY_TEXT = ("chunks", "condenser", "keep_last", "target_tokens", "expand")
@@ -254,6 +220,6 @@ class CondenseSpec(Contract):
             if stray and (self.roles != ["tool", "user"] or self.opening):
                 raise ValueError(f"`{stray[0]}` has no effect with `chunks: history`; leave it out")
         default = CondenseSpec.model_construct()
-        if self.keep and (stray := [name for name in BY_TEXT if getattr(self, name) != getattr(default, name)]):
-            raise ValueError(f"`{stray[0]}` has no effect with `keep`, which condenses no texts; leave it out")
+        if self.keep and (unread := [name for name in BY_TEXT if getattr(self, name) != getattr(default, name)]):
+            raise ValueError(f"`{unread[0]}` has no effect with `keep`, which condenses no texts; leave it out")
         return self

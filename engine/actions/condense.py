@@ -17,7 +17,7 @@ from engine.actions.images import in_memory
 from engine.actions.workers import call_spec_code
 from engine.condensing.chunks import Chunk, block_text, chunks_of, history_of, history_text, replaced
 from engine.condensing.keywords import keywords
-from engine.condensing.window import counted_images, part_for, with_parts
+from engine.condensing.window import counted_images, slid
 from engine.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
 from engine.isolation.pool import RemoteFunction
@@ -30,11 +30,10 @@ from engine.schemas.condense import (
     OwnCondenserSpec,
     PolicySummarySpec,
     SummarySpec,
-    WindowSpec,
 )
 from engine.schemas.environment import Step
 from engine.schemas.journal import CondenseRecord, StepRecord
-from engine.schemas.message import ContentPart, ImagePart, Message
+from engine.schemas.message import Message
 from engine.schemas.trajectory import Block, Condensation
 from engine.spec.entry import load_entry
 from engine.spec.template import fill, own_spans
@@ -88,7 +87,7 @@ class CondenseAction(BuiltInAction):
         shown = episode.conversation.thread
         before = shown.measure(shown.messages)
         if self._spec.keep is not None:
-            return await self._slid(self._spec.keep, shown, before)
+            return await self._slid(shown, before)
         if isinstance(self._spec.chunks, ByHistory):
             found = await self._history(episode, objects)
         else:
@@ -101,24 +100,19 @@ class CondenseAction(BuiltInAction):
             thread=_numbered(shown, found[0]), blocks=found[1], before=before, after=after, sampled=sampled
         )
 
-    async def _slid(self, keep: WindowSpec, shown: Thread, before: int) -> CondenseRecord:
+    async def _slid(self, shown: Thread, before: int) -> CondenseRecord:
         """The thread in which only the newest images stay, even if it is not shorter: the number of images is limited."""
         vision = self._services.format.vision
-        older = counted_images(self._spec, shown.messages, shown.opening)[: -keep.images]
-        if vision is None or not older:
+        if vision is None:
             return CondenseRecord(before=before, after=before)
-        parts: dict[int, dict[int, ContentPart | None]] = {}
-        for place, number in older:
-            image = shown.messages[place].content[number]
-            assert isinstance(image, ImagePart)
-            data = await asyncio.to_thread(vision.bank.source, image.image)
-            parts.setdefault(place, {})[number] = await asyncio.to_thread(part_for, keep, data.data)
-        thread = list(shown.messages)
-        for place, of in parts.items():
-            thread[place] = with_parts(thread[place], of)
-        stored = [
-            in_memory([message], vision)[0] if place in parts else message for place, message in enumerate(thread)
-        ]
+        bank = vision.bank
+        thread = await asyncio.to_thread(
+            slid, self._spec, shown.messages, shown.opening, lambda digest: bank.source(digest).data
+        )
+        pairs = list(zip(shown.messages, thread, strict=True))
+        if all(old is new for old, new in pairs):
+            return CondenseRecord(before=before, after=before)
+        stored = [old if old is new else in_memory([new], vision)[0] for old, new in pairs]
         return CondenseRecord(thread=_numbered(shown, thread), before=before, after=shown.measure(stored))
 
     async def _chunks(
@@ -255,11 +249,10 @@ class CondenseAction(BuiltInAction):
             return "unchanged"
         blocks = [block.number for block in record.blocks]
         saved = record.before - record.after
-        count, what = len(blocks), "block"
+        count, what, shown = len(blocks), "block", episode.conversation.thread
         if self._spec.keep is not None:
-            shown = episode.conversation.thread
-            count = len(counted_images(self._spec, shown.messages, shown.opening)) - self._spec.keep.images
             what = "image"
+            count = len(counted_images(self._spec, shown.messages, shown.opening)) - self._spec.keep.newest
         tokens = f"{abs(saved)} tokens {'fewer' if saved >= 0 else 'more'}"
         reason = f"condensed: {count} {what}{'s' * (count > 1)}, {tokens}"
         episode.conversation.condense(record.thread, reason, record.after)

@@ -79,7 +79,7 @@ class GenerateAction(BuiltInAction):
         condense, thread = self._services.spec.condense, episode.conversation.thread
         if condense is not None and condense.keep is not None:
             images = len(counted_images(condense, thread.messages, thread.opening))
-            too_many = images > condense.keep.images and len(thread.images) > self._most_images
+            too_many = images > condense.keep.newest and len(thread.images) > self._most_images
             if too_many or images >= condense.keep.slides_at:
                 return "images", float(images)
         bounds = [(limit, most) for limit, most in self._bounds if limit.unit == "tokens"]

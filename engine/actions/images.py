@@ -176,7 +176,7 @@ class ImageStorer:
         count = sum(len(message.images) for message in thread)
         if (condense := self._condense) is not None and condense.keep is not None:
             opening = len(thread) if episode.turn < 0 else shown.opening
-            count -= max(0, len(counted_images(condense, thread, opening)) - condense.keep.images)
+            count -= max(0, len(counted_images(condense, thread, opening)) - condense.keep.newest)
         if count > most:
             raise ImageError(
                 f"the conversation would hold {count} images; the model takes {most} (model.max_images): show fewer",

@@ -9,15 +9,7 @@ from engine.checks.context import CheckContext
 from engine.checks.model_files import model_files
 from engine.checks.registry import Finding, rule
 from engine.checks.worst_case import context_bound, count_bound
-from engine.schemas.condense import (
-    BY_TEXT,
-    ByTokens,
-    CondenseSpec,
-    KeywordsSpec,
-    PolicySummarySpec,
-    ThumbnailSpec,
-    WindowSpec,
-)
+from engine.schemas.condense import BY_TEXT, ByTokens, CondenseSpec, KeywordsSpec, PolicySummarySpec, WindowSpec
 
 
 def _states_of(ctx: CheckContext, action: str) -> list[str]:
@@ -57,39 +49,34 @@ def _no_effect_on_images(ctx: CheckContext, keep: WindowSpec) -> Iterator[Findin
     spec, files, path = ctx.spec, model_files(ctx.loaded), ("condense", "keep")
     if files is not None and files.sees is False:
         yield Finding("`keep` has no effect: the model takes only text", path, "remove it", key=True)
-    for name in BY_TEXT:
-        if ctx.written("condense", name):
-            message = f"`{name}` has no effect with `keep`, which condenses images and no texts"
-            yield Finding(message, ("condense", name), "remove one of them", key=True)
-    if keep.step is not None and not _handles_overflow(ctx):
-        message = "`step` has no effect: no state handles the event `overflow`"
-        yield Finding(message, (*path, "step"), "write `limits: {on_overflow: condense}`, or remove it")
-    if isinstance(keep.older, ThumbnailSpec) and keep.older.pixels >= spec.model.max_image_pixels:
-        message = f"no image is condensed: none has more than {keep.older.pixels} pixels (`model.max_image_pixels`)"
-        yield Finding(message, (*path, "older", "pixels"), "set `pixels` below that")
-    for key, most in (("limits.images", spec.limits.images), ("model.max_images", spec.model.max_images)):
+    stray: list[tuple[tuple[str, ...], str]] = [(("condense", key), "with `keep`") for key in BY_TEXT]
+    uses = {"text": "text", "thumbnail": "pixels"}
+    stray += [((*path, key), f"with `older: {keep.older}`") for key in uses.values() if uses.get(keep.older) != key]
+    if not _handles_overflow(ctx):
+        stray.append(((*path, "step"), "where no state handles the event `overflow`"))
+    if keep.pixels >= spec.model.max_image_pixels and keep.older == "thumbnail":
+        stray.append(((*path, "pixels"), "above `model.max_image_pixels`: no image becomes a thumbnail"))
+    for key, why in stray:
+        if ctx.written(*key):
+            yield Finding(f"`{key[-1]}` has no effect {why}", key, "remove it", key=True)
+    for name, most in (("limits.images", spec.limits.images), ("model.max_images", spec.model.max_images)):
         if most is not None and most < keep.slides_at - 1:
-            message = f"a prompt holds at most {most} images (`{key}`), and the window {keep.slides_at - 1} of them before it slides"
-            yield Finding(
-                message, path, f"set `{key}` to {keep.slides_at - 1} or more, or use a smaller `step`", key=True
-            )
+            message = f"the window shows {keep.slides_at - 1} images before it slides, and `{name}` is {most}"
+            yield Finding(message, path, "raise that, or use a smaller `step`", key=True)
 
 
 @rule("condense.window", "warning", "the limit on condensations ends an episode before its turns do")
 def window(ctx: CheckContext) -> Iterator[Finding]:
     """A window of images slides once for each `step` images. It is assumed that each turn but the last shows one."""
-    condense, most = ctx.spec.condense, ctx.spec.limits.condensations
-    turns = count_bound(ctx, "assistant_turns").most
-    if condense is None or condense.keep is None or most is None or turns is None or not _handles_overflow(ctx):
-        return
+    condense, most = ctx.spec.condense or CondenseSpec(), ctx.spec.limits.condensations
     keep = condense.keep
-    images = int(turns) - (not condense.opening)
-    needed = max(0, images - keep.images) // (keep.slides_at - keep.images)
-    if needed > most:
-        message = f"with an image in each of {turns:.0f} turns the window slides {needed} times, and `limits.condensations` is {most}"
-        yield Finding(
-            message, ("condense", "keep"), f"set `limits.condensations: {needed}`, or a larger `step`", key=True
-        )
+    if keep is None or most is None or (turns := count_bound(ctx, "assistant_turns").most) is None:
+        return
+    needed = (int(turns) - (not condense.opening) - keep.newest) // (keep.step or keep.newest)
+    if needed > most and _handles_overflow(ctx):
+        message = f"with an image in each of {turns:.0f} turns the window slides {needed} times, `limits.condensations` is {most}"
+        fix = f"set `limits.condensations: {needed}`, or a larger `step`"
+        yield Finding(message, ("condense", "keep"), fix, key=True)
 
 
 def _handles_overflow(ctx: CheckContext) -> bool:

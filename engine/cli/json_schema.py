@@ -81,8 +81,9 @@ def episode_schema() -> Schema:
         backend = definitions[played]["properties"]["backend"]
         kinds = next(member["oneOf"] for member in backend["anyOf"] if "oneOf" in member)
         backend["anyOf"] = [*kinds, {"type": "null"}]
-    for owner, key in (("CondenseSpec", "chunks"), ("CondenseSpec", "condenser"), ("WindowSpec", "older")):
-        definitions[owner]["properties"][key] = _or_its_name(definitions[owner]["properties"][key])
+    condense = definitions["CondenseSpec"]["properties"]
+    for key in ("chunks", "condenser"):
+        condense[key] = _or_its_name(condense[key])
     credit = definitions["RewardsSpec"]["properties"]["credit"]
     definitions["RewardsSpec"]["properties"]["credit"] = {
         "anyOf": credit["oneOf"],

@@ -37,16 +37,18 @@ def loaded(folder: Path, condense: dict[str, Any] | None, limits: dict[str, Any]
 @pytest.mark.parametrize(
     ("condense", "changes", "found"),
     [
+        ({"keep": {"images": "last 2", "pixels": 99}}, {}, [(("condense", "keep", "pixels"), "with `older: text`")]),
+        ({"keep": {"images": "last 2", "older": "nothing", "text": "gone"}}, {}, [(("condense", "keep", "text"), "with `older: nothing`")]),
         ({"keep": {"images": "last 2"}}, {}, []),
         ({"keep": {"images": "last 2"}}, {"limits": {"images": 3, **CONDENSES}, "model": {"path": "m", "max_images": 3}}, []),
         ({"keep": {"images": "last 2"}}, {"limits": {}}, [(("condense",), "no state condenses")]),
         ({"keep": {"images": "last 2"}}, {"limits": {"images": 2, **CONDENSES}}, [(("condense", "keep"), "`limits.images`")]),
-        ({"keep": {"images": 2, "step": 3}}, {"model": {"path": "m", "max_images": 3}}, [(("condense", "keep"), "the window 4 of them")]),
-        ({"keep": {"images": 2}, "condenser": "drop"}, {}, [(("condense", "condenser"), "no effect with `keep`")]),
-        ({"keep": {"images": 2}, "keep_last": 2}, {}, [(("condense", "keep_last"), "no effect with `keep`")]),
-        ({"keep": {"images": 2, "step": 1}}, {"machine": BY_GUARD, "limits": {}}, [(("condense", "keep", "step"), "no state handles")]),
-        ({"keep": {"images": 2, "older": {"kind": "thumbnail", "pixels": 99}}}, {"model": {"path": "m", "max_image_pixels": 99}},
-         [(("condense", "keep", "older", "pixels"), "no image is condensed")]),
+        ({"keep": {"images": "last 2", "step": 3}}, {"model": {"path": "m", "max_images": 3}}, [(("condense", "keep"), "shows 4 images before")]),
+        ({"keep": {"images": "last 2"}, "condenser": "drop"}, {}, [(("condense", "condenser"), "no effect with `keep`")]),
+        ({"keep": {"images": "last 2"}, "keep_last": 2}, {}, [(("condense", "keep_last"), "no effect with `keep`")]),
+        ({"keep": {"images": "last 2", "step": 1}}, {"machine": BY_GUARD, "limits": {}}, [(("condense", "keep", "step"), "no state handles the event")]),
+        ({"keep": {"images": "last 2", "older": "thumbnail", "pixels": 99}}, {"model": {"path": "m", "max_image_pixels": 99}},
+         [(("condense", "keep", "pixels"), "no image becomes a thumbnail")]),
     ],
 )  # fmt: skip
 def test_settings_of_a_window_without_effect(
@@ -62,7 +64,7 @@ def test_settings_of_a_window_without_effect(
 def test_a_window_has_no_effect_on_a_model_of_text(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text('{"model_type": "qwen2"}')
-    spec = loaded(tmp_path, {"keep": {"images": 1}}, CONDENSES)
+    spec = loaded(tmp_path, {"keep": {"images": "last 1"}}, CONDENSES)
     messages = [item.message for item in check_spec(spec) if item.rule == "condense.no-effect"]
     assert messages == ["`keep` has no effect: the model takes only text"]
 
