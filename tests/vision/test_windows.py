@@ -9,16 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import trajectories_of
 from ended_runs import Ran
 from slow_cases import slow_but
 from test_condensing import sampled
 from test_policy_vision import open_policy
 from test_positions import by_the_definition
+from trainings import metric_lines
+from typer.testing import CliRunner
 from vision_code import MACHINE, Screens
 
 from engine.backends.local.vision import VisionModel, place_images
 from engine.backends.registry import open_backend
 from engine.cli.episode_report import what_happened
+from engine.cli.main import app
 from engine.runner.replay import Replayer
 from engine.runner.run import Runner
 from engine.spec.tasks import load_tasks
@@ -99,17 +103,15 @@ async def test_the_prompts_images_stay_unless_opening_is_set(make_spec: Any, run
 
 
 async def test_nothing_stands_for_an_image(make_spec: Any, run_spec: Any) -> None:
-    ran = await run_spec(make_spec("qwen2_5_vl", ["Red."] * 3, **window(3, {"images": "last 1", "older": "nothing"})))
+    """The message stays, also without content: a tool's result belongs to its call."""
+    changes = window(3, {"images": "last 1", "older": "nothing"}, role="tool")
+    ran = await run_spec(make_spec("qwen2_5_vl", ["Red."] * 3, **changes))
     check_once(ran)
     assert shown(ran, 3) == [[0], [1], [2]]
-    (first, second) = ran.only.condensations
-    assert [item if isinstance(item, int) else item.text for item in first.thread] == ["What colour is it?", 1, 2]
-    assert [item if isinstance(item, int) else item.text for item in second.thread] == [
-        "What colour is it?", 1, "1:", 3, 4,
-    ]  # fmt: skip
+    texts = [[item if isinstance(item, int) else item.text for item in each.thread] for each in ran.only.condensations]
+    assert texts == [["What colour is it?", 1, 2], ["What colour is it?", 1, "", 3, 4]]
     assert all(each.after < each.before for each in ran.only.condensations)
-    prompt = ran.form.decode(ran.only.branches[2].input_ids)
-    assert prompt.count("<|vision_start|>") == 1
+    assert ran.form.decode(ran.only.branches[2].input_ids).count("<|vision_start|>") == 1
 
 
 async def test_thumbnails_are_stored_shown_and_not_counted(make_spec: Any, run_spec: Any) -> None:
@@ -137,7 +139,7 @@ async def replayed(ran: Ran) -> None:
     assert found.difference is None
 
 
-@pytest.mark.parametrize("older", ["text", "thumbnail"])
+@pytest.mark.parametrize("older", slow_but(["text", "thumbnail"], "text"))
 async def test_a_resume_after_a_window_slid_gives_the_same_rows(
     make_spec: Any, run_spec: Any, tmp_path: Path, older: str
 ) -> None:
@@ -240,3 +242,29 @@ async def test_more_images_than_the_model_takes_at_once_fail_their_episode(make_
     ran = await run_spec(make_spec("qwen2_5_vl", ["Red."] * 3, model={"max_images": 1}, **changes))
     failure = ran.only.outcome.failure
     assert (failure.kind, failure.blame) == ("too_many_images", "environment")
+
+
+@pytest.mark.slow
+def test_a_training_step_over_windows(tmp_path: Path, vlm: Any) -> None:
+    """Six squares in three rows of two: the step trains each sampled token once, with the sampler's log-probs."""
+    spec = Path(__file__).parents[2] / "specs/train_color_square.yaml"
+    settings = [
+        f"model.path={vlm('qwen2_5_vl')}",
+        "backend.device=cpu",
+        "tasks.with={count: 4, turns: 6}",
+        "limits={assistant_turns: 6, user_turns: 6, turn_tokens: 4, episode_tokens: null, on_overflow: condense}",
+        "condense={keep: {images: last 1, step: 2}, opening: true}",
+        "rewards.scorer={use: 'code_for_vision_trainings:vowels'}",
+        "train={steps: 1, tasks_per_step: 2, device: cpu, precision: float32, eval: null, dynamic_sampling: false, colocate: false}",
+        "rollout={samples_per_task: 4, concurrency: 8}",
+    ]
+    arguments = ["train", str(spec), "--quiet", "--out", str(tmp_path), "--run-name", "one"]
+    result = CliRunner().invoke(app, arguments + [part for setting in settings for part in ("--set", setting)])
+    assert result.exit_code == 0, result.output
+    (line,) = metric_lines(tmp_path / "one")
+    episodes = trajectories_of(tmp_path / "one/rollouts")
+    assert line["episodes/count"] == len(episodes) == 8
+    assert [[len(branch.images) for branch in episode.branches] for episode in episodes] == [[2, 2, 2]] * 8
+    assert line["tokens/trained"] == sum(episode.counts["sampled_tokens"] for episode in episodes)
+    assert line["sampler/diff_max"] < 1e-5
+    assert line["grad_norm"] > 0

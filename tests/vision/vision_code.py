@@ -135,7 +135,7 @@ class Bad:
 
 
 class Screens:
-    """Shows a screen of its own at each turn, as a user's or as a tool's message.
+    """Shows a screen of its own at each turn, in a user's message with words, or alone in a tool's.
 
     Args:
         count: How many; the first one is in the prompt.
@@ -158,5 +158,5 @@ class Screens:
         number = view.turn + 1
         if number == self._count:
             return Step(event="over")
-        content = [TextPart(text=f"{number}:"), self.screen(number)]
-        return Step(event="shown", messages=[Message(role=self._role, content=content)])
+        words = [TextPart(text=f"{number}:")] if self._role == "user" else []
+        return Step(event="shown", messages=[Message(role=self._role, content=[*words, self.screen(number)])])
