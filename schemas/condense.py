@@ -167,6 +167,13 @@ class WindowSpec(Contract):
     """Most pixels of a thumbnail, width times height. With `older: thumbnail`, an image that has no more stays as it is, and `images`
     does not count it."""
 
+    @field_validator("images", mode="before")
+    @classmethod
+    def _in_words(cls, value: Any) -> Any:
+        if isinstance(value, int):
+            raise ValueError(f"it is {value}; write `last {value}`")
+        return value
+
     @property
     def newest(self) -> int:
         """N."""

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from engine.checks import check_spec
-from engine.errors import TrainError
+from engine.errors import SpecError, TrainError
 from engine.integrations.trainers.check import check_trainer
 from engine.integrations.trainers.rollouts import TrainerRollouts
 from engine.spec.load import LoadedSpec, load_spec
@@ -59,6 +59,19 @@ def test_settings_of_a_window_without_effect(
     assert [item.path for item in findings] == [path for path, _ in found]
     for item, (_, words) in zip(findings, found, strict=True):
         assert words in item.message
+
+
+@pytest.mark.parametrize(
+    ("condense", "words"),
+    [
+        ({"keep": {"images": 4}}, "it is 4; write `last 4`"),
+        ({"keep": {"images": "last 0"}}, "must be text that matches"),
+        ({"keep": {"images": "last 4"}, "condenser": "policy", "chunks": "history"}, "`chunks` has no effect with `keep`"),
+    ],
+)  # fmt: skip
+def test_a_window_that_is_wrong_is_refused(tmp_path: Path, condense: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        loaded(tmp_path, condense, CONDENSES)
 
 
 def test_a_window_has_no_effect_on_a_model_of_text(tmp_path: Path) -> None:
