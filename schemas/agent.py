@@ -12,8 +12,8 @@ AllowedParameter = Literal[
     "frequency_penalty", "max_tokens", "presence_penalty", "stop", "temperature", "top_k", "top_p"
 ]
 """Parameters of sampling that requests may set, by the spec's leave."""
-IgnoredField = Literal["parallel_tool_calls", "response_format", "stop", "strict", "tool_choice", "verbosity"]
-"""Fields that change the reply at a model API, and that requests may set without effect, by the spec's leave."""
+IgnoredField = Literal["name", "parallel_tool_calls", "response_format", "stop", "strict", "tool_choice", "verbosity"]
+"""Fields that may change the reply at a model API, and that requests may set without effect, by the spec's leave."""
 
 
 class AgentSandbox(Contract):

@@ -158,7 +158,7 @@ class AgentRecord(RecordBase):
     parent: int | None = None
     """Of a request: the turn that it continues; None if it continues none."""
     reason: str = ""
-    """Of a request: why it begins a branch; empty if it does not."""
+    """Of a request: why it begins a branch; empty if it does not. Of an end without a reply: why the newest request was refused."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Of a request: the tools' schemas, in OpenAI's form."""
     sample: int = 0

@@ -17,11 +17,12 @@ packages() {
     langgraph) echo langgraph==1.2.22 langchain-openai==1.7.3 ;;
     mini-swe-agent) echo mini-swe-agent==2.4.6 litellm==1.106.2 mcp ;;  # litellm needs mcp for requests with tools
     anthropic) echo anthropic==2.12.0 ;;
+    autogen) echo autogen-agentchat==0.7.5 'autogen-ext[openai]==0.7.5' ;;
     *) echo "unknown package $1; one of: ${names[*]}" >&2; exit 2 ;;
   esac
 }
 
-names=(openai-agents smolagents langgraph mini-swe-agent anthropic)
+names=(openai-agents smolagents langgraph mini-swe-agent anthropic autogen)
 if [ $# = 0 ]; then
   printf '%s\n' "${names[@]}" | xargs -P 2 -n 1 "$PWD/scripts/agent_packages.sh"
   exit

@@ -96,7 +96,7 @@ class RunAgentAction(BuiltInAction):
             )
             return run.record
         run.ended = True
-        return self._ended(found, run)
+        return self._ended(found, run, episode)
 
     @staticmethod
     def _reply(run: AgentRun, exchange: Exchange, episode: Episode) -> AgentRecord | None:
@@ -129,12 +129,13 @@ class RunAgentAction(BuiltInAction):
             run.ahead.answers(None)
         return None
 
-    def _ended(self, end: ProgramEnd, run: AgentRun) -> AgentRecord:
+    def _ended(self, end: ProgramEnd, run: AgentRun, episode: Episode) -> AgentRecord:
         event: Literal["exited", "died", "timeout"] = "exited" if end.status == 0 else "died"
         return AgentRecord(
             event="timeout" if end.status is None else event,
             status=end.status,
             output=end.output,
+            reason=run.inbox.refused if episode.turn < 0 else "",
             rewards=run.end_rewards(end),
             unreceived=run.inbox.unreceived,
         )
@@ -158,8 +159,11 @@ class RunAgentAction(BuiltInAction):
         ]
         tail = f"; it printed: …{record.output[-500:]}" if record.output else ""
         if episode.turn < 0:
+            why = "without one request to OPENAI_BASE_URL"
+            if record.reason:
+                why = f"without a reply: its requests were refused, the newest because {record.reason}"
             raise SpecCodeError(
-                f"the program {how} without one request to OPENAI_BASE_URL{tail}",
+                f"the program {how} {why}{tail}",
                 blame="environment",
                 kind="agent_no_request",
             )

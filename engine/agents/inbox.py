@@ -70,6 +70,8 @@ class Inbox:
         """The key of the episode: a request with it belongs here, until `close`."""
         self.waiting: deque[Exchange] = deque()
         """Requests without a reply, in the order in which they came."""
+        self.refused = ""
+        """Why the newest request that was refused was refused."""
         self.woken = asyncio.Event()
         """Set when a request comes."""
         self.on_request: Callable[[Exchange], None] | None = None

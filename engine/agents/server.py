@@ -56,6 +56,8 @@ class Answerer(Protocol):
 
     session: Session
     """What its requests are read with."""
+    refused: str
+    """Why the newest request that was refused was refused: the server writes it."""
 
     def ask(self, request: ModelRequest, path: str, body: bytes, headers: Mapping[str, str]) -> Exchange:
         """Begin to answer a request, or find the one that it repeats; see `Inbox`.
@@ -275,6 +277,8 @@ class _Service:
         self._connection = connection
         self._api: ModelApi = CHAT
         """The API of the current request."""
+        self._answerer: Answerer | None = None
+        """Who answers the current request."""
         self._newest: Exchange | None = None
         """The newest request that was answered."""
 
@@ -285,9 +289,11 @@ class _Service:
                 head = await self._connection.head()
                 if head is None:
                     return
-                self._newest = None
+                self._newest = self._answerer = None
                 await self._answer(head)
             except ApiError as fault:
+                if self._answerer is not None:
+                    self._answerer.refused = fault.message
                 await self._error(fault)
             except ConnectionError:
                 if self._newest is not None:
@@ -309,6 +315,7 @@ class _Service:
             raise ApiError("the episode is over", status=409, code="episode_over")
         if answerer is None:
             raise ApiError("the key belongs to no running episode", status=401, code="invalid_api_key")
+        self._answerer = answerer
         connection.claim(key)
         if method in ("GET", "HEAD") and path == MODELS_PATH:
             await connection.json(200, list_models(answerer.session, anthropic=anthropic))

@@ -150,6 +150,15 @@ async def test_anthropic(tmp_path: Path, reasoning_dir: Path, how: str) -> None:
     assert played.reasons == [""]
 
 
+@pytest.mark.parametrize("how", ["whole", "streamed"])
+async def test_autogen(tmp_path: Path, tiny_tokenizer_dir: Path, how: str) -> None:
+    """It sends `name` with each message of a user or an agent."""
+    program, agent = f"autogen_program.py {how}", {"ignore": ["name"]}
+    played = await run(tmp_path, tiny_tokenizer_dir, "autogen", program, TWO_QUESTIONS, agent=agent)
+    assert played.reasons == [""]
+    assert [record.overruled for record in played.records[:3]] == [["messages.name"]] * 3
+
+
 async def test_curl(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("NOT CHECKED: no curl")

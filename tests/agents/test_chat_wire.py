@@ -168,6 +168,21 @@ async def test_keys_models_and_paths(api: tuple[Any, Answers]) -> None:
     assert answers.asked == []
 
 
+def test_names_of_speakers_are_refused_with_the_way_out_and_ignored_where_the_spec_says_so() -> None:
+    roles = ("system", "user", "assistant", "user")
+    messages = [{"role": role, "content": role, "name": "Ada"} for role in roles]
+    body = {"model": "policy", "messages": messages}
+    with pytest.raises(ApiError) as refused:
+        ChatCompletions().read(body, Session())
+    assert refused.value.param == "messages[0].name"
+    assert refused.value.message.endswith(
+        "or write `ignore: [name]` in the spec's `agent` to answer as if it were left out"
+    )
+    request = ChatCompletions().read(body, Session(ignore=frozenset({"name"})))
+    assert request.messages == [Message(role=role, content=role) for role in roles]
+    assert request.overruled == ["messages.name"]
+
+
 @pytest.mark.parametrize(("wait", "stream"), each_once([0.0, 0.3], [False, True]))
 async def test_an_error_of_the_episode_reaches_the_program(
     api: tuple[Any, Answers], stream: bool, wait: float, monkeypatch: pytest.MonkeyPatch

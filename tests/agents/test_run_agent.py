@@ -252,6 +252,29 @@ async def test_an_end_without_a_reward_is_a_failure(
     assert not played.trajectory.outcome.trainable
 
 
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        ("{'messages': [ASK | {'name': 'Ada'}]}", "`messages[0].name` is not supported"),
+        ("{'messages': [ASK | {'content': [{'type': 'image_url', 'image_url': {'url': 'data:,a'}}]}]}", "image"),
+        ("{}, 'completions'", "POST /v1/completions is not served"),
+    ],
+    ids=["read", "shown", "served"],
+)
+async def test_a_program_whose_requests_were_all_refused_is_told_why(
+    tmp_path: Path, tiny_tokenizer_dir: Path, request_: str, why: str
+) -> None:
+    """Wherever a request is refused: while it is read, when the model would be shown it, or for its path."""
+    played = await play(tmp_path, tiny_tokenizer_dir, f"post({request_})\nsys.exit(3)", ["unused"])
+    failure = played.trajectory.outcome.failure
+    assert failure is not None
+    assert failure.kind == "agent_no_request"
+    assert failure.message.startswith(
+        "the program ended with status 3 without a reply: its requests were refused, the newest because "
+    )
+    assert why in failure.message
+
+
 async def test_a_stopped_episode_goes_on_with_its_recorded_replies(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     spec = Resumed(write_spec(tmp_path, tiny_tokenizer_dir, LOOP, [CALL, "It is 42."]))
     await spec.run(tmp_path / "whole")

@@ -33,6 +33,7 @@ class Answers:
 
     def __init__(self) -> None:
         self.session = Session()
+        self.refused = ""
         self.asked: list[ModelRequest] = []
         self.reply = ModelReply(message=REPLY, finish="tool_calls", prompt_tokens=5, reply_tokens=3)
         self.fault: ApiError | None = None

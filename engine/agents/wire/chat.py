@@ -74,7 +74,7 @@ class ChatCompletions:
         replies = 1 if body.get("n") is None else body["n"]
         if type(replies) is not int or not 1 <= replies <= MOST_REPLIES:
             raise ApiError(f"`n` must be an integer from 1 to {MOST_REPLIES}", param="n")
-        messages = [_message(item, at) for at, item in fields.objects(body.get("messages"), "messages")]
+        messages = [_message(reader, item, at) for at, item in fields.objects(body.get("messages"), "messages")]
         if not messages:
             raise ApiError("`messages` must be a list of at least one message", param="messages")
         logprobs = reader.logprobs("logprobs", asked=reader.flag("logprobs"))
@@ -128,13 +128,14 @@ class ChatCompletions:
         return Event(self.fault(fault))
 
 
-def _message(item: dict[str, Any], at: str) -> Message:
+def _message(reader: Reader, item: dict[str, Any], at: str) -> Message:
     role: Any = _ROLES.get(str(item.get("role")))
     if role is None:
         raise ApiError(f"`{at}.role` must be one of {', '.join(_ROLES)}", param=f"{at}.role")
-    for name in ("audio", "function_call", "refusal", *(() if role == "tool" else ("name",))):
-        if item.get(name):
-            raise ApiError(f"`{at}.{name}` is not supported: leave it out", param=f"{at}.{name}")
+    for name in ("audio", "function_call", "refusal"):
+        reader.neutral(f"{at}.{name}", item.get(name) or None, ())
+    if role != "tool":
+        reader.neutral(f"{at}.name", item.get("name") or None, (), "name", "messages.name")
     content = fields.content(
         item.get("content"),
         f"{at}.content",

@@ -116,7 +116,7 @@ class Reader:
         """Note that a field has no effect."""
         self._overruled.add(name)
 
-    def neutral(self, at: str, value: Any, allowed: Collection[Any], ignorable: str = "") -> None:
+    def neutral(self, at: str, value: Any, allowed: Collection[Any], ignorable: str = "", reported: str = "") -> None:
         """Refuse a value that would change the reply, unless the spec ignores the field.
 
         Args:
@@ -124,11 +124,12 @@ class Reader:
             value: Its value; null changes nothing.
             allowed: Other values that change nothing.
             ignorable: Its name in `agent.ignore`; empty: it has none.
+            reported: Its name in `overruled`, if that is not the field.
         """
         if value is None or any(value == item and type(value) is type(item) for item in allowed):
             return
         if ignorable in self.session.ignore:
-            self._overruled.add(at)
+            self._overruled.add(reported or at)
             return
         only = " or ".join(json.dumps(item) for item in allowed)
         text = (
