@@ -115,8 +115,51 @@ def load_purse(max_turns: int = 4) -> vf.Environment:
     return Purse(dataset=Dataset.from_list(ROWS), max_turns=max_turns, rubric=vf.Rubric([full]))
 
 
-def load_group() -> vf.Environment:
-    def ranks(completions: list) -> list[float]:
-        return [0.0 for _ in completions]
+def load_single() -> vf.Environment:
+    def exact(completion: Any, answer: str) -> float:
+        return float(completion[-1].content == answer)
 
-    return Guess(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric([ranks]))
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric([exact]))
+
+
+def ranks(completions: list) -> list[float]:
+    """The reward of each sample beside the others."""
+    return [0.0 for _ in completions]
+
+
+class Pairs(vf.Rubric):
+    """Compares samples in pairs."""
+
+    async def score_group(self, states: list) -> None:
+        await super().score_group(states)
+
+
+class Advantages(vf.Rubric):
+    """Gives advantages by itself."""
+
+    has_advantages = True
+
+
+def load_group(kind: str) -> vf.Environment:
+    made = {
+        "function": lambda: vf.Rubric([right, ranks]),
+        "inner": lambda: vf.RubricGroup([vf.Rubric([right]), vf.Rubric([ranks])]),
+        "method": lambda: Pairs([right]),
+        "advantages": lambda: Advantages([right]),
+    }
+    return Guess(dataset=Dataset.from_list(ROWS), rubric=made[kind]())
+
+
+def load_best_of_n() -> Any:
+    from verifiers.v1.envs.best_of_n import BestOfNEnv
+
+    return BestOfNEnv
+
+
+def load_judged() -> vf.Environment:
+    """The judge needs a key when it is made."""
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(ROWS), rubric=vf.JudgeRubric())
+
+
+def load_python() -> vf.Environment:
+    return vf.PythonEnv(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric([right]))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -94,9 +97,17 @@ CASES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "cut off": ("load_environment", ["5", {"text": "3", "finish": "length"}, "2"], {}),
     "won": ("load_environment", ["1", "3", "2"], {}),
     "out of turns": ("load_environment", ["5", "5", "5", "5"], {"max_turns": 2}),
+    "single turn": ("load_single", ["2"], {}),
+    "single turn, cut off": ("load_single", [{"text": "2", "finish": "length"}], {}),
+    "tools, answered at the limit": ("load_tools", [call("add", a=1, b=1), "It is 2."], {"max_turns": 2}),
+    "tools, called at the limit": ("load_tools", [call("add", a=1, b=1)] * 2, {"max_turns": 2}),
     "tools": ("load_tools", [call("add", a=1, b=1), call("add", a="x", b=1), "It is 2."], {}),
     "state": ("load_purse", [call("put", coin=2), call("put", coin=3), "Done."], {}),
 }
+
+
+TRUNCATED = ("out of turns", "single turn, cut off", "tools, called at the limit")
+"""Those that the environment's limit ended before they were over."""
 
 
 @pytest.mark.adapters
@@ -115,14 +126,65 @@ def test_episodes_are_those_of_the_librarys_rollout(tmp_path: Path, tiny_tokeniz
     texts = [reply if isinstance(reply, str) else reply["text"] for reply in replies]
     steps = 0.25 * sum(text in ("1", "3") for text in texts) if load == "load_environment" else 0.0
     assert sum(earned(episode)) == pytest.approx(reward + steps, abs=1e-12)
-    assert episode.facts["truncated"] is (case == "out of turns")
+    assert episode.facts["truncated"] is (case in TRUNCATED)
+    assert (episode.outcome.event == "truncated") is (case in TRUNCATED)
 
 
 @pytest.mark.adapters
 @needs_library
-def test_rewards_over_groups_are_refused(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
-    with pytest.raises(AdapterError, match="reward functions over whole groups"):
-        VerifiersEnvironment("env_vf.py:load_group", str(HERE))
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("function", "by `ranks`"),
+        ("inner", "by `ranks`"),
+        ("method", "by `Pairs.score_group`"),
+        ("advantages", "by its advantages"),
+    ],
+)
+def test_rewards_over_groups_are_refused_by_name(kind: str, name: str) -> None:
+    with pytest.raises(AdapterError, match=f"rewards all samples of a task together, {name};"):
+        VerifiersEnvironment("env_vf.py:load_group", str(HERE), {"kind": kind})
+
+
+@pytest.mark.adapters
+@needs_library
+@pytest.mark.parametrize("use", ["env_vf.py:load_best_of_n", "verifiers.v1.envs.best_of_n:BestOfNEnv"])
+def test_environments_of_v1_are_refused_with_their_scoring(use: str) -> None:
+    with pytest.raises(AdapterError, match=r"is of verifiers v1.*against each other"):
+        VerifiersEnvironment(use, str(HERE))
+
+
+@pytest.mark.adapters
+@needs_library
+def test_the_spec_gives_an_environment_the_variables_that_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(AdapterError, match=r"OpenAIError: .* by `with: \{env: \{OPENAI_API_KEY: …\}\}`"):
+        VerifiersEnvironment("env_vf.py:load_judged", str(HERE))
+    assert len([*rows("env_vf.py:load_judged", str(HERE), env={"OPENAI_API_KEY": "of the rows"})]) == 6
+    assert "OPENAI_API_KEY" not in os.environ
+    monkeypatch.setenv("OPENAI_API_KEY", "of the engine")
+    environment = VerifiersEnvironment("env_vf.py:load_judged", str(HERE), env={"OPENAI_API_KEY": "of the spec"})
+    (judged, _) = environment._env.rubric.rubrics
+    assert judged.judge_client.api_key == "of the spec"
+
+
+@pytest.mark.adapters
+@needs_library
+def test_an_environment_that_cannot_be_built_leaves_nothing_to_fail_at_the_end() -> None:
+    """PythonEnv of verifiers 0.3.1 asks prime-sandboxes for what no release that it allows accepts."""
+    program = f"""
+from engine.integrations.environments.base import AdapterError
+from engine.integrations.environments.verifiers import VerifiersEnvironment
+try:
+    VerifiersEnvironment("env_vf.py:load_python", {str(HERE)!r})
+except AdapterError as error:
+    print(error)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=HERE.parents[1], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.startswith("`env_vf.py:load_python` could not be built: ValidationError: ")
+    assert "Traceback" not in ended.stderr
 
 
 FAULTS = {

@@ -12,11 +12,14 @@ so each token is the one that the engine sampled.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import re
 import signal
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -32,39 +35,89 @@ NAME = "verifiers"
 CUT = ("max_turns_reached", "timeout_reached", "max_total_completion_tokens_reached", "prompt_too_long")
 """The library's stop conditions that are limits."""
 
+_VARIABLE = re.compile(r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]+\b")
+"""The name of an environment variable in the words of an error."""
+
 
 @lru_cache(maxsize=8)
-def _loaded(use: str, base: str, args: bytes) -> Any:
+def _loaded(use: str, base: str, args: bytes, variables: bytes) -> Any:
     """An environment, once in each process: the library lets all rollouts share it."""
     library(NAME, "verifiers.types")
     if threading.current_thread() is not threading.main_thread():
         raise AdapterError(
             "verifiers sets signal handlers, so it needs a process of its own: remove `isolation: thread`"
         )
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    target, register, at_end = load_target(use, base), atexit.register, list[Callable[..., Any]]()
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def noted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        at_end.append(function)
+        return register(function, *args, **kwargs)
+
+    atexit.register = noted  # type: ignore[assignment]  # its type has a parameter of its own
     try:
-        env = load_target(use, base)(**orjson.loads(args))
+        env = target if _of_v1(target) else target(**orjson.loads(args))
+    except Exception as error:
+        for function in at_end:  # they would fail
+            atexit.unregister(function)
+        words = f"`{use}` could not be built: {type(error).__name__}: {error}"
+        if lacking_key := _VARIABLE.search(str(error)):
+            words += f"; give it a variable by `with: {{env: {{{lacking_key[0]}: …}}}}`"
+        raise AdapterError(words) from error
     finally:
-        for number, handler in kept.items():
+        atexit.register = register
+        for number, handler in signals.items():
             signal.signal(number, handler)
+    if _of_v1(env):
+        words = "whose environments sample by themselves and may score the samples against each other (`finalize`)"
+        raise AdapterError(f"`{use}` is of verifiers v1, {words}: only a MultiTurnEnv of `verifiers.legacy` runs here")
     lacking = [
         name for name in ("init_state", "is_completed", "get_prompt_messages", "rubric") if not hasattr(env, name)
     ]
     if lacking:
         raise AdapterError(f"`{use}` returned {type(env).__name__}, which is no MultiTurnEnv of verifiers before 0.4")
-    if env.requires_group_rollouts or env.rubric.has_group_rewards:
-        raise AdapterError(f"`{use}` has reward functions over whole groups, which need all samples of a task at once")
+    if in_groups := _group_rewards(env.rubric):
+        words = (
+            f"`{use}` rewards all samples of a task together, by {', '.join(in_groups)}; each episode is scored alone: "
+        )
+        raise AdapterError(f"{words}write it as a reward function of one completion, or leave it out of the rubric")
     return env
 
 
-def load(use: str, base: str = ".", args: Mapping[str, Any] | None = None, path: Sequence[str] = ()) -> Any:
+def _of_v1(made: Any) -> bool:
+    kind = made if isinstance(made, type) else type(made)
+    return any(base.__module__.startswith("verifiers.v1") for base in kind.__mro__)
+
+
+def _group_rewards(rubric: Any) -> list[str]:
+    """What a rubric does with all samples of a task: reward functions over lists, a `score_group` of its own, advantages."""
+    names = [f"`{getattr(function, '__name__', function)}`" for function in rubric._get_group_reward_funcs()]
+    if not rubric.score_group.__module__.startswith("verifiers."):
+        names.append(f"`{type(rubric).__name__}.score_group`")
+    inner = [name for one in getattr(rubric, "rubrics", ()) for name in _group_rewards(one)]
+    return names + inner or (["its advantages"] if rubric.has_advantages else [])
+
+
+def load(
+    use: str,
+    base: str = ".",
+    args: Mapping[str, Any] | None = None,
+    path: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> Any:
     """The environment, which all rollouts of this process share. The arguments are those of `VerifiersEnvironment`."""
     add_to_path(path, base)
-    return _loaded(use, base, orjson.dumps(dict(args or {})))
+    os.environ.update(env or {})
+    return _loaded(use, base, orjson.dumps(dict(args or {})), orjson.dumps(dict(env or {})))
 
 
 def rows(
-    use: str, base: str = ".", args: Mapping[str, Any] | None = None, evaluation: bool = False, path: Sequence[str] = ()
+    use: str,
+    base: str = ".",
+    args: Mapping[str, Any] | None = None,
+    evaluation: bool = False,
+    path: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Rows for `tasks`: those of the environment's data set, with `prompt`, `answer`, `info`.
 
@@ -74,12 +127,19 @@ def rows(
         args: Its keyword arguments.
         evaluation: Those of its evaluation data set.
         path: Folders to put on the import path.
+        env: Environment variables that it reads.
 
     Raises:
         AdapterError: verifiers is not installed, or `use` names no environment.
     """
-    env = load(use, base, args, path)
-    yield from env.get_eval_dataset() if evaluation else env.get_dataset()
+    before = {name: os.environ.get(name) for name in env or {}}
+    try:
+        loaded = load(use, base, args, path, env)
+        dataset = loaded.get_eval_dataset() if evaluation else loaded.get_dataset()
+    finally:  # this is the engine's process
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    yield from dataset
 
 
 class VerifiersEnvironment:
@@ -90,6 +150,7 @@ class VerifiersEnvironment:
         base: The spec's folder.
         args: Its keyword arguments.
         path: Folders to put on the import path; relative to the spec.
+        env: Environment variables that it reads, such as the key of a judge.
 
     Raises:
         AdapterError: verifiers is not installed, or `use` gave no environment that can be driven.
@@ -98,9 +159,14 @@ class VerifiersEnvironment:
     events = ("continue", "done", "truncated")
 
     def __init__(
-        self, use: str, base: str = ".", args: Mapping[str, Any] | None = None, path: Sequence[str] = ()
+        self,
+        use: str,
+        base: str = ".",
+        args: Mapping[str, Any] | None = None,
+        path: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        self._env = load(use, base, args, path)
+        self._env = load(use, base, args, path, env)
         self._types = library(NAME, "verifiers.types")
         self._state: Any = None
         self._prompt: list[Any] = []
@@ -162,9 +228,18 @@ class VerifiersEnvironment:
             reward=None if earned is None else reward_of(earned, "the trajectory's step"),
             cause="trajectory step",
             over=bool(state["is_completed"]),
-            truncated=state.get("stop_condition") in CUT,
+            truncated=state.get("stop_condition") in CUT and not await self._finished(view),
             facts={"stop_condition": state.get("stop_condition")},
         )
+
+    async def _finished(self, view: EpisodeView) -> bool:
+        """Whether a rollout that a limit ended was over without it too: by its only turn, or by another stop condition."""
+        single = library(NAME, "verifiers.envs.singleturn_env").SingleTurnEnv
+        if view.finish == "length" or isinstance(self._env, single):
+            return view.finish != "length"
+        call = library(NAME, "verifiers.utils.async_utils").maybe_call_with_named_args
+        others = [condition for condition in self._env._stop_conditions if condition.__name__ not in CUT]
+        return any([await call(condition, state=self._state, env=self._env) for condition in others])
 
     async def score(self, view: EpisodeView) -> list[RewardEvent]:
         """The rubric's reward, after the last turn. A reply that no step has seen is added first, as cut off.
