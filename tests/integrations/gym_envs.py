@@ -71,6 +71,28 @@ class Panel(gymnasium.Env):
         return repr(action), 1.0, False, False, {}
 
 
+class Screen(gymnasium.Env):
+    """Shows a picture in the form that it is told: a screen, a small grid, or a picture beside numbers."""
+
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, form: str, render_mode: str | None = None) -> None:
+        picture = spaces.Box(0, 255, (64, 64), np.uint8)
+        self.action_space = spaces.Discrete(2)
+        self.observation_space: Any = {
+            "screen": spaces.Box(0, 255, (96, 96, 3), np.uint8),
+            "grid": spaces.Box(0, 255, (7, 7, 3), np.uint8),
+            "nested": spaces.Dict(
+                {"see": spaces.Tuple((picture, spaces.Box(-1.0, 1.0, (4,)))), "say": spaces.Discrete(9)}
+            ),
+        }[form]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.observation_space.seed(0)
+        return self.observation_space.sample(), {}
+
+
 SPACES: dict[str, spaces.Space[Any]] = {
     "discrete": spaces.Discrete(3),
     "shifted": spaces.Discrete(3, start=-1),
@@ -94,4 +116,5 @@ SPACES: dict[str, spaces.Space[Any]] = {
 for _name, _space in SPACES.items():
     gymnasium.register(f"Panel-{_name}-v0", Panel, kwargs={"space": _space})
 
+gymnasium.register("Screen-v0", Screen, disable_env_checker=True)
 gymnasium.register("Cellar-v0", Cellar, max_episode_steps=4)

@@ -25,6 +25,7 @@ from adapters_kit import (
     spec_of,
 )
 
+from engine.integrations.environments.base import AdapterError
 from engine.schemas.environment import Environment
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs the extra `gymnasium`")
@@ -34,7 +35,7 @@ HERE = Path(__file__).parent
 LAKE = {
     "adapter": "gymnasium",
     "use": "FrozenLake-v1",
-    "with": {"show": "ansi", "actions": ["left", "down", "right", "up"]},
+    "with": {"show": "ansi", "actions": ["left", "down", "right", "up"], "prompt": ""},
 }
 MOVES = ["right", "<answer>down</answer>", "I go <answer> Right </answer>", "up", "left", "down", "down", "right"]
 FAULTS = {
@@ -67,7 +68,7 @@ def cellar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The environment of ours, beside the spec."""
     shutil.copy(HERE / "gym_envs.py", tmp_path)
     monkeypatch.syspath_prepend(str(HERE))
-    return {"adapter": "gymnasium", "use": "Cellar-v0", "with": {"modules": ["gym_envs"]}}
+    return {"adapter": "gymnasium", "use": "Cellar-v0", "with": {"modules": ["gym_envs"], "prompt": ""}}
 
 
 def test_it_fits_its_protocol() -> None:
@@ -157,6 +158,61 @@ def test_frames_are_images(
     frame = np.asarray(Image.open(io.BytesIO(b64decode(image.image.partition(",")[2]))))
     assert frame.tolist() == np.full((28, 28, 3), 1, np.uint8).tolist()
     env.close()
+
+
+def first_text(use: str, **options: Any) -> str:
+    """The first message."""
+    from engine.integrations.environments.gymnasium import GymnasiumEnvironment
+    from engine.schemas.environment import Task
+
+    env = GymnasiumEnvironment(use, **options)
+    (message,) = env.reset(Task(id="a", index=0, fields={"seed": 2}), 7).messages
+    env.close()
+    return message.text
+
+
+def test_the_first_message_says_what_the_task_is_and_how_to_act() -> None:
+    text = first_text("CartPole-v1")
+    assert text.startswith("You act in `CartPole-v1`.\n\nDescription\n")
+    assert "the goal is to balance the pole" in text
+    assert "- 0: Push cart to the left" in text
+    assert "| 2   | Pole Angle " in text
+    assert "a reward of `+1` is given for every step" in text
+    assert "Termination: Pole Angle is greater than" in text
+    assert "Each reply is one action: an element of Discrete(2), such as 1. It may stand between <answer>" in text
+    assert "gymnasium.make" not in text
+    observation = gymnasium.make("CartPole-v1").reset(seed=2)[0].tolist()
+    assert text.endswith(f"</answer>.\n\n{observation}")
+    assert first_text("CartPole-v1", prompt="") == str(observation)
+
+
+def test_the_first_message_says_only_what_fits_the_actions_and_what_is_shown(cellar: dict[str, Any]) -> None:
+    options = LAKE["with"] | {"prompt": None, "answer": "(.*)"}
+    text = first_text("FrozenLake-v1", **options)
+    assert text.startswith("You act in `FrozenLake-v1`.\n\nFrozen lake involves crossing")
+    assert "Action Space" not in text
+    assert "Observation Space" not in text
+    assert "\n\nEach reply is one action: one of left, down, right, up.\n\n" in text
+    text = first_text("Cellar-v0", modules=["gym_envs"], actions="text")
+    assert text == (
+        "You act in `Cellar-v0`.\n\nSay a word; the room's colour is the number of its letters.\n\n"
+        "Each reply is one action, as text. It may stand between <answer> and </answer>.\n\na dark cellar"
+    )
+
+
+@pytest.mark.parametrize(("space", "numbers"), [("screen", 27_648), ("nested", 4_101), ("grid", None)])
+def test_an_observation_as_large_as_a_screen_is_shown_as_text_only_where_the_spec_says_so(
+    cellar: dict[str, Any], space: str, numbers: int | None
+) -> None:
+    options = {"modules": ["gym_envs"], "prompt": "", "kwargs": {"form": space}}
+    explicit = first_text("Screen-v0", show="observation", **options)
+    if numbers is None:
+        assert first_text("Screen-v0", **options) == explicit
+        return
+    with pytest.raises(AdapterError) as refused:
+        first_text("Screen-v0", **options)
+    assert f"an observation of `Screen-v0` has {numbers:,} numbers" in str(refused.value)
+    assert "write `show: rgb_array` or `show: observation`; the last" in str(refused.value)
 
 
 @LONG

@@ -151,7 +151,7 @@ def test_validate_refuses_before_the_run(
 
 def test_a_run_with_a_structured_action(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     shutil.copy(HERE / "gym_envs.py", tmp_path)
-    environment = {"adapter": "gymnasium", "use": "Panel-dict-v0", "with": {"modules": ["gym_envs"]}}
+    environment = {"adapter": "gymnasium", "use": "Panel-dict-v0", "with": {"modules": ["gym_envs"], "prompt": ""}}
     replies = ["I do <answer>{'move': 1, 'speed': [0.5], 'say': 'hi'}</answer>", "<answer>{'move': 9}</answer>"]
     document = spec_of(tiny_tokenizer_dir, environment, [{"id": "a"}], replies, limits={"assistant_turns": 2})
     (episode,) = run_spec(tmp_path, document).values()

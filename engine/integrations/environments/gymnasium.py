@@ -12,6 +12,8 @@ that say what is wrong, and the environment is not stepped. `terminated` ends th
 
 from __future__ import annotations
 
+import inspect
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,6 +34,11 @@ from engine.schemas.message import ContentPart, Message, TextPart, image_part
 NAME = "gymnasium"
 SHOWN = ("observation", "ansi", "rgb_array")
 """What a turn may show: the observation as text, or a rendered frame as text or as an image."""
+ANSWER = r"(?s)<answer>\s*(.*?)\s*</answer>"
+MOST_NUMBERS = 2048
+"""Observations of more numbers are shown as text only where the spec says so."""
+SECTIONS = ("Description", "Action Space", "Observation Space", "Reward", "Episode End")
+"""Titles of the sections of an environment's documentation that say what the task is."""
 
 
 def load(use: str, base: str = ".", path: Sequence[str] = (), modules: Sequence[str] = (), **_: Any) -> Any:
@@ -50,12 +57,14 @@ class GymnasiumEnvironment:
         use: A registered id; `module:Id` imports the module first.
         base: The spec's folder.
         kwargs: Arguments of `gymnasium.make`.
-        show: What each turn shows: `observation`, `ansi`, `rgb_array`, or several in this order (one of the last two).
+        show: What each turn shows: `observation`, `ansi`, `rgb_array`, or several in this order (one of the last two). Left out:
+            the observation, unless it is as large as a screen.
         pass_render_mode: Whether `make` is given `render_mode`; VisGym's environments do not take it and render without it.
         actions: The names of a discrete space's actions in order, or elements of any space by name; `text`: the reply's action
             is passed on as it is. Left out: the action is read as a Python literal of the environment's action space.
         answer: Regular expression for the action in a reply: its last match, group 1; without a match, the whole reply.
-        prompt: A method of the environment's that gives the first message's text, such as VisGym's `get_prompt`.
+        prompt: A method of the environment's that gives the first message's text, such as VisGym's `get_prompt`; empty: the first
+            message is what is shown. Left out: what the environment's documentation says of the task, and how to write an action.
         feedback: A key of `info` or an attribute of the environment's whose text each step shows first.
         seed: The task's field with the seed of `reset`; dotted. Without it, the episode's own seed: then samples of one task
             begin differently.
@@ -75,10 +84,10 @@ class GymnasiumEnvironment:
         use: str,
         base: str = ".",
         kwargs: Mapping[str, Any] | None = None,
-        show: str | Sequence[str] = "observation",
+        show: str | Sequence[str] | None = None,
         pass_render_mode: bool = True,
         actions: str | Sequence[str] | Mapping[str, Any] | None = None,
-        answer: str = r"(?s)<answer>\s*(.*?)\s*</answer>",
+        answer: str = ANSWER,
         prompt: str | None = None,
         feedback: str | None = None,
         seed: str = "seed",
@@ -86,7 +95,7 @@ class GymnasiumEnvironment:
         modules: Sequence[str] = (),
         path: Sequence[str] = (),
     ) -> None:
-        self._show = [show] if isinstance(show, str) else list(show)
+        self._show = [show] if isinstance(show, str) else ["observation"] if show is None else list(show)
         modes = [item for item in self._show if item != "observation"]
         if not set(self._show) <= set(SHOWN) or len(modes) > 1:
             raise AdapterError(f"`show` is {', '.join(SHOWN)}, or `observation` with one of the others; not {show!r}")
@@ -100,12 +109,16 @@ class GymnasiumEnvironment:
         self._as_text = actions == "text"
         if isinstance(actions, str) and not self._as_text:
             raise AdapterError(f"`actions` is a list of names, a mapping, or `text`; not {actions!r}")
-        self._prompt, self._feedback, self._seed, self._options = prompt, feedback, seed, options
+        self._use, self._prompt, self._feedback, self._seed, self._options = use, prompt, feedback, seed, options
         rendering = {"render_mode": modes[0]} if modes and pass_render_mode else {}
         self._env = self._gym.make(use, **{**dict(kwargs or {}), **rendering})
         known = self._env.metadata.get("render_modes") or []
         if rendering and modes[0] not in known:
             raise AdapterError(f"`show: {modes[0]}`: `{use}` renders {', '.join(map(str, known)) or 'nothing'}")
+        if show is None and (count := _count(self._env.observation_space)) > MOST_NUMBERS:
+            ways = [f"`show: {way}`" for way in ("rgb_array", "ansi", "observation") if way in (*known, "observation")]
+            words = f"an observation of `{use}` has {count:,} numbers, such as the pixels of a screen: write "
+            raise AdapterError(f"{words}{' or '.join(ways)}; the last shows each number as text")
         self._names = {} if actions is None or isinstance(actions, str) else self._named(actions)
         unread = [] if actions is not None else list(unwritable(self._env.action_space, self._gym.spaces))
         if unread:
@@ -119,7 +132,8 @@ class GymnasiumEnvironment:
         observation, info = self._env.reset(
             seed=seed if given is None else int(given), options=field_of(task.fields, self._options)
         )
-        first = [TextPart(text=str(self._of(self._prompt)()))] if self._prompt else []
+        text = self._described() if self._prompt is None else self._prompt and str(self._of(self._prompt)())
+        first = [TextPart(text=text)] if text else []
         return Reset(messages=self._said(observation, first), facts=facts_of(info, "reset"))
 
     def step(self, view: EpisodeView) -> Step:
@@ -160,6 +174,21 @@ class GymnasiumEnvironment:
     def _of(self, name: str) -> Any:
         """A method or attribute of the environment itself, beneath its wrappers."""
         return getattr(self._env.unwrapped, name)
+
+    def _described(self) -> str:
+        """The task in the words of the environment's documentation, without code, and how an action is written."""
+        page = re.sub(r"(?s)```.*?```\n*", "", inspect.cleandoc(type(self._env.unwrapped).__doc__ or ""))
+        intro, *sections = re.split(r"(?m)^ *#+ +", page)
+        unfit = ["Observation Space"] if "observation" not in self._show else []
+        unfit += ["Action Space"] if self._as_text or self._names else []
+        kept_sections = [text for text in sections if text.startswith(SECTIONS) and not text.startswith(tuple(unfit))]
+        space = self._env.action_space
+        how = ", as text" if self._as_text else f": one of {', '.join(self._names)}"
+        if not self._as_text and not self._names:
+            how = f": an element of {space}, such as {example_of(space)}"
+        where = " It may stand between <answer> and </answer>." if self._answer.pattern == ANSWER else ""
+        texts = [f"You act in `{self._use}`.", intro, *kept_sections, f"Each reply is one action{how}.{where}"]
+        return "\n\n".join(text.strip() for text in texts if text.strip())
 
     def _told(self, info: Any) -> str:
         """The step's own words."""
@@ -224,6 +253,14 @@ class GymnasiumEnvironment:
                 raise AdapterError(f"`actions`: `{name}` is {value!r}, which is not in {space}")
             found[str(name).strip().lower()] = element
         return found
+
+
+def _count(space: Any) -> int:
+    """The numbers of an element of a space."""
+    inner = getattr(space, "spaces", None)
+    if inner is None:
+        return math.prod(space.shape or ())
+    return sum(map(_count, inner.values() if isinstance(inner, Mapping) else inner))
 
 
 def _text_of(observation: Any) -> str:
