@@ -118,6 +118,13 @@ class EpisodeSpec(Contract):
         return self.prompt if isinstance(self.prompt, PromptField) else None
 
     @property
+    def opening_environment(self) -> EnvironmentSpec | None:
+        """The environment, if its first messages are known before a run: it is `pure`, and its code runs in this process."""
+        environment = self.environment
+        counted = environment is not None and environment.adapter is None and environment.effects == "pure"
+        return environment if counted and self.environment_isolation.mode == "thread" else None
+
+    @property
     def users_by_name(self) -> dict[str, UserSpec]:
         """Return every user by name; the user of `user` has the empty name."""
         return {"": self.user} if self.user is not None else self.users

@@ -314,7 +314,7 @@ def prompt_too_long(ctx: CheckContext) -> Iterator[Finding]:
     """The prompts of the first rows, in the model's tokens, compared with `episode_tokens` and the context."""
     files = _files(ctx)
     bound = context_bound(ctx)
-    if files is None or bound.most is None:
+    if files is None or bound.most is None or ctx.spec.tasks.overlong == "drop":
         return
     sampled = min(ctx.spec.sampling.max_new_tokens or ctx.spec.limits.turn_tokens, UNBOUNDED)
     room = bound.most - min(sampled, ctx.spec.limits.turn_tokens)

@@ -282,6 +282,12 @@ def tasks_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     places = [(TASKS, ctx), *(place for place in each_source(ctx) if place[0] != TASKS)]
     for at, source in places:
         yield from _of_other_sources(source, at)
+    spec = ctx.spec
+    shown = spec.messages or spec.conversation or spec.opening_environment
+    if spec.tasks.overlong is not None and spec.environment is not None and not shown:
+        message = "`overlong` counts no prompt: what the environment's `reset` shows is not counted"
+        fix = "write `prompt: {field: …}`, or give an environment without state `effects: pure`"
+        yield Finding(message, (*TASKS, "overlong"), fix)
 
 
 def _of_other_sources(ctx: CheckContext, at: DataPath) -> Iterator[Finding]:

@@ -22,8 +22,8 @@ log = structlog.get_logger(__name__)
 def fitting_tasks(tasks: TaskList, loaded: LoadedSpec, form: ChatFormat, processes: int | None = None) -> TaskList:
     """The tasks whose prompt, with a turn of `limits.turn_tokens`, fits `limits.episode_tokens` and the model's context.
 
-    Counted are the prompt of the spec or the row, its images (other than URLs), and the schemas of its tools: of the row, or of
-    the spec's functions. What an environment's `reset` adds is not known here.
+    Counted are the prompt of the spec or the row, its images (other than URLs), the first messages of a `pure` environment, and the
+    schemas of its tools: of the row, or of the spec's functions. What the `reset` of other environments adds is not known here.
 
     Args:
         tasks: The tasks of the spec.

@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engine.actions.workers import is_async
 from engine.errors import EngineError
 from engine.preparing.cache import PreparedCache, digest_of_files, digest_of_parts
 from engine.preparing.processes import ALONE, Job, prepare
@@ -64,6 +65,7 @@ class PromptLengths:
         self._processes = processes
         self._alone = alone
         self._tools = _schemas(loaded)
+        self._environment = _opening_class(loaded)
         self._around: tuple[str, int | None] = ("", None)
         """The newest tools as JSON, and `_tokens_around` of them: most rows have the same tools."""
         self._folders = image_folders(loaded.spec.tasks.files, loaded.base)
@@ -118,10 +120,17 @@ class PromptLengths:
         """Digest of what lengths depend on besides messages and tools."""
         return digest_of_parts(rendering_digest(self._spec.model, self._base), digest_of_files([Path(__file__)]))
 
+    def _opening(self, task: Task) -> list[Message]:
+        """What the environment shows first; nothing where it fails, as its episode will."""
+        try:
+            return [] if self._environment is None else list(self._environment().reset(task, 0).messages)
+        except Exception:  # noqa: BLE001  (the code is the spec's)
+            return []
+
     def _prompt(self, task: Task) -> tuple[list[Message], list[dict[str, Any]]]:
         source = self._spec.conversation
         own = tools_of(task.fields, source) if source is not None else None
-        return self._messages(task), self._tools if own is None else own
+        return [*self._messages(task), *self._opening(task)], self._tools if own is None else own
 
     def _bound(self, messages: list[Message], tools: list[dict[str, Any]]) -> int | None:
         """An upper bound of a prompt's length; None if there is none without the tokenizer."""
@@ -195,6 +204,14 @@ def _without_images(message: Message) -> Message:
     if isinstance(message.content, str):
         return message
     return replace(message, content=[part if isinstance(part, TextPart) else _ANY_IMAGE for part in message.content])
+
+
+def _opening_class(loaded: LoadedSpec) -> Any:
+    """The class of the environment whose first messages count; None if there is none that answers at once."""
+    if (environment := loaded.spec.opening_environment) is None:
+        return None
+    target = load_entry(environment.use, Path(loaded.base))
+    return None if is_async(getattr(target, "reset", target)) else partial(target, **environment.with_)
 
 
 def _schemas(loaded: LoadedSpec) -> list[dict[str, Any]]:

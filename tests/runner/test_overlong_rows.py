@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import structlog
 
+from engine.checks import check_spec
 from engine.errors import SpecError
 from engine.runner.overlong import fitting_tasks
 from engine.spec.entry import load_entry
@@ -36,7 +37,7 @@ def spec(make_spec: Any) -> Any:
     ]
 
     def make(overlong: str | None, limits: dict[str, int], **changes: Any) -> Path:
-        tasks = {"source": "inline", "rows": rows, "id": "id", "overlong": overlong}
+        tasks = {"source": "inline", "rows": rows, "id": "id", "overlong": overlong} | changes.pop("tasks", {})
         given = PLAIN | {"prompt": [{"role": "user", "content": "{{q}}"}]} | changes
         made: Path = make_spec(["42"] * 5, tasks=tasks, limits=limits, **given)
         return made
@@ -51,6 +52,74 @@ def test_dropped_rows_are_counted_and_the_others_keep_their_index(spec: Any, pro
     assert told.startswith(
         "2 of 5 tasks have a prompt that leaves no room for a turn of 32 within 300 tokens; the first is row 2 with "
     )
+
+
+VERL = "engine.integrations.verl:Prompt"
+CLASSES = """
+from engine.schemas.environment import Reset
+from engine.schemas.message import Message
+
+
+class Adding:
+    def __init__(self, words):
+        self.words = words
+
+    def reset(self, task, seed):
+        if "no " * 5 == task.fields["q"]:
+            raise ValueError("fails by itself")
+        return Reset(messages=[Message(role="user", content=task.fields["q"] * self.words)])
+
+
+class Waiting(Adding):
+    async def reset(self, task, seed):
+        raise AssertionError("nothing that waits is called")
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept_ids"),
+    [
+        ({"tasks": {"preset": {"name": "verl", "prompt_key": "chat"}}}, "r0 r2 r3"),
+        ({"environment": {"use": VERL, "effects": "pure", "with": {"field": "chat"}}}, "r0 r2 r3"),
+        ({"environment": {"use": "adding:Adding", "effects": "pure", "with": {"words": 4}}}, "r0 r2"),
+        ({"environment": {"use": "adding:Adding", "with": {"words": 4}}}, "r0 r1 r2 r3 r4"),
+        ({"environment": {"use": "adding:Waiting", "effects": "pure", "with": {"words": 4}}}, "r0 r1 r2 r3 r4"),
+    ],
+    ids=["verl's rows", "verl's prompt", "pure", "replayable", "async"],
+)
+def test_the_messages_of_a_pure_environment_count(
+    spec: Any, tmp_path: Path, changes: dict[str, Any], kept_ids: str
+) -> None:
+    """A reset that raises fails its own episode."""
+    (tmp_path / "adding.py").write_text(CLASSES)
+    path = spec("drop", {"episode_tokens": 300, "turn_tokens": 32}, prompt=[], **changes)
+    assert " ".join(task.id for task in kept(path)[0]) == kept_ids
+
+
+def test_validate_leaves_long_prompts_to_the_run_that_drops_them(spec: Any) -> None:
+    """The rule reads the same rows; without `drop` it refuses them."""
+    for overlong, ids in (("drop", []), ("error", ["limits.prompt-too-long"]), (None, ["limits.prompt-too-long"])):
+        loaded = load_spec(spec(overlong, {"episode_tokens": 300, "turn_tokens": 32}))
+        assert [item.rule for item in check_spec(loaded) if item.severity == "error"] == ids
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"prompt": [], "environment": {"use": "code_for_tests:Board"}},
+            "what the environment's `reset` shows is not counted",
+        ),
+        ({"prompt": [], "environment": {"use": "code_for_tests:Board", "effects": "pure"}}, None),
+        ({"environment": {"use": "code_for_tests:Board"}}, None),
+    ],
+    ids=["reset alone", "pure", "a prompt beside it"],
+)
+def test_validate_says_where_nothing_is_counted(spec: Any, changes: dict[str, Any], message: str | None) -> None:
+    loaded = load_spec(spec("drop", {"episode_tokens": 300, "turn_tokens": 32}, **changes))
+    found = [item.message for item in check_spec(loaded) if item.rule == "tasks.no-effect"]
+    assert len(found) == (message is not None)
+    assert all(str(message) in text for text in found)
 
 
 def test_the_border_is_exact(spec: Any) -> None:
