@@ -264,6 +264,150 @@ def test_a_configuration_with_tools_becomes_a_spec(interactions: str | None, mac
     ]
 
 
+PUBLISHED: dict[str, Any] = {
+    "hydra": {"searchpath": ["file://verl/trainer/config"]},
+    "defaults": ["ppo_trainer", "_self_"],
+    "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
+    "data": {
+        "train_files": "train.parquet",
+        "val_files": "test.parquet",
+        "train_batch_size": 256,
+        "max_prompt_length": 1024,
+        "max_response_length": 1024,
+        "filter_overlong_prompts": True,
+        "truncation": "error",
+        "return_raw_chat": True,
+    },
+    "actor_rollout_ref": {
+        "hybrid_engine": True,
+        "model": {"path": "some/model", "use_remove_padding": True, "enable_gradient_checkpointing": True},
+        "actor": {
+            "optim": {"lr": "1e-6"},
+            "ppo_mini_batch_size": 256,
+            "ppo_micro_batch_size_per_gpu": 40,
+            "use_kl_loss": True,
+            "kl_loss_coef": 0.001,
+            "kl_loss_type": "low_var_kl",
+            "entropy_coeff": 0,
+            "fsdp_config": {"param_offload": False, "optimizer_offload": False},
+        },
+        "ref": {"log_prob_micro_batch_size_per_gpu": 40, "fsdp_config": {"param_offload": True}},
+        "rollout": {
+            "name": "sglang_async",
+            "log_prob_micro_batch_size_per_gpu": 40,
+            "tensor_model_parallel_size": 2,
+            "gpu_memory_utilization": 0.5,
+            "n": 16,
+            "multi_turn": {"enable": True, "max_assistant_turns": 5, "tool_config_path": "tools.yaml"},
+        },
+    },
+    "trainer": {
+        "critic_warmup": 0,
+        "logger": ["console", "wandb"],
+        "project_name": "gsm8k_async_rl",
+        "experiment_name": "verify-n16",
+        "n_gpus_per_node": 8,
+        "nnodes": 1,
+        "save_freq": -1,
+        "test_freq": 20,
+        "total_epochs": 15,
+    },
+}
+"""The settings of examples/sglang_multiturn/run_qwen2.5-3b_gsm8k_multiturn.sh, as YAML."""
+
+
+def test_the_published_example_becomes_a_training() -> None:
+    spec, notes = spec_of(PUBLISHED, name="mine", interactions=None)
+    assert spec["backend"] == {
+        "kind": "sglang",
+        "launch": {"gpus": 8, "tp": 2, "args": ["--mem-fraction-static", "0.5"]},
+    }
+    rows = {"source": "parquet", "path": "train.parquet", "preset": {"name": "verl", "prompt_key": "prompt"}}
+    assert spec["tasks"] == rows | {"overlong": "drop"}
+    assert spec["limits"] == {"assistant_turns": 5, "user_turns": None, "turn_tokens": 1024, "episode_tokens": 2048}
+    assert spec["train"] == {
+        "epochs": 15,
+        "tasks_per_step": 256,
+        "shuffle": True,
+        "update_epochs": 1,
+        "minibatches": 1,
+        "loss": {"kind": "bnpo", "clip_low": 0.2, "clip_high": 0.2, "delta": 3.0},
+        "entropy_coefficient": 0.0,
+        "rollout_correction": {"kind": "none"},
+        "dynamic_sampling": False,
+        "optimizer": {
+            "lr": 1e-6,
+            "weight_decay": 0.01,
+            "max_grad_norm": 1.0,
+            "warmup_steps": 0,
+        },
+        "memory": {"gradient_checkpointing": True},
+        "kl": {"coefficient": 0.001, "estimator": "k3"},
+        "colocate": True,
+        "report_to": ["wandb"],
+        "tracking": {"project": "gsm8k_async_rl", "name": "verify-n16"},
+        "eval": {
+            "every": 20,
+            "tasks": rows | {"path": "test.parquet"},
+            "samples": 1,
+            "sampling": {"temperature": 0.0},
+        },
+    }
+    assert notes[1:] == [
+        'not taken over: defaults: ["ppo_trainer", "_self_"]',
+        "not taken over of `actor_rollout_ref.actor`: ppo_micro_batch_size_per_gpu: 40",
+        "not taken over of `actor_rollout_ref.ref`: log_prob_micro_batch_size_per_gpu: 40",
+        "not taken over of `actor_rollout_ref.ref.fsdp_config`: param_offload: true",
+        "not taken over of `actor_rollout_ref.rollout`: log_prob_micro_batch_size_per_gpu: 40",
+    ]
+
+
+def test_no_key_of_a_configuration_is_dropped_without_a_note() -> None:
+    """Another value of any key changes the spec or the notes, and so does a key that nobody knows."""
+    without_effect = {"data.truncation", "data.return_raw_chat", "actor_rollout_ref.model.use_remove_padding"}
+    told = spec_of(PUBLISHED, name="mine", interactions=None)
+    silent = []
+    for path in [*paths_of(PUBLISHED), "trainer.unknown", "critic.optim.lr", "reward_model.enable"]:
+        config = json.loads(json.dumps(PUBLISHED))
+        *above, key = path.split(".")
+        section = config
+        for name in above:
+            section = section.setdefault(name, {})
+        section[key] = {"bool": not section.get(key), "int": 7, "float": 0.7, "list": ["other"]}.get(
+            type(section.get(key)).__name__, "0.5"
+        )
+        if spec_of(config, name="mine", interactions=None) == told:
+            silent.append(path)
+    assert set(silent) == without_effect
+
+
+def paths_of(section: dict[str, Any], above: str = "") -> Iterator[str]:
+    for key, value in section.items():
+        if key == "hydra":
+            continue
+        if isinstance(value, dict):
+            yield from paths_of(value, f"{above}{key}.")
+        else:
+            yield above + key
+
+
+def test_the_published_example_is_a_valid_spec(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = json.loads(json.dumps(PUBLISHED))
+    config["actor_rollout_ref"]["model"]["path"] = str(tiny_model_dir)
+    config["actor_rollout_ref"]["rollout"]["multi_turn"]["interaction_config_path"] = "interactions.yaml"
+    del config["actor_rollout_ref"]["rollout"]["multi_turn"]["tool_config_path"]
+    config["data"] |= {"train_files": "rows.jsonl", "val_files": "test.jsonl"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "interactions.yaml").write_text(yaml.safe_dump({"interaction": PAIR}))
+    for name in ("rows", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row(name, name="gsm8k")) + "\n")
+    result = CliRunner().invoke(import_app, ["verl", str(tmp_path / "config.yaml")])
+    assert result.exit_code == 0, result.output
+    assert "note: not taken over of `actor_rollout_ref.actor`: ppo_micro_batch_size_per_gpu: 40" in result.output
+    loaded = load_spec(tmp_path / "config.spec.yaml")
+    assert [item for item in check_spec(loaded) if item.severity == "error"] == []
+
+
 def test_the_imported_spec_is_valid_and_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     (tmp_path / "interactions.yaml").write_text(yaml.safe_dump({"interaction": PAIR}))
