@@ -185,9 +185,14 @@ class ImageBank:
         Raises:
             ImageError: As in `picture`.
         """
-        return self._image(digest).tensors()
+        return self.prepared(digest).tensors()
 
-    def _image(self, digest: str) -> PreparedImage:
+    def prepared(self, digest: str) -> PreparedImage:
+        """An image's scaled pixels; the same object at each call while it is in memory.
+
+        Raises:
+            ImageError: As in `picture`.
+        """
         with self._lock:
             found = self._prepared.get(digest)
         if found is not None:

@@ -70,7 +70,10 @@ class SizedImages(Protocol):
 
 
 class ByteImage:
-    """An image's scaled pixels as bytes: an eighth of the tensors of Qwen-VL, a quarter of those of Idefics3."""
+    """An image's scaled pixels as bytes: an eighth of the tensors of Qwen-VL, a quarter of those of Idefics3.
+
+    A pickle needs no processor: it holds the table of floats.
+    """
 
     def __init__(self, sized: SizedImages, values: np.ndarray, grid: tuple[int, ...]) -> None:
         """`values`: uint8 [rows, 3, values], of `SizedImages.arrange`."""
@@ -155,6 +158,10 @@ class QwenSizes:
         self._resample = int(settings.resample)
         self._table = _table(settings)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What `tensors` reads."""
+        return {"_frames": self._frames, "_table": self._table}
+
     def plan(self, width: int, height: int) -> Plan:
         """See `SizedImages.plan`. Grid: (t, h, w) in patches."""
         processor, sizes = _noting(self._sizes)
@@ -203,6 +210,10 @@ class TiledSizes:
         self._resample = int(settings.resample)
         self._slots = slots
         self._table = _table(settings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What `tensors` reads."""
+        return {"_side": self._side, "_table": self._table}
 
     def plan(self, width: int, height: int) -> Plan:
         """See `SizedImages.plan`. Grid: (rows, columns)."""

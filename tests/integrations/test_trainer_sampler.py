@@ -13,6 +13,7 @@ from engine.integrations.trainers.sampler import Sampled, TrainerBackend, given,
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams, VersionSpan
 from engine.schemas.message import ImagePart
+from engine.tokens.experts import ExpertLayout
 
 
 class Fixed(TrainerBackend):
@@ -95,12 +96,57 @@ def test_a_prompt_that_fills_the_context_is_an_overflow() -> None:
         ({"adapter": "a"}, "a LoRA adapter or the base model"),
         ({"base_model": True}, "a LoRA adapter or the base model"),
         ({"experts_from": 0}, "the experts"),
-        ({"banned_token_ids": [5]}, "ids that must not be sampled"),
     ],
 )
 def test_what_the_sampler_is_not_given_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(BackendError, match=f"does not send to Some trainer's sampler: {said}"):
         ask(Sampled([4], [-1.0], [0], cut=False), **changes)
+
+
+def test_placeholders_of_images_are_not_banned() -> None:
+    """The trainer's softmax has them too. A reply with one fails its episode: see `Vision.check_sampled`."""
+    assert ask(Sampled([4, 5], [-1.0, -1.0], [0, 0], cut=True), banned_token_ids=[5])[0].output_ids.tolist() == [4, 5]
+
+
+EXPERTS = np.arange(2 * 2 * 4).reshape(4, 2, 2) % 4
+"""Of four tokens, in two layers, two each."""
+
+
+def experts_of(experts: np.ndarray | None, start: int) -> np.ndarray | None:
+    """What a reply of two tokens to a prompt of three reports from token `start` on."""
+    backend = Fixed(Sampled([4, 5], [-1.0, -1.0], [0, 0], cut=True, experts=experts))
+    backend.layout = ExpertLayout(layers=2, top_k=2, experts=4, sparse=(0, 1))
+    request = GenerateRequest(
+        episode_id="a/0", turn=0, input_ids=np.arange(3, dtype=np.int32), sampling=SamplingParams(), max_new_tokens=3,
+        stop_token_ids=[], seed=1, experts_from=start,
+    )  # fmt: skip
+    return asyncio.run(backend.generate(request)).routed_experts
+
+
+def test_experts_are_those_of_the_tokens_that_were_asked_for() -> None:
+    found = experts_of(EXPERTS, 1)
+    assert found is not None
+    assert found.dtype == np.uint8
+    assert found.tolist() == EXPERTS[1:].tolist()
+    padded = experts_of(np.concatenate([EXPERTS, np.zeros((1, 2, 2), int)]), 0)
+    assert padded is not None
+    assert padded.tolist() == EXPERTS.tolist()
+
+
+@pytest.mark.parametrize(
+    ("experts", "said"),
+    [
+        (None, "gave no experts where 4 are needed"),
+        (EXPERTS[:3], "gave the experts of 3 tokens where 4 are needed"),
+        (EXPERTS[:, :1], r"the shape \(4, 1, 2\) and not \[tokens, 2, 2\]"),
+        (EXPERTS + 1, r"an expert outside \[0, 4\)"),
+        (EXPERTS * 0, "one expert twice in one layer"),
+    ],
+)
+def test_experts_that_are_not_those_of_the_model_are_refused(experts: np.ndarray | None, said: str) -> None:
+    with pytest.raises(BackendError, match=said) as caught:
+        experts_of(experts, 0)
+    assert caught.value.kind == "invalid_reply"
 
 
 def test_parameters_under_the_names_of_a_sampler() -> None:

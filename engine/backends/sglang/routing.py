@@ -72,11 +72,32 @@ def routed_experts(text: str | None, sent: Outgoing, sampled: int) -> np.ndarray
         raise ReplyError(
             f"it has {len(flat)} routed experts where {shape[0]} tokens × {shape[1]} layers × {shape[2]} were requested"
         )
-    if not len(flat):
-        return np.zeros(shape, expert_dtype(layout.experts).newbyteorder("="))
-    if np.maximum.reduce(flat.view("<u4")) >= layout.experts:  # a negative one is the largest
+    return checked_experts(flat.reshape(shape), layout)
+
+
+def checked_experts(choices: np.ndarray, layout: ExpertLayout) -> np.ndarray:
+    """Experts that a server reports, as rows hold them.
+
+    Args:
+        choices: Integers [tokens, layers, top_k].
+        layout: The sizes that they must have.
+
+    Returns:
+        uint8 or uint16 [tokens, layers, top_k].
+
+    Raises:
+        ReplyError: They are not choices of such a model.
+    """
+    if choices.shape[1:] != (layout.layers, layout.top_k):
+        raise ReplyError(
+            f"its routed experts have the shape {choices.shape} and not [tokens, {layout.layers}, {layout.top_k}]"
+        )
+    dtype = expert_dtype(layout.experts).newbyteorder("=")
+    if not choices.size:
+        return choices.astype(dtype)
+    if not 0 <= choices.min() <= choices.max() < layout.experts:
         raise ReplyError(f"it routes a token to an expert outside [0, {layout.experts})")
-    found = flat.reshape(shape).astype(expert_dtype(layout.experts).newbyteorder("="))
+    found = choices.astype(dtype)
     if layout.top_k > 1:
         same = found[:, :, 0] == found[:, :, 1]  # the first two alone: sorting all would take 25 µs a token
         if (same if len(layout.sparse) == layout.layers else same[:, list(layout.sparse)]).any():

@@ -1,14 +1,14 @@
-"""A row as a prompt and a completion, and the three sums that are compared on both sides of a hand-over to a trainer.
+"""A row as a prompt and a completion, and the four sums that are compared on both sides of a hand-over to a trainer.
 
-Invariant: a batch is trained on only if it has as many tokens, as many trained tokens and the same sum of absolute advantages as the
-rows of the engine that it was made from.
+Invariant: a batch is trained on only if it has as many tokens, as many trained tokens, the same sum of absolute advantages and the same
+images in each row as the rows of the engine that it was made from.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from engine.errors import TrainError
 
 if TYPE_CHECKING:
+    from engine.integrations.trainers.pixels import Pixels
     from engine.store.export import Row
     from engine.train.batches import Batch
 
@@ -57,7 +58,7 @@ class HandedRow:
             trained[start:].astype(int).tolist(),
             np.where(trained, row["logprobs"], 0.0)[start:].tolist(),
             np.where(trained, advantages, 0.0).astype(np.float32)[start:],
-            tuple(image["image"] for image in row["images"]),
+            images_of(row),
         )
 
     @classmethod
@@ -80,30 +81,48 @@ class Sums:
     """Tokens in the loss."""
     advantages: float
     """Sum of the absolute advantages of the tokens in the loss."""
+    images: int = 0
+    """Sum of `row_sum` over the rows (`pixels.py`): another one if an image is lost, changed, or shown in another place or row."""
 
     @classmethod
-    def of_rows(cls, rows: Sequence[HandedRow]) -> Sums:
-        """The sums of what the engine hands over."""
+    def of_rows(cls, rows: Sequence[HandedRow], pixels: Pixels | None = None) -> Sums:
+        """The sums of what the engine hands over.
+
+        Args:
+            rows: The rows.
+            pixels: What makes their images; None for a model without images.
+        """
         return cls(
             sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows),
             sum(sum(row.mask) for row in rows),
             sum(float(np.abs(row.advantages.astype(np.float64)).sum()) for row in rows),
+            0
+            if pixels is None
+            else sum(pixels.sum([*row.prompt_ids, *row.completion_ids], row.images) for row in rows),
         )
 
     @classmethod
-    def of_whole_rows(cls, rows: Sequence[Row], advantages: Sequence[np.ndarray]) -> Sums:
+    def of_whole_rows(cls, rows: Sequence[Row], advantages: Sequence[np.ndarray], pixels: Pixels | None = None) -> Sums:
         """The sums of rows that are handed over uncut.
 
         Args:
             rows: The rows.
             advantages: The advantages of each, [tokens].
+            pixels: What makes their images; None for a model without images.
         """
         masks = [row["loss_mask"] == 1 for row in rows]
         return cls(
             sum(len(row["input_ids"]) for row in rows),
             sum(int(mask.sum()) for mask in masks),
             sum(float(np.abs(of[mask].astype(np.float64)).sum()) for of, mask in zip(advantages, masks, strict=True)),
+            0 if pixels is None else sum(pixels.sum(row["input_ids"], images_of(row)) for row in rows),
         )
+
+    @classmethod
+    def total(cls, parts: Iterable[Sums]) -> Sums:
+        """The sums of several batches together."""
+        added = [sum(values) for values in zip((0, 0, 0.0, 0), *map(astuple, parts), strict=True)]
+        return cls(int(added[0]), int(added[1]), float(added[2]), int(added[3]))
 
     def check(self, theirs: Sums, trainer: str, changes: str) -> None:
         """Compare the engine's sums with those of a trainer's batch.
@@ -117,16 +136,24 @@ class Sums:
             TrainError: kind `handover`: they differ, so a part of the rows was lost or changed on the way.
         """
         apart = abs(self.advantages - theirs.advantages)
-        same = (self.tokens, self.trained) == (theirs.tokens, theirs.trained)
+        same = (self.tokens, self.trained, self.images) == (theirs.tokens, theirs.trained, theirs.images)
         if same and apart <= _TOLERANCE * max(1.0, self.advantages):
             return
         raise TrainError(
             f"{trainer}'s batch is not what the engine handed over; no update is made with it. "
             f"Tokens: {self.tokens} handed over, {theirs.tokens} in the batch; trained tokens: {self.trained}, {theirs.trained}; "
-            f"sum of |advantage|: {self.advantages:.6g}, {theirs.advantages:.6g}. "
+            f"sum of |advantage|: {self.advantages:.6g}, {theirs.advantages:.6g}; images: {self._images_as(theirs)}. "
             f"Remove what changes the batch ({changes})",
             kind="handover",
         )
+
+    def _images_as(self, theirs: Sums) -> str:
+        return "the same" if self.images == theirs.images else "lost, changed, or in another order or row"
+
+
+def images_of(row: Row) -> tuple[str, ...]:
+    """The digests of a row's images, in order."""
+    return tuple(image["image"] for image in row["images"])
 
 
 def groups_of(prompts: Sequence[str], samples: int, fix: str) -> list[str]:

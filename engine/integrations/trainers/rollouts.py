@@ -22,6 +22,7 @@ from engine.checks.drivers import refuse_many
 from engine.errors import TrainError
 from engine.integrations.trainers.capabilities import TRAINERS
 from engine.integrations.trainers.check import check_trainer
+from engine.integrations.trainers.pixels import Pixels
 from engine.runner.overlong import fitting_tasks
 from engine.runner.run import Runner
 from engine.schemas.train import TrainSpec
@@ -73,6 +74,8 @@ class TrainerRollouts:
         model = self.spec.model
         self.model_folder = resolve_model(model.path, model.revision, self.loaded.base)
         self.format = load_format(model, self.loaded.base)
+        self.pixels = None if self.format.vision is None else Pixels(self.format.vision, self.model_folder)
+        """What makes the images of rows; None for a model without images."""
         every = load_tasks(self.loaded)
         refuse_first_tasks(self.loaded, every)
         self._tasks = {task.id: task for task in fitting_tasks(every, self.loaded, self.format)}

@@ -16,12 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.backends.base import Backend
+from engine.backends.servers.reply import ReplyError
+from engine.backends.sglang.routing import checked_experts
 from engine.errors import BackendError, ContextOverflow, EngineError
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 
 if TYPE_CHECKING:
+    from engine.integrations.trainers.pixels import Pixels
     from engine.schemas.backend_base import BackendBase
     from engine.schemas.generation import GenerateRequest, SamplingParams
+    from engine.tokens.experts import ExpertLayout
 
 PER_REPLY = ("max_new_tokens", "stop_token_ids")
 """Parameters of `sampling` that every request has in fields of its own."""
@@ -41,16 +45,26 @@ class Sampled:
     """Whether the reply ended at its maximum length."""
     cached: int = 0
     """Tokens of the prompt that the sampler had in its cache."""
+    experts: np.ndarray | None = None
+    """Experts of the tokens of prompt and reply from the first one to the last but one, or further; integers [tokens, layers, top_k]."""
 
 
 class TrainerBackend(Backend):
     """A trainer's sampler as a backend. A subclass implements `sample`.
+
+    `GenerateRequest.banned_token_ids` are not sent, so that sampler and trainer have one distribution; an episode whose reply has one
+    of them fails (`sampled_placeholder`).
 
     Args:
         title: The trainer's name, for messages.
         declared: The config class of the spec's backend, for its capabilities.
         context: Maximum length of a sequence in tokens.
     """
+
+    pixels: Pixels | None = None
+    """Where `sample` gets the images of a request; None: requests with images are refused."""
+    layout: ExpertLayout | None = None
+    """The model's experts, if `sample` returns them; None: requests for experts are refused."""
 
     def __init__(self, title: str, declared: type[BackendBase], *, context: int | None) -> None:
         self.title = title
@@ -110,14 +124,26 @@ class TrainerBackend(Backend):
             prompt_tokens=length,
             cached_tokens=found.cached,
             seconds=time.perf_counter() - began,
+            routed_experts=None
+            if request.experts_from is None
+            else self._experts(found, request, length + len(ids) - 1),
         )
+
+    def _experts(self, found: Sampled, request: GenerateRequest, end: int) -> np.ndarray:
+        assert self.layout is not None
+        if found.experts is None or len(found.experts) < end:
+            told = "no experts" if found.experts is None else f"the experts of {len(found.experts)} tokens"
+            raise BackendError(f"{self.title}'s sampler gave {told} where {end} are needed", kind="invalid_reply")
+        try:
+            return checked_experts(np.asarray(found.experts)[request.experts_from : end], self.layout)
+        except ReplyError as error:
+            raise BackendError(f"{self.title}'s sampler gave a wrong reply: {error}", kind="invalid_reply") from None
 
     def _refuse(self, request: GenerateRequest) -> None:
         asked = {
-            "images": request.images,
+            "images": request.images and self.pixels is None,
             "a LoRA adapter or the base model": request.adapter is not None or request.base_model,
-            "the experts that were chosen": request.experts_from is not None,
-            "ids that must not be sampled": request.banned_token_ids,
+            "the experts that were chosen": request.experts_from is not None and self.layout is None,
         }
         named = [name for name, value in asked.items() if value]
         if named:

@@ -1,0 +1,212 @@
+"""From a training row to what a trainer's forward pass takes of its images; what all adapters share.
+
+A row is its expanded ids and the digests of its images, in order. Tensors, positions and sums follow from both.
+
+Invariant: pixels stay bytes, one object for each digest, until code of a trainer reads them. So all rows of one pickle share them.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.errors import TrainError
+
+if TYPE_CHECKING:
+    from engine.tokens.images import PreparedImage, Tensors
+    from engine.tokens.vision import Vision
+    from engine.tokens.vision_processing import VisionFamily
+
+
+class RowImages(Mapping[str, torch.Tensor]):
+    """The image tensors of one row, by the names of the forward pass; without names for a row without images.
+
+    Qwen's families: `pixel_values` float32 [patches of all images, values], `image_grid_thw` int64 [images, 3]. Each read makes new
+    tensors. A pickle holds the scaled pixels as bytes, and needs neither transformers nor the model's files.
+    """
+
+    def __init__(
+        self,
+        family: VisionFamily,
+        digests: tuple[str, ...],
+        checksums: tuple[int, ...],
+        images: Mapping[str, PreparedImage],
+    ) -> None:
+        """
+        Args:
+            family: The model's family.
+            digests: The images, in order.
+            checksums: `checksum` of each.
+            images: Their pixels, by digest.
+        """
+        self._family = family
+        self.digests = digests
+        self.checksums = checksums
+        self.images = images
+
+    def pixels(self, digest: str) -> PreparedImage:
+        """The scaled pixels of an image."""
+        return self.images[digest]
+
+    def tensors(self) -> Tensors:
+        """The arrays of all images.
+
+        Raises:
+            TrainError: kind `handover`: an image is not the one that the row was made with.
+        """
+        if not self.digests:
+            return {}
+        found = [self.pixels(digest).tensors() for digest in self.digests]
+        for digest, wanted, tensors in zip(self.digests, self.checksums, found, strict=True):
+            if checksum(tensors) != wanted:
+                raise TrainError(f"the pixels of {digest} changed on their way to the trainer", kind="handover")
+        return self._family.stack([found])
+
+    def items(self) -> Any:
+        """All tensors by name; they are made once."""
+        return {name: torch.from_numpy(array) for name, array in self.tensors().items()}.items()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in tuple(self):
+            raise KeyError(name)
+        return torch.from_numpy(self.tensors()[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._family.names if self.digests else ())
+
+    def __len__(self) -> int:
+        return len(self._family.names) if self.digests else 0
+
+    def __deepcopy__(self, memo: Any) -> RowImages:
+        return self  # nothing of it changes
+
+
+class Pixels:
+    """Makes `RowImages` of rows, and what else a trainer needs of their images. Safe to call from several threads.
+
+    Args:
+        vision: The model's image processing, which knows the images of the rows.
+        folder: The model's files.
+    """
+
+    def __init__(self, vision: Vision, folder: Path) -> None:
+        self.vision = vision
+        self._folder = folder
+        self._checksums: dict[str, int] = {}
+        self._rope: Any = None
+        self._lock = threading.Lock()
+
+    def row(self, ids: Sequence[int] | np.ndarray, digests: Sequence[str]) -> RowImages:
+        """The images of a row.
+
+        Args:
+            ids: The row's expanded ids, [tokens].
+            digests: Its images, in order.
+
+        Raises:
+            TrainError: kind `handover`: the ids do not have as many placeholders as the images need.
+            ImageError: an image is missing.
+        """
+        bank = self.vision.bank
+        wanted = sum(bank.picture(digest).placeholders for digest in digests)
+        count = int(np.count_nonzero(np.asarray(ids) == self.vision.placeholder_id))
+        if count != wanted:
+            raise TrainError(
+                f"a row has {count} placeholders, and its {len(digests)} images need {wanted}", kind="handover"
+            )
+        images = {digest: bank.prepared(digest) for digest in digests}
+        return RowImages(self.vision.family, tuple(digests), tuple(map(self._checksum, digests)), images)
+
+    def _checksum(self, digest: str) -> int:
+        if digest not in self._checksums:
+            self._checksums[digest] = checksum(self.vision.bank.tensors(digest))
+        return self._checksums[digest]
+
+    def sum(self, ids: Sequence[int] | np.ndarray, digests: Sequence[str]) -> int:
+        """`row_sum` of a row as the engine hands it over.
+
+        Raises:
+            ImageError: an image is missing.
+        """
+        return row_sum(ids, [self._checksum(digest) for digest in digests])
+
+    def positions(self, ids: Sequence[int] | np.ndarray, digests: Sequence[str]) -> torch.Tensor | None:
+        """The positions of a row's tokens, int64 [4, tokens]: 0, 1, 2, … in the first line, and time, height and width by the model's own
+        `get_rope_index` in the others. None for a model whose positions are plain numbers.
+
+        Args:
+            ids: The row's expanded ids, [tokens].
+            digests: Its images, in order.
+        """
+        with self._lock:
+            if self._rope is None:
+                self._rope = _rope_of(self._folder)
+        if self._rope is False:
+            return None
+        row = torch.tensor(np.asarray(ids, np.int64))[None]
+        types = torch.tensor(self.vision.token_types(row.tolist()))
+        grids = torch.from_numpy(self.vision.grids(digests)) if digests else None
+        found, _ = self._rope.get_rope_index(input_ids=row, mm_token_type_ids=types, image_grid_thw=grids)
+        return torch.cat([torch.arange(row.shape[1])[None], found[:, 0].long()])
+
+
+def _rope_of(folder: Path) -> Any:
+    """The model's base class without weights, for its `get_rope_index`; False if it has none."""
+    from transformers import MODEL_MAPPING, AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    kind = MODEL_MAPPING[type(config)]
+    if not hasattr(kind, "get_rope_index"):
+        return False
+    model = kind.__new__(kind)
+    torch.nn.Module.__init__(model)
+    model.config = config
+    return model
+
+
+def checksum(tensors: Mapping[str, Any]) -> int:
+    """The CRC-32 of one image's tensors: of their bytes, in the order of their names.
+
+    Args:
+        tensors: Arrays or CPU tensors by name, in the shapes and types of the model's own processor.
+    """
+    total = 0
+    for name in sorted(tensors):
+        total = zlib.crc32(np.ascontiguousarray(tensors[name]).data.cast("B"), total)
+    return total
+
+
+def row_sum(ids: Any, checksums: Sequence[int]) -> int:
+    """The sum of a row's images for `Sums.images`: the CRC-32 of its ids and of its images' checksums, in order; 0 without images.
+
+    Args:
+        ids: The row's expanded ids without padding, an array or a CPU tensor, [tokens].
+        checksums: `checksum` of each image, in order.
+    """
+    if not len(checksums):
+        return 0
+    return zlib.crc32(np.array(checksums, np.uint32).tobytes(), zlib.crc32(np.asarray(ids, np.int32).tobytes()))
+
+
+def checksums_of(tensors: Mapping[str, Any]) -> list[int]:
+    """`checksum` of each image of a trainer's tensors.
+
+    Args:
+        tensors: `RowImages`; or `pixel_values` [patches, values] and `image_grid_thw` [images, 3] of one or more rows; or nothing.
+    """
+    if isinstance(tensors, RowImages):
+        return list(tensors.checksums)
+    if not tensors or not len(tensors["image_grid_thw"]):
+        return []
+    pixels, grids = (np.asarray(tensors[name]) for name in ("pixel_values", "image_grid_thw"))
+    pieces = np.split(pixels, np.cumsum(grids.prod(1))[:-1])
+    return [
+        checksum({"pixel_values": piece, "image_grid_thw": grid[None]})
+        for piece, grid in zip(pieces, grids, strict=True)
+    ]
