@@ -70,10 +70,10 @@ class ImageBank:
     ) -> None:
         self._processing = processing
         self._pictures: dict[str, ProcessedImage] = {}
-        self._prepared: _RecentlyUsed[PreparedImage] = _RecentlyUsed(pixel_bytes)
-        self._sources: _RecentlyUsed[Source] = _RecentlyUsed(source_bytes)
-        self._uris: _RecentlyUsed[str] = _RecentlyUsed(source_bytes)
-        self._scaled: _RecentlyUsed[ScaledImage] = _RecentlyUsed(source_bytes)
+        self._prepared: RecentlyUsed[PreparedImage] = RecentlyUsed(pixel_bytes)
+        self._sources: RecentlyUsed[Source] = RecentlyUsed(source_bytes)
+        self._uris: RecentlyUsed[str] = RecentlyUsed(source_bytes)
+        self._scaled: RecentlyUsed[ScaledImage] = RecentlyUsed(source_bytes)
         self._fetch: Callable[[str], Source | None] | None = None
         self._made: Callable[[str], Tensors | None] | None = None
         self._lock = threading.Lock()
@@ -282,7 +282,7 @@ class ImageBank:
         self.read_tensors_from(images.tensors.get)
 
 
-class _RecentlyUsed(Generic[T]):
+class RecentlyUsed(Generic[T]):
     """Values up to a limit in bytes; those used longest ago are dropped."""
 
     def __init__(self, most: int) -> None:

@@ -39,7 +39,8 @@ def family_of(config: dict[str, Any]) -> QwenFamily | TiledFamily | None:
 
 
 def _image_processor(folder: Path) -> Any:
-    from transformers import AutoImageProcessor
+    # transformers 5.10 exports it only beside torchvision
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
 

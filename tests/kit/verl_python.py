@@ -25,7 +25,9 @@ def call_verl(*words: str) -> str:
     python = sys.executable if importlib.util.find_spec("verl") else os.environ.get("VERL_PYTHON")
     if python is None:
         pytest.skip("NOT CHECKED: verl is not installed here, and VERL_PYTHON names no Python that has it")
-    paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "tests/kit", "tests/train", "tests/integrations"))
+    paths = os.pathsep.join(
+        str(ROOT / folder) for folder in (".", "tests/kit", "tests/train", "tests/integrations", "tests/vision")
+    )
     environment = os.environ | {"PYTHONPATH": paths, "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     done = subprocess.run([python, *words], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]

@@ -182,8 +182,6 @@ AReaL does not report the prompt that its servers computed on, and sends them no
 """
 
 _VERL_NOTES = f"""\
-The adapter does not write `multi_modal_inputs` and `routed_experts` yet: it refuses models that take images, and `backend.routed_experts`.
-
 The adapter, its files beside verl's, its settings and what is refused: [from verl](from-verl.md), whose example (tool, YAML, spec and settings of the command) ran with verl's configuration and its data set
 (`tests/integrations/test_trainer_verl_page.py`). Install `cachetools` too: verl 0.9.1 imports it and does not require it; the extra `verl` of the engine has it.
 
@@ -269,16 +267,14 @@ TRAINERS: Mapping[str, Trainer] = {
             ),
             "token_bonuses": _yes("as `turn_credit`"),
             "branches": _yes("one row each, by the index in the key"),
-            "images": _no(
-                "verl's rows take `multi_modal_inputs` and `position_ids`, but the manager does not write them yet"
-            ),
+            "images": _yes("`multi_modal_inputs` and `position_ids` with four lines; models of Qwen-VL's families"),
             "reward_names": _partly(
                 "`extra_fields` for metrics; all rows need the same keys; the loss reads one sum by token"
             ),
             "oversampling": _partly(
                 f"{_GROUPS_BEFORE}; in sync mode, a group with a failed episode trains without it unless `sampler.sync_refill_failed_groups` is set"
             ),
-            "expert_routing": _no("verl's rows take `routed_experts`, but the manager does not write them yet"),
+            "expert_routing": _yes("`routed_experts`, which verl's Megatron and VeOmni engines read; FSDP is refused"),
             "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_VERL_NOTES,
@@ -300,12 +296,12 @@ TRAINERS: Mapping[str, Trainer] = {
             "branches": _partly(
                 "one `AgentLoopOutput` each in the V1 trainer with `adv_estimator=grpo`; otherwise the prompt fails with an error that names the episode"
             ),
-            "images": _no("verl would decode the ids and run the processor again"),
+            "images": _yes("as `verl`, in the V1 trainer"),
             "reward_names": _partly("`reward_extra_info` of the V1 trainer, for metrics; the loss reads the sum"),
             "oversampling": _no(
                 "the loop runs single episodes; set `train.dynamic_sampling: false`, and use verl's `algorithm.filter_groups`"
             ),
-            "expert_routing": _no("the loop does not give `routed_experts`"),
+            "expert_routing": _yes("as `verl`: `routed_experts` of `AgentLoopOutput`"),
             "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_VERL_LOOP_NOTES,

@@ -45,7 +45,7 @@ class RowImages(Mapping[str, torch.Tensor]):
             checksums: `checksum` of each.
             images: Their pixels, by digest.
         """
-        self._family = family
+        self.family = family
         self.digests = digests
         self.checksums = checksums
         self.images = images
@@ -66,7 +66,7 @@ class RowImages(Mapping[str, torch.Tensor]):
         for digest, wanted, tensors in zip(self.digests, self.checksums, found, strict=True):
             if checksum(tensors) != wanted:
                 raise TrainError(f"the pixels of {digest} changed on their way to the trainer", kind="handover")
-        return self._family.stack([found])
+        return self.family.stack([found])
 
     def items(self) -> Any:
         """All tensors by name; they are made once."""
@@ -78,10 +78,10 @@ class RowImages(Mapping[str, torch.Tensor]):
         return torch.from_numpy(self.tensors()[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._family.names if self.digests else ())
+        return iter(self.family.names if self.digests else ())
 
     def __len__(self) -> int:
-        return len(self._family.names) if self.digests else 0
+        return len(self.family.names) if self.digests else 0
 
     def __deepcopy__(self, memo: Any) -> RowImages:
         return self  # nothing of it changes

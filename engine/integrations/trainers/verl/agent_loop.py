@@ -20,19 +20,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from engine.errors import TrainError
-from engine.integrations.trainers.handover import HandedRow
+from engine.integrations.trainers.handover import HandedRow, images_of
 from engine.integrations.trainers.loop import LoopThread
 from engine.integrations.trainers.process_folder import ProcessFolder
 from engine.integrations.trainers.rollouts import TrainerRollouts
-from engine.integrations.trainers.verl.rows import versions_of_row
-from engine.integrations.trainers.verl.sampler import VerlBackend, context_of
+from engine.integrations.trainers.verl import fixes
+from engine.integrations.trainers.verl.rows import QueuedImages, versions_of_row
+from engine.integrations.trainers.verl.sampler import VerlBackend
 from engine.integrations.trainers.verl.settings import of, refuse_loop_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
+    from engine.integrations.trainers.pixels import Pixels
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
     from engine.store.export import Row
@@ -92,9 +96,17 @@ class EngineAgentLoop:
                 kind="train_setup",
             )
         session = "session_id" in columns
+        if episodes.pixels is not None and not session:
+            raise TrainError(
+                "images are handed over in verl's V1 trainer (`trainer.use_v1=true`), or by EngineManager",
+                kind="train_setup",
+            )
         refuse = partial(self._refuse_rows, session=session)
-        trajectory, rows = await asyncio.wrap_future(episodes.submit(columns, refuse))
+        trajectory, rows, holders = await asyncio.wrap_future(episodes.submit(columns, refuse))
         outputs = [_output(row, trajectory, named=session) for row in rows]
+        if episodes.pixels is not None:
+            prefix = f"{columns['uid']}_{columns['session_id']}"
+            await asyncio.to_thread(_add_images, outputs, rows, episodes.pixels, prefix, holders)
         return outputs if session else outputs[0]
 
     def _refuse_rows(self, rows: list[Row], episode: str, session: bool) -> None:
@@ -129,6 +141,8 @@ class _Prompt:
     usable: list[Trajectory] = field(default_factory=list)
     """Episodes that verl can train on."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    holders: dict[str, str] = field(default_factory=dict)
+    """See `QueuedImages`."""
 
     def add(self, trajectory: Trajectory | None) -> None:
         """Count an episode that has ended; None if it cannot be trained on."""
@@ -155,9 +169,11 @@ class LoopEpisodes(TrainerRollouts):
 
     def __init__(self, spec: Path, folder: Path, config: Any, client: Any) -> None:
         super().__init__(spec, folder, "verl_agent_loop", keep_going=True)  # verl counts failures itself
-        refuse_loop_settings(config, self.loaded, images=self.format.vision is not None)
+        refuse_loop_settings(config, self.loaded, self.format.vision)
+        if self.pixels is not None:
+            fixes.check_applied()
         self.client = client
-        self.backend = VerlBackend(client, type(self.spec.backend), context=context_of(config, self.context))
+        self.backend = VerlBackend.of(config, client, self)
         """What samples; its `stats` count replies whose versions collapsed."""
         self._groups: dict[str, _Prompt] = {}
         self._own = ProcessFolder.take(folder)
@@ -191,8 +207,9 @@ class LoopEpisodes(TrainerRollouts):
 
     def submit(
         self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]
-    ) -> Future[tuple[Trajectory, list[Row]]]:
-        """Start an episode of the task that a row of verl's data set names; its result is the episode and its rows.
+    ) -> Future[tuple[Trajectory, list[Row], dict[str, str]]]:
+        """Start an episode of the task that a row of verl's data set names; its result is the episode, its rows, and which rows of its prompt
+        hold images (see `QueuedImages`).
 
         In verl's V1 trainer it comes when all episodes of the prompt have ended: verl trains on what a failed prompt has, and would give
         the raw reward to an episode without others.
@@ -205,7 +222,7 @@ class LoopEpisodes(TrainerRollouts):
 
     async def _rows_of(
         self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]
-    ) -> tuple[Trajectory, list[Row]]:
+    ) -> tuple[Trajectory, list[Row], dict[str, str]]:
         task, number, prompt = self._place(columns)
         self._runner.live.total += 1
         usable = None
@@ -230,7 +247,7 @@ class LoopEpisodes(TrainerRollouts):
                     f"{task.id}/{number} is not trained on: its group has fewer trainable episodes than `train.min_group`",
                     kind="untrainable",
                 )
-        return usable, rows
+        return usable, rows, prompt.holders
 
     def _place(self, columns: Mapping[str, Any]) -> tuple[Task, int, _Prompt]:
         """The task of a prompt, the number of this episode in the prompt's group, and what is known of the group."""
@@ -270,7 +287,9 @@ def _output(row: Row, trajectory: Trajectory, *, named: bool) -> Any:
 
     handed = HandedRow.of(row, row["advantages"])
     oldest, newest = versions_of_row(row)
+    experts = row["routed_experts"]
     return AgentLoopOutput(
+        **({} if experts is None else {"routed_experts": experts.astype(np.int16)}),
         prompt_ids=handed.prompt_ids,
         response_ids=handed.completion_ids,
         response_mask=handed.mask,
@@ -293,3 +312,20 @@ def _output(row: Row, trajectory: Trajectory, *, named: bool) -> Any:
             "reward_extra_info": dict(trajectory.outcome.rewards) if named else {},
         },
     )
+
+
+def _add_images(outputs: list[Any], rows: list[Row], pixels: Pixels, prefix: str, holders: dict[str, str]) -> None:
+    """Give the outputs of an episode their images and positions; verl's worker, repaired by `fixes`, takes them as they are.
+
+    Args:
+        outputs: verl's AgentLoopOutput of each row.
+        rows: The rows.
+        pixels: The images of the spec's model.
+        prefix: The beginning of the keys under which verl's worker will write the rows.
+        holders: See `QueuedImages`.
+    """
+    for index, (output, row) in enumerate(zip(outputs, rows, strict=True)):
+        ids, digests = row["input_ids"], images_of(row)
+        images = QueuedImages(pixels.row(ids, digests), f"{prefix}_{index}", holders)
+        images.positions = pixels.positions(ids, digests)
+        output.multi_modal_data = {fixes.IMAGES: images}

@@ -16,8 +16,9 @@ import structlog
 from engine.errors import EngineError, TrainError
 from engine.integrations.trainers.loop import LoopThread
 from engine.integrations.trainers.rollouts import TrainerRollouts
+from engine.integrations.trainers.verl.fixes import check_applied
 from engine.integrations.trainers.verl.rows import group_rows
-from engine.integrations.trainers.verl.sampler import VerlBackend, context_of
+from engine.integrations.trainers.verl.sampler import VerlBackend
 from engine.integrations.trainers.verl.settings import of, refuse_settings
 from engine.spec.load import load_spec
 
@@ -50,9 +51,10 @@ class EngineManager:
             )
         loaded = load_spec(Path(path))
         self._episodes = TrainerRollouts(loaded, folder, "verl")
-        refuse_settings(config, loaded, images=self._episodes.format.vision is not None)
-        context = context_of(config, self._episodes.context)
-        self.backend = VerlBackend(llm_client, type(loaded.spec.backend), context=context)
+        refuse_settings(config, loaded, self._episodes.format.vision)
+        if self._episodes.pixels is not None:
+            check_applied()
+        self.backend = VerlBackend.of(config, llm_client, self._episodes)
         """What samples; its `stats` count replies whose versions collapsed."""
         self._samples = loaded.spec.rollout.samples_per_task
         self._loop = LoopThread()
@@ -117,8 +119,8 @@ class EngineManager:
             if group.rows:
                 trajectories = {each.episode_id: each for each in group.trajectories}
                 advantages = [row["advantages"] for row in group.rows]
-                keys, fields, tags = group_rows(uid, step, group.rows, advantages, trajectories, columns)
-                await asyncio.to_thread(_put, keys, fields, tags)
+                rows = uid, step, group.rows, advantages, trajectories, columns, self._episodes.pixels
+                await asyncio.to_thread(lambda: _put(*group_rows(*rows)))
                 status = "finished"
             else:
                 log.error(group.why_no_rows, task=group.task_id, faults=self._episodes.faults[-3:])

@@ -1,11 +1,15 @@
 """Rows of TransferQueue with the engine's advantages, and the sums of a group that each of its rows carries as tags.
 
-Invariant: all rows have the same columns, because verl keeps the columns of the first row and drops the others.
+Invariants:
+- All rows have the same columns, because verl keeps the columns of the first row and drops the others.
+- TransferQueue holds the pixels of an image once for each group: in the first row that shows it.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,17 +17,76 @@ import torch
 
 from engine.errors import TrainError
 from engine.integrations.trainers.handover import HandedRow, Sums
+from engine.integrations.trainers.pixels import Pixels, RowImages, checksums_of, row_sum
+from engine.integrations.trainers.verl import fixes
+from engine.tokens.image_bank import RecentlyUsed
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
     from engine.store.export import Row
+    from engine.tokens.images import PreparedImage
 
 COLUMN = "engine_advantages"
 """The column of the advantages, float32 [response]."""
 TAGS = ("engine_tokens", "engine_trained", "engine_advantage")
 """The tags of a row that hold the sums of its group."""
+IMAGES = "engine_images"
+"""The tag of a row that holds the sum over its own images."""
 TRAINER = "verl"
 CHANGES = "a sampler, a filter or a rollout correction that drops rows or tokens"
+_FETCHED: RecentlyUsed[PreparedImage] = RecentlyUsed(1 << 30)
+"""Pixels of other rows, in a process that trains."""
+
+
+class QueuedImages(RowImages):
+    """The images of a row in TransferQueue: `multi_modal_inputs`. Pixels that another row of its group holds are read from there."""
+
+    positions: torch.Tensor | None = None
+    """For verl's agent loop workers: the row's positions, int64 [4, tokens]. A pickle does not hold them."""
+
+    def __init__(self, images: RowImages, key: str, holders: dict[str, str]) -> None:
+        """
+        Args:
+            images: The images.
+            key: The row's key.
+            holders: The key of the row that holds an image, by digest; images that no row holds are added as this row's.
+        """
+        self.holders = {digest: holders.setdefault(digest, key) for digest in images.digests}
+        own = {digest: image for digest, image in images.images.items() if self.holders[digest] == key}
+        super().__init__(images.family, images.digests, images.checksums, own)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "positions"}
+
+    def pixels(self, digest: str) -> PreparedImage:
+        """The scaled pixels of an image.
+
+        Raises:
+            TrainError: kind `train_setup`: verl is not repaired in this process; see `fixes`.
+        """
+        image = self.images.get(digest) or _FETCHED.get(digest)
+        if image is None:
+            import transfer_queue
+
+            name = "multi_modal_inputs"
+            row = transfer_queue.kv_batch_get(keys=[self.holders[digest]], partition_id="train", select_fields=[name])
+            image = plain(row[name][0]).images[digest]
+            _FETCHED.put(digest, image, image.nbytes)
+        return image
+
+    def tensors(self) -> Any:
+        """See `RowImages.tensors`.
+
+        Raises:
+            TrainError: kind `train_setup`: verl is not repaired in this process; see `fixes`.
+        """
+        fixes.check_applied()
+        return super().tensors()
+
+
+def plain(value: Any) -> Any:
+    """A value of a column that holds no tensors, without its wrapper."""
+    return getattr(value, "data", value)
 
 
 def group_rows(
@@ -33,6 +96,7 @@ def group_rows(
     advantages: Sequence[np.ndarray],
     trajectories: Mapping[str, Trajectory],
     columns: Mapping[str, Any],
+    pixels: Pixels | None = None,
 ) -> tuple[list[str], list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows of a group as verl's trainer reads them.
 
@@ -43,6 +107,7 @@ def group_rows(
         advantages: Their advantages, float32 [tokens] each.
         trajectories: The episodes of the rows, by id.
         columns: Columns of verl's data set, repeated in each row.
+        pixels: The images of the spec's model; None for a model without images.
 
     Returns:
         Keys `{uid}_{sample}_{index}`, columns and tags, one of each for a row.
@@ -53,6 +118,7 @@ def group_rows(
     names = sorted({name for each in trajectories.values() for name in each.outcome.rewards})
     keys, fields, tags = [], [], []
     branches: dict[int, int] = {}
+    holders: dict[str, str] = {}
     for row, each in zip(rows, handed, strict=True):
         sample = row["sample_index"]
         index = branches.get(sample, 0)
@@ -60,8 +126,12 @@ def group_rows(
         oldest, newest = versions_of_row(row)
         trajectory = trajectories[row["episode_id"]]
         keys.append(f"{uid}_{sample}_{index}")
+        images = image_columns(row, each, pixels, keys[-1], holders)
         fields.append(
-            _fields(each, trajectory, names, oldest, newest) | dict(columns) | {"session_id": sample, "uid": uid}
+            _fields(each, trajectory, names, oldest, newest)
+            | images
+            | dict(columns)
+            | {"session_id": sample, "uid": uid}
         )
         tags.append(
             {
@@ -72,10 +142,37 @@ def group_rows(
                 "global_steps": step,
                 "min_global_steps": oldest,
                 "max_global_steps": newest,
+                IMAGES: row_sum(row["input_ids"], checksums_of(images["multi_modal_inputs"])),
             }
             | totals
         )
     return keys, fields, tags
+
+
+def image_columns(
+    row: Row, handed: HandedRow, pixels: Pixels | None, key: str, holders: dict[str, str]
+) -> dict[str, Any]:
+    """The columns `multi_modal_inputs` and `position_ids` of a row, and `routed_experts` if the row has them.
+
+    A model whose positions have four lines has them in all rows, since one column cannot hold both kinds.
+
+    Args:
+        row: The row.
+        handed: The same, cut.
+        pixels: The images of the spec's model; None for a model without images.
+        key: The row's key.
+        holders: See `QueuedImages`.
+    """
+    ids = row["input_ids"]
+    columns: dict[str, Any] = {"multi_modal_inputs": {}, "position_ids": torch.arange(len(ids))}
+    if pixels is not None:
+        columns["multi_modal_inputs"] = QueuedImages(pixels.row(ids, handed.images), key, holders)
+        positions = pixels.positions(ids, handed.images)
+        columns["position_ids"] = columns["position_ids"] if positions is None else positions
+    if row["routed_experts"] is not None:
+        experts = torch.from_numpy(row["routed_experts"].astype(np.int16))
+        columns["routed_experts"] = torch.nn.functional.pad(experts, (0, 0, 0, 0, 0, len(ids) - len(experts)))
+    return columns
 
 
 def versions_of_row(row: Row) -> tuple[int, int]:
@@ -94,13 +191,11 @@ def _fields(row: HandedRow, trajectory: Trajectory, names: Sequence[str], oldest
         "prompts": prompts,
         "responses": responses,
         "input_ids": torch.cat([prompts, responses]),
-        "position_ids": torch.arange(len(prompts) + len(responses)),
         "response_mask": mask,
         "loss_mask": mask,
         "rollout_log_probs": torch.tensor(row.logprobs, dtype=torch.float32),
         "rm_scores": scores,
         COLUMN: torch.from_numpy(row.advantages.copy()),
-        "multi_modal_inputs": {},
         "num_turns": 2 * len(trajectory.turns),
         "metrics": {"generate_sequences": 0.0, "tool_calls": 0.0, "compute_score": 0.0, "num_preempted": -1},
         "extra_fields": {
@@ -137,6 +232,7 @@ def check_rows(
     tokens: Sequence[int],
     masks: Sequence[torch.Tensor],
     advantages: Sequence[torch.Tensor],
+    images: Sequence[int],
 ) -> None:
     """Compare what a batch holds with the sums that the rows' tags say of their groups. Padding of verl is left out.
 
@@ -146,12 +242,13 @@ def check_rows(
         tokens: Tokens of prompt and response of each row.
         masks: `response_mask` of each row, [response].
         advantages: The column of the advantages of each row, [response].
+        images: The sum over the images of each row: `row_sum`.
 
     Raises:
         TrainError: kind `handover`: the sums differ, so a row, a token or an advantage was lost.
     """
     groups: dict[str, Sums] = {}
-    count = trained = 0
+    count = trained = given = shown = 0
     total = 0.0
     for place, (key, tag) in enumerate(zip(keys, tags, strict=True)):
         if tag.get("is_padding"):
@@ -160,9 +257,7 @@ def check_rows(
         count += tokens[place]
         trained += int(masks[place].sum())
         total += float((advantages[place].double().abs() * masks[place]).sum())
-    ours = Sums(
-        sum(each.tokens for each in groups.values()),
-        sum(each.trained for each in groups.values()),
-        sum(each.advantages for each in groups.values()),
-    )
-    ours.check(Sums(count, trained, total), TRAINER, CHANGES)
+        weight = zlib.crc32(key.encode())  # rows may have equal ids
+        given, shown = given + weight * tag[IMAGES], shown + weight * images[place]
+    ours = replace(Sums.total(groups.values()), images=given)
+    ours.check(Sums(count, trained, total, shown), TRAINER, CHANGES)

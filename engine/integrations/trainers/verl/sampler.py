@@ -1,16 +1,29 @@
-"""Samples with the servers of verl: a backend over verl's LLMServerClient, ids in, and ids, log-probs and weight versions out."""
+"""Samples with the servers of verl: a backend over verl's LLMServerClient, ids in, and ids, log-probs and weight versions out.
+
+Images are sent at the size of their grid, at which no processor scales. vLLM's server takes expanded ids and makes one placeholder of
+each run itself; SGLang's takes one placeholder for each image.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from base64 import b64decode
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from engine.backends.sglang.routing import layout_of
 from engine.errors import BackendError
 from engine.integrations.trainers.sampler import Sampled, TrainerBackend, given
 from engine.integrations.trainers.verl.settings import SHARED, of
+from engine.tokens.image_bank import RecentlyUsed
+from engine.tokens.pixels import decode
 
 if TYPE_CHECKING:
+    from engine.integrations.trainers.pixels import Pixels
+    from engine.integrations.trainers.rollouts import TrainerRollouts
     from engine.schemas.backend_base import BackendBase
     from engine.schemas.generation import GenerateRequest
+    from engine.tokens.experts import ExpertLayout
 
 
 class VerlBackend(TrainerBackend):
@@ -23,11 +36,48 @@ class VerlBackend(TrainerBackend):
         client: verl's `LLMServerClient`.
         declared: The config class of the spec's backend, for its capabilities.
         context: Maximum length of a sequence in tokens.
+        server: `actor_rollout_ref.rollout.name`.
+        pixels: The images of the spec's model; None for a model without images.
+        layout: The model's experts, if the spec asks for them.
     """
 
-    def __init__(self, client: Any, declared: type[BackendBase], *, context: int | None) -> None:
+    def __init__(
+        self,
+        client: Any,
+        declared: type[BackendBase],
+        *,
+        context: int | None,
+        server: str = "vllm",
+        pixels: Pixels | None = None,
+        layout: ExpertLayout | None = None,
+    ) -> None:
         super().__init__("verl", declared, context=context)
         self._client = client
+        self._compact = server == "sglang"
+        self.pixels, self.layout = pixels, layout
+        self._pictures: RecentlyUsed[Any] = RecentlyUsed(1 << 28)
+
+    @classmethod
+    def of(cls, config: Any, client: Any, episodes: TrainerRollouts) -> VerlBackend:
+        """The backend of the episodes of a spec.
+
+        Args:
+            config: verl's whole configuration.
+            client: verl's `LLMServerClient`.
+            episodes: The episodes.
+
+        Raises:
+            BackendError: kind `no_experts`: the spec asks for experts, and the model has none.
+        """
+        spec = episodes.spec
+        return cls(
+            client,
+            type(spec.backend),
+            context=context_of(config, episodes.context),
+            server=of(config, "actor_rollout_ref.rollout.name"),
+            pixels=episodes.pixels,
+            layout=layout_of(episodes.model_folder) if spec.backend.asks_experts else None,
+        )
 
     async def sample(self, request: GenerateRequest) -> Sampled:
         """See `TrainerBackend.sample`. Requests of one episode have one id, so verl sends them to one server.
@@ -35,8 +85,13 @@ class VerlBackend(TrainerBackend):
         Raises:
             BackendError: The request was aborted (kind `aborted`, may be tried again), or the server told no version (kind `invalid_reply`).
         """
+        ids, images = request.input_ids, {}
+        if request.images and self.pixels is not None:
+            images["image_data"] = await asyncio.to_thread(self._shown, [each.image for each in request.images])
+            if self._compact:
+                ids = self.pixels.vision.compact(ids, request.image_spans)
         found = await self._client.generate(
-            request.episode_id, prompt_ids=request.input_ids.tolist(), sampling_params=sampling_params(request)
+            request.episode_id, prompt_ids=ids.tolist(), sampling_params=sampling_params(request), **images
         )
         if found.stop_reason in ("aborted", "abort"):
             raise BackendError("verl's server aborted the request", kind="aborted", retryable=True)
@@ -46,7 +101,20 @@ class VerlBackend(TrainerBackend):
         # vLLM's server says `completed` of replies that were cut, too.
         cut = found.stop_reason == "length" or count >= request.max_new_tokens
         cached = int(found.extra_fields.get("num_cached_tokens") or 0)
-        return Sampled(found.token_ids, found.log_probs, [oldest] * count, cut, cached)
+        return Sampled(found.token_ids, found.log_probs, [oldest] * count, cut, cached, found.routed_experts)
+
+    def _shown(self, digests: Sequence[str]) -> list[Any]:
+        """The images as verl's servers take them: `PIL.Image`, at the size of their grids."""
+        assert self.pixels is not None
+        images = []
+        for digest in digests:
+            image = self._pictures.get(digest)
+            if image is None:
+                png = b64decode(self.pixels.vision.bank.scaled_uri(digest).partition(",")[2])
+                image = decode(png)
+                self._pictures.put(digest, image, image.width * image.height * 3)
+            images.append(image)
+        return images
 
     def stats(self) -> dict[str, Any]:
         """`requests`, `tokens`, and `collapsed_versions`: replies of several versions."""

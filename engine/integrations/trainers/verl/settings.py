@@ -12,6 +12,7 @@ from engine.schemas.credit import OutcomeCredit
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
+    from engine.tokens.vision import Vision
 
 log = structlog.get_logger(__name__)
 
@@ -42,13 +43,13 @@ def of(config: Any, path: str, default: Any = None) -> Any:
     return default if config is None else config
 
 
-def refuse_settings(config: Any, loaded: LoadedSpec, *, images: bool) -> None:
+def refuse_settings(config: Any, loaded: LoadedSpec, vision: Vision | None) -> None:
     """Refuse settings of verl that would change the rows of an EngineManager, or that have no effect on them, and log the others.
 
     Args:
         config: verl's whole configuration.
         loaded: The spec.
-        images: Whether the spec's model takes images.
+        vision: The image processing of the spec's model; None for a model without images.
 
     Raises:
         TrainError: kind `train_setup`; the message names all of them.
@@ -56,7 +57,7 @@ def refuse_settings(config: Any, loaded: LoadedSpec, *, images: bool) -> None:
     estimator = of(config, "algorithm.adv_estimator")
     _refuse(
         loaded,
-        _shared(config, loaded, images)
+        _shared(config, loaded, vision)
         | {
             "trainer.use_v1=false: the manager writes the rows of verl's V1 trainer": not of(
                 config, "trainer.use_v1", True
@@ -76,13 +77,13 @@ def refuse_settings(config: Any, loaded: LoadedSpec, *, images: bool) -> None:
     log.warning("no effect", setting=f"`backend: {{kind: {loaded.spec.backend.kind}}}`: verl's servers sample")
 
 
-def refuse_loop_settings(config: Any, loaded: LoadedSpec, *, images: bool) -> None:
+def refuse_loop_settings(config: Any, loaded: LoadedSpec, vision: Vision | None) -> None:
     """Refuse settings with which verl would compute other advantages from an EngineAgentLoop's rewards than the spec's credit.
 
     Args:
         config: verl's whole configuration.
         loaded: The spec.
-        images: Whether the spec's model takes images.
+        vision: The image processing of the spec's model; None for a model without images.
 
     Raises:
         TrainError: kind `train_setup`; the message names all of them.
@@ -97,7 +98,7 @@ def refuse_loop_settings(config: Any, loaded: LoadedSpec, *, images: bool) -> No
     keys = ", ".join(f"{name}: {value}" for name, value in named.items())
     _refuse(
         loaded,
-        _shared(config, loaded, images)
+        _shared(config, loaded, vision)
         | {
             f"algorithm.adv_estimator={estimator} (norm_adv_by_std_in_grpo={scale == 'std'}): another formula than `rewards.credit: {{{keys}}}`; "
             "grpo is `{method: outcome, baseline: mean, scale: std}`, without norm_adv_by_std_in_grpo `scale: none`; rloo is `baseline: "
@@ -115,7 +116,7 @@ def refuse_loop_settings(config: Any, loaded: LoadedSpec, *, images: bool) -> No
         log.warning("no effect", setting=text)
 
 
-def _shared(config: Any, loaded: LoadedSpec, images: bool) -> dict[str, bool]:
+def _shared(config: Any, loaded: LoadedSpec, vision: Vision | None) -> dict[str, bool]:
     """What an EngineManager and an EngineAgentLoop refuse: message -> whether it is so."""
     spec = loaded.spec
     rollout = "actor_rollout_ref.rollout."
@@ -126,6 +127,8 @@ def _shared(config: Any, loaded: LoadedSpec, images: bool) -> dict[str, bool]:
         bool(spec.sampling.stop) and rolled == "sglang" and bool(of(config, rollout + "skip_tokenizer_init", True))
     )
     named = ", ".join(unsupported(spec.sampling, SHARED))
+    replays = of(config, rollout + "enable_rollout_routing_replay", False)
+    strategy = of(config, "actor_rollout_ref.actor.strategy")
     return {
         f"{rollout}n={samples}: `rollout.samples_per_task` is {wanted}": samples != wanted,
         f"{rollout}temperature={temperature}: `sampling.temperature` is {heat:g}": temperature != heat,
@@ -151,8 +154,16 @@ def _shared(config: Any, loaded: LoadedSpec, images: bool) -> dict[str, bool]:
         f"`sampling` has parameters that verl's servers do not both take: {named}": bool(named),
         "`train.advantage_norm: batch`: groups are handed over one by one": spec.train is not None
         and spec.train.advantage_norm == "batch",
-        "images: this adapter does not write `multi_modal_inputs`": images,
-        "`backend.routed_experts`: this adapter does not write `routed_experts`": spec.backend.asks_experts,
+        f"{rollout}name={rolled}: images are sent to vllm or sglang": vision is not None
+        and rolled not in ("vllm", "sglang"),
+        f"images of {vision and vision.family.kind}: verl's trainer takes those of Qwen-VL models": vision is not None
+        and not vision.family.served,
+        f"{rollout}enable_rollout_routing_replay={replays}: `backend.routed_experts` is {spec.backend.asks_experts}": bool(
+            replays
+        )
+        != spec.backend.asks_experts,
+        f"actor_rollout_ref.actor.strategy={strategy}: only megatron and veomni read `routed_experts`, with router_replay.mode=R3": spec.backend.asks_experts
+        and of(config, f"actor_rollout_ref.actor.{strategy}.router_replay.mode") != "R3",
     }
 
 

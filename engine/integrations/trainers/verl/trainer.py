@@ -1,4 +1,5 @@
-"""verl's synchronous V1 trainer with the engine's advantages, registered as `trainer.v1.trainer_mode=engine` when this module is imported.
+"""verl's synchronous V1 trainer with the engine's advantages, registered as `trainer.v1.trainer_mode=engine` when this module is imported. The import
+also repairs verl for rows with images: see `fixes.py`.
 
 Tested with verl 0.9.1; an import with a version whose class has other methods is an error. `_compute_advantage` is extended: verl's own runs first (it also computes a rollout correction, if the configuration has one), and its
 advantages are replaced by the column of the rows.
@@ -14,7 +15,11 @@ from tensordict import TensorDict
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 
 from engine.integrations.trainers.library import check_overrides
-from engine.integrations.trainers.verl.rows import COLUMN, check_rows, refuse_foreign
+from engine.integrations.trainers.pixels import checksums_of, row_sum
+from engine.integrations.trainers.verl import fixes
+from engine.integrations.trainers.verl.rows import COLUMN, check_rows, plain, refuse_foreign
+
+fixes.apply()
 
 
 @register_trainer("engine")
@@ -53,13 +58,14 @@ def given_advantages(batch: Any) -> list[torch.Tensor]:
         TrainError: kind `handover`: the rows are not those that the engine wrote.
     """
     refuse_foreign(batch.keys, batch.tags)
-    names = ["input_ids", "response_mask", COLUMN]
+    names = ["input_ids", "response_mask", COLUMN, "multi_modal_inputs"]
     data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
-    ids, masks, advantages = ([data[name][place] for place in range(len(batch.keys))] for name in names)
+    ids, masks, advantages, images = ([data[name][place] for place in range(len(batch.keys))] for name in names)
     for place, tag in enumerate(batch.tags):
         if tag.get("is_padding"):  # verl copies a row and shortens only its own columns
             advantages[place] = torch.zeros(len(masks[place]), dtype=torch.float32)
-    check_rows(batch.keys, batch.tags, [len(each) for each in ids], masks, advantages)
+    shown = [row_sum(row, checksums_of(plain(tensors))) for row, tensors in zip(ids, images, strict=True)]
+    check_rows(batch.keys, batch.tags, [len(each) for each in ids], masks, advantages, shown)
     return advantages
 
 

@@ -1,0 +1,153 @@
+"""Images through verl: its own queue, agent loop workers, training worker and FSDP engine on a CPU; only its servers are replaced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import vision_kit
+import yaml
+from verl_gallery import spec_of
+from verl_python import run_verl
+
+from engine.integrations.trainers.pixels import Pixels
+from engine.schemas.train import TrainSpec
+from engine.store import RunStore
+from engine.store.export import export_rows
+from engine.store.images import stored_images
+from engine.store.loader import vision_of
+from engine.train.packing import pack_rows
+from engine.train.policy import Policy
+
+SCRIPT = Path(__file__).parents[1] / "kit" / "verl_images.py"
+MODULES = "verl_on_cpu,engine.integrations.trainers.verl.trainer"
+FORGETFUL = """\
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and not loop.last %}{{- 'Said.' }}
+{%- elif message.content is string %}{{- message.content }}
+{%- else %}{%- for part in message.content %}
+{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{- part.text }}{% endif %}
+{%- endfor %}{% endif %}{{- '<|im_end|>\\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+"""Rewrites history, so that each turn is a row of its own."""
+LOOP = "engine.integrations.trainers.verl.agent_loop.EngineAgentLoop"
+
+
+def ran(way: str, folder: Path, monkeypatch: pytest.MonkeyPatch, template: str | None = None) -> dict[str, Any]:
+    """What `verl_images.py` found."""
+    model = vision_kit.build_qwen25(folder / "model", template)
+    (folder / "spec.yaml").write_text(yaml.safe_dump(spec_of(str(model))))
+    out = folder / "out"
+    out.mkdir()
+    loop = {"name": "engine", "_target_": LOOP, "spec": str(folder / "spec.yaml"), "folder": str(out)}
+    (folder / "loop.yaml").write_text(yaml.safe_dump([loop]))
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", MODULES)
+    words = [str(folder / "loop.yaml")] if way == "loop" else []
+    run_verl(SCRIPT, way, str(folder / "spec.yaml"), str(out), *words)
+    found: dict[str, Any] = json.loads((out / "found.json").read_text())
+    return found
+
+
+def ours(model: Path, rows: Sequence[Any], vision: Any) -> list[np.ndarray]:
+    """The log-probs of each row's trained tokens by the engine's own training pass, over all ids as verl has them."""
+    vision.banned = []
+    policy = Policy.load(
+        model, TrainSpec(device="cpu", precision="float32"), temperature=1.0, vocab=None, vision=vision
+    )
+    found: list[np.ndarray] = [np.zeros(0)] * len(rows)
+    with torch.no_grad():
+        for pack in pack_rows(rows, 1000, share_prefixes=True):
+            values = policy.forward(pack, entropy=False)[0].numpy()
+            for row in pack.rows:
+                found[row] = values[(pack.row == row).numpy()]
+    return found
+
+
+def check(found: dict[str, Any], folder: Path, store: RunStore) -> list[Any]:
+    """Compare verl's rows and log-probs with those of the run store, and return the stored rows in verl's order."""
+    stored: dict[str, list[Any]] = {}
+    for row in export_rows(store):
+        stored.setdefault(row["episode_id"], []).append(row)
+    vision = vision_of(store)
+    assert vision is not None
+    vision.bank.read_from(stored_images(store))
+    pixels = Pixels(vision, folder / "model")
+    rows = [stored[name][int(key.rsplit("_")[-1])] for key, name in zip(found["keys"], found["episodes"], strict=True)]
+    for place, row in enumerate(rows):
+        digests = [image["image"] for image in row["images"]]
+        assert found["ids"][place] == row["input_ids"].tolist()
+        positions = pixels.positions(row["input_ids"], digests)
+        assert positions is not None
+        assert found["positions"][place] == positions.tolist()
+        tensors = vision.tensors([digests])
+        assert found["tensors"][place].keys() == tensors.keys()
+        for name, values in found["tensors"][place].items():
+            assert np.array_equal(np.array(values, tensors[name].dtype), tensors[name])
+    wanted = ours(folder / "model", rows, vision)
+
+    def apart(place: int, logprobs: list[float]) -> float:
+        """The largest difference of verl's log-probs, and of the sampler's, from ours."""
+        trained = np.flatnonzero(rows[place]["loss_mask"] == 1)
+        sampled = rows[place]["logprobs"][trained]
+        return float(max(np.abs(each - wanted[place]).max() for each in (np.array(logprobs)[trained - 1], sampled)))
+
+    gaps = [apart(place, logprobs) for place, logprobs in enumerate(found["all"])]
+    gaps += [apart(found["keys"].index(key), logprobs) for key, logprobs in found["equal"].items()]
+    gaps += [apart(place, logprobs) for place, logprobs in enumerate(found["one"])]
+    assert max(gaps) < 1e-5
+    assert len(found["equal"]) > 2
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.trainers
+def test_verls_own_pass_over_the_rows_gives_the_engines_log_probs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine episodes of one to four turns, with images in prompt, tool result and user turn, or without. All rows, rows of one length and a
+    single row are fetched. Exchanged images stop the training before the update. One step of verl trains the vision tower too."""
+    found = ran("manager", tmp_path, monkeypatch)
+    rows = check(found, tmp_path, RunStore.open(tmp_path / "out" / "rollouts", readonly=True))
+    assert sorted({len(row["images"]) for row in rows}) == [0, 2, 4]
+    groups: dict[str, list[str]] = {}
+    for key, held in zip(found["keys"], found["held"], strict=True):
+        groups.setdefault(key.partition("_")[0], []).extend(held)
+    for group, held in groups.items():  # each image is stored once
+        shown = {
+            image["image"]
+            for key, row in zip(found["keys"], rows, strict=True)
+            if key.startswith(group)
+            for image in row["images"]
+        }
+        assert sorted(held) == sorted(shown)
+    assert found["said"].pop("restored") == ""
+    assert len(found["said"]) == 4
+    for said in found["said"].values():
+        assert "images: lost, changed, or in another order or row" in said
+    step = found["step"]
+    assert 0 < step["grad_norm"][0] < 1000
+    assert [name for name, moved in step["moved"].items() if not moved] == []
+    assert any("visual" in name for name in step["moved"])
+    assert step["all"] != found["all"]
+
+
+@pytest.mark.slow
+@pytest.mark.trainers
+def test_verls_own_agent_loop_workers_carry_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a template that rewrites history: each turn is a row, whose images other rows of the prompt may hold."""
+    found = ran("loop", tmp_path, monkeypatch, FORGETFUL)
+    rows = check(found, tmp_path, RunStore.open(tmp_path / "out" / "process-0" / "rollouts", readonly=True))
+    assert len(rows) == 23
+    for group in ("uid-0", "uid-1"):
+        held = [
+            each
+            for key, every in zip(found["keys"], found["held"], strict=True)
+            if key.startswith(group)
+            for each in every
+        ]
+        assert len(held) == len(set(held)) == 4
