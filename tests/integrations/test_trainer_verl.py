@@ -17,7 +17,7 @@ from written_specs import TALKS_ON_WHEN_CUT, save_spec
 from engine.errors import BackendError, TrainError
 from engine.integrations.trainers.sampler import unsupported
 from engine.integrations.trainers.verl.manager import EngineManager
-from engine.integrations.trainers.verl.rows import TAGS, check_rows, refuse_foreign
+from engine.integrations.trainers.verl.rows import IMAGES, TAGS, check_rows, refuse_foreign
 from engine.integrations.trainers.verl.sampler import VerlBackend, context_of, sampling_params, versions_of
 from engine.integrations.trainers.verl.settings import SHARED, WITHOUT_EFFECT, refuse_settings
 from engine.integrations.trainers.verl.tasks import write_tasks
@@ -26,6 +26,7 @@ from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.export import export_rows
+from engine.tokens.vision_families import QwenFamily, TiledFamily
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,6 +81,7 @@ class Client:
         extra = {"global_steps": 7, "min_global_steps": 5, "max_global_steps": 7}
         self.reply = SimpleNamespace(
             **{"token_ids": [4, 2], "log_probs": [-1.0, -0.5], "stop_reason": "completed", "extra_fields": extra}
+            | {"routed_experts": None}
             | changes
         )
 
@@ -134,9 +136,9 @@ async def test_a_prompt_as_long_as_the_context_is_an_overflow() -> None:
 
 async def test_what_verl_is_not_asked_for_is_an_error() -> None:
     with pytest.raises(
-        BackendError, match="does not send to verl's sampler: a LoRA adapter or the base model, ids that must"
+        BackendError, match="does not send to verl's sampler: a LoRA adapter or the base model, the experts that"
     ):
-        await backend_of().generate(request(base_model=True, banned_token_ids=[7]))
+        await backend_of().generate(request(base_model=True, experts_from=0))
 
 
 @pytest.mark.parametrize(
@@ -178,8 +180,8 @@ def test_one_version_is_smallest_and_largest() -> None:
     assert versions_of({"global_steps": 3}) == (3, 3)
 
 
-def sums(tokens: int, trained: int, advantage: float) -> dict[str, Any]:
-    return dict(zip(TAGS, (tokens, trained, advantage), strict=True))
+def sums(tokens: int, trained: int, advantage: float, images: int = 0) -> dict[str, Any]:
+    return dict(zip(TAGS, (tokens, trained, advantage), strict=True)) | {IMAGES: images}
 
 
 def test_padding_of_verl_is_not_compared_and_a_lost_row_is_found() -> None:
@@ -187,10 +189,20 @@ def test_padding_of_verl_is_not_compared_and_a_lost_row_is_found() -> None:
     tags = [sums(9, 3, 2.0), sums(9, 3, 2.0), {**sums(9, 3, 2.0), "is_padding": True}]
     masks = [torch.tensor([1, 1]), torch.tensor([1, 0]), torch.tensor([0])]
     advantages = [torch.tensor([0.5, 0.5]), torch.tensor([-1.0, 0.0]), torch.tensor([0.0])]
-    check_rows(keys, tags, [5, 4, 2], masks, advantages)
+    check_rows(keys, tags, [5, 4, 2], masks, advantages, [0, 0, 0])
     with pytest.raises(TrainError, match="Tokens: 9 handed over, 5 in the batch; trained tokens: 3, 2") as caught:
-        check_rows(keys[:1], tags[:1], [5], masks[:1], advantages[:1])
+        check_rows(keys[:1], tags[:1], [5], masks[:1], advantages[:1], [0])
     assert caught.value.kind == "handover"
+
+
+def test_images_that_were_exchanged_between_rows_are_found() -> None:
+    """Also where the sum over all rows is the same."""
+    keys, tags = ["a_0_0", "a_1_0"], [sums(4, 2, 0.0, 11), sums(4, 2, 0.0, 22)]
+    rest: Any = [2, 2], [torch.tensor([1])] * 2, [torch.tensor([0.0])] * 2
+    check_rows(keys, tags, *rest, [11, 22])
+    for images in ([22, 11], [11, 0], [11, 11]):
+        with pytest.raises(TrainError, match="images: lost, changed, or in another order or row"):
+            check_rows(keys, tags, *rest, images)
 
 
 def test_the_data_file_names_the_tasks(make: Any, tmp_path: Path) -> None:
@@ -206,30 +218,37 @@ MODE = {"trainer__v1__trainer_mode": "engine"}
 
 def test_settings_that_fit_are_only_logged(make: Any) -> None:
     with capture_logs() as logs:
-        refuse_settings(config_of(**MODE), load_spec(make()), images=False)
+        refuse_settings(config_of(**MODE), load_spec(make()), None)
     assert [each["setting"] for each in logs] == [*WITHOUT_EFFECT, "`backend: {kind: local}`: verl's servers sample"]
 
 
+ROLLOUT, ACTOR = "actor_rollout_ref__rollout__", "actor_rollout_ref__actor__"
+R3 = {"router_replay": {"mode": "R3"}}
+QWEN, TILES = (SimpleNamespace(family=family) for family in (QwenFamily("qwen2_5_vl"), TiledFamily("smolvlm", {})))
+EXPERTS: dict[str, Any] = {"backend": {"kind": "sglang", "urls": ["http://127.0.0.1:1"], "routed_experts": True}}
 SPEC_TRAIN: dict[str, Any] = {"tasks_per_step": 2, "rollout_correction": {"kind": "none"}, "dynamic_sampling": False}
 
 
 @pytest.mark.parametrize(
-    ("keys", "changes", "images", "said"),
+    ("keys", "changes", "vision", "said"),
     [
-        ({}, {"actor_rollout_ref__rollout__multi_turn__interaction_config_path": "x"}, False, "interaction_config_path: the spec's `user`"),
-        ({"sampling": {"stop": ["x"]}}, {}, False, "skip_tokenizer_init=true: `sampling.stop` needs the server's tokenizer"),
-        ({"sampling": {"regex": "a"}}, {}, False, "parameters that verl's servers do not both take: regex"),
-        ({"train": SPEC_TRAIN | {"advantage_norm": "batch"}}, {}, False, "`train.advantage_norm: batch`: groups are handed over"),
-        ({}, {"trainer__use_v1": False}, False, "trainer.use_v1=false: the manager writes the rows of verl's V1 trainer"),
-        ({}, {}, True, "images: this adapter does not write `multi_modal_inputs`"),
-        ({"backend": {"kind": "sglang", "urls": ["http://127.0.0.1:1"], "routed_experts": True}}, {}, False, "does not write `routed_experts`"),
+        ({}, {"actor_rollout_ref__rollout__multi_turn__interaction_config_path": "x"}, None, "interaction_config_path: the spec's `user`"),
+        ({"sampling": {"stop": ["x"]}}, {}, None, "skip_tokenizer_init=true: `sampling.stop` needs the server's tokenizer"),
+        ({"sampling": {"regex": "a"}}, {}, None, "parameters that verl's servers do not both take: regex"),
+        ({"train": SPEC_TRAIN | {"advantage_norm": "batch"}}, {}, None, "`train.advantage_norm: batch`: groups are handed over"),
+        ({}, {"trainer__use_v1": False}, None, "trainer.use_v1=false: the manager writes the rows of verl's V1 trainer"),
+        ({}, {ROLLOUT + "name": "trtllm"}, QWEN, "rollout.name=trtllm: images are sent to vllm or sglang"),
+        ({}, {}, TILES, "images of smolvlm: verl's trainer takes those of Qwen-VL models"),
+        (EXPERTS, {ACTOR + "strategy": "megatron", ACTOR + "megatron": R3}, None, "enable_rollout_routing_replay=False: `backend.routed_experts` is True"),
+        (EXPERTS, {ROLLOUT + "enable_rollout_routing_replay": True, ACTOR + "strategy": "fsdp"}, None, "actor.strategy=fsdp: only megatron and veomni read"),
+        ({}, {ROLLOUT + "enable_rollout_routing_replay": True}, None, "enable_rollout_routing_replay=True: `backend.routed_experts` is False"),
     ],
 )  # fmt: skip
 def test_what_the_adapter_cannot_hand_over_is_refused(
-    make: Any, keys: dict[str, Any], changes: dict[str, Any], images: bool, said: str
+    make: Any, keys: dict[str, Any], changes: dict[str, Any], vision: Any, said: str
 ) -> None:
     with pytest.raises(TrainError) as caught:
-        refuse_settings(config_of(**MODE, **changes), load_spec(make(**keys)), images=images)
+        refuse_settings(config_of(**MODE, **changes), load_spec(make(**keys)), vision)
     assert str(caught.value).partition("together with verl's: ")[2].startswith(("actor", "`", "images", "trainer"))
     assert said in str(caught.value)
     assert ";" not in str(caught.value)  # nothing else is wrong

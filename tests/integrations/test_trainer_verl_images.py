@@ -5,22 +5,31 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_moe
 import torch
 import vision_kit
 import yaml
 from verl_gallery import spec_of
-from verl_python import run_verl
+from verl_python import call_verl, run_verl
 
+from engine.backends.sglang.images import sample_prompt
 from engine.integrations.trainers.pixels import Pixels
+from engine.integrations.trainers.verl.sampler import VerlBackend
+from engine.schemas.backend import LocalBackendSpec
+from engine.schemas.generation import GenerateRequest, SamplingParams
+from engine.schemas.message import ImagePart
+from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.store import RunStore
 from engine.store.export import export_rows
 from engine.store.images import stored_images
 from engine.store.loader import vision_of
+from engine.tokens.loading import load_format
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
 
@@ -151,3 +160,129 @@ def test_verls_own_agent_loop_workers_carry_images(tmp_path: Path, monkeypatch: 
             for each in every
         ]
         assert len(held) == len(set(held)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.trainers
+@pytest.mark.parametrize("way", ["manager", "loop"])
+def test_verl_gets_the_experts_that_its_servers_report(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """int16 [tokens, layers, k] for all tokens of a row, as verl's Megatron engine replays them; the last token has none and gets zeros."""
+    spec = spec_of(str(tiny_moe.build(tmp_path / "model"))) | {
+        "backend": {"kind": "local", "routed_experts": True},
+        "prompt": [{"role": "user", "content": "Say {{id}}."}],
+        "user": {"use": "code_for_training:Listener"},
+        "machine": "tools_and_user",
+    }
+    del spec["environment"]
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    (tmp_path / "out").mkdir()
+    loop = {"name": "engine", "_target_": LOOP, "spec": str(tmp_path / "spec.yaml"), "folder": str(tmp_path / "out")}
+    (tmp_path / "loop.yaml").write_text(yaml.safe_dump([loop]))
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", MODULES)
+    words = [str(tmp_path / "loop.yaml")] if way == "loop" else []
+    run_verl(SCRIPT, "routed", str(tmp_path / "spec.yaml"), str(tmp_path / "out"), *words)
+    found = json.loads((tmp_path / "out" / "found.json").read_text())
+    store = tmp_path / "out" / ("process-0/rollouts" if way == "loop" else "rollouts")
+    rows = {row["episode_id"]: row for row in export_rows(RunStore.open(store, readonly=True))}
+    assert found["dtype"] == "torch.int16"
+    assert len(found["episodes"]) == len(rows) == 9
+    for name, size, experts in zip(found["episodes"], found["sizes"], found["experts"], strict=True):
+        stored = rows[name]["routed_experts"]
+        assert len(experts) == size == len(stored) + 1
+        assert experts[:-1] == stored.tolist()
+        assert not np.any(experts[-1])
+
+
+SNIPPET = """
+import json, torch, verl
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from engine.errors import TrainError
+from engine.integrations.trainers.verl import fixes
+
+def batch(sizes):
+    rows = [torch.arange(4 * size).view(4, size) + 100 * place for place, size in enumerate(sizes)]
+    column = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    return rows, TensorDict({"position_ids": column}, batch_size=len(rows))
+
+def right(sizes):
+    rows, data = batch(sizes)
+    tu.maybe_fix_3d_position_ids(data)
+    try:
+        same = all(map(torch.equal, data["position_ids"].unbind(), rows))
+        chosen = tu.index_select_tensor_dict(data, list(range(len(rows)))[::-1])["position_ids"].unbind()
+        packed = data["position_ids"].values()
+        return same and all(map(torch.equal, chosen, rows[::-1])) and torch.equal(packed, torch.cat(rows, 1))
+    except RuntimeError:
+        return False
+
+SIZES = [[5, 7], [5, 5], [5], [4], [4, 4], [8, 8], [16], [3, 4], [1], [2, 2, 2, 2]]
+try:
+    fixes.check_applied()
+    said = ""
+except TrainError as error:
+    said = str(error)
+before = [right(sizes) for sizes in SIZES]
+fixes.apply()
+fixes.apply()
+fixes.check_applied()
+print(json.dumps([said, before, [right(sizes) for sizes in SIZES]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.trainers
+def test_rows_of_one_length_are_repaired_and_a_process_without_the_repair_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "")
+    said, before, after = json.loads(call_verl("-c", SNIPPET).splitlines()[-1])
+    assert said.startswith("rows with images need a repair of verl in each of its processes")
+    assert "export VERL_USE_EXTERNAL_MODULES=engine.integrations.trainers.verl.trainer" in said
+    assert before == [True, False, False, True, False, False, False, True, False, False]
+    assert all(after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+async def test_servers_get_images_at_the_size_of_their_grid(server: str, tmp_path: Path) -> None:
+    """vLLM's with expanded ids, SGLang's with one placeholder for each image."""
+    folder = vision_kit.build_qwen25(tmp_path / "model")
+    format = load_format(ModelSpec(path=str(folder)), folder)
+    assert format.vision is not None
+    ids, compact, digest = sample_prompt(format)
+    assert digest is not None
+    spans = [
+        (
+            int(np.flatnonzero(ids == format.vision.marker_id)[0]),
+            int(np.flatnonzero(ids == format.vision.marker_id)[-1]) + 1,
+        )
+    ]
+    sent: dict[str, Any] = {}
+
+    class Client:
+        async def generate(self, request_id: str, **words: Any) -> Any:
+            sent.update(words)
+            return SimpleNamespace(
+                token_ids=[5],
+                log_probs=[-1.0],
+                stop_reason="completed",
+                extra_fields={"global_steps": 1},
+                routed_experts=None,
+            )
+
+    backend = VerlBackend(Client(), LocalBackendSpec, context=None, server=server, pixels=Pixels(format.vision, folder))
+    request = GenerateRequest(
+        episode_id="t/0", turn=0, input_ids=ids, sampling=SamplingParams(), max_new_tokens=3, stop_token_ids=[], seed=1,
+        images=[ImagePart(image=digest)], image_spans=spans, banned_token_ids=format.vision.banned,
+    )  # fmt: skip
+    await backend.generate(request)
+    assert sent["prompt_ids"] == (compact if server == "sglang" else ids.tolist())
+    assert "logit_bias" not in sent["sampling_params"]
+    (image,) = sent["image_data"]
+    _, rows, columns = format.vision.bank.picture(digest).grid
+    assert image.size == (columns * 14, rows * 14)
+    tensors = format.vision.processor.image_processor(images=[image], return_tensors="np")
+    assert np.array_equal(tensors["pixel_values"], format.vision.tensors([[digest]])["pixel_values"])

@@ -39,6 +39,7 @@ class Servers:
             log_probs=[-0.5] * count,
             stop_reason="length",
             extra_fields={"global_steps": 3},
+            routed_experts=None,
         )
 
 
@@ -234,7 +235,7 @@ async def test_groups_of_two_processes_have_other_ids_and_go_on_after_a_restart(
         for episodes in both:
             columns = [{"uid": uid, "extra_info": {"task": "t0"}} for uid in ("u", "u", "v", "u", "v", "v", "w")]
             ended = [await asyncio.wrap_future(episodes.submit(each, lambda *_: None)) for each in columns]
-            found.append([trajectory.episode_id for trajectory, _ in ended])
+            found.append([trajectory.episode_id for trajectory, *_ in ended])
         for episodes in both:
             await asyncio.to_thread(episodes.stop)
     assert found == [

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from verl_on_cpu import Servers, training_worker
+from verl_on_cpu import RoutedServers, Servers, training_worker
 from verl_training import configured
 
 ACTOR = "actor_rollout_ref.actor."
@@ -30,6 +30,14 @@ SETTINGS = [
 ]
 
 
+ROUTED = [
+    "model_engine=megatron",
+    "actor_rollout_ref.rollout.name=sglang",
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay=true",
+    ACTOR + "megatron.router_replay.mode=R3",
+]
+
+
 class Run:
     """One batch of a spec.
 
@@ -37,9 +45,10 @@ class Run:
         spec: The spec's file.
         folder: Where the run store is written.
         loop: The YAML file of the agent loop; without one, EngineManager runs the episodes.
+        routed: Whether the servers report experts, and verl's Megatron actor is to replay them.
     """
 
-    def __init__(self, spec: str, folder: str, loop: str | None = None) -> None:
+    def __init__(self, spec: str, folder: str, loop: str | None = None, *, routed: bool = False) -> None:
         import ray
         import torch
         import transfer_queue
@@ -49,7 +58,8 @@ class Run:
         torch.set_num_threads(1)
         self.spec, self.folder = spec, Path(folder)
         self.model = str(load_spec(Path(spec)).spec.model.path)
-        settings = [*SETTINGS, "actor_rollout_ref.model.path=" + self.model]
+        settings = [*(ROUTED if routed else SETTINGS), "actor_rollout_ref.model.path=" + self.model]
+        self._servers = (RoutedServers if routed else Servers)(self.model)
         if loop is not None:
             agent = "actor_rollout_ref.rollout.agent."
             settings += ["trainer.v1.trainer_mode=sync", agent + "num_workers=1", agent + "default_agent_loop=engine"]
@@ -64,10 +74,10 @@ class Run:
         if self.config.trainer.v1.trainer_mode == "engine":
             from engine.integrations.trainers.verl.manager import EngineManager
 
-            return EngineManager.create(self.config, Servers(self.model))
+            return EngineManager.create(self.config, self._servers)
         from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
-        return AgentLoopManagerTQ.create(self.config, Servers(self.model))
+        return AgentLoopManagerTQ.create(self.config, self._servers)
 
     def batch(self, manager: Any) -> Any:
         """Run the groups of all tasks, and return the rows as verl's trainer gets them."""
@@ -213,6 +223,22 @@ def through_loop(spec: str, folder: str, loop: str) -> None:
     end(folder, told_of(run, batch, training_worker(run.model, run.config.actor_rollout_ref.actor)))
 
 
+def routed(spec: str, folder: str, *loop: str) -> None:
+    """Write the experts of the rows in the queue, as verl's Megatron engine gets them."""
+    from engine.integrations.trainers.verl.rows import plain
+
+    run = Run(spec, folder, *loop, routed=True)
+    rows = run.fetched(run.batch(run.manager()).keys)
+    experts = rows["routed_experts"]
+    found = {
+        "episodes": [plain(each)["episode_id"] for each in rows["extra_fields"]],
+        "dtype": str(experts.dtype),
+        "sizes": [len(ids) for ids in rows["input_ids"].unbind()],
+        "experts": [each.tolist() for each in experts.unbind()],
+    }
+    end(folder, found)
+
+
 def end(folder: str, found: dict[str, Any]) -> None:
     """Write the results and end at once: Ray and the process group take seconds."""
     Path(folder, "found.json").write_text(json.dumps(found))
@@ -223,4 +249,4 @@ def end(folder: str, found: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    {"manager": through_manager, "loop": through_loop}[sys.argv[1]](*sys.argv[2:])
+    {"manager": through_manager, "loop": through_loop, "routed": routed}[sys.argv[1]](*sys.argv[2:])

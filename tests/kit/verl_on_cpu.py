@@ -99,6 +99,27 @@ class Servers:
         )
 
 
+class RoutedServers:
+    """Replies by a rule, with the experts of all tokens but the last, and of one more as some servers report it."""
+
+    def __init__(self, model: str) -> None:
+        """`model` is not read."""
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], **_: Any) -> Any:
+        import numpy as np
+        from verl.workers.rollout.replica import TokenOutput
+
+        reply = [40 + len(prompt_ids) % 50, 41]
+        draw = np.random.default_rng(sum(prompt_ids)).random((len(prompt_ids) + len(reply), 3, 8))
+        return TokenOutput(
+            token_ids=reply,
+            log_probs=[-1.0] * len(reply),
+            routed_experts=draw.argsort(-1)[..., :3].astype(np.int32),
+            stop_reason="completed",
+            extra_fields=dict(VERSIONS),
+        )
+
+
 set_platform(Cpu())  # before modules of verl read the device's name
 
 

@@ -189,7 +189,8 @@ Run with verl 0.9.1 on a CPU by `tests/integrations/test_trainer_verl.py`: real 
 servers are replaced by a scripted client. The advantages by token are those of the stored rows to 1e-6, and a batch that lost a row is an error before an update. The rows, verl's
 padding and `_compute_advantage` also ran on all of {_AGREE}: the advantages that `engine train` trained on, by token to 1e-6. `verl.trainer.main_ppo` with the settings of the page made
 two steps on a CPU, with stand-ins for its servers and its actor (`test_trainer_verl_page.py`): task runner, data loader, replay buffer, padding, advantages and metrics are verl's own; versions count up, a
-group whose server was down is replaced, and the updates get the advantages of the run store. Not run: verl's servers and its actor, which need GPUs.
+group whose server was down is replaced, and the updates get the advantages of the run store. Images: verl's training worker and FSDP engine on a CPU compute the log-probs of `engine train` to 1e-5 over episodes of
+up to four turns, exchanged images stop the training, and an optimizer step also changes the vision tower (`test_trainer_verl_images.py`). Not run: verl's servers, Megatron and VeOmni, which need GPUs.
 
 Which certificate of exactness remains: ids, masks and log-probs are those that verl's server reported, and each bridge between turns is checked against the chat template. verl reports
 the smallest and the largest weight version of a reply: all its tokens get the smallest, and `collapsed_versions` counts replies in which they differ. Sampling seeds of the engine are not sent, so an

@@ -63,6 +63,7 @@ _TRL, _SKYRL, _AREAL = (
     _IT + "trainer_areal/test_one_step_areal.py",
 )
 _VERL, _LOOP = _IT + "test_trainer_verl.py", _IT + "test_trainer_verl_loop.py"
+_VERL_IMAGES = _IT + "test_trainer_verl_images.py"
 _SLIME = _IT + "trainer_slime/"
 
 EVIDENCE: Mapping[str, Mapping[str, Evidence]] = {
@@ -83,15 +84,20 @@ EVIDENCE: Mapping[str, Mapping[str, Evidence]] = {
         "advantages": _ran(
             "the registered trainer's `_compute_advantage`", _VERL, _IT + "trainers_agree/test_agree_verl.py"
         ),
-        "images": Evidence("refused", "models that take images are refused"),
-        "steps": Evidence("read", "its actor and its servers need GPUs; a stand-in took the batches of two steps"),
+        "images": _ran(
+            "its training worker and FSDP engine on a CPU: log-probs of a tiny Qwen2.5-VL to 1e-5, exchanged images found",
+            _VERL_IMAGES,
+        ),
+        "steps": _ran(
+            "one step of that worker, with images; packed rows, its servers and Megatron need GPUs", _VERL_IMAGES
+        ),
     },
     "verl_agent_loop": {
         "sampler": _scripted("verl's own agent loop workers on a local Ray; a script replies as its servers", _LOOP),
         "handover": _ran("TransferQueue and DataProto, on a local Ray", _LOOP),
         "advantages": _ran("verl's own GRPO and RLOO over one reward for each episode", _LOOP),
-        "images": Evidence("refused", "models that take images are refused"),
-        "steps": Evidence("read", "its actor and its servers need GPUs"),
+        "images": _ran("verl's agent loop workers; its training worker on a CPU: log-probs to 1e-5", _VERL_IMAGES),
+        "steps": Evidence("read", "its servers need GPUs; the worker is that of the line above"),
     },
     "slime": {
         "sampler": _scripted(

@@ -49,7 +49,8 @@ def _told(rows_file: str, spec_file: str) -> dict[str, Any]:
     for row in rows:
         for name in ("input_ids", "loss_mask", "weight_versions"):
             row[name] = np.array(row[name])
-        row |= {name: np.array(row[name], np.float32) for name in ("logprobs", "advantages")} | {"images": []}
+        row |= {name: np.array(row[name], np.float32) for name in ("logprobs", "advantages")}
+        row |= {"images": [], "routed_experts": None}
     (folder,) = Path(spec_file).parent.glob("runs/*/rollouts")
     ended = {each.episode_id: each for each in RunStore.open(folder, readonly=True).trajectories()}
     name = Path(spec_file).parent.name.replace("_", "-")
