@@ -198,11 +198,11 @@ def test_padding_of_verl_is_not_compared_and_a_lost_row_is_found() -> None:
 def test_images_that_were_exchanged_between_rows_are_found() -> None:
     """Also where the sum over all rows is the same."""
     keys, tags = ["a_0_0", "a_1_0"], [sums(4, 2, 0.0, 11), sums(4, 2, 0.0, 22)]
-    rest: Any = [2, 2], [torch.tensor([1])] * 2, [torch.tensor([0.0])] * 2
-    check_rows(keys, tags, *rest, [11, 22])
+    masks, advantages = [torch.tensor([1])] * 2, [torch.tensor([0.0])] * 2
+    check_rows(keys, tags, [2, 2], masks, advantages, [11, 22])
     for images in ([22, 11], [11, 0], [11, 11]):
         with pytest.raises(TrainError, match="images: lost, changed, or in another order or row"):
-            check_rows(keys, tags, *rest, images)
+            check_rows(keys, tags, [2, 2], masks, advantages, images)
 
 
 def test_the_data_file_names_the_tasks(make: Any, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Run:
             settings += ["trainer.v1.trainer_mode=sync", agent + "num_workers=1", agent + "default_agent_loop=engine"]
             settings += [agent + "agent_loop_config_path=" + loop]
         self.config = configured(spec, folder, *settings)
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         transfer_queue.init(self.config.transfer_queue)
         self.queue = transfer_queue
 
@@ -130,17 +130,15 @@ def log_probs(worker: Any, data: Any) -> list[list[float]]:
 
 def told_of(run: Run, batch: Any, worker: Any) -> dict[str, Any]:
     """The rows, and verl's log-probs of all of them, of rows of one length, and of each alone."""
-    from engine.integrations.trainers.verl.rows import plain
-
     rows = run.fetched(batch.keys)
-    images = [plain(each) for each in rows["multi_modal_inputs"]]
+    images = list(rows["multi_modal_inputs"])
     sizes = [len(ids) for ids in rows["input_ids"].unbind()]
     most = max(set(sizes), key=sizes.count)
     equal = [key for key, size in zip(batch.keys, sizes, strict=True) if size == most]
     return {
         "keys": batch.keys,
         "ids": [row.tolist() for row in rows["input_ids"].unbind()],
-        "episodes": [plain(each)["episode_id"] for each in rows["extra_fields"]],
+        "episodes": [getattr(each, "data", each)["episode_id"] for each in rows["extra_fields"]],
         "sampled": [row.tolist() for row in rows["rollout_log_probs"].unbind()],
         "masks": [row.tolist() for row in rows["response_mask"].unbind()],
         "positions": [rows["position_ids"][place].tolist() for place in range(len(batch.keys))],
@@ -160,7 +158,6 @@ def through_manager(spec: str, folder: str) -> None:
     from verl.utils import tensordict_utils as tu
 
     from engine.errors import TrainError
-    from engine.integrations.trainers.verl.rows import plain
 
     run = Run(spec, folder)
     batch = run.batch(run.manager())
@@ -174,7 +171,7 @@ def through_manager(spec: str, folder: str) -> None:
     trainer = trainer_class.__new__(trainer_class)
     trainer.config = run.config
     trainer._compute_advantage(padded, {})
-    images = [plain(each) for each in rows["multi_modal_inputs"]][: len(batch.keys)]
+    images = list(rows["multi_modal_inputs"])[: len(batch.keys)]
 
     def said_with(*first: Any) -> str:
         """The error with these images of the first rows."""
@@ -225,13 +222,11 @@ def through_loop(spec: str, folder: str, loop: str) -> None:
 
 def routed(spec: str, folder: str, *loop: str) -> None:
     """Write the experts of the rows in the queue, as verl's Megatron engine gets them."""
-    from engine.integrations.trainers.verl.rows import plain
-
     run = Run(spec, folder, *loop, routed=True)
     rows = run.fetched(run.batch(run.manager()).keys)
     experts = rows["routed_experts"]
     found = {
-        "episodes": [plain(each)["episode_id"] for each in rows["extra_fields"]],
+        "episodes": [getattr(each, "data", each)["episode_id"] for each in rows["extra_fields"]],
         "dtype": str(experts.dtype),
         "sizes": [len(ids) for ids in rows["input_ids"].unbind()],
         "experts": [each.tolist() for each in experts.unbind()],
@@ -240,11 +235,16 @@ def routed(spec: str, folder: str, *loop: str) -> None:
 
 
 def end(folder: str, found: dict[str, Any]) -> None:
-    """Write the results and end at once: Ray and the process group take seconds."""
+    """Write the results, and end Ray and this process."""
+    import ray
+    import transfer_queue
+
     Path(folder, "found.json").write_text(json.dumps(found))
     print("{}")
     sys.stdout.flush()
-    os._exit(0)
+    transfer_queue.close()
+    ray.shutdown()
+    os._exit(0)  # the process group and the threads of the episodes
 
 
 if __name__ == "__main__":

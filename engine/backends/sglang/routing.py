@@ -76,17 +76,10 @@ def routed_experts(text: str | None, sent: Outgoing, sampled: int) -> np.ndarray
 
 
 def checked_experts(choices: np.ndarray, layout: ExpertLayout) -> np.ndarray:
-    """Experts that a server reports, as rows hold them.
-
-    Args:
-        choices: Integers [tokens, layers, top_k].
-        layout: The sizes that they must have.
-
-    Returns:
-        uint8 or uint16 [tokens, layers, top_k].
+    """Experts that a server reports, integers [tokens, layers, top_k], as rows hold them: uint8 or uint16.
 
     Raises:
-        ReplyError: They are not choices of such a model.
+        ReplyError: They are not choices of a model with this layout.
     """
     if choices.shape[1:] != (layout.layers, layout.top_k):
         raise ReplyError(

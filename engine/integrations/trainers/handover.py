@@ -139,16 +139,14 @@ class Sums:
         same = (self.tokens, self.trained, self.images) == (theirs.tokens, theirs.trained, theirs.images)
         if same and apart <= _TOLERANCE * max(1.0, self.advantages):
             return
+        images = "the same" if self.images == theirs.images else "lost, changed, or in another order or row"
         raise TrainError(
             f"{trainer}'s batch is not what the engine handed over; no update is made with it. "
             f"Tokens: {self.tokens} handed over, {theirs.tokens} in the batch; trained tokens: {self.trained}, {theirs.trained}; "
-            f"sum of |advantage|: {self.advantages:.6g}, {theirs.advantages:.6g}; images: {self._images_as(theirs)}. "
+            f"sum of |advantage|: {self.advantages:.6g}, {theirs.advantages:.6g}; images: {images}. "
             f"Remove what changes the batch ({changes})",
             kind="handover",
         )
-
-    def _images_as(self, theirs: Sums) -> str:
-        return "the same" if self.images == theirs.images else "lost, changed, or in another order or row"
 
 
 def images_of(row: Row) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ Invariant: pixels stay bytes, one object for each digest, until code of a traine
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +45,7 @@ class RowImages(Mapping[str, torch.Tensor]):
             checksums: `checksum` of each.
             images: Their pixels, by digest.
         """
-        self.family = family
-        self.digests = digests
-        self.checksums = checksums
-        self.images = images
+        self.family, self.digests, self.checksums, self.images = family, digests, checksums, images
 
     def pixels(self, digest: str) -> PreparedImage:
         """The scaled pixels of an image."""
@@ -83,9 +80,6 @@ class RowImages(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.family.names) if self.digests else 0
 
-    def __deepcopy__(self, memo: Any) -> RowImages:
-        return self  # nothing of it changes
-
 
 class Pixels:
     """Makes `RowImages` of rows, and what else a trainer needs of their images. Safe to call from several threads.
@@ -99,8 +93,6 @@ class Pixels:
         self.vision = vision
         self._folder = folder
         self._checksums: dict[str, int] = {}
-        self._rope: Any = None
-        self._lock = threading.Lock()
 
     def row(self, ids: Sequence[int] | np.ndarray, digests: Sequence[str]) -> RowImages:
         """The images of a row.
@@ -144,10 +136,7 @@ class Pixels:
             ids: The row's expanded ids, [tokens].
             digests: Its images, in order.
         """
-        with self._lock:
-            if self._rope is None:
-                self._rope = _rope_of(self._folder)
-        if self._rope is False:
+        if self._rope is None:
             return None
         row = torch.tensor(np.asarray(ids, np.int64))[None]
         types = torch.tensor(self.vision.token_types(row.tolist()))
@@ -155,19 +144,19 @@ class Pixels:
         found, _ = self._rope.get_rope_index(input_ids=row, mm_token_type_ids=types, image_grid_thw=grids)
         return torch.cat([torch.arange(row.shape[1])[None], found[:, 0].long()])
 
+    @cached_property
+    def _rope(self) -> Any:
+        """The model's base class without weights, for its `get_rope_index`; None if it has none."""
+        from transformers import MODEL_MAPPING, AutoConfig
 
-def _rope_of(folder: Path) -> Any:
-    """The model's base class without weights, for its `get_rope_index`; False if it has none."""
-    from transformers import MODEL_MAPPING, AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
-    kind = MODEL_MAPPING[type(config)]
-    if not hasattr(kind, "get_rope_index"):
-        return False
-    model = kind.__new__(kind)
-    torch.nn.Module.__init__(model)
-    model.config = config
-    return model
+        config = AutoConfig.from_pretrained(self._folder)
+        kind = MODEL_MAPPING[type(config)]
+        if not hasattr(kind, "get_rope_index"):
+            return None
+        model = kind.__new__(kind)
+        torch.nn.Module.__init__(model)
+        model.config = config
+        return model
 
 
 def checksum(tensors: Mapping[str, Any]) -> int:

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import TrainError
-from engine.integrations.trainers.handover import HandedRow, images_of
+from engine.integrations.trainers.handover import HandedRow
 from engine.integrations.trainers.loop import LoopThread
 from engine.integrations.trainers.process_folder import ProcessFolder
 from engine.integrations.trainers.rollouts import TrainerRollouts
 from engine.integrations.trainers.verl import fixes
-from engine.integrations.trainers.verl.rows import QueuedImages, versions_of_row
+from engine.integrations.trainers.verl.rows import image_columns, versions_of_row
 from engine.integrations.trainers.verl.sampler import VerlBackend
 from engine.integrations.trainers.verl.settings import of, refuse_loop_settings
 
@@ -325,7 +325,7 @@ def _add_images(outputs: list[Any], rows: list[Row], pixels: Pixels, prefix: str
         holders: See `QueuedImages`.
     """
     for index, (output, row) in enumerate(zip(outputs, rows, strict=True)):
-        ids, digests = row["input_ids"], images_of(row)
-        images = QueuedImages(pixels.row(ids, digests), f"{prefix}_{index}", holders)
-        images.positions = pixels.positions(ids, digests)
+        columns = image_columns(row, pixels, f"{prefix}_{index}", holders)
+        images = columns["multi_modal_inputs"]
+        images.positions = columns["position_ids"]
         output.multi_modal_data = {fixes.IMAGES: images}

@@ -20,26 +20,19 @@ from engine.errors import TrainError
 MODULE = "engine.integrations.trainers.verl.trainer"
 IMAGES = "engine"
 """The key of `AgentLoopOutput.multi_modal_data` that holds a row's `QueuedImages`."""
-LINES = 4
 _APPLIED = "engine_repaired"
 
 
 def fix_positions(data: Any) -> None:
-    """Restore the column `position_ids`, [rows, 4, tokens] with rows of different lengths, of a batch from TransferQueue.
-
-    Args:
-        data: verl's TensorDict.
-    """
+    """Restore the column `position_ids`, [rows, 4, tokens] with rows of different lengths, of a TensorDict from TransferQueue."""
     from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
 
-    if "position_ids" not in data.keys():  # noqa: SIM118  (a TensorDict iterates over entries)
-        return
-    column = data["position_ids"]
-    if not column.is_nested or column.dim() != 3:
+    column = data.get("position_ids", None)
+    if column is None or not column.is_nested or column.dim() != 3:
         return
     values, steps = column.values(), column.offsets().diff()
-    if (steps == LINES).all() and values.shape[0] == LINES * len(steps) and values.shape != (LINES, LINES):
-        data["position_ids"] = nested_tensor_from_tensor_list(list(values.split(LINES)), ragged_idx=2)
+    if (steps == 4).all() and values.shape[0] == 4 * len(steps) and values.shape != (4, 4):
+        data["position_ids"] = nested_tensor_from_tensor_list(list(values.split(4)), ragged_idx=2)
     else:
         column._ragged_idx = 2  # a pickle loses it
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engine.errors import TrainError
-from engine.integrations.trainers.handover import HandedRow, Sums
+from engine.integrations.trainers.handover import HandedRow, Sums, images_of
 from engine.integrations.trainers.pixels import Pixels, RowImages, checksums_of, row_sum
 from engine.integrations.trainers.verl import fixes
 from engine.tokens.image_bank import RecentlyUsed
@@ -64,29 +64,17 @@ class QueuedImages(RowImages):
         Raises:
             TrainError: kind `train_setup`: verl is not repaired in this process; see `fixes`.
         """
+        fixes.check_applied()
         image = self.images.get(digest) or _FETCHED.get(digest)
         if image is None:
             import transfer_queue
 
-            name = "multi_modal_inputs"
-            row = transfer_queue.kv_batch_get(keys=[self.holders[digest]], partition_id="train", select_fields=[name])
-            image = plain(row[name][0]).images[digest]
+            name, key = "multi_modal_inputs", self.holders[digest]
+            row = transfer_queue.kv_batch_get(keys=[key], partition_id="train", select_fields=[name])
+            holder = row[name][0]
+            image = getattr(holder, "data", holder).images[digest]
             _FETCHED.put(digest, image, image.nbytes)
         return image
-
-    def tensors(self) -> Any:
-        """See `RowImages.tensors`.
-
-        Raises:
-            TrainError: kind `train_setup`: verl is not repaired in this process; see `fixes`.
-        """
-        fixes.check_applied()
-        return super().tensors()
-
-
-def plain(value: Any) -> Any:
-    """A value of a column that holds no tensors, without its wrapper."""
-    return getattr(value, "data", value)
 
 
 def group_rows(
@@ -126,7 +114,7 @@ def group_rows(
         oldest, newest = versions_of_row(row)
         trajectory = trajectories[row["episode_id"]]
         keys.append(f"{uid}_{sample}_{index}")
-        images = image_columns(row, each, pixels, keys[-1], holders)
+        images = image_columns(row, pixels, keys[-1], holders)
         fields.append(
             _fields(each, trajectory, names, oldest, newest)
             | images
@@ -149,25 +137,16 @@ def group_rows(
     return keys, fields, tags
 
 
-def image_columns(
-    row: Row, handed: HandedRow, pixels: Pixels | None, key: str, holders: dict[str, str]
-) -> dict[str, Any]:
+def image_columns(row: Row, pixels: Pixels | None, key: str, holders: dict[str, str]) -> dict[str, Any]:
     """The columns `multi_modal_inputs` and `position_ids` of a row, and `routed_experts` if the row has them.
 
     A model whose positions have four lines has them in all rows, since one column cannot hold both kinds.
-
-    Args:
-        row: The row.
-        handed: The same, cut.
-        pixels: The images of the spec's model; None for a model without images.
-        key: The row's key.
-        holders: See `QueuedImages`.
     """
-    ids = row["input_ids"]
+    ids, digests = row["input_ids"], images_of(row)
     columns: dict[str, Any] = {"multi_modal_inputs": {}, "position_ids": torch.arange(len(ids))}
     if pixels is not None:
-        columns["multi_modal_inputs"] = QueuedImages(pixels.row(ids, handed.images), key, holders)
-        positions = pixels.positions(ids, handed.images)
+        columns["multi_modal_inputs"] = QueuedImages(pixels.row(ids, digests), key, holders)
+        positions = pixels.positions(ids, digests)
         columns["position_ids"] = columns["position_ids"] if positions is None else positions
     if row["routed_experts"] is not None:
         experts = torch.from_numpy(row["routed_experts"].astype(np.int16))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from engine.backends.sglang.routing import layout_of
 from engine.errors import BackendError
 from engine.integrations.trainers.sampler import Sampled, TrainerBackend, given
 from engine.integrations.trainers.verl.settings import SHARED, of
-from engine.tokens.image_bank import RecentlyUsed
 from engine.tokens.pixels import decode
 
 if TYPE_CHECKING:
@@ -55,16 +54,11 @@ class VerlBackend(TrainerBackend):
         self._client = client
         self._compact = server == "sglang"
         self.pixels, self.layout = pixels, layout
-        self._pictures: RecentlyUsed[Any] = RecentlyUsed(1 << 28)
+        self._picture = lru_cache(64)(self._decoded)
 
     @classmethod
     def of(cls, config: Any, client: Any, episodes: TrainerRollouts) -> VerlBackend:
-        """The backend of the episodes of a spec.
-
-        Args:
-            config: verl's whole configuration.
-            client: verl's `LLMServerClient`.
-            episodes: The episodes.
+        """The backend of the episodes of a spec, with verl's whole configuration and its `LLMServerClient`.
 
         Raises:
             BackendError: kind `no_experts`: the spec asks for experts, and the model has none.
@@ -87,7 +81,8 @@ class VerlBackend(TrainerBackend):
         """
         ids, images = request.input_ids, {}
         if request.images and self.pixels is not None:
-            images["image_data"] = await asyncio.to_thread(self._shown, [each.image for each in request.images])
+            digests = [each.image for each in request.images]
+            images["image_data"] = await asyncio.to_thread(lambda: [self._picture(digest) for digest in digests])
             if self._compact:
                 ids = self.pixels.vision.compact(ids, request.image_spans)
         found = await self._client.generate(
@@ -103,18 +98,10 @@ class VerlBackend(TrainerBackend):
         cached = int(found.extra_fields.get("num_cached_tokens") or 0)
         return Sampled(found.token_ids, found.log_probs, [oldest] * count, cut, cached, found.routed_experts)
 
-    def _shown(self, digests: Sequence[str]) -> list[Any]:
-        """The images as verl's servers take them: `PIL.Image`, at the size of their grids."""
+    def _decoded(self, digest: str) -> Any:
+        """An image as verl's servers take it: a `PIL.Image` at the size of its grid."""
         assert self.pixels is not None
-        images = []
-        for digest in digests:
-            image = self._pictures.get(digest)
-            if image is None:
-                png = b64decode(self.pixels.vision.bank.scaled_uri(digest).partition(",")[2])
-                image = decode(png)
-                self._pictures.put(digest, image, image.width * image.height * 3)
-            images.append(image)
-        return images
+        return decode(b64decode(self.pixels.vision.bank.scaled_uri(digest).partition(",")[2]))
 
     def stats(self) -> dict[str, Any]:
         """`requests`, `tokens`, and `collapsed_versions`: replies of several versions."""

@@ -17,7 +17,7 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 from engine.integrations.trainers.library import check_overrides
 from engine.integrations.trainers.pixels import checksums_of, row_sum
 from engine.integrations.trainers.verl import fixes
-from engine.integrations.trainers.verl.rows import COLUMN, check_rows, plain, refuse_foreign
+from engine.integrations.trainers.verl.rows import COLUMN, check_rows, refuse_foreign
 
 fixes.apply()
 
@@ -64,7 +64,8 @@ def given_advantages(batch: Any) -> list[torch.Tensor]:
     for place, tag in enumerate(batch.tags):
         if tag.get("is_padding"):  # verl copies a row and shortens only its own columns
             advantages[place] = torch.zeros(len(masks[place]), dtype=torch.float32)
-    shown = [row_sum(row, checksums_of(plain(tensors))) for row, tensors in zip(ids, images, strict=True)]
+    tensors = (getattr(each, "data", each) for each in images)
+    shown = [row_sum(row, checksums_of(each)) for row, each in zip(ids, tensors, strict=True)]
     check_rows(batch.keys, batch.tags, [len(each) for each in ids], masks, advantages, shown)
     return advantages
 
