@@ -1,4 +1,5 @@
-"""Images through verl: its own queue, agent loop workers, training worker and FSDP engine on a CPU; only its servers are replaced."""
+"""Images through verl: its own queue, agent loop workers, training worker and FSDP engine on a CPU; only its servers
+are replaced."""
 
 from __future__ import annotations
 
@@ -118,8 +119,9 @@ def check(found: dict[str, Any], folder: Path, store: RunStore) -> list[Any]:
 def test_verls_own_pass_over_the_rows_gives_the_engines_log_probs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nine episodes of one to four turns, with images in prompt, tool result and user turn, or without. All rows, rows of one length and a
-    single row are fetched. Exchanged images stop the training before the update. One step of verl trains the vision tower too."""
+    """Nine episodes of one to four turns, with images in prompt, tool result and user turn, or without. All rows,
+    rows of one length and a single row are fetched. Exchanged images stop the training before the update. One step of
+    verl trains the vision tower too."""
     found = ran("manager", tmp_path, monkeypatch)
     rows = check(found, tmp_path, RunStore.open(tmp_path / "out" / "rollouts", readonly=True))
     assert sorted({len(row["images"]) for row in rows}) == [0, 2, 4]
@@ -168,7 +170,8 @@ def test_verls_own_agent_loop_workers_carry_images(tmp_path: Path, monkeypatch: 
 def test_verl_gets_the_experts_that_its_servers_report(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """int16 [tokens, layers, k] for all tokens of a row, as verl's Megatron engine replays them; the last token has none and gets zeros."""
+    """int16 [tokens, layers, k] for all tokens of a row, as verl's Megatron engine replays them; the last token has
+    none and gets zeros."""
     spec = spec_of(str(tiny_moe.build(tmp_path / "model"))) | {
         "backend": {"kind": "local", "routed_experts": True},
         "prompt": [{"role": "user", "content": "Say {{id}}."}],
@@ -273,7 +276,8 @@ async def test_servers_get_images_at_the_size_of_their_grid(server: str, tmp_pat
                 routed_experts=None,
             )
 
-    backend = VerlBackend(Client(), LocalBackendSpec, context=None, server=server, pixels=Pixels(format.vision, folder))
+    backend = VerlBackend(Client(), LocalBackendSpec, context=None)
+    backend.compact, backend.pixels = server == "sglang", Pixels(format.vision, folder)
     request = GenerateRequest(
         episode_id="t/0", turn=0, input_ids=ids, sampling=SamplingParams(), max_new_tokens=3, stop_token_ids=[], seed=1,
         images=[ImagePart(image=digest)], image_spans=spans, banned_token_ids=format.vision.banned,

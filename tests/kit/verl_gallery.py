@@ -13,8 +13,8 @@ from engine.schemas.reward import RewardEvent
 
 
 class Paintings(Gallery):
-    """As `Gallery`, with a first image of the task's colour and a reward by the episode's number. Episode 1 ends after two turns; task
-    `blind` shows nothing."""
+    """As `Gallery`, with a first image of the task's colour and a reward by the episode's number. Episode 1 ends
+    after two turns; task `blind` shows nothing."""
 
     def reset(self, task: Task, seed: int) -> Reset:
         colour = task.fields["colour"]
@@ -31,7 +31,8 @@ class Paintings(Gallery):
 
 
 def spec_of(model: str) -> dict[str, Any]:
-    """A spec of three tasks with three episodes each; images are in the prompt, in a tool's result and in a user's turn."""
+    """A spec of three tasks with three episodes each; images are in the prompt, in a tool's result and in a user's
+    turn."""
     rows = [{"id": "t0", "colour": "red"}, {"id": "t1", "colour": "purple"}, {"id": "blind", "colour": None}]
     return {
         "spec": "episode/v1",

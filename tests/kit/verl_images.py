@@ -1,7 +1,7 @@
 """Episodes with images from verl's servers to its optimizer step: run by a Python that has verl.
 
-The queue, the agent loop workers, the trainer's advantages, the training worker and its FSDP engine are verl's own; `Servers` stands
-for its vLLM servers.
+The queue, the agent loop workers, the trainer's advantages, the training worker and its FSDP engine are verl's own;
+`Servers` stands for its vLLM servers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""verl's own FSDP engine and training worker on a CPU, and what stands for its servers, by verl's own interfaces for other devices: a module of VERL_USE_EXTERNAL_MODULES, before others."""
+"""verl's own FSDP engine and training worker on a CPU, and what stands for its servers, by verl's own interfaces for
+other devices: a module of VERL_USE_EXTERNAL_MODULES, before others."""
 
 from __future__ import annotations
 

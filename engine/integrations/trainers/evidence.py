@@ -85,7 +85,7 @@ EVIDENCE: Mapping[str, Mapping[str, Evidence]] = {
             "the registered trainer's `_compute_advantage`", _VERL, _IT + "trainers_agree/test_agree_verl.py"
         ),
         "images": _ran(
-            "its training worker and FSDP engine on a CPU: log-probs of a tiny Qwen2.5-VL to 1e-5, exchanged images found",
+            "its training worker on a CPU: log-probs of a tiny Qwen2.5-VL to 1e-5; exchanged images are found",
             _VERL_IMAGES,
         ),
         "steps": _ran(

@@ -1,7 +1,7 @@
 """A row as a prompt and a completion, and the four sums that are compared on both sides of a hand-over to a trainer.
 
-Invariant: a batch is trained on only if it has as many tokens, as many trained tokens, the same sum of absolute advantages and the same
-images in each row as the rows of the engine that it was made from.
+Invariant: a batch is trained on only if it has as many tokens, as many trained tokens, the same sum of absolute
+advantages and the same images in each row as the rows of the engine that it was made from.
 """
 
 from __future__ import annotations
@@ -82,16 +82,12 @@ class Sums:
     advantages: float
     """Sum of the absolute advantages of the tokens in the loss."""
     images: int = 0
-    """Sum of `row_sum` over the rows (`pixels.py`): another one if an image is lost, changed, or shown in another place or row."""
+    """Sum of `row_sum` over the rows (`pixels.py`): another one if an image is lost, changed, or shown in another
+    place or row."""
 
     @classmethod
     def of_rows(cls, rows: Sequence[HandedRow], pixels: Pixels | None = None) -> Sums:
-        """The sums of what the engine hands over.
-
-        Args:
-            rows: The rows.
-            pixels: What makes their images; None for a model without images.
-        """
+        """The sums of what the engine hands over. `pixels`: None for a model without images."""
         return cls(
             sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows),
             sum(sum(row.mask) for row in rows),
@@ -108,7 +104,7 @@ class Sums:
         Args:
             rows: The rows.
             advantages: The advantages of each, [tokens].
-            pixels: What makes their images; None for a model without images.
+            pixels: None for a model without images.
         """
         masks = [row["loss_mask"] == 1 for row in rows]
         return cls(

@@ -2,7 +2,8 @@
 
 A row is its expanded ids and the digests of its images, in order. Tensors, positions and sums follow from both.
 
-Invariant: pixels stay bytes, one object for each digest, until code of a trainer reads them. So all rows of one pickle share them.
+Invariant: pixels stay bytes, one object for each digest, until code of a trainer reads them. So all rows of one
+pickle share them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 class RowImages(Mapping[str, torch.Tensor]):
     """The image tensors of one row, by the names of the forward pass; without names for a row without images.
 
-    Qwen's families: `pixel_values` float32 [patches of all images, values], `image_grid_thw` int64 [images, 3]. Each read makes new
-    tensors. A pickle holds the scaled pixels as bytes, and needs neither transformers nor the model's files.
+    Qwen's families: `pixel_values` float32 [patches of all images, values], `image_grid_thw` int64 [images, 3]. Each
+    read makes new tensors. A pickle holds the scaled pixels as bytes, and needs neither transformers nor the model's
+    files.
     """
 
     def __init__(
@@ -38,13 +40,7 @@ class RowImages(Mapping[str, torch.Tensor]):
         checksums: tuple[int, ...],
         images: Mapping[str, PreparedImage],
     ) -> None:
-        """
-        Args:
-            family: The model's family.
-            digests: The images, in order.
-            checksums: `checksum` of each.
-            images: Their pixels, by digest.
-        """
+        """`digests`: the images, in order; `checksums`: `checksum` of each; `images`: the pixels by digest."""
         self.family, self.digests, self.checksums, self.images = family, digests, checksums, images
 
     def pixels(self, digest: str) -> PreparedImage:
@@ -59,11 +55,11 @@ class RowImages(Mapping[str, torch.Tensor]):
         """
         if not self.digests:
             return {}
-        found = [self.pixels(digest).tensors() for digest in self.digests]
-        for digest, wanted, tensors in zip(self.digests, self.checksums, found, strict=True):
-            if checksum(tensors) != wanted:
+        arrays = [self.pixels(digest).tensors() for digest in self.digests]
+        for digest, total, tensors in zip(self.digests, self.checksums, arrays, strict=True):
+            if checksum(tensors) != total:
                 raise TrainError(f"the pixels of {digest} changed on their way to the trainer", kind="handover")
-        return self.family.stack([found])
+        return self.family.stack([arrays])
 
     def items(self) -> Any:
         """All tensors by name; they are made once."""
@@ -95,22 +91,18 @@ class Pixels:
         self._checksums: dict[str, int] = {}
 
     def row(self, ids: Sequence[int] | np.ndarray, digests: Sequence[str]) -> RowImages:
-        """The images of a row.
-
-        Args:
-            ids: The row's expanded ids, [tokens].
-            digests: Its images, in order.
+        """The images of a row with these expanded ids, [tokens], and these images, in order.
 
         Raises:
             TrainError: kind `handover`: the ids do not have as many placeholders as the images need.
             ImageError: an image is missing.
         """
         bank = self.vision.bank
-        wanted = sum(bank.picture(digest).placeholders for digest in digests)
+        needed = sum(bank.picture(digest).placeholders for digest in digests)
         count = int(np.count_nonzero(np.asarray(ids) == self.vision.placeholder_id))
-        if count != wanted:
+        if count != needed:
             raise TrainError(
-                f"a row has {count} placeholders, and its {len(digests)} images need {wanted}", kind="handover"
+                f"a row has {count} placeholders, and its {len(digests)} images need {needed}", kind="handover"
             )
         images = {digest: bank.prepared(digest) for digest in digests}
         return RowImages(self.vision.family, tuple(digests), tuple(map(self._checksum, digests)), images)
@@ -121,28 +113,21 @@ class Pixels:
         return self._checksums[digest]
 
     def sum(self, ids: Sequence[int] | np.ndarray, digests: Sequence[str]) -> int:
-        """`row_sum` of a row as the engine hands it over.
-
-        Raises:
-            ImageError: an image is missing.
-        """
+        """`row_sum` of a row as the engine hands it over. Raises: ImageError: an image is missing."""
         return row_sum(ids, [self._checksum(digest) for digest in digests])
 
     def positions(self, ids: Sequence[int] | np.ndarray, digests: Sequence[str]) -> torch.Tensor | None:
-        """The positions of a row's tokens, int64 [4, tokens]: 0, 1, 2, … in the first line, and time, height and width by the model's own
-        `get_rope_index` in the others. None for a model whose positions are plain numbers.
-
-        Args:
-            ids: The row's expanded ids, [tokens].
-            digests: Its images, in order.
+        """The positions of a row's tokens, int64 [4, tokens]: 0, 1, 2, … in the first line, and time, height and
+        width by the model's own `get_rope_index` in the others. None for a model whose positions are plain numbers.
+        Arguments: as `row`.
         """
         if self._rope is None:
             return None
         row = torch.tensor(np.asarray(ids, np.int64))[None]
         types = torch.tensor(self.vision.token_types(row.tolist()))
         grids = torch.from_numpy(self.vision.grids(digests)) if digests else None
-        found, _ = self._rope.get_rope_index(input_ids=row, mm_token_type_ids=types, image_grid_thw=grids)
-        return torch.cat([torch.arange(row.shape[1])[None], found[:, 0].long()])
+        sides, _ = self._rope.get_rope_index(input_ids=row, mm_token_type_ids=types, image_grid_thw=grids)
+        return torch.cat([torch.arange(row.shape[1])[None], sides[:, 0].long()])
 
     @cached_property
     def _rope(self) -> Any:
@@ -160,11 +145,8 @@ class Pixels:
 
 
 def checksum(tensors: Mapping[str, Any]) -> int:
-    """The CRC-32 of one image's tensors: of their bytes, in the order of their names.
-
-    Args:
-        tensors: Arrays or CPU tensors by name, in the shapes and types of the model's own processor.
-    """
+    """The CRC-32 of one image's arrays or CPU tensors, in the shapes and types of the model's own processor, in the
+    order of their names."""
     total = 0
     for name in sorted(tensors):
         total = zlib.crc32(np.ascontiguousarray(tensors[name]).data.cast("B"), total)
@@ -172,23 +154,16 @@ def checksum(tensors: Mapping[str, Any]) -> int:
 
 
 def row_sum(ids: Any, checksums: Sequence[int]) -> int:
-    """The sum of a row's images for `Sums.images`: the CRC-32 of its ids and of its images' checksums, in order; 0 without images.
-
-    Args:
-        ids: The row's expanded ids without padding, an array or a CPU tensor, [tokens].
-        checksums: `checksum` of each image, in order.
-    """
+    """The sum of a row's images for `Sums.images`: the CRC-32 of its expanded ids without padding, [tokens], and of
+    its images' checksums, in order; 0 without images."""
     if not len(checksums):
         return 0
     return zlib.crc32(np.array(checksums, np.uint32).tobytes(), zlib.crc32(np.asarray(ids, np.int32).tobytes()))
 
 
 def checksums_of(tensors: Mapping[str, Any]) -> list[int]:
-    """`checksum` of each image of a trainer's tensors.
-
-    Args:
-        tensors: `RowImages`; or `pixel_values` [patches, values] and `image_grid_thw` [images, 3] of one or more rows; or nothing.
-    """
+    """`checksum` of each image: of `RowImages`; or of `pixel_values` [patches, values] and `image_grid_thw` [images,
+    3], of one or more rows."""
     if isinstance(tensors, RowImages):
         return list(tensors.checksums)
     if not tensors or not len(tensors["image_grid_thw"]):

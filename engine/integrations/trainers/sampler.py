@@ -46,14 +46,15 @@ class Sampled:
     cached: int = 0
     """Tokens of the prompt that the sampler had in its cache."""
     experts: np.ndarray | None = None
-    """Experts of the tokens of prompt and reply from the first one to the last but one, or further; integers [tokens, layers, top_k]."""
+    """Experts of the tokens of prompt and reply from the first one to the last but one, or further; integers
+    [tokens, layers, top_k]."""
 
 
 class TrainerBackend(Backend):
     """A trainer's sampler as a backend. A subclass implements `sample`.
 
-    `GenerateRequest.banned_token_ids` are not sent, so that sampler and trainer have one distribution; an episode whose reply has one
-    of them fails (`sampled_placeholder`).
+    `GenerateRequest.banned_token_ids` are not sent, so that sampler and trainer have one distribution; an episode
+    whose reply has one of them fails (`sampled_placeholder`).
 
     Args:
         title: The trainer's name, for messages.

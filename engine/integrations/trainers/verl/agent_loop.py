@@ -208,8 +208,8 @@ class LoopEpisodes(TrainerRollouts):
     def submit(
         self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]
     ) -> Future[tuple[Trajectory, list[Row], dict[str, str]]]:
-        """Start an episode of the task that a row of verl's data set names; its result is the episode, its rows, and which rows of its prompt
-        hold images (see `QueuedImages`).
+        """Start an episode of the task that a row of verl's data set names; its result is the episode, its rows, and
+        which rows of its prompt hold images (see `QueuedImages`).
 
         In verl's V1 trainer it comes when all episodes of the prompt have ended: verl trains on what a failed prompt has, and would give
         the raw reward to an episode without others.
@@ -315,15 +315,8 @@ def _output(row: Row, trajectory: Trajectory, *, named: bool) -> Any:
 
 
 def _add_images(outputs: list[Any], rows: list[Row], pixels: Pixels, prefix: str, holders: dict[str, str]) -> None:
-    """Give the outputs of an episode their images and positions; verl's worker, repaired by `fixes`, takes them as they are.
-
-    Args:
-        outputs: verl's AgentLoopOutput of each row.
-        rows: The rows.
-        pixels: The images of the spec's model.
-        prefix: The beginning of the keys under which verl's worker will write the rows.
-        holders: See `QueuedImages`.
-    """
+    """Give verl's AgentLoopOutput of each row its images and positions; its worker, repaired by `fixes`, takes them
+    as they are, and writes the rows under keys that begin with `prefix`."""
     for index, (output, row) in enumerate(zip(outputs, rows, strict=True)):
         columns = image_columns(row, pixels, f"{prefix}_{index}", holders)
         images = columns["multi_modal_inputs"]

@@ -1,9 +1,12 @@
-"""Repairs of verl 0.9.1 that rows with images need. `trainer.py` applies them, in each process that VERL_USE_EXTERNAL_MODULES names it in.
+"""Repairs of verl 0.9.1 that rows with images need. `trainer.py` applies them, in each process that
+VERL_USE_EXTERNAL_MODULES names it in.
 
-- Position ids with four lines. Rows that come back from TransferQueue with one length, or alone, are cut along the wrong dimension, and
-  `maybe_fix_3d_position_ids` only renames it.
-- Rows without an image, where a forward pass has no other: verl's stand-in image of Qwen2-VL and Qwen2.5-VL does not fit transformers 5.
-- Agent loops. Their workers decode the ids and run the processor again; the images and positions of the engine's loop are taken as they are.
+- Position ids with four lines. Rows that come back from TransferQueue with one length, or alone, are cut along the
+  wrong dimension, and `maybe_fix_3d_position_ids` only renames it.
+- Rows without an image, where a forward pass has no other: verl's stand-in image of Qwen2-VL and Qwen2.5-VL does not
+  fit transformers 5.
+- Agent loops. Their workers decode the ids and run the processor again; the images and positions of the engine's
+  loop are taken as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ _APPLIED = "engine_repaired"
 
 
 def fix_positions(data: Any) -> None:
-    """Restore the column `position_ids`, [rows, 4, tokens] with rows of different lengths, of a TensorDict from TransferQueue."""
+    """Restore the column `position_ids`, [rows, 4, tokens] with rows of different lengths, of a TensorDict from
+    TransferQueue."""
     from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
 
     column = data.get("position_ids", None)
@@ -66,13 +70,13 @@ def apply() -> None:
 
     @wraps(inputs)
     def images_of(self: Any, output: Any, input_ids: torch.Tensor) -> Any:
-        own = (output.multi_modal_data or {}).get(IMAGES)
-        return inputs(self, output, input_ids) if own is None else own
+        images = (output.multi_modal_data or {}).get(IMAGES)
+        return inputs(self, output, input_ids) if images is None else images
 
     @wraps(positions)
     def positions_of(self: Any, ids: Any, mask: Any, images: Any, *args: Any, **options: Any) -> torch.Tensor:
-        own = getattr(images, "positions", None)
-        return positions(self, ids, mask, images, *args, **options) if own is None else own[None]
+        places = getattr(images, "positions", None)
+        return positions(self, ids, mask, images, *args, **options) if places is None else places[None]
 
     workers = [AgentLoopWorker]
     if (actor := sys.modules.get("verl.trainer.ppo.v1.agent_loop_tq")) is not None:
@@ -93,6 +97,7 @@ def check_applied() -> None:
     if not getattr(tensordict_utils.maybe_fix_3d_position_ids, _APPLIED, False):
         raise TrainError(
             f"rows with images need a repair of verl in each of its processes, and VERL_USE_EXTERNAL_MODULES is "
-            f"{os.environ.get('VERL_USE_EXTERNAL_MODULES', '')!r}; export VERL_USE_EXTERNAL_MODULES={MODULE} on all nodes before Ray starts",
+            f"{os.environ.get('VERL_USE_EXTERNAL_MODULES', '')!r}; export VERL_USE_EXTERNAL_MODULES={MODULE} on all nodes "
+            "before Ray starts",
             kind="train_setup",
         )

@@ -39,18 +39,15 @@ _FETCHED: RecentlyUsed[PreparedImage] = RecentlyUsed(1 << 30)
 
 
 class QueuedImages(RowImages):
-    """The images of a row in TransferQueue: `multi_modal_inputs`. Pixels that another row of its group holds are read from there."""
+    """The images of a row in TransferQueue: `multi_modal_inputs`. Pixels that another row of its group holds are
+    read from there."""
 
     positions: torch.Tensor | None = None
     """For verl's agent loop workers: the row's positions, int64 [4, tokens]. A pickle does not hold them."""
 
     def __init__(self, images: RowImages, key: str, holders: dict[str, str]) -> None:
-        """
-        Args:
-            images: The images.
-            key: The row's key.
-            holders: The key of the row that holds an image, by digest; images that no row holds are added as this row's.
-        """
+        """`key`: the row's; `holders`: the key of the row that holds an image, by digest, to which images are added
+        that no row holds."""
         self.holders = {digest: holders.setdefault(digest, key) for digest in images.digests}
         own = {digest: image for digest, image in images.images.items() if self.holders[digest] == key}
         super().__init__(images.family, images.digests, images.checksums, own)

@@ -1,7 +1,8 @@
-"""Samples with the servers of verl: a backend over verl's LLMServerClient, ids in, and ids, log-probs and weight versions out.
+"""Samples with the servers of verl: a backend over verl's LLMServerClient, ids in, and ids, log-probs and weight
+versions out.
 
-Images are sent at the size of their grid, at which no processor scales. vLLM's server takes expanded ids and makes one placeholder of
-each run itself; SGLang's takes one placeholder for each image.
+Images are sent at the size of their grid, at which no processor scales. vLLM's server takes expanded ids and makes
+one placeholder of each run itself; SGLang's takes one placeholder for each image.
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ from engine.integrations.trainers.verl.settings import SHARED, of
 from engine.tokens.pixels import decode
 
 if TYPE_CHECKING:
-    from engine.integrations.trainers.pixels import Pixels
     from engine.integrations.trainers.rollouts import TrainerRollouts
     from engine.schemas.backend_base import BackendBase
     from engine.schemas.generation import GenerateRequest
-    from engine.tokens.experts import ExpertLayout
 
 
 class VerlBackend(TrainerBackend):
@@ -35,25 +34,14 @@ class VerlBackend(TrainerBackend):
         client: verl's `LLMServerClient`.
         declared: The config class of the spec's backend, for its capabilities.
         context: Maximum length of a sequence in tokens.
-        server: `actor_rollout_ref.rollout.name`.
-        pixels: The images of the spec's model; None for a model without images.
-        layout: The model's experts, if the spec asks for them.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        declared: type[BackendBase],
-        *,
-        context: int | None,
-        server: str = "vllm",
-        pixels: Pixels | None = None,
-        layout: ExpertLayout | None = None,
-    ) -> None:
+    compact = False
+    """Send one placeholder for each image, as SGLang's server takes it."""
+
+    def __init__(self, client: Any, declared: type[BackendBase], *, context: int | None) -> None:
         super().__init__("verl", declared, context=context)
         self._client = client
-        self._compact = server == "sglang"
-        self.pixels, self.layout = pixels, layout
         self._picture = lru_cache(64)(self._decoded)
 
     @classmethod
@@ -63,15 +51,12 @@ class VerlBackend(TrainerBackend):
         Raises:
             BackendError: kind `no_experts`: the spec asks for experts, and the model has none.
         """
-        spec = episodes.spec
-        return cls(
-            client,
-            type(spec.backend),
-            context=context_of(config, episodes.context),
-            server=of(config, "actor_rollout_ref.rollout.name"),
-            pixels=episodes.pixels,
-            layout=layout_of(episodes.model_folder) if spec.backend.asks_experts else None,
-        )
+        declared = episodes.spec.backend
+        backend = cls(client, type(declared), context=context_of(config, episodes.context))
+        backend.compact = of(config, "actor_rollout_ref.rollout.name") == "sglang"
+        backend.pixels = episodes.pixels
+        backend.layout = layout_of(episodes.model_folder) if declared.asks_experts else None
+        return backend
 
     async def sample(self, request: GenerateRequest) -> Sampled:
         """See `TrainerBackend.sample`. Requests of one episode have one id, so verl sends them to one server.
@@ -83,7 +68,7 @@ class VerlBackend(TrainerBackend):
         if request.images and self.pixels is not None:
             digests = [each.image for each in request.images]
             images["image_data"] = await asyncio.to_thread(lambda: [self._picture(digest) for digest in digests])
-            if self._compact:
+            if self.compact:
                 ids = self.pixels.vision.compact(ids, request.image_spans)
         found = await self._client.generate(
             request.episode_id, prompt_ids=ids.tolist(), sampling_params=sampling_params(request), **images

@@ -128,7 +128,7 @@ def _shared(config: Any, loaded: LoadedSpec, vision: Vision | None) -> dict[str,
     )
     named = ", ".join(unsupported(spec.sampling, SHARED))
     replays = of(config, rollout + "enable_rollout_routing_replay", False)
-    strategy = of(config, "actor_rollout_ref.actor.strategy")
+    strategy, routed = of(config, "actor_rollout_ref.actor.strategy"), spec.backend.asks_experts
     return {
         f"{rollout}n={samples}: `rollout.samples_per_task` is {wanted}": samples != wanted,
         f"{rollout}temperature={temperature}: `sampling.temperature` is {heat:g}": temperature != heat,
@@ -158,12 +158,9 @@ def _shared(config: Any, loaded: LoadedSpec, vision: Vision | None) -> dict[str,
         and rolled not in ("vllm", "sglang"),
         f"images of {vision and vision.family.kind}: verl's trainer takes those of Qwen-VL models": vision is not None
         and not vision.family.served,
-        f"{rollout}enable_rollout_routing_replay={replays}: `backend.routed_experts` is {spec.backend.asks_experts}": bool(
-            replays
-        )
-        != spec.backend.asks_experts,
-        f"actor_rollout_ref.actor.strategy={strategy}: only megatron and veomni read `routed_experts`, with router_replay.mode=R3": spec.backend.asks_experts
-        and of(config, f"actor_rollout_ref.actor.{strategy}.router_replay.mode") != "R3",
+        f"{rollout}enable_rollout_routing_replay={replays}: `backend.routed_experts` is {routed}": replays != routed,
+        f"actor_rollout_ref.actor.strategy={strategy}: only megatron and veomni with router_replay.mode=R3 read "
+        "`routed_experts`": routed and of(config, f"actor_rollout_ref.actor.{strategy}.router_replay.mode") != "R3",
     }
 
 
