@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -53,8 +53,13 @@ class ReadyGroup:
 
     def left_out(self, why: str) -> ReadyGroup:
         """The group without its rows."""
-        nothing = {"rows": 0, "sums": asdict(Sums(0, 0, 0.0)), "episodes": [], "signal": False}
+        nothing = {"rows": 0, "sums": _three(Sums(0, 0, 0.0)), "episodes": [], "signal": False}
         return ReadyGroup({**self.note, **nothing, "left_out": why})
+
+
+def _three(sums: Sums) -> dict[str, Any]:
+    """The sums on the wire. An image travels under the digest of its bytes, so it needs no sum."""
+    return {"tokens": sums.tokens, "trained": sums.trained, "advantages": sums.advantages}
 
 
 class GroupRuns:
@@ -198,7 +203,7 @@ class GroupRuns:
         ]
         about = {
             "rows": len(rows),
-            "sums": asdict(Sums.of_whole_rows(rows, [row["advantages"] for row in rows])),
+            "sums": _three(Sums.of_whole_rows(rows, [row["advantages"] for row in rows])),
             "episodes": episodes,
             "signal": any(float(abs(row["advantages"]).max(initial=0.0)) > ZERO_ADVANTAGE for row in rows),
             "left_out": None if rows else "too_few_episodes" if small else "no_rows",
