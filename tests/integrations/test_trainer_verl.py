@@ -240,7 +240,7 @@ SPEC_TRAIN: dict[str, Any] = {"tasks_per_step": 2, "rollout_correction": {"kind"
         ({}, {ROLLOUT + "name": "trtllm"}, QWEN, "rollout.name=trtllm: images are sent to vllm or sglang"),
         ({}, {}, TILES, "images of smolvlm: verl's trainer takes those of Qwen-VL models"),
         (EXPERTS, {ACTOR + "strategy": "megatron", ACTOR + "megatron": R3}, None, "enable_rollout_routing_replay=False: `backend.routed_experts` is True"),
-        (EXPERTS, {ROLLOUT + "enable_rollout_routing_replay": True, ACTOR + "strategy": "fsdp"}, None, "actor.strategy=fsdp: only megatron and veomni read"),
+        (EXPERTS, {ROLLOUT + "enable_rollout_routing_replay": True, ACTOR + "strategy": "fsdp"}, None, "actor.strategy=fsdp: only megatron and veomni with router_replay.mode=R3 read `routed_experts`"),
         ({}, {ROLLOUT + "enable_rollout_routing_replay": True}, None, "enable_rollout_routing_replay=True: `backend.routed_experts` is False"),
     ],
 )  # fmt: skip
