@@ -198,11 +198,8 @@ class Vision:
         return np.array([self.bank.picture(digest).grid for digest in digests], np.int64)
 
     def token_types(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
-        """`mm_token_type_ids` [sequences][tokens], computed by the processor's own code: 1 on placeholders."""
-        from transformers.processing_utils import ProcessorMixin
-
-        found: list[list[int]] = ProcessorMixin.create_mm_token_type_ids(self.processor, [list(row) for row in ids])
-        return found
+        """`mm_token_type_ids` [sequences][tokens]: 1 on placeholders, as the processor sets it for images."""
+        return [(np.asarray(row) == self.placeholder_id).astype(int).tolist() for row in ids]
 
 
 def load_vision(folder: Path, config: dict[str, Any], tokenizer: FastTokenizer, spec: ModelSpec) -> Vision | None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from engine.tokens.images import Tensors
+from engine.tokens.pixels import MODES, to_rgb
 from engine.tokens.vision_sizes import QwenSizes, SizedImages, TiledSizes
 
 _QWEN = {
@@ -42,7 +44,9 @@ def _image_processor(folder: Path) -> Any:
     # transformers 5.10 exports it only beside torchvision
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    return AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
+    # before transformers 5.4, a processor of Pillow and numpy is one that is not fast
+    pil = {"backend": "pil"} if find_spec("transformers.image_processing_backends") else {"use_fast": False}
+    return AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, **pil)
 
 
 def _image_only(kind: str, name: str, begin: Callable[..., None]) -> Any:
@@ -77,6 +81,8 @@ class QwenFamily:
 
     def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
         """See `Family.process`. Grid: (t, h, w) in patches; placeholders t * h * w / merge_size**2."""
+        if image.mode in MODES:
+            image = to_rgb(image)  # on white, which processors before transformers 5.4 leave out
         found = processor.image_processor(images=[image], return_tensors="np")
         grid = tuple(int(side) for side in found["image_grid_thw"][0])
         merge = int(processor.image_processor.merge_size)
@@ -84,7 +90,7 @@ class QwenFamily:
         if len(found["image_grid_thw"]) != 1 or len(found["pixel_values"]) != count or count % merge**2:
             raise ValueError(f"{len(found['pixel_values'])} patches for a grid of {grid}")
         tensors = {name: np.ascontiguousarray(found[name]) for name in self.names}
-        return tensors, str(processor.replace_image_token(found, 0)), grid, count // merge**2
+        return tensors, str(processor.image_token) * (count // merge**2), grid, count // merge**2
 
     def sized(self, processor: Any) -> SizedImages:
         """See `Family.sized`."""

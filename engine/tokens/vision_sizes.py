@@ -1,7 +1,7 @@
 """What an image processor makes of an image of a given size, without the image: grid, tokens and scaling.
 
-The processor's own methods compute the sizes. They are called with an empty image of the size, in a copy of the processor whose
-`resize` notes the size and scales nothing (`_SizesOnly`). The last step, from bytes to normalised floats, is a table of 256 values
+The processor's own functions compute the sizes: `smart_resize` of Qwen's, and for tiles its methods, called with an empty image of the size, in a
+copy of the processor whose `resize` notes the size and scales nothing (`_SizesOnly`). The last step, from bytes to normalised floats, is a table of 256 values
 per channel that the processor's own `rescale` and `normalize` fill, so the floats are the processor's own, bit for bit.
 
 Invariant: `checked` compares all of it with the processor's own results for several images when a model is loaded. A processor that
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -149,9 +150,10 @@ class QwenSizes:
     def __init__(self, processor: Any) -> None:
         """`processor`: the model's own processor."""
         settings = _converting(processor)
-        self._processor = processor
-        self._sizes = _sizes_only(settings)
-        self._size = _size(settings)
+        self._token = str(processor.image_token)
+        self._resize = import_module(type(settings).__module__).smart_resize
+        size = dict(settings.size)
+        self._limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
         self._scaled = bool(settings.do_resize)
         self._patch, self._merge = int(settings.patch_size), int(settings.merge_size)
         self._frames = int(settings.temporal_patch_size)
@@ -164,16 +166,15 @@ class QwenSizes:
 
     def plan(self, width: int, height: int) -> Plan:
         """See `SizedImages.plan`. Grid: (t, h, w) in patches."""
-        processor, sizes = _noting(self._sizes)
         factor = self._patch * self._merge
         if self._scaled:
-            processor.resize(_empty(width, height), size=self._size, resample=self._resample, factor=factor)
-            ((width, height),) = sizes
+            height, width = self._resize(height, width, factor, **self._limits)
         if width % factor or height % factor:
             raise ValueError(f"{width} x {height} pixels are not whole squares of {factor}")
         grid = (1, height // self._patch, width // self._patch)
-        text = str(self._processor.replace_image_token({"image_grid_thw": np.array([grid])}, 0))
-        return Plan(grid, text, grid[1] * grid[2] // self._merge**2, Recipe(tuple(sizes), 0, self._resample))
+        count = grid[1] * grid[2] // self._merge**2
+        sizes = ((width, height),) if self._scaled else ()
+        return Plan(grid, self._token * count, count, Recipe(sizes, 0, self._resample))
 
     def arrange(self, pixels: np.ndarray) -> np.ndarray:
         """See `SizedImages.arrange`: [patches, 3, side * side]."""

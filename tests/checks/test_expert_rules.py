@@ -55,4 +55,4 @@ def test_trainers_that_carry_no_routing_are_named(tmp_path: Path) -> None:
         name: [item.rule for item in check_trainer(spec, name) if item.path == path]
         for name in ("verl", "slime", "trl", "areal")
     }
-    assert rules == {"verl": ["trainer.refused"], "slime": [], "trl": ["trainer.refused"], "areal": ["trainer.unknown"]}
+    assert rules == {"verl": ["trainer.refused"], "slime": [], "trl": ["trainer.refused"], "areal": ["trainer.refused"]}

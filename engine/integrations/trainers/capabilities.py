@@ -374,12 +374,14 @@ TRAINERS: Mapping[str, Trainer] = {
             "turn_credit": _yes("the column `values`; the last token is equal to within one rounding"),
             "token_bonuses": _yes("as `turn_credit`"),
             "branches": _yes("several rows in what the workflow returns"),
-            "images": _no(
-                "AReaL's rows take `multi_modal_input`, but the workflow sends no images to its inference engine"
+            "images": _yes(
+                "`multi_modal_input` and `mm_token_type_ids`; sampled by SGLang 0.5.23 or newer, Qwen's families only"
             ),
             "reward_names": _partly("`rewards` has one number for each row"),
             "oversampling": _partly(f"{_GROUPS_BEFORE}: `should_accept_fn` accepts episodes and not groups"),
-            "expert_routing": _UNKNOWN,
+            "expert_routing": _no(
+                "no trainer of AReaL reads them; `rollout.return_routed_experts` returns them to the workflow only"
+            ),
             "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_AREAL_NOTES,

@@ -14,15 +14,48 @@ import numpy as np
 import torch
 
 from engine.errors import TrainError
-from engine.integrations.trainers.handover import Sums
+from engine.integrations.trainers.handover import Sums, images_of
+from engine.integrations.trainers.pixels import checksums_of, row_sum
 
-SUMS = ("engine_tokens", "engine_trained", "engine_advantage")
-"""Columns with the sums of each row, float64 [rows]: how many tokens it has, how many are trained, and its sum of absolute advantages."""
-CHANGES = "a filter, a critic, or an overridden method that changes rows or columns"
+SUMS = ("engine_tokens", "engine_trained", "engine_advantage", "engine_images")
+"""Columns with the sums of each row, float64 [rows]: how many tokens it has, how many are trained, its sum of absolute advantages, and the
+sum over its images."""
+CHANGES = "a filter, a critic, or an overridden method that changes rows, columns or images"
 
 if TYPE_CHECKING:
+    from engine.integrations.trainers.pixels import Pixels, RowImages
     from engine.store.export import Row
-    from engine.tokens.vision import Vision
+
+
+class ImageDict(dict[str, Any]):
+    """The images of one row as the dictionary that AReaL takes: each read makes float tensors, and a copy or a pickle shares the pixels.
+
+    A row without images has a grid of no images: AReaL computes the positions of a batch only where it finds a grid.
+
+    Args:
+        images: The images.
+    """
+
+    def __init__(self, images: RowImages) -> None:
+        super().__init__(dict.fromkeys(images or ("image_grid_thw",)))
+        self.images = images
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.images[name] if self.images else dict(self.items())[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The tensor, or `default`."""
+        return self[name] if name in self else default
+
+    def items(self) -> Any:
+        """All tensors by name; they are made once."""
+        return self.images.items() if self.images else {"image_grid_thw": torch.zeros(0, 3, dtype=torch.int64)}.items()
+
+    def __deepcopy__(self, memo: Any) -> ImageDict:
+        return self  # nothing of it changes
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.images,)
 
 
 def trajectory(
@@ -31,7 +64,7 @@ def trajectory(
     rewards: Sequence[float],
     *,
     actor: Any,
-    vision: Vision | None = None,
+    pixels: Pixels | None = None,
 ) -> dict[str, Any]:
     """Make what `RolloutWorkflow.arun_episode` returns: the rows as tensors, padded on the right.
 
@@ -40,8 +73,8 @@ def trajectory(
         advantages: Their advantages, float32 [tokens] each.
         rewards: The reward of each row's episode, for AReaL's logs.
         actor: AReaL's `PPOActorConfig`; `reward_bias`, `reward_scaling` and `reward_clip` change the reward that AReaL places.
-        vision: The model's image processing, if it takes images. Then every trajectory has `multi_modal_input` and `mm_token_type_ids`, because
-            AReaL needs the same keys in all.
+        pixels: What makes the images of rows, if the model takes images. Then every trajectory has `multi_modal_input` (an `ImageDict` for
+            each row) and `mm_token_type_ids` int64 [rows, tokens], because AReaL needs the same keys in all.
 
     Returns:
         `input_ids` int32, `attention_mask` bool, `loss_mask` int32, `logprobs` float32, `versions` int32 (-1 on tokens that were not sampled) and
@@ -66,13 +99,12 @@ def trajectory(
         "values": values,
         "rewards": given,
     }  # fmt: skip
-    sums = [Sums.of_whole_rows([row], [of]) for row, of in zip(rows, advantages, strict=True)]
-    for name, column in zip(SUMS, ("tokens", "trained", "advantages"), strict=True):
+    sums = [Sums.of_whole_rows([row], [of], pixels) for row, of in zip(rows, advantages, strict=True)]
+    for name, column in zip(SUMS, ("tokens", "trained", "advantages", "images"), strict=True):
         found[name] = torch.tensor([getattr(each, column) for each in sums], dtype=torch.float64)
-    if vision is not None:
-        ids = found["input_ids"].tolist()
-        found["multi_modal_input"] = [_tensors(row, vision) for row in rows]
-        found["mm_token_type_ids"] = torch.tensor(vision.token_types(ids))
+    if pixels is not None:
+        found["multi_modal_input"] = [ImageDict(pixels.row(row["input_ids"], images_of(row))) for row in rows]
+        found["mm_token_type_ids"] = torch.tensor(pixels.vision.token_types(found["input_ids"].tolist()))
     return found
 
 
@@ -84,14 +116,8 @@ def _padded(rows: Sequence[np.ndarray], size: int, fill: float) -> torch.Tensor:
     return torch.from_numpy(found)
 
 
-def _tensors(row: Row, vision: Vision) -> dict[str, torch.Tensor]:
-    """The image tensors of a row; none if it has no image."""
-    tensors = vision.tensors([[image["image"] for image in row["images"]]])
-    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in tensors.items()}
-
-
 def sums_of_batch(batch: Mapping[str, torch.Tensor]) -> Sums:
-    """The sums of AReaL's batch.
+    """The sums of AReaL's batch, without that of its images.
 
     Args:
         batch: What `PPOActor.compute_advantages` returns, tensors of shape [rows, tokens]; `loss_mask` and `advantages` are one token to
@@ -101,6 +127,24 @@ def sums_of_batch(batch: Mapping[str, torch.Tensor]) -> Sums:
     return Sums(
         int(batch["attention_mask"].sum()), int(mask.sum()), float((batch["advantages"].double().abs() * mask).sum())
     )
+
+
+def _images_of_rows(batch: Mapping[str, Any]) -> list[float]:
+    """`row_sum` of each row of AReaL's batch; as many as there are lists of images."""
+    lengths = batch["attention_mask"].sum(1).tolist()
+    given = batch["multi_modal_input"] if "multi_modal_input" in batch else [{}] * len(lengths)
+    found = []
+    for ids, length, images in zip(batch["input_ids"], lengths, given, strict=False):
+        if isinstance(images, ImageDict):
+            checksums = list(images.images.checksums)
+        else:  # from another machine
+            checksums = checksums_of(
+                {name: value.to_local() if hasattr(value, "to_local") else value for name, value in images.items()}
+                if "pixel_values" in images
+                else {}
+            )
+        found.append(float(row_sum(ids[:length], checksums)))
+    return found + [-1.0] * (len(given) - len(lengths))
 
 
 def check_batches(batches: Sequence[dict[str, Any]]) -> None:
@@ -119,17 +163,10 @@ def check_batches(batches: Sequence[dict[str, Any]]) -> None:
             "no update is made with it",
             kind="handover",
         )
-    handed = [[float(batch[name].sum()) for batch in batches] for name in SUMS]
-    theirs = [sums_of_batch(batch) for batch in batches]
-    Sums(int(sum(handed[0])), int(sum(handed[1])), sum(handed[2])).check(
-        Sums(
-            sum(each.tokens for each in theirs),
-            sum(each.trained for each in theirs),
-            sum(each.advantages for each in theirs),
-        ),
-        "AReaL",
-        CHANGES,
-    )
+    handed = [sum(float(batch[name].sum()) for batch in batches) for name in SUMS[:3]]
+    other = sum(batch["engine_images"].tolist() != _images_of_rows(batch) for batch in batches)  # row by row
+    theirs = Sums.total([*map(sums_of_batch, batches), Sums(0, 0, 0.0, other)])
+    Sums(int(handed[0]), int(handed[1]), handed[2]).check(theirs, "AReaL", CHANGES)
     for batch in batches:
         for name in SUMS:
             del batch[name]

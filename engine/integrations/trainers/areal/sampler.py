@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine.backends.servers.server import Server
+from engine.backends.sglang.checks import ask_worker
+from engine.backends.sglang.images import check_images, refuse_family
+from engine.errors import BackendError
 from engine.integrations.trainers.sampler import Sampled, TrainerBackend, given
 
 if TYPE_CHECKING:
+    from engine.integrations.trainers.pixels import Pixels
     from engine.schemas.backend_base import BackendBase
     from engine.schemas.generation import GenerateRequest
+    from engine.tokens.format import ChatFormat
 
 _BOTH = ("temperature", "top_p", "top_k", "ignore_eos", "skip_special_tokens")
 _SGLANG = (*_BOTH, "stop", "frequency_penalty")
+_REENCODES = (
+    "AReaL's servers need SGLang 0.5.23 or newer for images: 0.5.10.post1, which AReaL 1.0.4 requires, decodes the ids of a prompt with an "
+    "image and tokenises the text again"
+)
 
 
 def names_of(server: str) -> dict[str, str]:
@@ -29,19 +39,55 @@ class ArealBackend(TrainerBackend):
     Args:
         engine: AReaL's `InferenceEngine`.
         declared: The config class of the spec's backend, for its capabilities.
+        format: The model's chat format.
         context: Maximum length of a sequence in tokens.
+        pixels: What makes the images, for a model that takes images.
     """
 
-    def __init__(self, engine: Any, declared: type[BackendBase], *, context: int | None) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        declared: type[BackendBase],
+        format: ChatFormat,
+        *,
+        context: int | None,
+        pixels: Pixels | None = None,
+    ) -> None:
         super().__init__("AReaL", declared, context=context)
         self._engine = engine
+        self._format = format
+        self.pixels = pixels
+
+    async def start(self) -> None:
+        """Check that AReaL's servers take the ids of a prompt with an image as they are.
+
+        Raises:
+            BackendError: kind `unsupported_model`: images of this family cannot be sent exactly; kind `wrong_server`: a server
+                tokenises such a prompt again, or makes other pixels of its image.
+        """
+        if self._format.vision is None:
+            return
+        refuse_family(self._format.vision)
+        for address in getattr(self._engine, "_engine", self._engine).addresses:
+            server = Server(f"http://{address}")
+            try:
+                await check_images(server, await server.json("GET", "/server_info"), self._format, ask_worker)
+            except BackendError as error:
+                raise BackendError(f"{error}. {_REENCODES}", kind=error.kind) from None
+            finally:
+                await server.http.close()
 
     async def sample(self, request: GenerateRequest) -> Sampled:
         """See `TrainerBackend.sample`. Requests of one episode have one `rid`, so AReaL sends them to one server."""
         from areal.api import ModelRequest
         from areal.api.cli_args import GenerationHyperparameters
 
-        ids = request.input_ids.tolist()
+        ids, images = request.input_ids.tolist(), []
+        if request.images:
+            assert self.pixels is not None
+            vision = self.pixels.vision
+            ids = vision.compact(request.input_ids, request.image_spans).tolist()
+            images = [vision.bank.scaled_uri(part.image).partition(",")[2] for part in request.images]
         settings = given(request.sampling, names_of("sglang")) | {
             "n_samples": 1,
             "max_new_tokens": request.max_new_tokens,
@@ -52,5 +98,7 @@ class ArealBackend(TrainerBackend):
         if settings.get("top_k") == -1:
             del settings["top_k"]  # AReaL's default is the whole vocabulary
         gconfig = GenerationHyperparameters(**settings)
-        found = await self._engine.agenerate(ModelRequest(rid=request.episode_id, input_ids=ids, gconfig=gconfig))
+        found = await self._engine.agenerate(
+            ModelRequest(rid=request.episode_id, input_ids=ids, gconfig=gconfig, image_data=images)
+        )
         return Sampled(found.output_tokens, found.output_logprobs, found.output_versions, found.stop_reason == "length")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from engine.checks.model_files import model_files
 from engine.errors import TrainError
 from engine.integrations.trainers.areal.sampler import names_of
 from engine.integrations.trainers.sampler import unsupported
@@ -49,7 +50,22 @@ def refuse_settings(config: Any, loaded: LoadedSpec) -> None:
         "`train.advantage_norm: batch`: groups are handed over one by one": loaded.spec.train is not None
         and loaded.spec.train.advantage_norm == "batch",
         "dynamic_bs: groups without signal are handed over too": getattr(config, "dynamic_bs", False),
+        "rollout.return_routed_experts: no trainer of AReaL reads them": getattr(
+            config.rollout, "return_routed_experts", False
+        ),
     }
+    files = model_files(loaded)
+    if files is not None and files.sees:
+        problems |= {
+            "rollout.backend: vllm takes images with messages only, which it tokenises again; use sglang": server
+            == "vllm",
+            "rollout.check_trajectory_format: rows without an image have no pixel_values": getattr(
+                config.rollout, "check_trajectory_format", False
+            ),
+            "actor.enable_tree_training: its positions do not know images": getattr(
+                actor, "enable_tree_training", False
+            ),
+        }
     named = [text for text, refused in problems.items() if refused]
     if named:
         raise TrainError(f"{loaded.path}: change these settings of AReaL: " + "; ".join(named), kind="train_setup")

@@ -7,7 +7,8 @@ because a run store has one writer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from engine.spec.load import load_spec
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
+    from engine.store.export import Row
 
 log = structlog.get_logger(__name__)
 _REWARD = ("reward_bias", "reward_scaling", "reward_clip")
@@ -58,7 +60,10 @@ class Episodes:
         """
         loop = asyncio.get_running_loop()
         if self._started is None:
-            backend = ArealBackend(engine, type(self.rollouts.spec.backend), context=self.rollouts.context)
+            rollouts = self.rollouts
+            backend = ArealBackend(
+                engine, type(rollouts.spec.backend), rollouts.format, context=rollouts.context, pixels=rollouts.pixels
+            )
             self._loop, self._started = loop, loop.create_task(self.rollouts.start(backend))
         if self._loop is not loop:
             raise TrainError(
@@ -97,11 +102,13 @@ class EngineGroups:
         spec: The path of the spec.
         folder: The folder of the training.
         reward: `reward_bias`, `reward_scaling` and `reward_clip` of AReaL's `actor`.
+        ranks: Number of AReaL's training processes that take different rows.
     """
 
-    def __init__(self, spec: str, folder: str, reward: Mapping[str, float]) -> None:
+    def __init__(self, spec: str, folder: str, reward: Mapping[str, float], ranks: int = 1) -> None:
         self.episodes = episodes_of(spec, folder)
         self._actor = SimpleNamespace(**reward)
+        self._ranks = ranks
 
     async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> dict[str, Any] | None:
         """Run one group and return its rows. Returns None, which AReaL counts as rejected, if it has none (see `train.min_group`).
@@ -111,7 +118,7 @@ class EngineGroups:
             data: A row of the data set; `task` is the task's id.
 
         Raises:
-            TrainError: kind `train_setup`: the row has no task of the spec.
+            TrainError: kind `train_setup`: the row has no task of the spec; kind `handover`: a row has no image, and several processes train.
             EngineError: as `TrainerRollouts.group`.
         """
         from areal import workflow_context
@@ -138,12 +145,34 @@ class EngineGroups:
         if not group.rows:
             log.warning(group.why_no_rows, task=group.task_id, faults=rollouts.faults[-3:])
             return None
+        if rollouts.pixels is not None and self._ranks > 1:
+            refuse_blind(group.rows, self._ranks)
         rewards = {each.episode_id: each.outcome.reward or 0.0 for each in group.trajectories}
         return trajectory(
             group.rows,
             [row["advantages"] for row in group.rows],
             [rewards[row["episode_id"]] for row in group.rows],
             actor=self._actor,
+            pixels=rollouts.pixels,
+        )
+
+
+def refuse_blind(rows: Sequence[Row], ranks: int) -> None:
+    """Refuse rows without images where several processes train: their layers of the vision tower wait for each other in each pass.
+
+    Args:
+        rows: The rows of a group.
+        ranks: Number of training processes.
+
+    Raises:
+        TrainError: kind `handover`: a row has no image.
+    """
+    blind = next((row["episode_id"] for row in rows if not row["images"]), None)
+    if blind is not None:
+        raise TrainError(
+            f"{blind} has a row without an image, and AReaL's {ranks} training processes would wait for each other for ever where only some of "
+            "them have images; show an image in each episode, or train in one process (`actor.backend: fsdp:d1`)",
+            kind="handover",
         )
 
 
@@ -162,11 +191,19 @@ def workflow_arguments(config: Any, spec: LoadedSpec | Path | str, folder: Path 
     loaded = load_spec(spec) if isinstance(spec, str | Path) else spec
     refuse_settings(config, loaded)
     reward = {name: float(getattr(config.actor, name)) for name in _REWARD}
-    return {"spec": str(Path(loaded.path).resolve()), "folder": str(Path(folder).resolve()), "reward": reward}
+    ranks = re.search(r":.*?d(\d+)", str(config.actor.backend))
+    return {
+        "spec": str(Path(loaded.path).resolve()),
+        "folder": str(Path(folder).resolve()),
+        "reward": reward,
+        "ranks": int(ranks[1]) if ranks else 1,
+    }
 
 
 def watch(actor: Any) -> None:
     """Compare the sums of each batch right after AReaL's actor has computed advantages. Later calls for one actor do nothing.
+
+    AReaL gives each of the returned groups the images of all groups; before the comparison each gets its own again.
 
     A batch whose sums differ raises TrainError (kind `handover`) out of `compute_advantages`, so no update is made with it.
 
@@ -178,8 +215,12 @@ def watch(actor: Any) -> None:
         return
 
     @wraps(compute)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        batches = compute(*args, **kwargs)
+    def watched(data: Any, *args: Any, **kwargs: Any) -> Any:
+        images = [each.get("multi_modal_input") for each in data]
+        batches = compute(data, *args, **kwargs)
+        for batch, own in zip(batches, images, strict=True):
+            if own is not None:
+                batch["multi_modal_input"] = own
         check_batches([_Local(batch) for batch in batches])
         return batches
 

@@ -1,0 +1,60 @@
+"""Images through AReaL's own workflow executor, actor and FSDP engine; the reference is the rows of the run store and the engine's own pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import vision_kit
+from pixel_kit import own_checksums, own_logprobs, write_spec
+from trainer_python import run_script
+
+from engine.integrations.trainers.handover import images_of
+from engine.integrations.trainers.pixels import Pixels
+from engine.schemas.model import ModelSpec
+from engine.store.export import export_rows
+from engine.store.store import RunStore
+from engine.tokens.loading import load_format
+
+
+@pytest.mark.slow
+@pytest.mark.trainers
+@pytest.mark.parametrize(
+    ("tasks", "blind"),
+    [("t0,t1,t2", ("t1",)), ("t0", ("t0",))],
+    ids=["some_rows_without_images", "a_batch_without_images"],
+)
+def test_images_reach_the_update_of_areal(tmp_path: Path, tasks: str, blind: tuple[str, ...]) -> None:
+    """Log-probs, tensors and positions of AReaL's passes, an update, and images that were swapped, moved and lost on the way."""
+    folder = vision_kit.build_qwen25(tmp_path / "model")
+    spec = write_spec(tmp_path, folder, blind=blind)
+    told = run_script("AREAL_PYTHON", Path(__file__).parent / "images_step.py", str(spec), str(tmp_path / "out"), tasks)
+    store = RunStore.open(tmp_path / "out" / "process-0" / "rollouts", readonly=True)
+    rows = [row for row in export_rows(store) if row["trainable"]]
+    vision = load_format(ModelSpec(path=str(folder)), folder).vision
+    assert vision is not None
+    for image in {digest for row in rows for digest in images_of(row)}:
+        vision.bank.put(image, store.image(image).data, "image/png")
+    pixels = Pixels(vision, folder)
+    found = {tuple(each["ids"]): each for each in told["rows"]}
+    assert len(rows) == len(told["rows"]) == 2 * len(tasks.split(","))
+    shown = []
+    for row in rows:
+        each = found[tuple(row["input_ids"].tolist())]
+        assert np.abs(np.array(each["logprobs"]) - own_logprobs(folder, row, vision)).max() < 1e-5
+        assert each["checksums"] == own_checksums(row, vision)
+        positions = pixels.positions(row["input_ids"], images_of(row))
+        assert positions is not None
+        assert each["positions"] == positions[1:].tolist()
+        shown.append(len(images_of(row)))
+    assert set(shown) == ({0} if tasks == "t0" else {0, 4})
+    assert all(markers == images for markers, images, _ in told["asked"])
+    assert {room for *_, room in told["asked"]} == {24}
+    assert told["pngs"] > 3 if tasks != "t0" else told["pngs"] == 0
+    assert told["lists"] == [[2, 2]] * len(tasks.split(","))
+    assert told["changed"] > 0
+    if tasks != "t0":
+        assert told["visual"] > 0
+        for said in told["said"]:
+            assert "images: lost, changed, or in another order or row" in said
