@@ -25,12 +25,14 @@ class SomeBlind(Gallery):
     """Images in the prompt, a tool's result (which one follows from the reply) and a user's turn; in tasks with `blind`, no image at all."""
 
     def reset(self, task: Task, seed: int) -> Reset:
-        self._blind = bool(task.fields.get("blind"))
+        self._blind, self._broken = bool(task.fields.get("blind")), bool(task.fields.get("broken"))
         if self._blind:
             return Reset(messages=[Message(role="user", content="What colour is it?")])
         return super().reset(task, seed)
 
     def step(self, view: EpisodeView) -> Step:
+        if self._broken:
+            raise RuntimeError("the gallery is closed")
         letters = sum(map(ord, view.reply))
         if view.turn > 1:
             return Step(event="over", rewards=[RewardEvent(value=float(letters % 7), turn="last")])
@@ -40,17 +42,22 @@ class SomeBlind(Gallery):
             seen = image_part(square(COLOURS[letters % len(COLOURS)], 96, 64))
             said = Message(role="tool", content=[TextPart(text="You looked."), seen], name="look")
         else:
-            said = Message(role="user", content=[image_part(THIRD), TextPart(text="And this one, beside"), image_part(FIRST)])
+            said = Message(
+                role="user", content=[image_part(THIRD), TextPart(text="And this one, beside"), image_part(FIRST)]
+            )
         return Step(event="shown", messages=[said], rewards=[RewardEvent(value=float(letters % 7), turn="last")])
 
 
-def write_spec(folder: Path, model: Path, *, blind: tuple[str, ...] = (), **changes: Any) -> Path:
+def write_spec(
+    folder: Path, model: Path, *, blind: tuple[str, ...] = (), broken: tuple[str, ...] = (), **changes: Any
+) -> Path:
     """Write `spec.yaml`: three tasks t0, t1 and t2 of two episodes each.
 
     Args:
         folder: Where to write it.
         model: The folder of the model.
         blind: The tasks without images.
+        broken: The tasks whose environment fails.
         changes: Keys that replace those of the spec.
     """
     spec: dict[str, Any] = {
@@ -60,7 +67,7 @@ def write_spec(folder: Path, model: Path, *, blind: tuple[str, ...] = (), **chan
         "backend": {"kind": "local"},
         "tasks": {
             "source": "inline",
-            "rows": [{"id": f"t{number}", "blind": f"t{number}" in blind} for number in range(3)],
+            "rows": [{"id": name, "blind": name in blind, "broken": name in broken} for name in ("t0", "t1", "t2")],
             "id": "id",
         },
         "environment": {"use": "pixel_kit:SomeBlind"},
@@ -72,6 +79,23 @@ def write_spec(folder: Path, model: Path, *, blind: tuple[str, ...] = (), **chan
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump(spec | changes))
     return path
+
+
+def rows_and_vision(store: Path, folder: Path) -> tuple[list[Row], Any]:
+    """The trainable rows of a run store, and the model's image processing with their images in its bank."""
+    from engine.integrations.trainers.handover import images_of
+    from engine.schemas.model import ModelSpec
+    from engine.store.export import export_rows
+    from engine.store.store import RunStore
+    from engine.tokens.loading import load_format
+
+    run = RunStore.open(store, readonly=True)
+    rows = [row for row in export_rows(run) if row["trainable"]]
+    vision = load_format(ModelSpec(path=str(folder)), folder).vision
+    assert vision is not None
+    for digest in {each for row in rows for each in images_of(row)}:
+        vision.bank.put(digest, run.image(digest).data, "image/png")
+    return rows, vision
 
 
 @cache

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,76 +17,119 @@ import vision_kit
 
 from engine.errors import TrainError
 from engine.integrations.trainers import areal, skyrl
+from engine.integrations.trainers.areal.workflow import refuse_blind
 from engine.integrations.trainers.handover import HandedRow, Sums
+from engine.integrations.trainers.pixels import Pixels
 from engine.schemas.model import ModelSpec
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
-from engine.tokens.vision import Vision
 
 ACTOR = SimpleNamespace(reward_bias=0.0, reward_scaling=1.0, reward_clip=20.0)
 
 
-def seeing(folder: Path, family: str) -> tuple[Vision, str]:
-    """The image processing of a tiny model, and the digest of an image in its bank."""
+def seeing(folder: Path, family: str) -> tuple[Pixels, str]:
+    """What makes the images of a tiny model, and the digest of an image in its bank."""
     vision = load_format(ModelSpec(path=str(vision_kit.BUILDERS[family](folder))), folder).vision
     assert vision is not None
     data = vision_kit.square("red")
     digest = digest_of(data)
     vision.bank.put(digest, data, "image/png")
-    return vision, digest
+    return Pixels(vision, folder), digest
 
 
-def row(vision: Vision, images: list[str]) -> dict[str, Any]:
-    """A row of six tokens, whose image is between two trained tokens."""
+def row(seen: Sequence[int] = (8,), images: Sequence[str] = ()) -> dict[str, Any]:
+    """A row whose two trained tokens are around the tokens of an image, or around one token."""
+    count = len(seen)
     return {
-        "input_ids": np.array([5, 6, 7, vision.placeholder_id if images else 8, 9, 10], np.int32),
-        "loss_mask": np.array([0, 0, 1, 0, 1, 0], np.int8),
-        "logprobs": np.full(6, -0.5, np.float32),
-        "weight_versions": np.array([-1, -1, 2, -1, 3, -1], np.int32),
+        "input_ids": np.array([5, 6, 7, *seen, 9, 10], np.int32),
+        "loss_mask": np.array([0, 0, 1, *[0] * count, 1, 0], np.int8),
+        "logprobs": np.full(5 + count, -0.5, np.float32),
+        "weight_versions": np.array([-1, -1, 2, *[-1] * count, 3, -1], np.int32),
         "images": [{"image": digest} for digest in images],
     }
 
 
-GIVEN = np.array([9, 9, 1.5, 9, -2.0, 9], np.float32)
+def given(each: dict[str, Any]) -> np.ndarray:
+    """Advantages; 9 where nothing is trained."""
+    found = np.full(len(each["input_ids"]), 9, np.float32)
+    found[each["loss_mask"] == 1] = 1.5, -2.0
+    return found
 
 
 @pytest.mark.slow
 def test_image_tensors_of_each_row(tmp_path: Path) -> None:
-    vision, digest = seeing(tmp_path / "model", "qwen2_5_vl")
-    rows = [row(vision, [digest]), row(vision, [])]
-    whole = vision.tensors([[digest]])
-    output = skyrl.generator_output([HandedRow.of(each, GIVEN) for each in rows], vision=vision)
+    pixels, digest = seeing(tmp_path / "model", "qwen2_5_vl")
+    rows = [row(pixels.vision.bank.picture(digest).ids.tolist(), [digest]), row()]
+    whole = pixels.vision.tensors([[digest]])
+    handed = [HandedRow.of(each, given(each)) for each in rows]
+    output = skyrl.generator_output([handed[0], handed[0]], pixels=pixels)
     for name in ("pixel_values", "image_grid_thw"):
         first, second = output[name]
         assert torch.equal(first, torch.from_numpy(whole[name]))
-        assert second.shape == (0, *first.shape[1:])
-    assert output["rewards"] == [[1.5, 0.0, -2.0, 0.0]] * 2
-    assert "pixel_values" not in skyrl.generator_output([HandedRow.of(rows[1], GIVEN)], vision=vision)
+        assert first is second
+    assert output["rewards"] == [[1.5, *[0.0] * 4, -2.0, 0.0]] * 2
+    assert "pixel_values" not in skyrl.generator_output([handed[1]], pixels=pixels)
 
-    made = areal.trajectory(rows, [GIVEN, GIVEN], [1.0, 0.0], actor=ACTOR, vision=vision)
-    first, second = made["multi_modal_input"]
-    assert {name: value.shape for name, value in first.items()} == {name: value.shape for name, value in whole.items()}
-    assert second == {}
-    assert made["mm_token_type_ids"].tolist() == [[0, 0, 0, 1, 0, 0], [0] * 6]
+    made = areal.trajectory(rows, [given(each) for each in rows], [1.0, 0.0], actor=ACTOR, pixels=pixels)
+    first, second = pickle.loads(pickle.dumps(made["multi_modal_input"]))
+    assert isinstance(first, dict)
+    assert list(first) == list(whole)
+    for name, value in first.items():
+        assert torch.equal(value, torch.from_numpy(whole[name]))
+        assert torch.equal(value, first[name])
+    assert list(second) == ["image_grid_thw"]
+    assert second["image_grid_thw"].shape == (0, 3)
+    assert second.get("pixel_values") is None
+    assert made["mm_token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 0, 0], [0] * 9]
+    assert made["engine_images"].tolist() == [pixels.sum(rows[0]["input_ids"], (digest,)), 0]
+
+
+def test_rows_without_trained_tokens_show_the_images_of_another() -> None:
+    """SkyRL's model takes no micro-batch without patches; trained rows of both kinds are refused."""
+    shown, blind = (HandedRow.of(row(images=images), given(row())) for images in (["a"], []))
+    first, second = skyrl.handover.filled([HandedRow.empty(3), shown])
+    assert second == shown
+    assert (first.prompt_ids, first.completion_ids, first.images) == (shown.prompt_ids, shown.completion_ids, ("a",))
+    assert not any(first.mask)
+    assert not first.advantages.any()
+    assert skyrl.handover.filled([blind, HandedRow.empty(3)])[0] is blind
+    with pytest.raises(TrainError, match="1 of 2 trained rows have no image: SkyRL's model takes no micro-batch"):
+        skyrl.handover.filled([shown, blind])
+
+
+def test_experts_of_each_row() -> None:
+    """They begin with the first token of the prompt, and rows without them have an empty list."""
+    experts = np.arange(10, dtype=np.uint8).reshape(5, 1, 2)
+    with_experts = HandedRow.of(row() | {"routed_experts": experts}, given(row()))
+    found = skyrl.generator_output([with_experts, HandedRow.empty(3)])
+    assert found["rollout_expert_indices"] == [experts.tolist(), []]
+    assert "rollout_expert_indices" not in skyrl.generator_output([HandedRow.empty(3)])
 
 
 @pytest.mark.slow
 def test_families_that_skyrl_does_not_take_are_refused(tmp_path: Path) -> None:
-    vision, digest = seeing(tmp_path / "model", "smolvlm")
+    pixels, digest = seeing(tmp_path / "model", "smolvlm")
+    each = row(pixels.vision.bank.picture(digest).ids.tolist(), [digest])
     with pytest.raises(TrainError, match="SkyRL takes image_grid_thw and pixel_values; this model has"):
-        skyrl.generator_output([HandedRow.of(row(vision, [digest]), GIVEN)], vision=vision)
+        skyrl.generator_output([HandedRow.of(each, given(each))], pixels=pixels)
+
+
+def test_rows_without_images_are_refused_where_several_processes_of_areal_train() -> None:
+    refuse_blind([row(images=["a"]) | {"episode_id": "e"}], 2)
+    with pytest.raises(TrainError, match="f has a row without an image, and AReaL's 2 training processes"):
+        refuse_blind([row(images=["a"]) | {"episode_id": "e"}, row() | {"episode_id": "f"}], 2)
 
 
 def test_values_are_what_areal_subtracts() -> None:
     """Position t holds the value of token t + 1; the clipped reward is added at the last but one token."""
-    each = row(SimpleNamespace(placeholder_id=8), [])  # type: ignore[arg-type]
+    each = row()
     short = {name: value[:5] for name, value in each.items()}
-    made = areal.trajectory([each, short], [GIVEN, GIVEN[:5]], [30.0, 0.5], actor=ACTOR)
+    made = areal.trajectory([each, short], [given(each), given(each)[:5]], [30.0, 0.5], actor=ACTOR)
     assert made["values"].tolist() == [[0.0, -1.5, 0.0, 2.0, 20.0, 0.0], [0.0, -1.5, 0.0, 2.5, 0.0, 0.0]]
     assert made["rewards"].tolist() == [30.0, 0.5]
     assert made["versions"].tolist() == [[-1, -1, 2, -1, 3, -1]] * 2
     assert made["attention_mask"].sum(1).tolist() == [6, 5]
-    sums = Sums.of_whole_rows([each, short], [GIVEN, GIVEN[:5]])
+    sums = Sums.of_whole_rows([each, short], [given(each), given(each)[:5]])
     assert (sums.tokens, sums.trained, sums.advantages) == (11, 4, 7.0)
 
 

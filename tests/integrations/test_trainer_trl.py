@@ -411,16 +411,58 @@ def test_arguments_that_would_change_the_rows_are_refused(
         trainer_of(rollouts, **changes)
 
 
+def _swap_rows(batch: dict[str, Any]) -> None:
+    """Two rows of tiles are exchanged."""
+    for name in ("pixel_values", "pixel_attention_mask"):
+        batch[name] = batch[name].flip(0)
+
+
+def _swap_images(batch: dict[str, Any]) -> None:
+    """The first two images of the batch are exchanged."""
+    grids = batch["image_grid_thw"]
+    pieces = list(torch.split(batch["pixel_values"], grids.prod(1).tolist()))
+    batch["pixel_values"] = torch.cat([pieces[1], pieces[0], *pieces[2:]])
+    batch["image_grid_thw"] = torch.cat([grids[1:2], grids[:1], grids[2:]])
+
+
 @pytest.mark.slow
 @pytest.mark.trainers
-def test_images_of_later_turns_reach_the_loss(make: Any, tmp_path: Path, tmp_path_factory: Any) -> None:
-    """A tiny Qwen2.5-VL, two steps: the first image is in the prompt and others are between replies.
+@pytest.mark.parametrize(("family", "swap"), [("qwen2_5_vl", _swap_images), ("idefics3", _swap_rows)])
+def test_exchanged_images_stop_the_training(
+    make: Any, tmp_path: Path, tmp_path_factory: Any, family: str, swap: Callable[[dict[str, Any]], None]
+) -> None:
+    folder = vision_kit.BUILDERS[family](tmp_path_factory.mktemp("vlm") / "model")
+    images = IMAGES | {
+        "environment": {"use": "pixel_kit:SomeBlind"},
+        "limits": IMAGES["limits"] | {"episode_tokens": 512},
+    }
+    path = make(model={"path": str(folder)}, **images)
+    with EngineRollouts(path, tmp_path / "out") as rollouts:
+        trainer = trainer_of(rollouts)
+        inner = trainer._generate_and_score_completions
+
+        def swapped(inputs: Any) -> dict[str, Any]:
+            batch: dict[str, Any] = inner(inputs)
+            swap(batch)
+            return batch
+
+        trainer._generate_and_score_completions = swapped
+        with pytest.raises(TrainError, match="images: lost, changed, or in another order or row"):
+            trainer.train()
+        assert trainer.state.global_step == 0
+
+
+@pytest.mark.slow
+@pytest.mark.trainers
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "idefics3", "smolvlm"])
+def test_images_of_later_turns_reach_the_loss(make: Any, tmp_path: Path, tmp_path_factory: Any, family: str) -> None:
+    """A tiny model, two steps: the first image is in the prompt and others are between replies.
 
     TRL's log-probs and the sampler's are those of a plain pass of transformers with all images, with placeholders of images excluded. The
     weights of the vision tower change.
     """
-    folder = vision_kit.BUILDERS["qwen2_5_vl"](tmp_path_factory.mktemp("vlm") / "model")
-    path = make(model={"path": str(folder)}, **IMAGES)
+    folder = vision_kit.BUILDERS[family](tmp_path_factory.mktemp("vlm") / "model")
+    path = make(model={"path": str(folder)}, **IMAGES | {"limits": IMAGES["limits"] | {"episode_tokens": 512}})
     with EngineRollouts(path, tmp_path / "out") as rollouts:
         trainer = trainer_of(rollouts)
         before = {name: value.clone() for name, value in trainer.model.named_parameters()}
@@ -432,7 +474,7 @@ def test_images_of_later_turns_reach_the_loss(make: Any, tmp_path: Path, tmp_pat
     assert trainer.state.global_step == 2
     assert min(images) > 1
     assert any(
-        "visual" in name and not torch.equal(before[name], value) for name, value in trainer.model.named_parameters()
+        "vis" in name and not torch.equal(before[name], value) for name, value in trainer.model.named_parameters()
     )
     rows = {
         tuple(row["input_ids"].tolist()): row

@@ -241,14 +241,12 @@ TRAINERS: Mapping[str, Trainer] = {
             "branches": _no(
                 "there is one row for each prompt that the trainer asks for; an episode with several rows stops the training, or is left out and counted"
             ),
-            "images": _partly(
-                "models whose tensors are `pixel_values` and `image_grid_thw` (Qwen's families), without a KL penalty; others are refused"
-            ),
+            "images": _partly("models of Qwen's families, Idefics3 and SmolVLM, without a KL penalty"),
             "reward_names": _partly("metrics of TRL's log (`reward/<name>`); the loss reads advantages"),
             "oversampling": _partly(
                 "a row is needed for each prompt, so a group without signal stays in the batch with advantage 0"
             ),
-            "expert_routing": _no("rows have no routing"),
+            "expert_routing": _no("TRL has no routing replay"),
             "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_TRL_NOTES,
@@ -349,14 +347,14 @@ TRAINERS: Mapping[str, Trainer] = {
             "turn_credit": _yes("rewards by token, which the registered estimator returns as advantages"),
             "token_bonuses": _yes("as `turn_credit`"),
             "branches": _no("one row for each prompt; in step-wise mode all rows get the number of the last one"),
-            "images": _no(
-                "SkyRL's rows take `pixel_values` and `image_grid_thw`, but the generator sends no images to its inference engines"
+            "images": _yes(
+                "`pixel_values` and `image_grid_thw`, sampled with `mm_features`; Qwen's families, images in each trained row or in none, not together with experts"
             ),
             "reward_names": _partly(
                 "`env_metrics` and `rollout_metrics`; the trainer's own reward metrics are sums of advantages"
             ),
             "oversampling": _partly(f"{_GROUPS_BEFORE}: `zero_variance_filter` is ignored with rewards by token"),
-            "expert_routing": _yes("`rollout_expert_indices`"),
+            "expert_routing": _yes("`rollout_expert_indices`, which its Megatron workers read; FSDP is refused"),
             "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_SKYRL_NOTES,

@@ -41,6 +41,8 @@ class HandedRow:
     """The engine's advantages; 0.0 on observations, float32 [completion]."""
     images: tuple[str, ...] = ()
     """Digests of the images, in order."""
+    experts: np.ndarray | None = None
+    """The experts of the first tokens of prompt and completion, [tokens, layers, top_k]; None without `backend.routed_experts`."""
 
     @classmethod
     def of(cls, row: Row, advantages: np.ndarray) -> HandedRow:
@@ -59,6 +61,7 @@ class HandedRow:
             np.where(trained, row["logprobs"], 0.0)[start:].tolist(),
             np.where(trained, advantages, 0.0).astype(np.float32)[start:],
             images_of(row),
+            row.get("routed_experts"),
         )
 
     @classmethod

@@ -33,7 +33,13 @@ def main(spec_file: str, folder: str, tasks: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     actor_config = PPOActorConfig(
         experiment_name="e", trial_name="t", path=str(model), backend="fsdp:d1", attn_impl="sdpa", dtype="float32", optimizer_dtype="float32",
         discount=0.0, kl_ctl=0.0, ppo_n_minibatches=1, gradient_checkpointing=False, disable_dropout=True,

@@ -7,15 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import vision_kit
-from pixel_kit import own_checksums, own_logprobs, write_spec
+from pixel_kit import own_checksums, own_logprobs, rows_and_vision, write_spec
 from trainer_python import run_script
 
 from engine.integrations.trainers.handover import images_of
 from engine.integrations.trainers.pixels import Pixels
-from engine.schemas.model import ModelSpec
-from engine.store.export import export_rows
-from engine.store.store import RunStore
-from engine.tokens.loading import load_format
 
 
 @pytest.mark.slow
@@ -30,12 +26,7 @@ def test_images_reach_the_update_of_areal(tmp_path: Path, tasks: str, blind: tup
     folder = vision_kit.build_qwen25(tmp_path / "model")
     spec = write_spec(tmp_path, folder, blind=blind)
     told = run_script("AREAL_PYTHON", Path(__file__).parent / "images_step.py", str(spec), str(tmp_path / "out"), tasks)
-    store = RunStore.open(tmp_path / "out" / "process-0" / "rollouts", readonly=True)
-    rows = [row for row in export_rows(store) if row["trainable"]]
-    vision = load_format(ModelSpec(path=str(folder)), folder).vision
-    assert vision is not None
-    for image in {digest for row in rows for digest in images_of(row)}:
-        vision.bank.put(image, store.image(image).data, "image/png")
+    rows, vision = rows_and_vision(tmp_path / "out" / "process-0" / "rollouts", folder)
     pixels = Pixels(vision, folder)
     found = {tuple(each["ids"]): each for each in told["rows"]}
     assert len(rows) == len(told["rows"]) == 2 * len(tasks.split(","))

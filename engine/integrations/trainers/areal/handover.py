@@ -45,7 +45,10 @@ class ImageDict(dict[str, Any]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """The tensor, or `default`."""
-        return self[name] if name in self else default
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
     def items(self) -> Any:
         """All tensors by name; they are made once."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from engine.backends.sglang.routing import layout_of
 from engine.errors import TrainError
 from engine.integrations.trainers.handover import HandedRow, SeveralRows, Sums, groups_of, one_row_each
 from engine.integrations.trainers.library import check_overrides, imports_of
-from engine.integrations.trainers.skyrl.handover import generator_output, sums_of_batch
+from engine.integrations.trainers.skyrl.handover import filled, generator_output, sums_of_batch
 from engine.integrations.trainers.skyrl.sampler import SkyRLBackend
 
 if TYPE_CHECKING:
@@ -40,7 +41,11 @@ class EngineEpisodes:
         self._episodes = episodes
         self._several = several_rows
         self._started = False
-        self.backend = SkyRLBackend(client, type(episodes.spec.backend), context=episodes.context, model=model)
+        self.backend = SkyRLBackend(
+            client, type(episodes.spec.backend), context=episodes.context, model=model, pixels=episodes.pixels
+        )
+        if episodes.spec.backend.asks_experts:
+            self.backend.layout = layout_of(episodes.model_folder)
         """What samples."""
         self.handed: list[HandedRow] = []
         """The rows of the newest batch, one for each prompt."""
@@ -56,7 +61,7 @@ class EngineEpisodes:
 
         Raises:
             TrainError: kind `train_setup`: the batch is an evaluation's, or its prompts are not groups of the spec's tasks; kind
-                `handover`: an episode has several rows; kind `no_data`: no episode can be trained on.
+                `handover`: an episode has several rows, or only some rows have images; kind `no_data`: no episode can be trained on.
             EngineError: as `TrainerRollouts.batch`.
         """
         told = input_batch.get("batch_metadata")
@@ -85,13 +90,13 @@ class EngineEpisodes:
             several=self._several,
             leave_out='EnginePPOExp(…, several_rows="leave_out")',
         )
-        self.handed = placed.rows
+        self.handed = filled(placed.rows)
         self.metrics = batch.metrics(tuple(self._episodes.spec.tasks.mix or ())) | {
             "skyrl/left_out_tokens": float(placed.left_out),
             "skyrl/empty_rows": float(placed.empty),
         }
         told_metrics = {f"engine/{name}": value for name, value in self.metrics.items()}
-        return generator_output(self.handed, told_metrics, self._episodes.format.vision)
+        return generator_output(self.handed, told_metrics, self._episodes.pixels)
 
     def check(self, batch: Any) -> None:
         """Compare the sums of SkyRL's training batch, with advantages, with those of the newest rows.
@@ -99,7 +104,7 @@ class EngineEpisodes:
         Raises:
             TrainError: kind `handover`: they differ.
         """
-        Sums.of_rows(self.handed).check(sums_of_batch(batch), "SkyRL", CHANGES)
+        Sums.of_rows(self.handed, self._episodes.pixels).check(sums_of_batch(batch), "SkyRL", CHANGES)
 
     async def close(self) -> None:
         """Close the run store and the services of the episodes. Later calls do nothing."""

@@ -6,6 +6,7 @@ SkyRL has no column for advantages by token. Its rewards by token are handed ove
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,11 +14,12 @@ import numpy as np
 from engine.errors import TrainError
 from engine.integrations.trainers.handover import HandedRow, Sums
 from engine.integrations.trainers.library import imports_of
+from engine.integrations.trainers.pixels import checksums_of, row_sum
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.tokens.vision import Vision
+    from engine.integrations.trainers.pixels import Pixels
 
 ESTIMATOR = "engine"
 """The value of `trainer.algorithm.advantage_estimator`."""
@@ -49,8 +51,33 @@ def register_estimator() -> None:
         AdvantageEstimatorRegistry.register(ESTIMATOR, identity_advantages)
 
 
+def filled(rows: Sequence[HandedRow]) -> list[HandedRow]:
+    """The rows, with a copy of a row with images, and without trained tokens, in each place of an episode that is not trained on: SkyRL's model
+    takes no micro-batch without patches.
+
+    Args:
+        rows: One row for each prompt.
+
+    Raises:
+        TrainError: kind `handover`: some trained rows have images and others have none.
+    """
+    shown = next((row for row in rows if row.images), None)
+    if shown is None:
+        return list(rows)
+    blind = sum(1 for row in rows if not row.images and any(row.mask))
+    if blind:
+        raise TrainError(
+            f"{blind} of {sum(any(row.mask) for row in rows)} trained rows have no image: SkyRL's model takes no micro-batch without patches beside "
+            "others with them; show an image in each episode or in none, or train with `engine train`",
+            kind="handover",
+        )
+    size = len(shown.completion_ids)
+    copy = replace(shown, mask=[0] * size, logprobs=[0.0] * size, advantages=np.zeros(size, np.float32))
+    return [row if row.images else copy for row in rows]
+
+
 def generator_output(
-    rows: Sequence[HandedRow], metrics: Mapping[str, float] | None = None, vision: Vision | None = None
+    rows: Sequence[HandedRow], metrics: Mapping[str, float] | None = None, pixels: Pixels | None = None
 ) -> dict[str, Any]:
     """Make SkyRL's `GeneratorOutput`: one row for each prompt, in the order of the prompts.
 
@@ -58,7 +85,7 @@ def generator_output(
         rows: The rows; `HandedRow.empty` where an episode is not trained on.
         metrics: Figures for `rollout_metrics`, such as the mean reward. SkyRL's own `reward/avg_raw_reward` and `reward/avg_pass_at_n` are computed
             from advantages and say nothing about rewards.
-        vision: The model's image processing, if the rows may have images.
+        pixels: What makes the images of rows, if the model takes images.
 
     Raises:
         TrainError: kind `train_setup`: SkyRL does not take this family's image tensors.
@@ -72,26 +99,27 @@ def generator_output(
         "rollout_metrics": dict(metrics or {}),
         "rollout_logprobs": [row.logprobs for row in rows],
     }
-    if vision is not None and any(row.images for row in rows):
-        found |= _images(rows, vision)
+    if any(row.experts is not None for row in rows):
+        found["rollout_expert_indices"] = [[] if row.experts is None else row.experts.tolist() for row in rows]
+    if pixels is not None and any(row.images for row in rows):
+        found |= _images(rows, pixels)
     return found
 
 
-def _images(rows: Sequence[HandedRow], vision: Vision) -> dict[str, list[Any]]:
-    """The image tensors of each row; tensors without images for a row that has none."""
-    import torch
-
-    each = [vision.tensors([row.images]) for row in rows]
-    first = next(tensors for tensors in each if tensors)
-    if set(first) != _IMAGE_TENSORS:
+def _images(rows: Sequence[HandedRow], pixels: Pixels) -> dict[str, list[Any]]:
+    """The image tensors of each row; rows with the same images share them."""
+    names = pixels.vision.family.names
+    if set(names) != _IMAGE_TENSORS:
         raise TrainError(
-            f"SkyRL takes {' and '.join(sorted(_IMAGE_TENSORS))}; this model has {', '.join(sorted(first))}; use `engine train`",
+            f"SkyRL takes {' and '.join(sorted(_IMAGE_TENSORS))}; this model has {', '.join(sorted(names))}; use `engine train`",
             kind="train_setup",
         )
-    empty = {name: np.zeros((0, *array.shape[1:]), array.dtype) for name, array in first.items()}
-    return {
-        name: [torch.from_numpy(np.ascontiguousarray((tensors or empty)[name])) for tensors in each] for name in first
-    }
+    made: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in rows:
+        images = pixels.row([*row.prompt_ids, *row.completion_ids], row.images)
+        if row.images not in made:
+            made[row.images] = dict(images.items())
+    return {name: [made[row.images][name] for row in rows] for name in names}
 
 
 def sums_of_batch(batch: Any) -> Sums:
@@ -102,8 +130,12 @@ def sums_of_batch(batch: Any) -> Sums:
     """
     rows = len(batch["sequences"]) - batch.metadata.get("pad_size", 0)
     mask = batch["loss_mask"][:rows]
+    whole = batch["attention_mask"][:rows].bool()
+    images = 0
+    if batch.get("pixel_values") is not None:
+        for place, there in enumerate(whole):
+            tensors = {name: batch[name][place] for name in _IMAGE_TENSORS}
+            images += row_sum(batch["sequences"][place][there], checksums_of(tensors))
     return Sums(
-        int(batch["attention_mask"][:rows].sum()),
-        int(mask.sum()),
-        float((batch["advantages"][:rows].double().abs() * mask).sum()),
+        int(whole.sum()), int(mask.sum()), float((batch["advantages"][:rows].double().abs() * mask).sum()), images
     )

@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
+from engine.errors import BackendError
 from engine.integrations.trainers.sampler import Sampled, TrainerBackend, given
 
 if TYPE_CHECKING:
+    from engine.integrations.trainers.pixels import Pixels
     from engine.schemas.backend_base import BackendBase
     from engine.schemas.generation import GenerateRequest
 
@@ -24,6 +29,12 @@ NAMES = {
 """The parameters of `sampling` that SkyRL's vLLM servers take, and their names there."""
 
 
+_MOST_BYTES = 1 << 30
+"""Encoded images that are kept, in bytes."""
+_ROUNDING = 0.02
+"""Largest difference of normalised pixels that is rounding to bfloat16: about one grey level."""
+
+
 class SkyRLBackend(TrainerBackend):
     """SkyRL's inference engines as a backend. SkyRL tells no weight versions: all tokens have that of `version`.
 
@@ -32,12 +43,26 @@ class SkyRLBackend(TrainerBackend):
         declared: The config class of the spec's backend, for its capabilities.
         context: Maximum length of a sequence in tokens.
         model: The name by which SkyRL's servers know the policy; None: the client's own.
+        pixels: What makes the images, for a model that takes images.
     """
 
-    def __init__(self, client: Any, declared: type[BackendBase], *, context: int | None, model: str | None) -> None:
+    def __init__(
+        self,
+        client: Any,
+        declared: type[BackendBase],
+        *,
+        context: int | None,
+        model: str | None,
+        pixels: Pixels | None = None,
+    ) -> None:
         super().__init__("SkyRL", declared, context=context)
         self._client = client
         self._model = model
+        self.pixels = pixels
+        self._encoded: dict[str, asyncio.Task[tuple[str, str]]] = {}
+        """Images as vLLM takes them, by digest; the least recently used first."""
+        self._bytes = 0
+        self._compared = False
         self._released: set[asyncio.Task[None]] = set()
         self.version = 0
         """The version of the weights that the servers have now; the generator sets it."""
@@ -51,20 +76,95 @@ class SkyRLBackend(TrainerBackend):
             "seed": request.seed,
             "logprobs": 1,
         }
-        batch = {
+        batch: dict[str, Any] = {
             "prompts": None,
             "prompt_token_ids": [request.input_ids.tolist()],
             "sampling_params": params,
             "session_ids": [request.episode_id],
         }
+        if request.images:
+            batch["mm_features"] = [await self._features(request)]
         found = await self._client.generate(batch, model=self._model)
-        ids, logprobs = found["response_ids"][0], found["response_logprobs"]
+        ids, logprobs, experts = (
+            found["response_ids"][0],
+            found["response_logprobs"],
+            found.get("rollout_expert_indices"),
+        )
         return Sampled(
             ids,
             None if logprobs is None else logprobs[0],
             [self.version] * len(ids),
             found["stop_reasons"][0] == "length",
+            experts=None if experts is None or experts[0] is None else np.asarray(experts[0]),
         )
+
+    async def _features(self, request: GenerateRequest) -> dict[str, Any]:
+        """SkyRL's `MultiModalFeatures` of a prompt: its images as vLLM takes them, and where their placeholders are."""
+        encoded = await asyncio.gather(*[asyncio.shield(self._encoding(part.image)) for part in request.images])
+        return {
+            "mm_hashes": {"image": [name for name, _ in encoded]},
+            "mm_placeholders": {
+                "image": [{"offset": start, "length": end - start} for start, end in request.image_spans]
+            },
+            "kwargs_data": {"image": [data for _, data in encoded]},
+        }
+
+    def _encoding(self, digest: str) -> asyncio.Task[tuple[str, str]]:
+        """The hash and the data of an image; each image is encoded once while it is kept."""
+        task = self._encoded.pop(digest, None)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = asyncio.get_running_loop().create_task(self._encode(digest))
+        self._encoded[digest] = task
+        return task
+
+    async def _encode(self, digest: str) -> tuple[str, str]:
+        """Let a server of SkyRL process an image at the size of its grid, which it does not scale.
+
+        Raises:
+            BackendError: kind `wrong_server`: the server makes other placeholders or pixels of it than the rows have.
+        """
+        assert self.pixels is not None
+        vision = self.pixels.vision
+        part = {"type": "image_url", "image_url": {"url": vision.bank.scaled_uri(digest)}}
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": [part]}]}
+        if self._model is not None:
+            body["model"] = self._model
+        features = (await self._client.render_chat_completion({"json": body})).get("features") or {}
+        try:
+            length = features["mm_placeholders"]["image"][0]["length"]
+            name, data = features["mm_hashes"]["image"][0], features["kwargs_data"]["image"][0]
+        except (KeyError, IndexError, TypeError) as error:
+            raise BackendError(f"SkyRL's server does not encode an image: {error!r}", kind="wrong_server") from None
+        wanted = vision.bank.picture(digest).placeholders
+        if length != wanted:
+            raise BackendError(
+                f"SkyRL's server expands an image to {length} placeholders, and the model's own processor to {wanted}: its pixel limits differ "
+                "(`generator.inference_engine.engine_init_kwargs`, preprocessor_config.json)",
+                kind="wrong_server",
+            )
+        if not self._compared:
+            self._compare(digest, data)
+            self._compared = True
+        self._bytes += len(data)
+        for old in list(self._encoded):  # the oldest first; an image that is asked for now is the newest
+            if self._bytes <= _MOST_BYTES or old == digest:
+                break
+            if self._encoded[old].done() and not self._encoded[old].exception():
+                self._bytes -= len(self._encoded.pop(old).result()[1])
+        return name, data
+
+    def _compare(self, digest: str, data: str) -> None:
+        """Compare the first image's pixels with those of the rows, rounded as the server's are."""
+        from skyrl.backends.renderer import decode_mm_kwargs
+
+        assert self.pixels is not None
+        there = decode_mm_kwargs({"image": [data]}).pixel_values
+        own = torch.from_numpy(self.pixels.vision.bank.tensors(digest)["pixel_values"])
+        if there is None or there.shape != own.shape or float((there.float() - own).abs().max()) > _ROUNDING:
+            raise BackendError(
+                "SkyRL's server makes other pixels of an image than the rows have: its preprocessor_config.json differs from that of the spec's model",
+                kind="wrong_server",
+            )
 
     def release(self, episode_id: str) -> None:
         """Tell SkyRL's router that an episode has ended, so that it frees the place of its session."""

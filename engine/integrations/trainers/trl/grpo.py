@@ -18,14 +18,15 @@ import torch
 from engine.errors import TrainError
 from engine.integrations.trainers.library import check_overrides, imports_of
 from engine.integrations.trainers.trl.arguments import refuse_arguments
-from engine.integrations.trainers.trl.handover import check_batches
+from engine.integrations.trainers.trl.handover import TILES, check_batches
 from engine.train.logprobs import MASKED_LOGIT
 
 if TYPE_CHECKING:
     from engine.integrations.trainers.trl.rollouts import EngineRollouts
 
-_IMAGE_TENSORS = {"pixel_values", "image_grid_thw"}
-"""The tensors of images that TRL splits by row; Qwen's families have these two."""
+_PATCHES, _TILES = {"pixel_values", "image_grid_thw"}, {"pixel_values", "pixel_attention_mask"}
+"""The tensors of images that TRL splits by row: of Qwen's families, and of Idefics3's."""
+_IMAGE_KEYS = _PATCHES | _TILES | {"num_images"}
 
 
 def engine_reward(prompts: list[Any], completions: list[Any], engine_reward: list[float | None], **_: Any) -> list[Any]:
@@ -107,14 +108,20 @@ class EngineGRPO:
         if vision is None or not any(digests):
             return {}
         tensors = vision.tensors(digests)
-        if set(tensors) != _IMAGE_TENSORS:
+        if set(tensors) not in (_PATCHES, _TILES):
             raise TrainError(
-                f"TRL cannot split the image tensors of this model by row ({', '.join(sorted(tensors))}); use a model with "
-                f"{' and '.join(sorted(_IMAGE_TENSORS))}, or `engine train`",
+                f"TRL cannot split the image tensors of this model by row ({', '.join(sorted(tensors))}); use a model of Qwen's or Idefics3's "
+                "families, or `engine train`",
                 kind="train_setup",
             )
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         found: dict[str, Any] = {name: torch.from_numpy(array).to(ids.device) for name, array in tensors.items()}
+        if set(tensors) == _TILES:
+            # The tensors have one entry for each row. TRL takes as many entries as there are images for images, so each row counts as one.
+            found["num_images"] = [1] * len(digests)
+            tiles = [[len(vision.bank.tensors(image)["pixel_values"]) for image in row] for row in digests]
+            found[TILES] = torch.tensor([[*row, *[0] * (max(map(len, tiles)) - len(row))] for row in tiles])
+            return found
         found["num_images"] = [len(each) for each in digests]
         found["mm_token_type_ids"] = torch.tensor(vision.token_types(ids.tolist()), device=ids.device)
         return found
@@ -142,8 +149,8 @@ class EngineGRPO:
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Compute TRL's loss; before the first update with a batch, measure how far its log-probs are from the sampler's."""
-        if "num_images" in inputs and not sum(inputs["num_images"]):
-            inputs = {name: value for name, value in inputs.items() if name not in _IMAGE_TENSORS | {"num_images"}}
+        if "num_images" in inputs and not inputs.get("pixel_attention_mask", inputs["pixel_values"]).any():
+            inputs = {name: value for name, value in inputs.items() if name not in _IMAGE_KEYS}
         loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
         if self._newest is not None and self.state.global_step == self._rollouts.version:
             trained = (inputs["completion_mask"] * inputs["tool_mask"]).bool()

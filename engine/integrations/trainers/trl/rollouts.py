@@ -110,7 +110,7 @@ class EngineRollouts:
             for each in group.trajectories
         }
         self.handed = self._handed(batch, len(groups), samples)
-        self.sums = Sums.of_rows(self.handed)
+        self.sums = Sums.of_rows(self.handed, self._episodes.pixels)
         slots = [ended.get((number, sample)) for number in range(len(groups)) for sample in range(samples)]
         return {
             "prompt_ids": [row.prompt_ids for row in self.handed],
