@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.integrations.trainers.capabilities import THINGS, TRAINERS
-from engine.integrations.trainers.evidence import EVIDENCE, INSTALLED, PARTS
+from engine.integrations.trainers.evidence import CELLS, EVIDENCE, INSTALLED, PARTS, SHOWN
 
 _HEAD = """# Other trainers
 
@@ -37,6 +37,12 @@ The script makes an environment for each of SkyRL, AReaL, verl, the client and a
 | trainer | part | | what | tests |
 |---|---|---|---|---|
 """
+_SHOWN = """
+## What each adapter carries, and the test that shows it
+
+A cell names the test that shows that it is carried, or that it is refused by name.
+
+"""
 _INSTALLED = """
 ## One environment with the engine
 
@@ -63,6 +69,14 @@ def trainers_reference() -> str:
         for part, evidence in parts.items():
             tests = ", ".join(f"`{file}`" for file in evidence.tests)
             text += f"| {known.title} {known.version} | {PARTS[part]} | {evidence.seen} | {evidence.how} | {tests} |\n"
+    text += _SHOWN + "| adapter | " + " | ".join(CELLS) + " |\n" + "|---" * (len(CELLS) + 1) + "|\n"
+    for name, tests_of in SHOWN.items():
+        things = TRAINERS[name].things
+        cells = [
+            _MARKS[things[thing].status] + (f": `{file}`" if file else "")
+            for thing, file in zip(CELLS.values(), tests_of, strict=True)
+        ]
+        text += f"| `{name}` | " + " | ".join(cells) + " |\n"
     text += _INSTALLED
     for name, installed in INSTALLED.items():
         text += f"| `{name}` | {'yes' if installed.resolved else 'no'}, {installed.on} | {installed.versions} | {installed.how} |\n"

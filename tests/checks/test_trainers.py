@@ -13,7 +13,7 @@ from engine.cli.schema import generated
 from engine.errors import TrainError
 from engine.integrations.trainers.capabilities import THINGS, TRAINERS
 from engine.integrations.trainers.check import check_trainer, uses
-from engine.integrations.trainers.evidence import EVIDENCE, INSTALLED, PARTS
+from engine.integrations.trainers.evidence import CELLS, EVIDENCE, INSTALLED, PARTS, SHOWN
 from engine.integrations.trainers.rollouts import refuse_lost
 from engine.spec.load import load_spec
 
@@ -61,6 +61,12 @@ def test_what_ran_names_its_tests() -> None:
             assert bool(evidence.tests) == (evidence.seen in ("ran", "scripted")), (name, part)
             assert [file for file in evidence.tests if not (ROOT / file).is_file()] == []
         assert (parts["images"].seen == "refused") == (TRAINERS[name].things["images"].status == "refused")
+
+
+def test_the_table_of_tests_names_files_that_exist() -> None:
+    assert list(SHOWN) == list(EVIDENCE)
+    assert [file for files in SHOWN.values() for file in files if file and not (ROOT / file).is_file()] == []
+    assert set(CELLS.values()) <= set(THINGS)
 
 
 USER = {"user": {"use": "m:User"}, "machine": "tools_and_user"}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +19,13 @@ import pytest
 import torch
 import vision_kit
 
-from engine.errors import TrainError
+from engine.errors import BackendError, TrainError
 from engine.integrations.trainers import areal, skyrl
+from engine.integrations.trainers.areal.sampler import ArealBackend
 from engine.integrations.trainers.areal.workflow import refuse_blind
 from engine.integrations.trainers.handover import HandedRow, Sums
 from engine.integrations.trainers.pixels import Pixels
+from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.model import ModelSpec
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
@@ -152,3 +158,78 @@ def test_a_missing_skyrl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "skyrl", None)
     with pytest.raises(TrainError, match=r"SkyRL cannot be imported .*pip install 'episode-engine\[skyrl\]'"):
         skyrl.register_estimator()
+
+
+class Answering(BaseHTTPRequestHandler):
+    """The part of an SGLang server that is asked before the first episode: it expands a prompt as the model's own processor does."""
+
+    vision: Any
+    says: dict[str, Any]
+
+    def do_GET(self) -> None:
+        self._answer({})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        (digest,) = list(self.vision.bank._pictures)
+        ids = self.vision.expand(body["input_ids"], [digest])[0].tolist()
+        rows = [[-1.0, token, None] for token in ids]
+        self._answer({"prompt_token_ids": ids, "meta_info": {"input_token_logprobs": rows}} | self.says)
+
+    def _answer(self, value: dict[str, Any]) -> None:
+        data = json.dumps({name: each for name, each in value.items() if each is not None}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("says", "words"),
+    [
+        ({}, None),
+        (
+            {"prompt_token_ids": None},
+            "does not return the ids.*SGLang 0.5.23 or newer.*0.5.10.post1, which AReaL 1.0.4",
+        ),
+        ({"prompt_token_ids": [1, 2]}, "expands a prompt with an image to 2 tokens"),
+    ],
+    ids=["keeps_ids", "has_no_echo", "tokenises_again"],
+)
+def test_servers_of_areal_that_tokenise_prompts_with_images_again_are_refused(
+    tmp_path: Path, says: dict[str, Any], words: str | None
+) -> None:
+    folder = vision_kit.build_qwen25(tmp_path / "model")
+    form = load_format(ModelSpec(path=str(folder)), folder)
+    assert form.vision is not None
+    handler = type("Handler", (Answering,), {"vision": form.vision, "says": says})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        engine = SimpleNamespace(addresses=[f"127.0.0.1:{server.server_port}"])
+        pixels = Pixels(form.vision, folder)
+        backend = ArealBackend(engine, LocalBackendSpec, form, context=None, pixels=pixels)
+        try:
+            if words is None:
+                asyncio.run(backend.start())
+                return
+            with pytest.raises(BackendError, match=words) as caught:
+                asyncio.run(backend.start())
+            assert caught.value.kind == "wrong_server"
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.slow
+def test_a_model_whose_images_are_tiles_is_refused_under_areal(tmp_path: Path) -> None:
+    folder = vision_kit.build_smolvlm(tmp_path / "model")
+    form = load_format(ModelSpec(path=str(folder)), folder)
+    assert form.vision is not None
+    backend = ArealBackend(
+        SimpleNamespace(addresses=[]), LocalBackendSpec, form, context=None, pixels=Pixels(form.vision, folder)
+    )
+    with pytest.raises(BackendError, match="splits images into tiles"):
+        asyncio.run(backend.start())

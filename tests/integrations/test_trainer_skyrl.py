@@ -8,11 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from scripted_sampler import ScriptedSampler
 from trainer_kit import FORGETFUL, write_spec
 
-from engine.errors import TrainError
+from engine.errors import BackendError, TrainError
 from engine.integrations.trainers import skyrl
 from engine.integrations.trainers.handover import HandedRow
 from engine.integrations.trainers.rollouts import TrainerRollouts
@@ -20,6 +21,8 @@ from engine.integrations.trainers.skyrl.experiment import EngineExperiment, Task
 from engine.integrations.trainers.skyrl.generator import EngineEpisodes
 from engine.integrations.trainers.skyrl.sampler import SkyRLBackend
 from engine.schemas.backend import LocalBackendSpec
+from engine.schemas.generation import GenerateRequest, SamplingParams
+from engine.tokens.experts import ExpertLayout
 
 
 class Client(ScriptedSampler):
@@ -145,6 +148,33 @@ def test_the_data_set_is_that_of_the_tasks() -> None:
     assert prompts.collate_fn([prompts[1]]) == [
         {"prompt": [{"role": "user", "content": "b"}], "env_class": None, "env_extras": {"task": "b"}, "uid": "1"}
     ]
+
+
+def test_the_experts_of_a_reply_begin_where_the_engine_asks() -> None:
+    """SkyRL's client gives those of the whole sequence, as lists; a reply without them is an error."""
+    experts = [[[token, token + 1]] for token in range(4)]
+
+    class Routing:
+        def __init__(self, experts: Any) -> None:
+            self.found = {"response_ids": [[4, 9]], "stop_reasons": ["stop"], "response_logprobs": [[-1.0, -1.0]]}
+            self.found["rollout_expert_indices"] = experts
+
+        async def generate(self, batch: dict[str, Any], model: str | None = None) -> dict[str, Any]:
+            return self.found
+
+    def ask(client: Routing) -> Any:
+        backend = SkyRLBackend(client, LocalBackendSpec, context=None, model=None)
+        backend.layout = ExpertLayout(layers=1, top_k=2, experts=8, sparse=(0,))
+        request = GenerateRequest(
+            episode_id="a/0", turn=1, input_ids=np.array([1, 2, 3], np.int32), sampling=SamplingParams(), max_new_tokens=3,
+            stop_token_ids=[9], seed=1, experts_from=1,
+        )  # fmt: skip
+        return asyncio.run(backend.generate(request))
+
+    found = ask(Routing([experts]))
+    assert found.routed_experts.tolist() == experts[1:]
+    with pytest.raises(BackendError, match="SkyRL's sampler gave no experts where 4 are needed"):
+        ask(Routing(None))
 
 
 def test_an_episode_that_ended_frees_its_session() -> None:

@@ -78,7 +78,7 @@ _GROUPS_BEFORE = (
 _TRL_NOTES = """\
 The adapter, its arguments beside TRL's, and what remains exact: [from TRL](from-trl.md). Run with TRL 1.16.0 on a CPU by
 `tests/integrations/test_trainer_trl.py`: the loss of a batch of two turns equals the value that is computed by hand from the stored rows to 1e-6 (`grpo`, `dr_grpo`,
-`dapo`); a tiny Qwen2.5-VL with images between its replies makes two steps, with the log-probs of a plain pass of transformers without placeholders of images to 1e-5; a batch that lost something on
+`dapo`); a tiny Qwen2.5-VL, Idefics3 and SmolVLM with images between their replies make two steps, with the log-probs of a plain pass of transformers without placeholders of images to 1e-5; a batch that lost something on
 the way makes no update.
 
 `python scripts/train_with_trl.py specs/train_credit.yaml --out OUT --several-rows leave_out --set model.path=MODEL`, MODEL made by `scripts/make_tiny_lm.py --teach 200 --seed 0`; 24 steps of
@@ -141,11 +141,20 @@ It registers the estimator `engine`, runs whole groups over SkyRL's inference en
 stops the training before the update. Settings of SkyRL that would change the advantages, or that have no effect, are refused by name (`refuse_settings`), such as a temperature other than 1
 without `logprobs_mode: processed_logprobs`, because vLLM then reports the log-probs of temperature 1. SkyRL computes its metrics of rewards from advantages: `reward/avg_raw_reward` is replaced by
 the true mean, the others are removed, and the metrics of `engine train` are under `engine/`. An episode with several rows stops the training, or is left out and counted (`several_rows="leave_out"`).
-Images are not sent to SkyRL's engines; a spec with images is refused.
+
+Images: the spec names `backend: {{kind: sglang}}`, because the engine's own `vllm` backend takes none; SkyRL's vLLM servers sample in either case. Each distinct image is sent once to
+`/v1/chat/completions/render`, at the size of its grid, and its features go with the expanded ids of each turn (`mm_features`); the number of placeholders of each image, and the pixels of the first one,
+are compared with those of the rows. Set `trainer.remove_microbatch_padding=false`. A place without a trainable episode shows the images of another row, without trained tokens; a batch in which only some
+trained rows have images is refused. SkyRL's batch holds the pixels as float32, once for all rows with the same images in the driver.
+
+Experts: `backend.routed_experts` with `generator.inference_engine.enable_return_routed_experts=true`, `trainer.strategy=megatron` and
+`trainer.policy.megatron_config.moe_enable_routing_replay=true`; not with images, because SkyRL's endpoint for experts drops them. SkyRL's batch function takes the experts as lists of numbers: about 100 MB for
+10,000 tokens of 48 layers and 8 experts.
 
 Ran with SkyRL 0.3.0 on a CPU (`SKYRL_PYTHON=… pytest -m slow tests/integrations/trainer_skyrl`): the experiment, its data loader, `prepare_generator_input`, `RayPPOTrainer.generate`,
 `validate_generator_output`, `postprocess_generator_output`, `convert_to_training_input` and `compute_advantages_and_returns`, on 12 episodes of two turns whose client is scripted: ids,
-log-probs and advantages by token are those of the run store to 1e-6. The same last four functions on the 48 episodes with one row of {_AGREE}.
+log-probs and advantages by token are those of the run store to 1e-6. With images in the prompt, a tool's result and a user's turn: `HFModelWrapper` and `PolicyWorkerBase` compute the log-probs of `engine train` to 1e-5 on
+tensors that are equal bit for bit, and a step changes the vision tower. The same last four functions on the 48 episodes with one row of {_AGREE}.
 By contract only: `RemoteInferenceClient` and its vLLM servers, `_normalize_advantages`, FSDP and Megatron workers, a whole training. On Python 3.11 SkyRL's
 types cannot be imported with pydantic 2.14, so use Python 3.12 (the test replaces `typing.TypedDict`).
 
@@ -168,13 +177,21 @@ with PPOTrainer(config, train_dataset=task_dataset("spec.yaml")) as trainer:
 
 `workflow_arguments` refuses each setting of AReaL that would change the advantages, by name. `watch` compares the sums of both sides after each `compute_advantages`, and a difference stops the
 training before the update. Each rollout process has a run store of its own, `process-<n>/rollouts` in the folder. A group without trainable episodes is rejected, and AReaL runs another one. If the
-engine itself fails in a group, the error is logged and AReaL goes on without the group. Images are not sent to AReaL's engine; a spec with images is refused.
+engine itself fails in a group, the error is logged and AReaL goes on without the group.
+
+Images go to SGLang with one placeholder each, as PNGs of their grid's size. Before the first episode each server expands a sample prompt: one that tokenises it again is refused, as SGLang before 0.5.23 does
+(AReaL 1.0.4 requires 0.5.10.post1, so install a newer one for its servers), and AReaL's vLLM takes images with messages only. Rows hold pixels as bytes, once for an image, until AReaL's code reads them;
+AReaL's own RPC between machines reads them, so floats travel there. `compute_advantages` gives every group the images of all groups: `watch` gives each its own again, and compares each row's images.
+A row without an image has a grid of no images, so batches without images get positions; where several processes train, such rows are refused, because their layers of the vision tower wait for each other.
+transformers 5.3, the newest that AReaL allows, multiplies the time of Qwen2.5-VL's images by `tokens_per_second`, which model servers do not: the adapter refuses it until `vision_config.tokens_per_second` is 1 in
+the model's `config.json` (it is used for videos otherwise). Set `rollout.check_trajectory_format=false`. AReaL trains without the experts of its sampler, so `backend.routed_experts` is refused.
 
 Ran with AReaL 1.0.4 on a CPU (`AREAL_PYTHON=… pytest -m slow tests/integrations/trainer_areal`): the workflow by its import path, `WorkflowExecutor.rollout_batch` with its check of
 trajectories, and `PPOActor.compute_advantages` with a reward that AReaL scales and shifts, on 12 episodes of two turns whose inference engine is scripted and is updated inside each reply, with
-one row and with two rows for each episode: ids, log-probs, weight versions and advantages by token are those of the run store to 1e-6. `check_trajectory_format`, `concat_padded_tensors` and
+one row and with two rows for each episode: ids, log-probs, weight versions and advantages by token are those of the run store to 1e-6. With images in the prompt, a tool's result and a user's turn, and without any:
+`FSDPPPOActor` with gloo computes the log-probs of `engine train` to 1e-5 on tensors that are equal bit for bit, and `ppo_update` changes the vision tower. `check_trajectory_format`, `concat_padded_tensors` and
 `PPOActor._compute_advantages` on all of {_AGREE}. By contract only: AReaL's SGLang and vLLM servers, `PPOTrainer`, its controllers (whose tensors on other
-machines `watch` fetches) and its training engines. The tests ran with torch 2.13,
+machines `watch` fetches), Megatron and packed rows. The tests ran with torch 2.13,
 which is newer than AReaL's pin, and with AReaL installed without its dependencies.
 
 Certificate of exactness: ids, masks, log-probs, versions by token and advantages are those of the rows. The advantage at a row's last token is R − (R − A), equal to A to within one rounding.

@@ -63,6 +63,8 @@ _TRL, _SKYRL, _AREAL = (
     _IT + "trainer_areal/test_one_step_areal.py",
 )
 _VERL, _LOOP = _IT + "test_trainer_verl.py", _IT + "test_trainer_verl_loop.py"
+_SKYRL_IMAGES = _IT + "trainer_skyrl/test_images_skyrl.py"
+_AREAL_IMAGES = _IT + "trainer_areal/test_images_areal.py"
 _VERL_IMAGES = _IT + "test_trainer_verl_images.py"
 _SLIME = _IT + "trainer_slime/"
 
@@ -71,7 +73,11 @@ EVIDENCE: Mapping[str, Mapping[str, Evidence]] = {
         "sampler": _ran("the model of `GRPOTrainer`, with its weights of each step", _TRL),
         "handover": _ran("`rollout_func`; TRL's shuffling and slicing", _TRL),
         "advantages": _ran("what `_compute_loss` reads; the loss equals the hand-computed one", _TRL, _AGREE),
-        "images": _ran("two steps of a tiny Qwen2.5-VL with images between replies; 128 steps in its section", _TRL),
+        "images": _ran(
+            "two steps each of a tiny Qwen2.5-VL, Idefics3 and SmolVLM with images between replies: log-probs to 1e-5, exchanged images found; "
+            "128 steps in its section",
+            _TRL,
+        ),
         "steps": _ran("the figures of its section", _TRL, "scripts/train_with_trl.py"),
     },
     "verl": {
@@ -118,18 +124,57 @@ EVIDENCE: Mapping[str, Mapping[str, Evidence]] = {
         ),
         "handover": _ran("`postprocess_generator_output`, `convert_to_training_input`", _SKYRL, _AGREE),
         "advantages": _ran("`compute_advantages_and_returns`", _SKYRL, _AGREE),
-        "images": Evidence("refused", "a spec with images is refused"),
-        "steps": Evidence("read", "`_normalize_advantages` and its FSDP and Megatron workers need GPUs"),
+        "images": _scripted(
+            "a script replies as its client; its model wrapper on a CPU: log-probs of a tiny Qwen2.5-VL to 1e-5, exchanged images found",
+            _SKYRL_IMAGES,
+        ),
+        "steps": _ran(
+            "the forward and backward pass of its policy worker on a CPU, with images, and one step of AdamW; `_normalize_advantages`, FSDP and Megatron "
+            "need GPUs",
+            _SKYRL_IMAGES,
+        ),
     },
     "areal": {
         "sampler": _scripted("`WorkflowExecutor` with the engine's workflow; a script replies as its engine", _AREAL),
         "handover": _ran("`rollout_batch`, `check_trajectory_format`, `concat_padded_tensors`", _AREAL, _AGREE),
         "advantages": _ran("`PPOActor.compute_advantages`", _AREAL, _AGREE),
-        "images": Evidence("refused", "a spec with images is refused"),
-        "steps": Evidence("read", "`PPOTrainer`, its controllers and engines need GPUs"),
+        "images": _scripted(
+            "a script replies as its engine; its FSDP engine on a CPU: log-probs of a tiny Qwen2.5-VL to 1e-5, exchanged images found",
+            _AREAL_IMAGES,
+        ),
+        "steps": _ran(
+            "one `ppo_update` of `FSDPPPOActor` on a CPU, with images; `PPOTrainer`, its controllers and Megatron need GPUs",
+            _AREAL_IMAGES,
+        ),
     },
 }
 """By the name that `--trainer` takes; the other trainers were only read."""
+
+CELLS: Mapping[str, str] = {
+    "text": "token_ids",
+    "images": "images",
+    "windows of images": "branches",
+    "expert routing": "expert_routing",
+    "several rows of an episode": "branches",
+}
+"""The columns of the table of tests, and the thing of `THINGS` that says what a trainer carries. A window of images makes several rows."""
+
+_EXPERTS = "tests/checks/test_expert_rules.py"
+SHOWN: Mapping[str, tuple[str, str, str, str, str]] = {
+    "trl": (_TRL, _TRL, "", _EXPERTS, _TRL),
+    "verl": (_VERL, _VERL_IMAGES, "", _VERL_IMAGES, _VERL),
+    "verl_agent_loop": (_LOOP, _VERL_IMAGES, "", _VERL_IMAGES, _LOOP),
+    "slime": (
+        _SLIME + "test_slime_source.py",
+        _SLIME + "test_slime_images.py",
+        "",
+        _EXPERTS,
+        _SLIME + "test_slime_source.py",
+    ),
+    "skyrl": (_SKYRL, _SKYRL_IMAGES, "", _SKYRL_IMAGES, _IT + "test_trainer_skyrl.py"),
+    "areal": (_AREAL, _AREAL_IMAGES, "", _EXPERTS, _AREAL),
+}
+"""For each column of `CELLS` the test that shows that a trainer's adapter carries or refuses it; empty where none does yet."""
 
 _DAY = "2026-11-23"
 INSTALLED: Mapping[str, Installed] = {

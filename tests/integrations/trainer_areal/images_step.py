@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,17 @@ def main(spec_file: str, folder: str, tasks: str) -> None:
         experiment_name="e", trial_name="t", backend="sglang:d1", consumer_batch_size=3, max_head_offpolicyness=8
     )
     config = GRPOConfig(experiment_name="e", trial_name="t", actor=actor_config, rollout=rollout)
+    settings = {"backend": "vllm:d1", "check_trajectory_format": True, "return_routed_experts": True}
+    actor_config.enable_tree_training = True
+    wrong = GRPOConfig(experiment_name="e", trial_name="t", actor=actor_config, rollout=replace(rollout, **settings))
+    try:
+        workflow_arguments(wrong, spec_file, folder)
+        named = ""
+    except TrainError as error:
+        named = str(error)
+    actor_config.enable_tree_training = False
     arguments = workflow_arguments(config, spec_file, folder)
+    assert arguments["ranks"] == 1
     workflow = import_from_string("engine.integrations.trainers.areal.EngineWorkflow")(**arguments)
 
     class Engine(ScriptedSampler):
@@ -70,6 +81,12 @@ def main(spec_file: str, folder: str, tasks: str) -> None:
 
     rollouts = workflow.episodes.rollouts
     engine = Engine(rollouts.format)
+    backend = sampler.ArealBackend(engine, None, rollouts.format, context=None, pixels=rollouts.pixels)  # type: ignore[arg-type]
+    try:
+        asyncio.run(backend.start())
+    except TrainError as error:
+        print(json.dumps({"refused": str(error), "named": named}))
+        return
     executor = WorkflowExecutor(rollout, engine)
     executor.initialize()
     try:
@@ -133,8 +150,7 @@ def main(spec_file: str, folder: str, tasks: str) -> None:
     ]
     actor.destroy()
     print(json.dumps({"rows": told, "asked": asked, "scaled": scaled == {True} if pngs else None, "pngs": len(pngs), "said": said, "lists": lists,
-                      "visual": sum("visual" in name for name in moved_names), "changed": len(moved_names),
-                      "reason": sampler._REENCODES}))  # fmt: skip
+                      "visual": sum("visual" in name for name in moved_names), "changed": len(moved_names)}))  # fmt: skip
 
 
 def _whole(value: Any) -> Any:

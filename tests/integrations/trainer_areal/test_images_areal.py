@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,14 @@ from engine.integrations.trainers.handover import images_of
 from engine.integrations.trainers.pixels import Pixels
 
 
+def with_frames_of_a_second(folder: Path) -> Path:
+    """Set what transformers 5.3, which AReaL requires, multiplies the time of images by; later ones use it for videos only."""
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["tokens_per_second"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.trainers
 @pytest.mark.parametrize(
@@ -23,7 +32,7 @@ from engine.integrations.trainers.pixels import Pixels
 )
 def test_images_reach_the_update_of_areal(tmp_path: Path, tasks: str, blind: tuple[str, ...]) -> None:
     """Log-probs, tensors and positions of AReaL's passes, an update, and images that were swapped, moved and lost on the way."""
-    folder = vision_kit.build_qwen25(tmp_path / "model")
+    folder = with_frames_of_a_second(vision_kit.build_qwen25(tmp_path / "model"))
     spec = write_spec(tmp_path, folder, blind=blind)
     told = run_script("AREAL_PYTHON", Path(__file__).parent / "images_step.py", str(spec), str(tmp_path / "out"), tasks)
     rows, vision = rows_and_vision(tmp_path / "out" / "process-0" / "rollouts", folder)
@@ -49,3 +58,19 @@ def test_images_reach_the_update_of_areal(tmp_path: Path, tasks: str, blind: tup
         assert told["visual"] > 0
         for said in told["said"]:
             assert "images: lost, changed, or in another order or row" in said
+
+
+@pytest.mark.slow
+@pytest.mark.trainers
+def test_other_positions_than_the_servers_are_refused(tmp_path: Path) -> None:
+    """The model as it comes, with the transformers that AReaL requires; settings that would lose images are named too."""
+    spec = write_spec(tmp_path, vision_kit.build_qwen25(tmp_path / "model"))
+    told = run_script("AREAL_PYTHON", Path(__file__).parent / "images_step.py", str(spec), str(tmp_path / "out"), "t0")
+    assert told["refused"].startswith("transformers 5.3.0 multiplies the time of this model's images")
+    for named in (
+        "rollout.backend: vllm takes images with messages only",
+        "rollout.check_trajectory_format: rows without an image",
+        "rollout.return_routed_experts: no trainer of AReaL reads them",
+        "actor.enable_tree_training: its positions do not know images",
+    ):
+        assert named in told["named"]

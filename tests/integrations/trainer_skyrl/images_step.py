@@ -19,9 +19,6 @@ import typing_extensions
 
 typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]  # else pydantic refuses SkyRL's types on Python 3.11
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "vision")]
-for name in ("flash_attn", "flash_attn.bert_padding"):  # imported, and called for packed rows only, which need a GPU
-    sys.modules[name] = types.ModuleType(name)
-sys.modules["flash_attn.bert_padding"].__dict__.update(pad_input=None, unpad_input=None, index_first_axis=None)
 serde = types.ModuleType("vllm.entrypoints.serve.disagg.mm_serde")
 for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.serve", "vllm.entrypoints.serve.disagg", serde.__name__):
     sys.modules[name] = serde if name == serde.__name__ else types.ModuleType(name)
@@ -36,11 +33,25 @@ def decode(text: str) -> Any:
 serde.decode_mm_kwargs_item = decode  # type: ignore[attr-defined]
 
 
+def workers() -> tuple[Any, Any]:
+    """SkyRL's model wrapper and policy worker. They import functions of flash-attn, which are called for packed rows only and need a GPU."""
+    import peft  # noqa: F401  # with transformers, which looks for flash-attn as it is imported
+    import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl  # noqa: F401
+
+    padding = types.ModuleType("flash_attn.bert_padding")
+    padding.__dict__.update(pad_input=None, unpad_input=None, index_first_axis=None)
+    sys.modules |= {"flash_attn": types.ModuleType("flash_attn"), padding.__name__: padding}
+    try:
+        from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
+        from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
+    finally:
+        del sys.modules["flash_attn"], sys.modules[padding.__name__]
+    return HFModelWrapper, PolicyWorkerBase
+
+
 def main(spec_file: str, folder: str) -> None:
     from scripted_sampler import ScriptedSampler
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
-    from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper
-    from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
     from skyrl.backends.skyrl_train.workers.worker_utils import BaseBatchIterator
     from skyrl.train.config import SkyRLTrainConfig
     from skyrl.train.generators.utils import prepare_generator_input
@@ -51,11 +62,13 @@ def main(spec_file: str, folder: str) -> None:
     from engine.spec.load import load_spec
     from engine.tokens.images import open_pixels
 
+    HFModelWrapper, PolicyWorkerBase = workers()
     loaded = load_spec(spec_file)
     samples = loaded.spec.rollout.samples_per_task
     cfg = SkyRLTrainConfig()
     cfg.trainer.algorithm.advantage_estimator = "engine"
     cfg.trainer.eval_interval = -1
+    cfg.trainer.algorithm.use_kl_loss = False
     cfg.trainer.train_batch_size = cfg.trainer.policy_mini_batch_size = 3
     cfg.trainer.policy.model.path = loaded.spec.model.path
     cfg.trainer.placement.colocate_all = False
@@ -64,10 +77,13 @@ def main(spec_file: str, folder: str) -> None:
     cfg.data.dataloader.num_workers = 0
     cfg.data.dataloader.persistent_workers = False
     said = []
+    engines, policy = cfg.generator.inference_engine, cfg.trainer.policy
+    policy.sequence_parallel_size, policy.language_model_only, engines.enable_return_routed_experts = 2, True, True
     try:
         EnginePPOExp(cfg, loaded, folder)
     except TrainError as error:
         said.append(str(error))
+    policy.sequence_parallel_size, policy.language_model_only, engines.enable_return_routed_experts = 1, False, False
     cfg.trainer.remove_microbatch_padding = False
     experiment = EnginePPOExp(cfg, loaded, folder)
     vision = experiment.episodes.format.vision
@@ -175,8 +191,24 @@ def main(spec_file: str, folder: str) -> None:
     ]
     optimizer.step()
     changed = [name for name, value in model.named_parameters() if not torch.equal(before[name], value)]
-    print(json.dumps({"rows": told, "said": said, "rendered": Client.rendered, "right": client.right, "losses": losses,
+    print(json.dumps({"experts": converted(experiment.tokenizer), "rows": told, "said": said, "rendered": Client.rendered, "right": client.right, "losses": losses,
                       "changed": len(changed), "visual": sum("visual" in name for name in changed)}))  # fmt: skip
+
+
+def converted(tokenizer: Any) -> list[Any]:
+    """What SkyRL's batch function makes of the experts of two rows, one of which has none."""
+    import numpy as np
+    from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
+
+    from engine.integrations.trainers.handover import HandedRow
+    from engine.integrations.trainers.skyrl import generator_output
+
+    experts = np.arange(6, dtype=np.uint8).reshape(3, 1, 2)
+    row = HandedRow([5, 6], [7, 8], [1, 1], [-1.0, -1.0], np.ones(2, np.float32), experts=experts)
+    names = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs", "rollout_expert_indices")
+    output = generator_output([row, HandedRow.empty(5)])
+    found = convert_prompts_responses_to_batch_tensors(tokenizer, *[output[name] for name in names])[-1]
+    return [str(found.dtype), found.tolist()]
 
 
 def swapped(batch: Any) -> None:

@@ -31,8 +31,16 @@ def test_images_reach_the_update_of_skyrl(tmp_path: Path) -> None:
     assert all(tuple(each["ids"]) in found and len(each["checksums"]) == 4 for each in empty)
     assert set(told["right"]) == {True}
     assert told["rendered"] == len({image for each in told["rows"] for image in each["checksums"]})
+    assert told["experts"] == ["torch.uint8", [[[[0, 1]], [[2, 3]], [[4, 5]], [[0, 0]]], [[[0, 0]]] * 4]]
     refused, *lost = told["said"]
-    assert "trainer.remove_microbatch_padding: set it to false" in refused
+    for named in (
+        "trainer.remove_microbatch_padding: set it to false",
+        "enable_return_routed_experts: its endpoint drops images",
+        "enable_return_routed_experts: set `backend.routed_experts: true`",
+        "trainer.policy.sequence_parallel_size, trainer.ref.sequence_parallel_size: set them to 1",
+        "language_model_only: the model would have no vision tower",
+    ):
+        assert named in refused
     assert len(lost) == 2
     assert all("images: lost, changed, or in another order or row" in said for said in lost)
     assert all(np.isfinite(told["losses"]))

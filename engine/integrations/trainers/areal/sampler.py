@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine.backends.servers.server import Server
 from engine.backends.sglang.checks import ask_worker
-from engine.backends.sglang.images import check_images, refuse_family
+from engine.backends.sglang.images import check_images, refuse_family, sample_prompt
 from engine.errors import BackendError
+from engine.integrations.trainers.pixels import check_times
 from engine.integrations.trainers.sampler import Sampled, TrainerBackend, given
 
 if TYPE_CHECKING:
@@ -62,12 +63,16 @@ class ArealBackend(TrainerBackend):
         """Check that AReaL's servers take the ids of a prompt with an image as they are.
 
         Raises:
+            TrainError: as `check_times`.
             BackendError: kind `unsupported_model`: images of this family cannot be sent exactly; kind `wrong_server`: a server
                 tokenises such a prompt again, or makes other pixels of its image.
         """
-        if self._format.vision is None:
+        if self.pixels is None:
             return
-        refuse_family(self._format.vision)
+        refuse_family(self.pixels.vision)
+        ids, _, digest = sample_prompt(self._format)
+        assert digest is not None
+        check_times(self.pixels, ids, [digest])
         for address in getattr(self._engine, "_engine", self._engine).addresses:
             server = Server(f"http://{address}")
             try:

@@ -158,7 +158,7 @@ class SkyRLBackend(TrainerBackend):
         from skyrl.backends.renderer import decode_mm_kwargs
 
         assert self.pixels is not None
-        there = decode_mm_kwargs({"image": [data]}).pixel_values
+        there = decode_mm_kwargs({"image": [data]})["pixel_values"]
         own = torch.from_numpy(self.pixels.vision.bank.tensors(digest)["pixel_values"])
         if there is None or there.shape != own.shape or float((there.float() - own).abs().max()) > _ROUNDING:
             raise BackendError(
