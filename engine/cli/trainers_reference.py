@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.integrations.trainers.capabilities import THINGS, TRAINERS
-from engine.integrations.trainers.evidence import CELLS, EVIDENCE, INSTALLED, PARTS, SHOWN
+from engine.integrations.trainers.evidence import CELLS, EVIDENCE, INSTALLED, PARTS
 
 _HEAD = """# Other trainers
 
@@ -70,13 +70,12 @@ def trainers_reference() -> str:
             tests = ", ".join(f"`{file}`" for file in evidence.tests)
             text += f"| {known.title} {known.version} | {PARTS[part]} | {evidence.seen} | {evidence.how} | {tests} |\n"
     text += _SHOWN + "| adapter | " + " | ".join(CELLS) + " |\n" + "|---" * (len(CELLS) + 1) + "|\n"
-    for name, tests_of in SHOWN.items():
-        things = TRAINERS[name].things
-        cells = [
-            _MARKS[things[thing].status] + (f": `{file}`" if file else "")
-            for thing, file in zip(CELLS.values(), tests_of, strict=True)
-        ]
-        text += f"| `{name}` | " + " | ".join(cells) + " |\n"
+    for name in EVIDENCE:
+        text += f"| `{name}` |"
+        for thing, tests_of in CELLS.values():
+            file = f": `{tests_of[name]}`" if name in tests_of else ""
+            text += f" {_MARKS[TRAINERS[name].things[thing].status]}{file} |"
+        text += "\n"
     text += _INSTALLED
     for name, installed in INSTALLED.items():
         text += f"| `{name}` | {'yes' if installed.resolved else 'no'}, {installed.on} | {installed.versions} | {installed.how} |\n"

@@ -44,7 +44,7 @@ def _image_processor(folder: Path) -> Any:
     # transformers 5.10 exports it only beside torchvision
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    # before transformers 5.4, a processor of Pillow and numpy is one that is not fast
+    # in transformers 5.3 a processor of Pillow and numpy is one that is not fast
     pil = {"backend": "pil"} if find_spec("transformers.image_processing_backends") else {"use_fast": False}
     return AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, **pil)
 
@@ -82,7 +82,7 @@ class QwenFamily:
     def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
         """See `Family.process`. Grid: (t, h, w) in patches; placeholders t * h * w / merge_size**2."""
         if image.mode in MODES:
-            image = to_rgb(image)  # on white, which processors before transformers 5.4 leave out
+            image = to_rgb(image)  # transparent pixels on white, which transformers 5.3 leaves out
         found = processor.image_processor(images=[image], return_tensors="np")
         grid = tuple(int(side) for side in found["image_grid_thw"][0])
         merge = int(processor.image_processor.merge_size)

@@ -150,31 +150,25 @@ EVIDENCE: Mapping[str, Mapping[str, Evidence]] = {
 }
 """By the name that `--trainer` takes; the other trainers were only read."""
 
-CELLS: Mapping[str, str] = {
-    "text": "token_ids",
-    "images": "images",
-    "windows of images": "branches",
-    "expert routing": "expert_routing",
-    "several rows of an episode": "branches",
-}
-"""The columns of the table of tests, and the thing of `THINGS` that says what a trainer carries. A window of images makes several rows."""
-
 _EXPERTS = "tests/checks/test_expert_rules.py"
-SHOWN: Mapping[str, tuple[str, str, str, str, str]] = {
-    "trl": (_TRL, _TRL, "", _EXPERTS, _TRL),
-    "verl": (_VERL, _VERL_IMAGES, "", _VERL_IMAGES, _VERL),
-    "verl_agent_loop": (_LOOP, _VERL_IMAGES, "", _VERL_IMAGES, _LOOP),
-    "slime": (
-        _SLIME + "test_slime_source.py",
-        _SLIME + "test_slime_images.py",
-        "",
-        _EXPERTS,
-        _SLIME + "test_slime_source.py",
+CELLS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "text": ("token_ids", {name: parts["sampler"].tests[0] for name, parts in EVIDENCE.items()}),
+    "images": ("images", {name: parts["images"].tests[0] for name, parts in EVIDENCE.items()}),
+    "windows of images": ("branches", {}),
+    "expert routing": (
+        "expert_routing",
+        dict.fromkeys(EVIDENCE, _EXPERTS)
+        | dict.fromkeys(("verl", "verl_agent_loop"), _VERL_IMAGES)
+        | {"skyrl": _SKYRL_IMAGES},
     ),
-    "skyrl": (_SKYRL, _SKYRL_IMAGES, "", _SKYRL_IMAGES, _IT + "test_trainer_skyrl.py"),
-    "areal": (_AREAL, _AREAL_IMAGES, "", _EXPERTS, _AREAL),
+    "several rows of an episode": (
+        "branches",
+        {name: parts["handover"].tests[0] for name, parts in EVIDENCE.items()}
+        | {"skyrl": _IT + "test_trainer_skyrl.py"},
+    ),
 }
-"""For each column of `CELLS` the test that shows that a trainer's adapter carries or refuses it; empty where none does yet."""
+"""The columns of the table of tests: the thing of `THINGS` that says what is carried, and for each trainer the test that shows it. A window of
+images makes several rows."""
 
 _DAY = "2026-11-23"
 INSTALLED: Mapping[str, Installed] = {

@@ -145,7 +145,9 @@ class Pixels:
 
 
 def check_times(pixels: Pixels, ids: Sequence[int] | np.ndarray, digests: Sequence[str]) -> None:
-    """Refuse a transformers that gives the tokens of an image another time than model servers do: the position behind the text before it.
+    """Refuse a transformers that gives the tokens of an image another time than model servers do.
+
+    The time of an image is the position behind the text before it.
 
     Args:
         pixels: The model's.
@@ -155,16 +157,16 @@ def check_times(pixels: Pixels, ids: Sequence[int] | np.ndarray, digests: Sequen
     Raises:
         TrainError: kind `train_setup`: the trainer would compute other log-probs than the servers.
     """
-    found = pixels.positions(ids, digests)
+    positions = pixels.positions(ids, digests)
     first = int(np.argmax(np.asarray(ids) == pixels.vision.placeholder_id))
-    if found is None or int(found[1, first]) == int(found[1, first - 1]) + 1:
+    if positions is None or int(positions[1, first]) == int(positions[1, first - 1]) + 1:
         return
     from transformers import __version__
 
     raise TrainError(
-        f"transformers {__version__} multiplies the time of this model's images by `vision_config.tokens_per_second`, and model servers do not: "
-        "the trainer's log-probs would not be the sampler's. Set it to 1 in the config.json of the model, which changes videos only, or "
-        "install transformers 5.4 or newer",
+        f"transformers {__version__} multiplies the time of this model's images by `vision_config.tokens_per_second`, and "
+        "model servers do not: the trainer's log-probs would not be the sampler's. Set it to 1 in the model's config.json, "
+        "which changes videos only, or install transformers 5.8 or newer",
         kind="train_setup",
     )
 

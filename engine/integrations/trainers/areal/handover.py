@@ -28,12 +28,9 @@ if TYPE_CHECKING:
 
 
 class ImageDict(dict[str, Any]):
-    """The images of one row as the dictionary that AReaL takes: each read makes float tensors, and a copy or a pickle shares the pixels.
+    """The images of one row as the dictionary that AReaL takes: a read makes float tensors, copies and pickles share the pixels.
 
     A row without images has a grid of no images: AReaL computes the positions of a batch only where it finds a grid.
-
-    Args:
-        images: The images.
     """
 
     def __init__(self, images: RowImages) -> None:
@@ -133,21 +130,17 @@ def sums_of_batch(batch: Mapping[str, torch.Tensor]) -> Sums:
 
 
 def _images_of_rows(batch: Mapping[str, Any]) -> list[float]:
-    """`row_sum` of each row of AReaL's batch; as many as there are lists of images."""
+    """`row_sum` of each row of AReaL's batch; as many as there are rows or lists of images."""
     lengths = batch["attention_mask"].sum(1).tolist()
     given = batch["multi_modal_input"] if "multi_modal_input" in batch else [{}] * len(lengths)
-    found = []
-    for ids, length, images in zip(batch["input_ids"], lengths, given, strict=False):
+    sums = [-1.0] * max(len(given), len(lengths))
+    for place, (ids, length, images) in enumerate(zip(batch["input_ids"], lengths, given, strict=False)):
         if isinstance(images, ImageDict):
-            checksums = list(images.images.checksums)
+            images = images.images
         else:  # from another machine
-            checksums = checksums_of(
-                {name: value.to_local() if hasattr(value, "to_local") else value for name, value in images.items()}
-                if "pixel_values" in images
-                else {}
-            )
-        found.append(float(row_sum(ids[:length], checksums)))
-    return found + [-1.0] * (len(given) - len(lengths))
+            images = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in images.items()}
+        sums[place] = float(row_sum(ids[:length], checksums_of(images)))
+    return sums
 
 
 def check_batches(batches: Sequence[dict[str, Any]]) -> None:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _BOTH = ("temperature", "top_p", "top_k", "ignore_eos", "skip_special_tokens")
 _SGLANG = (*_BOTH, "stop", "frequency_penalty")
 _REENCODES = (
-    "AReaL's servers need SGLang 0.5.23 or newer for images: 0.5.10.post1, which AReaL 1.0.4 requires, decodes the ids of a prompt with an "
-    "image and tokenises the text again"
+    "AReaL's servers need SGLang 0.5.23 or newer for images: 0.5.10.post1, which AReaL 1.0.4 requires, decodes the ids of a "
+    "prompt with an image and tokenises the text again"
 )
 
 

@@ -158,11 +158,7 @@ class EngineGroups:
 
 
 def refuse_blind(rows: Sequence[Row], ranks: int) -> None:
-    """Refuse rows without images where several processes train: their layers of the vision tower wait for each other in each pass.
-
-    Args:
-        rows: The rows of a group.
-        ranks: Number of training processes.
+    """Refuse rows without images where several processes train, whose layers of the vision tower wait for each other in each pass.
 
     Raises:
         TrainError: kind `handover`: a row has no image.
@@ -170,8 +166,8 @@ def refuse_blind(rows: Sequence[Row], ranks: int) -> None:
     blind = next((row["episode_id"] for row in rows if not row["images"]), None)
     if blind is not None:
         raise TrainError(
-            f"{blind} has a row without an image, and AReaL's {ranks} training processes would wait for each other for ever where only some of "
-            "them have images; show an image in each episode, or train in one process (`actor.backend: fsdp:d1`)",
+            f"{blind} has a row without an image, and AReaL's {ranks} training processes would wait for each other for ever "
+            "where only some of them have images; show an image in each episode, or train in one process (`fsdp:d1`)",
             kind="handover",
         )
 
@@ -216,11 +212,10 @@ def watch(actor: Any) -> None:
 
     @wraps(compute)
     def watched(data: Any, *args: Any, **kwargs: Any) -> Any:
-        images = [each.get("multi_modal_input") for each in data]
         batches = compute(data, *args, **kwargs)
-        for batch, own in zip(batches, images, strict=True):
-            if own is not None:
-                batch["multi_modal_input"] = own
+        for batch, group in zip(batches, data, strict=True):
+            if "multi_modal_input" in group:
+                batch["multi_modal_input"] = group["multi_modal_input"]
         check_batches([_Local(batch) for batch in batches])
         return batches
 

@@ -52,11 +52,9 @@ def register_estimator() -> None:
 
 
 def filled(rows: Sequence[HandedRow]) -> list[HandedRow]:
-    """The rows, with a copy of a row with images, and without trained tokens, in each place of an episode that is not trained on: SkyRL's model
-    takes no micro-batch without patches.
+    """The rows, with an untrained copy of a row with images for each episode that is not trained on.
 
-    Args:
-        rows: One row for each prompt.
+    SkyRL's model takes no micro-batch without patches.
 
     Raises:
         TrainError: kind `handover`: some trained rows have images and others have none.
@@ -67,8 +65,8 @@ def filled(rows: Sequence[HandedRow]) -> list[HandedRow]:
     blind = sum(1 for row in rows if not row.images and any(row.mask))
     if blind:
         raise TrainError(
-            f"{blind} of {sum(any(row.mask) for row in rows)} trained rows have no image: SkyRL's model takes no micro-batch without patches beside "
-            "others with them; show an image in each episode or in none, or train with `engine train`",
+            f"{blind} of {sum(any(row.mask) for row in rows)} trained rows have no image: SkyRL's model takes no micro-batch "
+            "without patches beside others with them; show an image in each episode or in none, or use `engine train`",
             kind="handover",
         )
     size = len(shown.completion_ids)
@@ -130,12 +128,12 @@ def sums_of_batch(batch: Any) -> Sums:
     """
     rows = len(batch["sequences"]) - batch.metadata.get("pad_size", 0)
     mask = batch["loss_mask"][:rows]
-    whole = batch["attention_mask"][:rows].bool()
+    tokens = batch["attention_mask"][:rows].bool()
     images = 0
     if batch.get("pixel_values") is not None:
-        for place, there in enumerate(whole):
+        for place, there in enumerate(tokens):
             tensors = {name: batch[name][place] for name in _IMAGE_TENSORS}
             images += row_sum(batch["sequences"][place][there], checksums_of(tensors))
     return Sums(
-        int(whole.sum()), int(mask.sum()), float((batch["advantages"][:rows].double().abs() * mask).sum()), images
+        int(tokens.sum()), int(mask.sum()), float((batch["advantages"][:rows].double().abs() * mask).sum()), images
     )

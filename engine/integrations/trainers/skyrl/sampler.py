@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from engine.backends.sglang.images import refuse_family
 from engine.errors import BackendError
+from engine.integrations.trainers.pixels import check_times
 from engine.integrations.trainers.sampler import Sampled, TrainerBackend, given
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ NAMES = {
 
 
 _MOST_BYTES = 1 << 30
-"""Encoded images that are kept, in bytes."""
+"""Encoded images that are kept, in bytes; then all are encoded again."""
 _ROUNDING = 0.02
 """Largest difference of normalised pixels that is rounding to bfloat16: about one grey level."""
 
@@ -60,7 +62,7 @@ class SkyRLBackend(TrainerBackend):
         self._model = model
         self.pixels = pixels
         self._encoded: dict[str, asyncio.Task[tuple[str, str]]] = {}
-        """Images as vLLM takes them, by digest; the least recently used first."""
+        """Images as vLLM takes them, by digest."""
         self._bytes = 0
         self._compared = False
         self._released: set[asyncio.Task[None]] = set()
@@ -85,36 +87,40 @@ class SkyRLBackend(TrainerBackend):
         if request.images:
             batch["mm_features"] = [await self._features(request)]
         found = await self._client.generate(batch, model=self._model)
-        ids, logprobs, experts = (
-            found["response_ids"][0],
-            found["response_logprobs"],
-            found.get("rollout_expert_indices"),
-        )
+        ids, logprobs = found["response_ids"][0], found["response_logprobs"]
+        (experts,) = found.get("rollout_expert_indices") or [None]
         return Sampled(
             ids,
             None if logprobs is None else logprobs[0],
             [self.version] * len(ids),
             found["stop_reasons"][0] == "length",
-            experts=None if experts is None or experts[0] is None else np.asarray(experts[0]),
+            experts=None if experts is None else np.asarray(experts),
         )
 
     async def _features(self, request: GenerateRequest) -> dict[str, Any]:
-        """SkyRL's `MultiModalFeatures` of a prompt: its images as vLLM takes them, and where their placeholders are."""
+        """SkyRL's `MultiModalFeatures` of a prompt: its images as vLLM takes them, and where their placeholders are.
+
+        Raises:
+            BackendError: kind `unsupported_model`: images of this family cannot be sent exactly; or as `_encode`.
+        """
+        assert self.pixels is not None
+        refuse_family(self.pixels.vision)
         encoded = await asyncio.gather(*[asyncio.shield(self._encoding(part.image)) for part in request.images])
+        hashes, data = zip(*encoded, strict=True)
+        places = [{"offset": start, "length": end - start} for start, end in request.image_spans]
         return {
-            "mm_hashes": {"image": [name for name, _ in encoded]},
-            "mm_placeholders": {
-                "image": [{"offset": start, "length": end - start} for start, end in request.image_spans]
-            },
-            "kwargs_data": {"image": [data for _, data in encoded]},
+            "mm_hashes": {"image": list(hashes)},
+            "mm_placeholders": {"image": places},
+            "kwargs_data": {"image": list(data)},
         }
 
     def _encoding(self, digest: str) -> asyncio.Task[tuple[str, str]]:
         """The hash and the data of an image; each image is encoded once while it is kept."""
-        task = self._encoded.pop(digest, None)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = asyncio.get_running_loop().create_task(self._encode(digest))
-        self._encoded[digest] = task
+        if self._bytes > _MOST_BYTES:
+            self._encoded, self._bytes = {}, 0
+        task = self._encoded.get(digest)
+        if task is None or (task.done() and task.exception() is not None):
+            task = self._encoded[digest] = asyncio.get_running_loop().create_task(self._encode(digest))
         return task
 
     async def _encode(self, digest: str) -> tuple[str, str]:
@@ -138,19 +144,14 @@ class SkyRLBackend(TrainerBackend):
         wanted = vision.bank.picture(digest).placeholders
         if length != wanted:
             raise BackendError(
-                f"SkyRL's server expands an image to {length} placeholders, and the model's own processor to {wanted}: its pixel limits differ "
-                "(`generator.inference_engine.engine_init_kwargs`, preprocessor_config.json)",
+                f"SkyRL's server expands an image to {length} placeholders, and the model's own processor to {wanted}: its pixel "
+                "limits differ (`generator.inference_engine.engine_init_kwargs`, preprocessor_config.json)",
                 kind="wrong_server",
             )
         if not self._compared:
             self._compare(digest, data)
             self._compared = True
         self._bytes += len(data)
-        for old in list(self._encoded):  # the oldest first; an image that is asked for now is the newest
-            if self._bytes <= _MOST_BYTES or old == digest:
-                break
-            if self._encoded[old].done() and not self._encoded[old].exception():
-                self._bytes -= len(self._encoded.pop(old).result()[1])
         return name, data
 
     def _compare(self, digest: str, data: str) -> None:
@@ -158,11 +159,14 @@ class SkyRLBackend(TrainerBackend):
         from skyrl.backends.renderer import decode_mm_kwargs
 
         assert self.pixels is not None
+        bank = self.pixels.vision.bank
+        check_times(self.pixels, [0, *bank.picture(digest).ids.tolist()], [digest])
         there = decode_mm_kwargs({"image": [data]})["pixel_values"]
-        own = torch.from_numpy(self.pixels.vision.bank.tensors(digest)["pixel_values"])
-        if there is None or there.shape != own.shape or float((there.float() - own).abs().max()) > _ROUNDING:
+        here = torch.from_numpy(bank.tensors(digest)["pixel_values"])
+        if there is None or there.shape != here.shape or float((there.float() - here).abs().max()) > _ROUNDING:
             raise BackendError(
-                "SkyRL's server makes other pixels of an image than the rows have: its preprocessor_config.json differs from that of the spec's model",
+                "SkyRL's server makes other pixels of an image than the rows have: its preprocessor_config.json differs from that "
+                "of the spec's model",
                 kind="wrong_server",
             )
 

@@ -117,6 +117,6 @@ def _images_and_experts(cfg: Any, loaded: LoadedSpec) -> dict[str, bool]:
         )
         > 1,
         "language_model_only: the model would have no vision tower": any(
-            each.language_model_only for each in (policy, trainer.ref, engines)
+            part.language_model_only for part in (policy, trainer.ref, engines)
         ),
     }

@@ -110,14 +110,14 @@ class EngineGRPO:
         tensors = vision.tensors(digests)
         if set(tensors) not in (_PATCHES, _TILES):
             raise TrainError(
-                f"TRL cannot split the image tensors of this model by row ({', '.join(sorted(tensors))}); use a model of Qwen's or Idefics3's "
-                "families, or `engine train`",
+                f"TRL cannot split the image tensors of this model by row ({', '.join(sorted(tensors))}); use a model of Qwen's or "
+                "Idefics3's families, or `engine train`",
                 kind="train_setup",
             )
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         found: dict[str, Any] = {name: torch.from_numpy(array).to(ids.device) for name, array in tensors.items()}
         if set(tensors) == _TILES:
-            # The tensors have one entry for each row. TRL takes as many entries as there are images for images, so each row counts as one.
+            # One entry for each row. TRL takes entries for images where there are as many as images, so each row counts as one.
             found["num_images"] = [1] * len(digests)
             tiles = [[len(vision.bank.tensors(image)["pixel_values"]) for image in row] for row in digests]
             found[TILES] = torch.tensor([[*row, *[0] * (max(map(len, tiles)) - len(row))] for row in tiles])

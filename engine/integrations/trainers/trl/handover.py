@@ -37,17 +37,17 @@ def _images_of(batch: Mapping[str, Any]) -> int:
         name: batch[name].cpu() for name in ("pixel_values", "image_grid_thw", "pixel_attention_mask") if name in batch
     }
     if "image_grid_thw" in held:
-        whole = iter(checksums_of(held))
-        each = [[next(whole) for _ in range(count)] for count in batch["num_images"]]
+        every = iter(checksums_of(held))
+        checksums = [[next(every) for _ in range(count)] for count in batch["num_images"]]
     else:
-        each = []
+        checksums = []
         for place, tiles in enumerate(batch[TILES].tolist()):
             pieces = {name: torch.split(value[place, : sum(tiles)], tiles) for name, value in held.items()}
             images = [{name: pieces[name][image] for name in held} for image, count in enumerate(tiles) if count]
-            each.append([checksum(image) for image in images])
+            checksums.append([checksum(image) for image in images])
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1).cpu()
     there = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1).bool().cpu()
-    return sum(row_sum(row[mask], found) for row, mask, found in zip(ids, there, each, strict=True))
+    return sum(row_sum(row[mask], sums) for row, mask, sums in zip(ids, there, checksums, strict=True))
 
 
 def check_batches(rows: Sums, batches: Sequence[Mapping[str, Any]]) -> None:
