@@ -119,8 +119,11 @@ class EngineGRPO:
         if set(tensors) == _TILES:
             # One entry for each row. TRL takes entries for images where there are as many as images, so each row counts as one.
             found["num_images"] = [1] * len(digests)
-            tiles = [[len(vision.bank.tensors(image)["pixel_values"]) for image in row] for row in digests]
-            found[TILES] = torch.tensor([[*row, *[0] * (max(map(len, tiles)) - len(row))] for row in tiles])
+            tiles = torch.zeros(len(digests), max(map(len, digests)), dtype=torch.int64)
+            for place, row in enumerate(digests):
+                for image, (rows, columns) in enumerate(vision.bank.picture(digest).grid for digest in row):
+                    tiles[place, image] = rows * columns + 1
+            found[TILES] = tiles.to(ids.device)
             return found
         found["num_images"] = [len(each) for each in digests]
         found["mm_token_type_ids"] = torch.tensor(vision.token_types(ids.tolist()), device=ids.device)
