@@ -38,6 +38,7 @@ def test_the_guide_prints_whole_files(folder: Path) -> None:
         "desk.py",
         "guess.py",
         "guess.yaml",
+        "openenv_world.py",
         "reader.py",
         "reader.yaml",
         "skyrl_gsm8k.yaml",

@@ -190,7 +190,8 @@ async def test_log_probs_and_positions_right_after_an_image_is_gone(
     assert found.tokens == sum(int(row["loss_mask"].sum()) for row in rows) == ran.only.counts["sampled_tokens"]
     assert found.largest < 1e-5
     (pack,) = pack_rows(rows, 100_000, share_prefixes=True)
-    packed = vision_inputs(policy.net.model, vision, pack, torch.device("cpu"), torch.float32).get("position_ids")
+    with vision_inputs(policy.net.model, vision, pack, torch.device("cpu"), torch.float32) as inputs:
+        packed = inputs.get("position_ids")
     if family == "smolvlm":  # its positions are the places
         return
     assert packed is not None
