@@ -381,6 +381,19 @@ def test_no_key_of_a_configuration_is_dropped_without_a_note() -> None:
     assert set(silent) == without_effect
 
 
+def test_of_several_files_of_rows_the_spec_names_the_one_that_is_given() -> None:
+    config = json.loads(json.dumps(PUBLISHED))
+    config["data"] |= {"train_files": ["a.parquet", "b.parquet"], "val_files": ["c.parquet", "d.parquet"]}
+    with pytest.raises(ValueError, match=r"names no rows in one file \(`data\.train_files`\); give --tasks"):
+        spec_of(config, name="mine", interactions=None)
+    spec, notes = spec_of(config, name="mine", interactions=None, tasks="both.parquet")
+    assert spec["tasks"]["path"] == "both.parquet"
+    assert "eval" not in spec["train"]
+    files = 'train_files: ["a.parquet", "b.parquet"], val_files: ["c.parquet", "d.parquet"]'
+    assert f"not taken over of `data`: {files}" in notes
+    assert "not taken over of `trainer`: test_freq: 20" in notes
+
+
 def paths_of(section: dict[str, Any], above: str = "") -> Iterator[str]:
     for key, value in section.items():
         if key == "hydra":
