@@ -21,14 +21,15 @@ import asyncio
 import inspect
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import orjson
 import yaml
 
+from engine.integrations.environments.base import AdapterError, field_of, library
 from engine.integrations.verl_modules import verl_importable
 from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
 from engine.schemas.message import Message
@@ -40,7 +41,7 @@ REWARD = "interaction"
 PLACES = ("interaction_kwargs", "extra_info.interaction_kwargs")
 """Where a row of verl's may have its interaction's arguments."""
 
-_shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, Any]] = weakref.WeakKeyDictionary()
+_objects: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, Any]] = weakref.WeakKeyDictionary()
 
 
 class Interactions:
@@ -64,7 +65,7 @@ class Interactions:
     ) -> None:
         if (config is None) == (interaction is None):
             raise ValueError("give `config` (verl's interaction YAML) or `interaction` (its list), not both")
-        declared = _read(_find(config)) if config is not None else tuple(dict(item) for item in interaction or ())
+        declared = tuple(interaction or ()) if config is None else entries(_find(config), "interaction")
         self._declared = {name_of(item): item for item in declared}
         if len(self._declared) != len(declared):
             raise ValueError("two interactions have the same name; give each its own `name`")
@@ -108,7 +109,7 @@ class Interactions:
         """Choose the task's interaction, and tell it that the episode begins."""
         self._kwargs = self._of(view.task)
         item = self._chosen(view.task)
-        interaction = _instance(item)
+        interaction = one_of_loop(item, partial(_made, item))
         self._begun = (interaction, view.episode_id)  # from here on it is finalized, even where starting fails
         given = await _awaited(interaction.start_interaction(view.episode_id, **self._kwargs))
         if isinstance(given, str) and given:
@@ -116,13 +117,9 @@ class Interactions:
 
     def _of(self, task: Task) -> dict[str, Any]:
         """The arguments of the task's interaction."""
-        for place in self._places:
-            value: Any = task.fields
-            for key in place.split("."):
-                value = value.get(key) if isinstance(value, Mapping) else None
-            if isinstance(value, Mapping):
-                return {str(key): item for key, item in value.items() if item is not None or key == "name"}
-        return {}
+        values = (field_of(task.fields, place) for place in self._places)
+        given: Mapping[str, Any] = next((value for value in values if isinstance(value, Mapping)), {})
+        return {str(key): item for key, item in given.items() if item is not None or key == "name"}
 
     def _chosen(self, task: Task) -> Mapping[str, Any]:
         name = self._kwargs.get("name")
@@ -187,28 +184,43 @@ def _find(config: str) -> Path:
     return found
 
 
-def _read(path: Path) -> tuple[dict[str, Any], ...]:
-    return _parsed(path, path.stat().st_mtime_ns)
+def entries(file: Path, key: str) -> tuple[dict[str, Any], ...]:
+    """The list of an interaction or tool YAML, read once for all episodes.
+
+    Raises:
+        AdapterError: it has no such list.
+    """
+    return _entries(file, key, file.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=64)
-def _parsed(path: Path, changed: int) -> tuple[dict[str, Any], ...]:
-    """The file's list, read once for all episodes."""
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    listed = data.get("interaction") if isinstance(data, dict) else None
-    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
-        raise ValueError(f"{path}: write `interaction: [{{name: …, class_name: …, config: {{…}}}}]`")
+def _entries(file: Path, key: str, changed: int) -> tuple[dict[str, Any], ...]:
+    text = file.read_text(encoding="utf-8")
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise AdapterError(f"`{file.name}` is no YAML: {error}") from None
+    if "${" in text:
+        config = library("verl", "omegaconf").OmegaConf
+        data = config.to_container(config.create(data), resolve=True)
+    listed = data.get(key) if isinstance(data, dict) else None
+    if not isinstance(listed, list) or not listed or not all(isinstance(item, dict) for item in listed):
+        raise AdapterError(f"`{file.name}`: write `{key}: [{{class_name: …, config: {{…}}}}]`")
     return tuple(listed)
 
 
-def _instance(item: Mapping[str, Any]) -> Any:
-    """The run's one object of an interaction: made once in each event loop."""
-    made = _shared.setdefault(asyncio.get_running_loop(), {})
-    key = orjson.dumps(item, option=orjson.OPT_SORT_KEYS, default=str)
-    if key not in made:
-        config = {**(item.get("config") or {}), "name": name_of(item)}
-        made[key] = interaction_class(str(item["class_name"]))(config=config)
-    return made[key]
+def one_of_loop(item: Any, make: Callable[[], Any]) -> Any:
+    """The process's one object of an entry: made once in each event loop."""
+    objects = _objects.setdefault(asyncio.get_running_loop(), {})
+    key = orjson.dumps(item, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=str)
+    if key not in objects:
+        objects[key] = make()
+    return objects[key]
+
+
+def _made(item: Mapping[str, Any]) -> Any:
+    config = {**(item.get("config") or {}), "name": name_of(item)}
+    return interaction_class(str(item["class_name"]))(config=config)
 
 
 def interaction_class(name: str) -> Any:
@@ -224,15 +236,13 @@ def interaction_class(name: str) -> Any:
 
 def _called(method: Any, instance: str, kwargs: Mapping[str, Any]) -> Any:
     """A method that may take the instance, or (as in verl's own base class) nothing."""
-    try:
-        inspect.signature(method).bind(instance, **kwargs)
-    except TypeError:
+    for named in (kwargs, {}):
         try:
-            inspect.signature(method).bind(instance)
+            inspect.signature(method).bind(instance, **named)
         except TypeError:
-            return method()
-        return method(instance)
-    return method(instance, **kwargs)
+            continue
+        return method(instance, **named)
+    return method()
 
 
 async def _awaited(value: Any) -> Any:

@@ -17,6 +17,7 @@ from written_specs import save_spec
 from engine.checks import check_spec
 from engine.cli.import_ import import_app
 from engine.cli.main import app
+from engine.integrations.environments.base import AdapterError
 from engine.integrations.verl import Interactions, Prompt, interaction_class, name_of
 from engine.integrations.verl_config import spec_of
 from engine.schemas.environment import Environment, Task, User
@@ -190,6 +191,21 @@ def test_settings_that_make_no_sense_are_refused(arguments: dict[str, Any], word
 def test_a_file_that_is_not_there_is_named() -> None:
     with pytest.raises(FileNotFoundError, match=r"`nowhere\.yaml` is neither beside the spec nor in"):
         Interactions(config="nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("interaction: [", "`bad.yaml` is no YAML: "),
+        ("interaction: []", "`bad.yaml`: write `interaction: [{class_name: …"),
+        ("tools: [{class_name: a.B}]", "`bad.yaml`: write `interaction: [{class_name: …"),
+    ],
+)
+def test_a_file_without_interactions_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(AdapterError) as refused:
+        Interactions(config=str(tmp_path / "bad.yaml"))
+    assert str(refused.value).startswith(words)
 
 
 def test_rows_need_messages() -> None:

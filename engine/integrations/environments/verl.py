@@ -17,20 +17,15 @@ What a tool raises is shown to the model in verl's own words, with reward 0. Ins
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import uuid
-import weakref
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-import yaml
-
-from engine.integrations.environments.base import AdapterError, add_to_path, facts_of, field_of, library, reward_of
-from engine.integrations.verl import as_chat
+from engine.integrations.environments.base import AdapterError, add_to_path, facts_of, field_of, reward_of
+from engine.integrations.verl import as_chat, entries, one_of_loop
 from engine.integrations.verl_modules import schema_class, verl_importable
 from engine.schemas.environment import EpisodeView, Reset, Task, ToolReply
 from engine.schemas.message import ContentPart, TextPart, image_part
@@ -48,8 +43,6 @@ VIEW = "<view>"
 """The argument with the episode's view: a name that no parameter of a tool has."""
 PLACES = ("tools_kwargs", "extra_info.tools_kwargs")
 """Where a row of verl's may have its tools' arguments."""
-
-_made: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, Any]] = weakref.WeakKeyDictionary()
 
 
 class ToolAnswerError(AdapterError):
@@ -96,7 +89,7 @@ class VerlTools:
             raise AdapterError(f"there is no file `{file}`; `use` is relative to the spec's folder")
         self._lifetime = lifetime
         self._places = (kwargs,) if kwargs is not None else PLACES
-        made = [_tool(item, base) for item in _read(file, file.stat().st_mtime_ns)]
+        made = [one_of_loop([base, item], partial(_tool, item, base)) for item in _native(file)]
         self._tools = {str(tool.name): tool for tool in made}
         if len(self._tools) != len(made):
             raise AdapterError(
@@ -149,7 +142,9 @@ class VerlTools:
             if self._lifetime == "call" and instance is not None:
                 await self._release(name, tool, instance)
         if not isinstance(answer, tuple | list) or len(answer) != 3:
-            raise ToolAnswerError(f"{_who(tool)}.execute must return (response, reward, metrics), not {answer!r:.120}")
+            raise ToolAnswerError(
+                f"{type(tool).__name__}.execute must return (response, reward, metrics), not {answer!r:.120}"
+            )
         return self._reply(tool, *answer)
 
     async def score(self, view: EpisodeView) -> list[RewardEvent]:
@@ -160,7 +155,7 @@ class VerlTools:
         """
         found = []
         for name, instance in self._instances.items():
-            who = f"{_who(self._tools[name])}.calc_reward"
+            who = f"{type(self._tools[name]).__name__}.calc_reward"
             value = await self._tools[name].calc_reward(instance, **self._given(name)["calc_reward"])
             found.append(RewardEvent(name=name, value=reward_of(value, who), cause=who))
         return found if view.turn >= 0 else []
@@ -179,7 +174,7 @@ class VerlTools:
         try:
             await tool.release(instance, **self._given(name)["release"])
         except Exception as error:
-            raise ToolAnswerError(f"{_who(tool)}.release raised {type(error).__name__}: {error}") from error
+            raise ToolAnswerError(f"{type(tool).__name__}.release raised {type(error).__name__}: {error}") from error
 
     def _given(self, name: str) -> dict[str, dict[str, Any]]:
         """The keyword arguments of each method of a tool."""
@@ -222,7 +217,7 @@ class VerlTools:
 
     def _reply(self, tool: Any, response: Any, reward: Any, metrics: Any) -> ToolReply:
         """A tool's answer as the engine's: images first, then the text, as verl shows them."""
-        who = f"{_who(tool)}.execute"
+        who = f"{type(tool).__name__}.execute"
         if isinstance(response, str) or response is None:
             response = {"text": response}
         plain = response if isinstance(response, Mapping) else {
@@ -292,30 +287,13 @@ class AgentData:
         raise ToolAnswerError(f"a tool reads `agent_data.{name}`, which exists only inside of verl")
 
 
-@lru_cache(maxsize=16)
-def _read(file: Path, changed: int) -> tuple[dict[str, Any], ...]:
-    """The entries of a tool YAML, read once for all episodes.
-
-    Args:
-        file: The file.
-        changed: When it was changed, so that a changed file is read again.
+def _native(file: Path) -> tuple[dict[str, Any], ...]:
+    """The entries of a tool YAML.
 
     Raises:
-        AdapterError: it is no tool YAML.
+        AdapterError: it is no tool YAML, or a tool is not a class.
     """
-    text = file.read_text(encoding="utf-8")
-    try:
-        data = yaml.safe_load(text)
-        if "${" in text:
-            config = library(NAME, "omegaconf").OmegaConf
-            data = config.to_container(config.create(data), resolve=True)
-    except yaml.YAMLError as error:
-        raise AdapterError(f"`{file.name}` is no YAML: {error}") from None
-    listed = data.get("tools") if isinstance(data, dict) else None
-    if not isinstance(listed, list) or not listed or not all(isinstance(item, dict) for item in listed):
-        raise AdapterError(
-            f"`{file.name}`: write `tools: [{{class_name: …, config: {{type: native}}, tool_schema: …}}]`"
-        )
+    listed = entries(file, "tools")
     for number, item in enumerate(listed):
         if not isinstance(item.get("class_name"), str):
             raise AdapterError(f"`{file.name}`: tool {number} has no `class_name`")
@@ -323,34 +301,30 @@ def _read(file: Path, changed: int) -> tuple[dict[str, Any], ...]:
         if kind != "native":
             hint = "; name the server in the spec: `tools: [{adapter: mcp, use: …}]`" if kind == "mcp" else ""
             raise AdapterError(f"`{file.name}`: tool {number} has the type `{kind}`, and only `native` runs here{hint}")
-    return tuple(listed)
+    return listed
 
 
 def _tool(item: Mapping[str, Any], base: str) -> Any:
-    """The process's one object of a tool: made once in each event loop.
+    """A tool of an entry.
 
     Raises:
         AdapterError: it is no tool.
         EntryError: its class cannot be imported.
     """
-    made = _made.setdefault(asyncio.get_running_loop(), {})
-    key = orjson.dumps([base, dict(item)], option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS, default=str)
-    if key not in made:
-        module, _, attribute = str(item["class_name"]).replace(":", ".").rpartition(".")
-        with verl_importable():
-            described = item.get("tool_schema")
-            try:
-                schema = None if described is None else schema_class().model_validate(described)
-            except ValueError as error:
-                raise AdapterError(f"the `tool_schema` of `{item['class_name']}` is not valid: {error}") from None
-            tool = load_entry(f"{module}:{attribute}", Path(base))(
-                config=dict(item.get("config") or {}), tool_schema=schema
-            )
-        lacking = [name for name in ("create", "execute", "calc_reward", "release") if not hasattr(tool, name)]
-        if lacking:
-            raise AdapterError(f"`{item['class_name']}` is not a tool of verl: it has no `{lacking[0]}`")
-        made[key] = tool
-    return made[key]
+    module, _, attribute = str(item["class_name"]).replace(":", ".").rpartition(".")
+    with verl_importable():
+        described = item.get("tool_schema")
+        try:
+            schema = None if described is None else schema_class().model_validate(described)
+        except ValueError as error:
+            raise AdapterError(f"the `tool_schema` of `{item['class_name']}` is not valid: {error}") from None
+        tool = load_entry(f"{module}:{attribute}", Path(base))(
+            config=dict(item.get("config") or {}), tool_schema=schema
+        )
+    lacking = [name for name in ("create", "execute", "calc_reward", "release") if not hasattr(tool, name)]
+    if lacking:
+        raise AdapterError(f"`{item['class_name']}` is not a tool of verl: it has no `{lacking[0]}`")
+    return tool
 
 
 def _check(method: Any, *arguments: Any, **named: Any) -> None:
@@ -376,9 +350,5 @@ def _instance(made: Any, tool: Any) -> str:
     """
     instance = made[0] if isinstance(made, tuple | list) and made else made
     if not isinstance(instance, str) or not instance:
-        raise ToolAnswerError(f"{_who(tool)}.create must return (instance_id, response), not {made!r:.120}")
+        raise ToolAnswerError(f"{type(tool).__name__}.create must return (instance_id, response), not {made!r:.120}")
     return instance
-
-
-def _who(tool: Any) -> str:
-    return type(tool).__name__
