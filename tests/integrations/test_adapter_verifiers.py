@@ -150,7 +150,10 @@ def test_rewards_over_groups_are_refused_by_name(kind: str, name: str) -> None:
 @needs_library
 @pytest.mark.parametrize("use", ["env_vf.py:load_best_of_n", "verifiers.v1.envs.best_of_n:BestOfNEnv"])
 def test_environments_of_v1_are_refused_with_their_scoring(use: str) -> None:
-    with pytest.raises(AdapterError, match=r"is of verifiers v1.*against each other"):
+    words = (
+        "gave BestOfNEnv, which is no MultiTurnEnv of verifiers before 0.4; environments of v1 .* against each other"
+    )
+    with pytest.raises(AdapterError, match=words):
         VerifiersEnvironment(use, str(HERE))
 
 

@@ -146,7 +146,7 @@ def message_of_chat(message: Any, who: str, *, prompt: bool = False) -> Message:
         raise AdapterError(
             f"{who} gave a message with content of type {type(content).__name__}; it must be text or parts"
         )
-    return Message(role=role, content=[_part(part, who) for part in content])
+    return Message(role=role, content=[part_of_chat(part, who) for part in content])
 
 
 def messages_of_chat(messages: Any, who: str, *, prompt: bool = False) -> list[Message]:
@@ -160,7 +160,13 @@ def messages_of_chat(messages: Any, who: str, *, prompt: bool = False) -> list[M
     return [message_of_chat(message, who, prompt=prompt) for message in messages]
 
 
-def _part(part: Any, who: str) -> ContentPart:
+def part_of_chat(part: Any, who: str) -> ContentPart:
+    """A part of a message of OpenAI's form, as a mapping or as an object of pydantic.
+
+    Raises:
+        AdapterError: it is neither text nor an image.
+    """
+    part = part.model_dump() if hasattr(part, "model_dump") else part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text":
         return TextPart(text=part.get("text") or "")

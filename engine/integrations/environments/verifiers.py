@@ -19,24 +19,29 @@ import re
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import orjson
 
-from engine.integrations.environments.base import AdapterError, add_to_path, library, load_target, reward_of, stepped
+from engine.integrations.environments.base import (
+    AdapterError,
+    add_to_path,
+    library,
+    load_target,
+    part_of_chat,
+    reward_of,
+    stepped,
+)
 from engine.schemas.environment import EpisodeView, Reset, Step, Task
-from engine.schemas.message import ContentPart, Message, TextPart, image_part
+from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
 from engine.spec.signature import DescribedTool
 
 NAME = "verifiers"
 CUT = ("max_turns_reached", "timeout_reached", "max_total_completion_tokens_reached", "prompt_too_long")
 """The library's stop conditions that are limits."""
-
-_VARIABLE = re.compile(r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]+\b")
-"""The name of an environment variable in the words of an error."""
 
 
 @lru_cache(maxsize=8)
@@ -47,50 +52,41 @@ def _loaded(use: str, base: str, args: bytes, variables: bytes) -> Any:
         raise AdapterError(
             "verifiers sets signal handlers, so it needs a process of its own: remove `isolation: thread`"
         )
-    target, register, at_end = load_target(use, base), atexit.register, list[Callable[..., Any]]()
+    target, register, at_end = load_target(use, base), atexit.register, list[Any]()
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def noted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    def noted(function: Any, *args: Any, **kwargs: Any) -> Any:
         at_end.append(function)
         return register(function, *args, **kwargs)
 
     atexit.register = noted  # type: ignore[assignment]  # its type has a parameter of its own
     try:
-        env = target if _of_v1(target) else target(**orjson.loads(args))
+        of_v1 = isinstance(target, type) and not hasattr(target, "init_state")
+        env = target if of_v1 else target(**orjson.loads(args))
     except Exception as error:
-        for function in at_end:  # they would fail
+        for function in at_end:  # what was not built cannot be torn down
             atexit.unregister(function)
-        words = f"`{use}` could not be built: {type(error).__name__}: {error}"
-        if lacking_key := _VARIABLE.search(str(error)):
-            words += f"; give it a variable by `with: {{env: {{{lacking_key[0]}: …}}}}`"
-        raise AdapterError(words) from error
+        key = re.search(r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]+\b", str(error))
+        hint = f"; give it a variable by `with: {{env: {{{key[0]}: …}}}}`" if key else ""
+        raise AdapterError(f"`{use}` could not be built: {type(error).__name__}: {error}{hint}") from error
     finally:
         atexit.register = register
         for number, handler in signals.items():
             signal.signal(number, handler)
-    if _of_v1(env):
-        words = "whose environments sample by themselves and may score the samples against each other (`finalize`)"
-        raise AdapterError(f"`{use}` is of verifiers v1, {words}: only a MultiTurnEnv of `verifiers.legacy` runs here")
-    lacking = [
-        name for name in ("init_state", "is_completed", "get_prompt_messages", "rubric") if not hasattr(env, name)
-    ]
-    if lacking:
-        raise AdapterError(f"`{use}` returned {type(env).__name__}, which is no MultiTurnEnv of verifiers before 0.4")
+    if not all(hasattr(env, name) for name in ("init_state", "is_completed", "get_prompt_messages", "rubric")):
+        kind = env if isinstance(env, type) else type(env)
+        words = "environments of v1 sample by themselves and may score the samples against each other (`finalize`)"
+        raise AdapterError(f"`{use}` gave {kind.__name__}, which is no MultiTurnEnv of verifiers before 0.4; {words}")
     if in_groups := _group_rewards(env.rubric):
         words = (
-            f"`{use}` rewards all samples of a task together, by {', '.join(in_groups)}; each episode is scored alone: "
+            f"`{use}` rewards all samples of a task together, by {', '.join(in_groups)}; each episode is scored alone"
         )
-        raise AdapterError(f"{words}write it as a reward function of one completion, or leave it out of the rubric")
+        raise AdapterError(f"{words}: write it as a reward function of one completion, or leave it out of the rubric")
     return env
 
 
-def _of_v1(made: Any) -> bool:
-    kind = made if isinstance(made, type) else type(made)
-    return any(base.__module__.startswith("verifiers.v1") for base in kind.__mro__)
-
-
 def _group_rewards(rubric: Any) -> list[str]:
-    """What a rubric does with all samples of a task: reward functions over lists, a `score_group` of its own, advantages."""
+    """What a rubric does with all samples of a task: reward functions over lists, its own `score_group`, advantages."""
     names = [f"`{getattr(function, '__name__', function)}`" for function in rubric._get_group_reward_funcs()]
     if not rubric.score_group.__module__.startswith("verifiers."):
         names.append(f"`{type(rubric).__name__}.score_group`")
@@ -98,17 +94,12 @@ def _group_rewards(rubric: Any) -> list[str]:
     return names + inner or (["its advantages"] if rubric.has_advantages else [])
 
 
-def load(
-    use: str,
-    base: str = ".",
-    args: Mapping[str, Any] | None = None,
-    path: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-) -> Any:
+def load(use: str, base: str = ".", path: Sequence[str] = (), **given: Any) -> Any:
     """The environment, which all rollouts of this process share. The arguments are those of `VerifiersEnvironment`."""
     add_to_path(path, base)
-    os.environ.update(env or {})
-    return _loaded(use, base, orjson.dumps(dict(args or {})), orjson.dumps(dict(env or {})))
+    args, variables = given.get("args") or {}, given.get("env") or {}
+    os.environ.update(variables)
+    return _loaded(use, base, orjson.dumps(args), orjson.dumps(variables))
 
 
 def rows(
@@ -134,7 +125,7 @@ def rows(
     """
     before = {name: os.environ.get(name) for name in env or {}}
     try:
-        loaded = load(use, base, args, path, env)
+        loaded = load(use, base, path, args=args, env=env)
         dataset = loaded.get_eval_dataset() if evaluation else loaded.get_dataset()
     finally:  # this is the engine's process
         for name, value in before.items():
@@ -166,7 +157,7 @@ class VerifiersEnvironment:
         path: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self._env = load(use, base, args, path, env)
+        self._env = load(use, base, path, args=args, env=env)
         self._types = library(NAME, "verifiers.types")
         self._state: Any = None
         self._prompt: list[Any] = []
@@ -228,18 +219,18 @@ class VerifiersEnvironment:
             reward=None if earned is None else reward_of(earned, "the trajectory's step"),
             cause="trajectory step",
             over=bool(state["is_completed"]),
-            truncated=state.get("stop_condition") in CUT and not await self._finished(view),
+            truncated=bool(state["is_completed"]) and await self._cut(view),
             facts={"stop_condition": state.get("stop_condition")},
         )
 
-    async def _finished(self, view: EpisodeView) -> bool:
-        """Whether a rollout that a limit ended was over without it too: by its only turn, or by another stop condition."""
-        single = library(NAME, "verifiers.envs.singleturn_env").SingleTurnEnv
-        if view.finish == "length" or isinstance(self._env, single):
-            return view.finish != "length"
+    async def _cut(self, view: EpisodeView) -> bool:
+        """Whether nothing but a limit ended the rollout. A SingleTurnEnv has no other end than its limit of one turn."""
+        if self._state["stop_condition"] not in CUT or view.finish == "length":
+            return self._state["stop_condition"] in CUT
         call = library(NAME, "verifiers.utils.async_utils").maybe_call_with_named_args
         others = [condition for condition in self._env._stop_conditions if condition.__name__ not in CUT]
-        return any([await call(condition, state=self._state, env=self._env) for condition in others])
+        ended = [await call(condition, state=self._state, env=self._env) for condition in others]
+        return not any(ended) and not isinstance(self._env, library(NAME, "verifiers").SingleTurnEnv)
 
     async def score(self, view: EpisodeView) -> list[RewardEvent]:
         """The rubric's reward, after the last turn. A reply that no step has seen is added first, as cut off.
@@ -324,17 +315,7 @@ def _message(message: Any, names: Mapping[str, str]) -> Message:
     if role not in ("system", "user", "assistant", "tool"):
         raise AdapterError(f"a message of role `{role}` cannot be shown")
     content = message.content
-    shown = content if isinstance(content, str) else [_part(part) for part in content or []]
+    shown = content if isinstance(content, str) else [part_of_chat(part, NAME) for part in content or []]
     if role != "tool":
         return Message(role=role, content=shown)
     return Message(role="tool", content=shown, tool_call_id=message.tool_call_id, name=names.get(message.tool_call_id))
-
-
-def _part(part: Any) -> ContentPart:
-    kind = part.get("type") if isinstance(part, Mapping) else part.type
-    plain = part if isinstance(part, Mapping) else part.model_dump()
-    if kind == "text":
-        return TextPart(text=plain["text"])
-    if kind == "image_url":
-        return image_part(plain["image_url"]["url"])
-    raise AdapterError(f"a part of type `{kind}` cannot be shown; only text and images can")
