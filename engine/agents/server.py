@@ -277,23 +277,22 @@ class _Service:
         self._connection = connection
         self._api: ModelApi = CHAT
         """The API of the current request."""
-        self._answerer: Answerer | None = None
-        """Who answers the current request."""
         self._newest: Exchange | None = None
         """The newest request that was answered."""
 
     async def run(self) -> None:
         """Answer requests until the connection ends."""
         while True:
+            head: Head | None = None
             try:
                 head = await self._connection.head()
                 if head is None:
                     return
-                self._newest = self._answerer = None
+                self._newest = None
                 await self._answer(head)
             except ApiError as fault:
-                if self._answerer is not None:
-                    self._answerer.refused = fault.message
+                if head is not None and head.key in self._answerers:
+                    self._answerers[head.key].refused = fault.message
                 await self._error(fault)
             except ConnectionError:
                 if self._newest is not None:
@@ -315,7 +314,6 @@ class _Service:
             raise ApiError("the episode is over", status=409, code="episode_over")
         if answerer is None:
             raise ApiError("the key belongs to no running episode", status=401, code="invalid_api_key")
-        self._answerer = answerer
         connection.claim(key)
         if method in ("GET", "HEAD") and path == MODELS_PATH:
             await connection.json(200, list_models(answerer.session, anthropic=anthropic))

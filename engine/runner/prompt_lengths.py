@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,6 @@ class PromptLengths:
         self._processes = processes
         self._alone = alone
         self._tools = _schemas(loaded)
-        self._environment = _opening_class(loaded)
         self._around: tuple[str, int | None] = ("", None)
         """The newest tools as JSON, and `_tokens_around` of them: most rows have the same tools."""
         self._folders = image_folders(loaded.spec.tasks.files, loaded.base)
@@ -121,9 +120,13 @@ class PromptLengths:
         return digest_of_parts(rendering_digest(self._spec.model, self._base), digest_of_files([Path(__file__)]))
 
     def _opening(self, task: Task) -> list[Message]:
-        """What the environment shows first; nothing where it fails, as its episode will."""
+        """What a `pure` environment shows first; nothing where `reset` is async, or fails as its episode will."""
+        if (environment := self._spec.opening_environment) is None:
+            return []
         try:
-            return [] if self._environment is None else list(self._environment().reset(task, 0).messages)
+            target = load_entry(environment.use, Path(self._base))
+            waits = is_async(getattr(target, "reset", target))
+            return [] if waits else list(target(**environment.with_).reset(task, 0).messages)
         except Exception:  # noqa: BLE001  (the code is the spec's)
             return []
 
@@ -204,14 +207,6 @@ def _without_images(message: Message) -> Message:
     if isinstance(message.content, str):
         return message
     return replace(message, content=[part if isinstance(part, TextPart) else _ANY_IMAGE for part in message.content])
-
-
-def _opening_class(loaded: LoadedSpec) -> Any:
-    """The class of the environment whose first messages count; None if there is none that answers at once."""
-    if (environment := loaded.spec.opening_environment) is None:
-        return None
-    target = load_entry(environment.use, Path(loaded.base))
-    return None if is_async(getattr(target, "reset", target)) else partial(target, **environment.with_)
 
 
 def _schemas(loaded: LoadedSpec) -> list[dict[str, Any]]:

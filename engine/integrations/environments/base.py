@@ -51,12 +51,8 @@ def library(adapter: str, module: str) -> Any:
         top = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != top:
             raise  # the library is there, and something that it needs is not: its own words name it
-        raise AdapterError(f"the adapter `{adapter}` needs `{top}`: {_install(adapter)}") from None
-
-
-def _install(adapter: str) -> str:
-    facts = ADAPTERS.get(adapter) or TOOL_ADAPTERS[adapter]
-    return facts.install
+        facts = ADAPTERS.get(adapter) or TOOL_ADAPTERS[adapter]
+        raise AdapterError(f"the adapter `{adapter}` needs `{top}`: {facts.install}") from None
 
 
 def load_target(use: str, base: str) -> Any:

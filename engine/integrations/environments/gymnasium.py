@@ -37,8 +37,6 @@ SHOWN = ("observation", "ansi", "rgb_array")
 ANSWER = r"(?s)<answer>\s*(.*?)\s*</answer>"
 MOST_NUMBERS = 2048
 """Observations of more numbers are shown as text only where the spec says so."""
-SECTIONS = ("Description", "Action Space", "Observation Space", "Reward", "Episode End")
-"""Titles of the sections of an environment's documentation that say what the task is."""
 
 
 def load(use: str, base: str = ".", path: Sequence[str] = (), modules: Sequence[str] = (), **_: Any) -> Any:
@@ -116,9 +114,9 @@ class GymnasiumEnvironment:
         if rendering and modes[0] not in known:
             raise AdapterError(f"`show: {modes[0]}`: `{use}` renders {', '.join(map(str, known)) or 'nothing'}")
         if show is None and (count := _count(self._env.observation_space)) > MOST_NUMBERS:
-            ways = [f"`show: {way}`" for way in ("rgb_array", "ansi", "observation") if way in (*known, "observation")]
+            ways = [f"`show: {way}` or " for way in ("rgb_array", "ansi") if way in known]
             words = f"an observation of `{use}` has {count:,} numbers, such as the pixels of a screen: write "
-            raise AdapterError(f"{words}{' or '.join(ways)}; the last shows each number as text")
+            raise AdapterError(f"{words}{''.join(ways)}`show: observation`; the last shows each number as text")
         self._names = {} if actions is None or isinstance(actions, str) else self._named(actions)
         unread = [] if actions is not None else list(unwritable(self._env.action_space, self._gym.spaces))
         if unread:
@@ -133,8 +131,7 @@ class GymnasiumEnvironment:
             seed=seed if given is None else int(given), options=field_of(task.fields, self._options)
         )
         text = self._described() if self._prompt is None else self._prompt and str(self._of(self._prompt)())
-        first = [TextPart(text=text)] if text else []
-        return Reset(messages=self._said(observation, first), facts=facts_of(info, "reset"))
+        return Reset(messages=self._said(observation, text), facts=facts_of(info, "reset"))
 
     def step(self, view: EpisodeView) -> Step:
         """Step the environment with the reply's action, or say why it is none.
@@ -157,9 +154,8 @@ class GymnasiumEnvironment:
             )
         observation, reward, terminated, truncated, info = answer
         over = bool(terminated) or bool(truncated)
-        told = self._told(info)
         return stepped(
-            messages=[] if over else self._said(observation, [TextPart(text=told)] if told else []),
+            messages=[] if over else self._said(observation, self._told(info)),
             reward=reward_of(reward, "step"),
             cause=f"action {written[:80]}",
             over=over,
@@ -179,15 +175,17 @@ class GymnasiumEnvironment:
         """The task in the words of the environment's documentation, without code, and how an action is written."""
         page = re.sub(r"(?s)```.*?```\n*", "", inspect.cleandoc(type(self._env.unwrapped).__doc__ or ""))
         intro, *sections = re.split(r"(?m)^ *#+ +", page)
-        unfit = ["Observation Space"] if "observation" not in self._show else []
-        unfit += ["Action Space"] if self._as_text or self._names else []
-        kept_sections = [text for text in sections if text.startswith(SECTIONS) and not text.startswith(tuple(unfit))]
-        space = self._env.action_space
+        titles = ["Description", "Reward", "Episode End"]
+        if "observation" in self._show:
+            titles.append("Observation Space")
         how = ", as text" if self._as_text else f": one of {', '.join(self._names)}"
         if not self._as_text and not self._names:
+            space = self._env.action_space
+            titles.append("Action Space")
             how = f": an element of {space}, such as {example_of(space)}"
         where = " It may stand between <answer> and </answer>." if self._answer.pattern == ANSWER else ""
-        texts = [f"You act in `{self._use}`.", intro, *kept_sections, f"Each reply is one action{how}.{where}"]
+        texts = [intro, *(text for text in sections if text.startswith(tuple(titles)))]
+        texts = [f"You act in `{self._use}`.", *texts, f"Each reply is one action{how}.{where}"]
         return "\n\n".join(text.strip() for text in texts if text.strip())
 
     def _told(self, info: Any) -> str:
@@ -199,23 +197,17 @@ class GymnasiumEnvironment:
         )
         return "" if told is None else str(told)
 
-    def _said(self, observation: Any, first: Sequence[ContentPart]) -> list[Message]:
-        """A message with what the turn shows."""
-        parts = [*first]
+    def _said(self, observation: Any, words: str) -> list[Message]:
+        """A message with words and what the turn shows."""
+        parts: list[ContentPart] = [TextPart(text=words)] if words else []
         for item in self._show:
-            if item == "observation":
-                parts.append(TextPart(text=_text_of(observation)))
-                continue
-            frame = self._env.render()
-            if item == "ansi":
-                parts.append(TextPart(text=str(frame)))
+            if item == "rgb_array":
+                parts.append(image_part(_image_of(self._env.render())))
             else:
-                parts.append(image_part(_image_of(frame)))
-        if all(isinstance(part, TextPart) for part in parts):
-            return [
-                Message(role="user", content="\n\n".join(part.text for part in parts if isinstance(part, TextPart)))
-            ]
-        return [Message(role="user", content=list(parts))]
+                text = _text_of(observation) if item == "observation" else str(self._env.render())
+                parts.append(TextPart(text=text))
+        texts = [part.text for part in parts if isinstance(part, TextPart)]
+        return [Message(role="user", content="\n\n".join(texts) if len(texts) == len(parts) else parts)]
 
     def _action(self, written: str) -> tuple[Any, str | None]:
         """The action that a reply names, or what is wrong with it."""

@@ -58,8 +58,7 @@ def problems(
     Raises:
         AdapterError: there is no such data set, it refuses its config, or reasoning-gym is not installed.
     """
-    for module in modules:
-        library(NAME, module)
+    load(ROWS, modules)
     listed = [datasets] if isinstance(datasets, str | Mapping) else list(datasets)
     sources = [_source(item, size, seed) for item in listed]
     for index in range(max((source["size"] for source in sources), default=0)):
@@ -156,8 +155,7 @@ class ReasoningGymEnvironment:
     ) -> None:
         if attempts < 1:
             raise ValueError(f"`attempts` must be at least 1, not {attempts}")
-        for module in modules:
-            library(NAME, module)
+        load(use, modules)
         self._source = {"dataset": use, "config": dict(config or {}), "seed": seed, "size": size}
         self._attempts, self._enough, self._tag = attempts, enough, tag
         self._wrong, self._missing = wrong, missing
