@@ -90,17 +90,9 @@ class Inbox:
         return await server_of_loop().open(self.key, self)
 
     def ask(self, request: ModelRequest, path: str, body: bytes, headers: Mapping[str, str]) -> Exchange:
-        """Let a request in, or find the one that it repeats.
+        """Let a request in, or find the one that it repeats: its future answer raises `ApiError`.
 
-        Args:
-            request: The request.
-            path: Its path.
-            body: Its body.
-            headers: Its headers, by name in lower case.
-
-        Returns:
-            The request with its future answer, which raises `ApiError`. The caller calls `leave` if its connection is closed
-            before the last byte of the answer.
+        The caller calls `leave` if its connection is closed before the last byte of the answer.
 
         Raises:
             ApiError: The episode is over, or another request had the same idempotency key.
@@ -142,13 +134,7 @@ class Inbox:
             raise ApiError(str(error), param="messages") from error
 
     def reward(self, body: Any) -> dict[str, Any]:
-        """Take a reward for a reply that was sent. It is written with the next record.
-
-        Args:
-            body: The JSON value of the request; see `read_posted`.
-
-        Returns:
-            What was written.
+        """Take a reward for a reply that was sent, and return what is written with the next record; see `read_posted`.
 
         Raises:
             ApiError: It cannot be written; status 409 if the episode is over.
@@ -185,12 +171,7 @@ class Inbox:
         return self._over is not None
 
     async def close(self, why: ApiError, *others: Exchange) -> None:
-        """Refuse the key, and answer the requests that wait with an error. A second call does nothing.
-
-        Args:
-            why: The error.
-            others: Requests that are not in `waiting` any more and wait for their answers.
-        """
+        """Refuse the key, and answer the requests that wait (in `waiting`, and `others`) with an error, once."""
         if self._over is not None:
             return
         self._over = why

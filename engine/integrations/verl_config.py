@@ -111,7 +111,7 @@ def spec_of(
         words = f"verl executes {calls} call of a reply and cuts results at {most} characters; here all calls are "
         notes.append(f"{words}executed, and `limits.tool_result_tokens` cuts")
     prompt = rest.pop("data.prompt_key", "prompt")
-    preset = {"preset": {"name": "verl", "prompt_key": prompt}} if tools else {}
+    preset = prompt if tools else None
     backend = _backend(rest)
     spec: dict[str, Any] = {
         "spec": "episode/v1",
@@ -119,7 +119,7 @@ def spec_of(
         "model": {"path": model},
         "backend": backend,
         "sampling": _sampling(rest, "actor_rollout_ref.rollout"),
-        "tasks": _rows(str(tasks), rest.pop("data.train_max_samples", -1)) | preset | _overlong(rest),
+        "tasks": _rows(str(tasks), preset, rest.pop("data.train_max_samples", -1)) | _overlong(rest),
         **_code(interactions, tools, prompt),
         "limits": _limits(rest, turns),
         "rewards": {"credit": _credit(rest, notes)},
@@ -138,9 +138,10 @@ def _file(rest: _Rest, path: str) -> str | None:
     return files[0] if isinstance(files, list) else files
 
 
-def _rows(path: str, most: int) -> dict[str, Any]:
-    kind = "parquet" if path.endswith(".parquet") else "jsonl"
-    return {"source": kind, "path": path, **({"limit": most} if most > 0 else {})}
+def _rows(path: str, prompt_key: str | None, most: int) -> dict[str, Any]:
+    rows = {"source": "parquet" if path.endswith(".parquet") else "jsonl", "path": path}
+    preset = {} if prompt_key is None else {"preset": {"name": "verl", "prompt_key": prompt_key}}
+    return rows | preset | ({"limit": most} if most > 0 else {})
 
 
 def _overlong(rest: _Rest) -> dict[str, str]:
@@ -165,7 +166,7 @@ def _backend(rest: _Rest) -> dict[str, Any]:
     return {"kind": "sglang", "launch": launch}
 
 
-def _train(rest: _Rest, preset: dict[str, Any], *, colocate: bool) -> dict[str, Any]:
+def _train(rest: _Rest, prompt_key: str | None, *, colocate: bool) -> dict[str, Any]:
     """verl's trainer and actor as `train`, with verl's defaults for what they leave out."""
     take, actor = rest.pop, "actor_rollout_ref.actor"
     if not any(path.startswith(("trainer.", f"{actor}.", "data.train_batch_size")) for path in rest):
@@ -196,7 +197,7 @@ def _train(rest: _Rest, preset: dict[str, Any], *, colocate: bool) -> dict[str, 
         sampled = take(f"{validation}.do_sample", False)
         train["eval"] = {
             "every": every,
-            "tasks": _rows(file, take("data.val_max_samples", -1)) | preset,
+            "tasks": _rows(file, prompt_key, take("data.val_max_samples", -1)),
             "samples": int(take(f"{validation}.n", 1)),
             "sampling": _sampling(rest, validation) if sampled else {"temperature": 0.0},
         }

@@ -19,7 +19,7 @@ from engine.cli.import_ import import_app
 from engine.cli.main import app
 from engine.integrations.environments.base import AdapterError
 from engine.integrations.verl import Interactions, Prompt, interaction_class, name_of
-from engine.integrations.verl_config import spec_of
+from engine.integrations.verl_config import as_yaml, spec_of
 from engine.schemas.environment import Environment, Task, User
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
@@ -369,6 +369,7 @@ def test_the_published_example_becomes_a_training() -> None:
             "sampling": {"temperature": 0.0},
         },
     }
+    assert "*id" not in as_yaml(spec, notes, "published.yaml"), "an alias of YAML"
     assert notes[1:] == [
         'not taken over: defaults: ["ppo_trainer", "_self_"]',
         "not taken over of `actor_rollout_ref.actor`: ppo_micro_batch_size_per_gpu: 40",

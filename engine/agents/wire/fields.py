@@ -117,14 +117,9 @@ class Reader:
         self._overruled.add(name)
 
     def neutral(self, at: str, value: Any, allowed: Collection[Any], ignorable: str = "", reported: str = "") -> None:
-        """Refuse a value that would change the reply, unless the spec ignores the field.
+        """Refuse a value that would change the reply (not null or `allowed`), unless the spec ignores the field.
 
-        Args:
-            at: The field.
-            value: Its value; null changes nothing.
-            allowed: Other values that change nothing.
-            ignorable: Its name in `agent.ignore`; empty: it has none.
-            reported: Its name in `overruled`, if that is not the field.
+        `ignorable` is its name in `agent.ignore`, `reported` its name in `overruled`, if that is not the field.
         """
         if value is None or any(value == item and type(value) is type(item) for item in allowed):
             return
@@ -162,11 +157,7 @@ class Reader:
         return bool(value)
 
     def logprobs(self, at: str, *, asked: bool) -> bool:
-        """Whether log-probs are asked for.
-
-        Args:
-            at: The field that asks for them.
-            asked: Whether it does.
+        """Whether the field `at` asks for log-probs.
 
         Raises:
             ApiError: There are none, or it asks for those of tokens that were not sampled.
@@ -187,13 +178,7 @@ class Reader:
         *,
         logprobs: bool = False,
     ) -> ModelRequest:
-        """Return the request.
-
-        Args:
-            messages: Its conversation.
-            tool: Reads one of its tools; see `tools`.
-            replies: How many replies it asks for.
-            logprobs: Whether it asks for log-probs.
+        """Return the request; `tool` reads one of its tools.
 
         Raises:
             ApiError: A tool or `stream` has an invalid value.
@@ -210,11 +195,7 @@ class Reader:
         )
 
     def tools(self, read: Callable[[dict[str, Any], str], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Read `tools`.
-
-        Args:
-            read: Reads one tool at a place to its schema in OpenAI's form.
-        """
+        """Read `tools`, each at its place to its schema in OpenAI's form."""
         found = [read(item, at) for at, item in objects(self.body.get("tools"), "tools")]
         names = [tool["function"]["name"] for tool in found]
         if len(set(names)) < len(names):
@@ -225,14 +206,7 @@ class Reader:
     def tool(
         self, at: str, given: Mapping[str, Any], parameters: str, without_effect: frozenset[str]
     ) -> dict[str, Any]:
-        """Read one tool to its schema in OpenAI's form.
-
-        Args:
-            at: Its place.
-            given: The object with its name.
-            parameters: The key of its JSON schema.
-            without_effect: Keys that change nothing of the reply.
-        """
+        """Read one tool to its schema in OpenAI's form; `parameters` is the key of its JSON schema."""
         self.neutral(f"{at}.strict", given.get("strict"), (False,), "strict")
         known = without_effect | {"name", "description", "strict", parameters}
         if other := next((key for key, value in given.items() if key not in known and value), None):
@@ -277,14 +251,7 @@ def text(value: Any, at: str) -> str:
 def content(
     value: Any, at: str, part: Callable[[dict[str, Any], str], ContentPart | None], *, null: bool = True
 ) -> str | list[ContentPart]:
-    """Read a content: a text, or parts if it has an image.
-
-    Args:
-        value: A text, a list of parts, or null for the empty text.
-        at: Its place.
-        part: Reads one part at a place; None: the part is no content.
-        null: Whether null is allowed.
-    """
+    """Read a content: a text, or parts if it has an image. Null is the empty text; `part` skips a part by None."""
     if isinstance(value, str):
         return text(value, at)
     if value is None and not null:

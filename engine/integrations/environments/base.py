@@ -25,9 +25,6 @@ from engine.schemas.trajectory import Blame
 from engine.spec.entry import load_entry
 from engine.storable import refusal
 
-EVENTS = ("continue", "done", "truncated")
-"""What the steps of adapters may answer, as the machine preset `step` has it. Each class lists them for itself, because checks
-read its text."""
 _importing = threading.Lock()
 
 
@@ -119,12 +116,7 @@ def field_of(fields: Mapping[str, Any], name: str | None) -> Any:
 
 
 def message_of_chat(message: Any, who: str, *, prompt: bool = False) -> Message:
-    """One message of OpenAI's form: a string, or parts with text and images.
-
-    Args:
-        message: What the library gave.
-        who: Who gave it, for errors.
-        prompt: Whether it is of the prompt, where worked examples have the role assistant.
+    """One message of OpenAI's form: a string, or parts. In a prompt, worked examples have the role assistant.
 
     Raises:
         AdapterError: it has another form.
@@ -211,15 +203,9 @@ def stepped(
     truncated: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> Step:
-    """A library's step as the engine's.
+    """A library's step as the engine's. Nothing is shown after the last one.
 
-    Args:
-        messages: What the model is shown next; nothing is shown after the last step.
-        reward: What the newest turn earned; None: the library gives no reward with a step.
-        cause: Shown beside the reward.
-        over: The library says that the episode is over.
-        truncated: It is over because of a limit of the library's own.
-        facts: What guards may read.
+    `reward` is what the newest turn earned; `truncated`: a limit of the library's own ended the episode.
     """
     event = "truncated" if truncated else "done" if over else "continue"
     rewards = [] if reward is None else [RewardEvent(turn="last", value=reward, cause=cause)]
