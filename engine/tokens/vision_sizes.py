@@ -71,10 +71,7 @@ class SizedImages(Protocol):
 
 
 class ByteImage:
-    """An image's scaled pixels as bytes: an eighth of the tensors of Qwen-VL, a quarter of those of Idefics3.
-
-    A pickle needs no processor: it holds the table of floats.
-    """
+    """An image's scaled pixels as bytes: an eighth of the tensors of Qwen-VL, a quarter of those of Idefics3."""
 
     def __init__(self, sized: SizedImages, values: np.ndarray, grid: tuple[int, ...]) -> None:
         """`values`: uint8 [rows, 3, values], of `SizedImages.arrange`."""
@@ -107,13 +104,6 @@ def _sizes_only(processor: Any) -> Any:
     return found
 
 
-def _noting(sizes_only: Any) -> tuple[Any, list[tuple[int, int]]]:
-    """A copy for one call, and the list of sizes that it notes; several threads may ask at once."""
-    found = copy.copy(sizes_only)
-    found.sizes = []
-    return found, found.sizes
-
-
 def _empty(width: int, height: int) -> np.ndarray:
     """An image as processors hold it, [3, height, width], of one byte."""
     return np.broadcast_to(np.uint8(0), (3, height, width))
@@ -137,13 +127,6 @@ def _table(processor: Any) -> np.ndarray:
     return np.ascontiguousarray(values[:, 0], np.float32)
 
 
-def _size(processor: Any) -> Any:
-    """`size` as the processor's own methods get it."""
-    from transformers.image_utils import SizeDict
-
-    return SizeDict(**dict(processor.size))
-
-
 class QwenSizes:
     """Qwen2-VL's scheme: one scaled image, cut into patches."""
 
@@ -161,7 +144,7 @@ class QwenSizes:
         self._table = _table(settings)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What `tensors` reads."""
+        """What `tensors` reads: a pickle needs no processor."""
         return {"_frames": self._frames, "_table": self._table}
 
     def plan(self, width: int, height: int) -> Plan:
@@ -205,25 +188,22 @@ class TiledSizes:
             raise ValueError("its tensors have no mask")
         self._processor = processor
         self._sizes = _sizes_only(settings)
-        self._size = _size(settings)
+        self._size = dict(settings.size)
         self._scaled, self._split = bool(settings.do_resize), bool(settings.do_image_splitting)
         self._side = int(dict(settings.max_image_size)["longest_edge"])
         self._resample = int(settings.resample)
         self._slots = slots
         self._table = _table(settings)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What `tensors` reads."""
-        return {"_side": self._side, "_table": self._table}
-
     def plan(self, width: int, height: int) -> Plan:
         """See `SizedImages.plan`. Grid: (rows, columns)."""
         from transformers.image_utils import SizeDict
 
-        processor, sizes = _noting(self._sizes)
+        processor = copy.copy(self._sizes)  # several threads may ask at once
+        sizes = processor.sizes = []
         image, how = _empty(width, height), {"resample": self._resample}
         if self._scaled:
-            image = processor.resize(image=image, size=self._size, **how)
+            image = processor.resize(image=image, size=SizeDict(**self._size), **how)
         rows = columns = 0
         if self._split:
             image = processor.resize_for_vision_encoder(image, self._side, **how)

@@ -70,9 +70,12 @@ def write_spec(
             "rows": [{"id": name, "blind": name in blind, "broken": name in broken} for name in ("t0", "t1", "t2")],
             "id": "id",
         },
-        "environment": {"use": "pixel_kit:SomeBlind"},
+        "environment": {
+            "use": "pixel_kit:SomeBlind",
+            "timeout": 3600,
+        },  # a trainer's imports block the loop for minutes under load
         "machine": MACHINE,
-        "limits": {"turn_tokens": 24, "assistant_turns": 3, "episode_tokens": 512},
+        "limits": {"turn_tokens": 24, "assistant_turns": 3, "episode_tokens": 512, "episode_seconds": 3600},
         "rewards": {"credit": {"method": "turn_return", "gamma": 0.5}},
         "rollout": {"samples_per_task": 2, "seed": 3},
     }

@@ -25,6 +25,7 @@ from engine.integrations.trainers.areal.sampler import ArealBackend
 from engine.integrations.trainers.areal.workflow import refuse_blind
 from engine.integrations.trainers.handover import HandedRow, Sums
 from engine.integrations.trainers.pixels import Pixels
+from engine.integrations.trainers.skyrl.sampler import SkyRLBackend
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.model import ModelSpec
 from engine.tokens.images import digest_of
@@ -41,6 +42,12 @@ def seeing(folder: Path, family: str) -> tuple[Pixels, str]:
     digest = digest_of(data)
     vision.bank.put(digest, data, "image/png")
     return Pixels(vision, folder), digest
+
+
+def episodes(form: Any, folder: Path) -> Any:
+    """What an AReaL backend reads of its rollouts."""
+    spec = SimpleNamespace(backend=LocalBackendSpec(kind="local"))
+    return SimpleNamespace(spec=spec, context=None, format=form, pixels=Pixels(form.vision, folder))
 
 
 def row(seen: Sequence[int] = (8,), images: Sequence[str] = ()) -> dict[str, Any]:
@@ -114,10 +121,10 @@ def test_experts_of_each_row() -> None:
 
 @pytest.mark.slow
 def test_families_that_skyrl_does_not_take_are_refused(tmp_path: Path) -> None:
-    pixels, digest = seeing(tmp_path / "model", "smolvlm")
-    each = row(pixels.vision.bank.picture(digest).ids.tolist(), [digest])
-    with pytest.raises(TrainError, match="SkyRL takes image_grid_thw and pixel_values; this model has"):
-        skyrl.generator_output([HandedRow.of(each, given(each))], pixels=pixels)
+    backend = SkyRLBackend(None, LocalBackendSpec, context=None, model=None)
+    backend.pixels, _ = seeing(tmp_path / "model", "smolvlm")
+    with pytest.raises(BackendError, match="splits images into tiles"):
+        asyncio.run(backend.start())
 
 
 def test_rows_without_images_are_refused_where_several_processes_of_areal_train() -> None:
@@ -210,8 +217,7 @@ def test_servers_of_areal_that_tokenise_prompts_with_images_again_are_refused(
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         engine = SimpleNamespace(addresses=[f"127.0.0.1:{server.server_port}"])
-        pixels = Pixels(form.vision, folder)
-        backend = ArealBackend(engine, LocalBackendSpec, form, context=None, pixels=pixels)
+        backend = ArealBackend(engine, episodes(form, folder))
         try:
             if words is None:
                 asyncio.run(backend.start())
@@ -228,8 +234,6 @@ def test_a_model_whose_images_are_tiles_is_refused_under_areal(tmp_path: Path) -
     folder = vision_kit.build_smolvlm(tmp_path / "model")
     form = load_format(ModelSpec(path=str(folder)), folder)
     assert form.vision is not None
-    backend = ArealBackend(
-        SimpleNamespace(addresses=[]), LocalBackendSpec, form, context=None, pixels=Pixels(form.vision, folder)
-    )
+    backend = ArealBackend(SimpleNamespace(addresses=[]), episodes(form, folder))
     with pytest.raises(BackendError, match="splits images into tiles"):
         asyncio.run(backend.start())

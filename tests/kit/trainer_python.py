@@ -31,5 +31,6 @@ def run_script(variable: str, script: Path, *words: str) -> Any:
         check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
+    print(done.stderr)  # pytest shows it if the test fails later
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

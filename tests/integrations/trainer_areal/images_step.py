@@ -7,7 +7,6 @@ import asyncio
 import base64
 import json
 import os
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,15 +30,12 @@ def main(spec_file: str, folder: str, tasks: str) -> None:
     from engine.spec.load import load_spec
 
     model = load_spec(spec_file).spec.model.path
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     os.environ |= {
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": "0",  # the system chooses it when torch listens: one chosen now may be taken by then
     }
     actor_config = PPOActorConfig(
         experiment_name="e", trial_name="t", path=str(model), backend="fsdp:d1", attn_impl="sdpa", dtype="float32", optimizer_dtype="float32",
@@ -81,9 +77,8 @@ def main(spec_file: str, folder: str, tasks: str) -> None:
 
     rollouts = workflow.episodes.rollouts
     engine = Engine(rollouts.format)
-    backend = sampler.ArealBackend(engine, None, rollouts.format, context=None, pixels=rollouts.pixels)  # type: ignore[arg-type]
     try:
-        asyncio.run(backend.start())
+        asyncio.run(sampler.ArealBackend(engine, rollouts).start())
     except TrainError as error:
         print(json.dumps({"refused": str(error), "named": named}))
         return

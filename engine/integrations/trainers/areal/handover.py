@@ -38,21 +38,12 @@ class ImageDict(dict[str, Any]):
         self.images = images
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.images[name] if self.images else dict(self.items())[name]
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The tensor, or `default`."""
-        try:
-            return self[name]
-        except KeyError:
-            return default
+        tensors: dict[str, torch.Tensor] = dict(self.items())
+        return tensors[name]
 
     def items(self) -> Any:
         """All tensors by name; they are made once."""
         return self.images.items() if self.images else {"image_grid_thw": torch.zeros(0, 3, dtype=torch.int64)}.items()
-
-    def __deepcopy__(self, memo: Any) -> ImageDict:
-        return self  # nothing of it changes
 
     def __reduce__(self) -> Any:
         return type(self), (self.images,)
@@ -129,29 +120,34 @@ def sums_of_batch(batch: Mapping[str, torch.Tensor]) -> Sums:
     )
 
 
-def _images_of_rows(batch: Mapping[str, Any]) -> list[float]:
-    """`row_sum` of each row of AReaL's batch; as many as there are rows or lists of images."""
+class Local(dict[str, Any]):
+    """A batch, or the images of a row, whose tensors on other machines are fetched when they are read."""
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _images_of_rows(batch: Mapping[str, Any]) -> list[int]:
+    """`row_sum` of each row of AReaL's batch; none if it has not one entry of images for each row."""
     lengths = batch["attention_mask"].sum(1).tolist()
-    given = batch["multi_modal_input"] if "multi_modal_input" in batch else [{}] * len(lengths)
-    sums = [-1.0] * max(len(given), len(lengths))
-    for place, (ids, length, images) in enumerate(zip(batch["input_ids"], lengths, given, strict=False)):
-        if isinstance(images, ImageDict):
-            images = images.images
-        else:  # from another machine
-            images = {name: value.to_local() if hasattr(value, "to_local") else value for name, value in images.items()}
-        sums[place] = float(row_sum(ids[:length], checksums_of(images)))
-    return sums
+    shown = batch.get("multi_modal_input", [{}] * len(lengths))
+    if len(shown) != len(lengths):
+        return []
+    images = [checksums_of(each.images if isinstance(each, ImageDict) else Local(each)) for each in shown]
+    return [row_sum(row[:size], each) for row, size, each in zip(batch["input_ids"], lengths, images, strict=True)]
 
 
 def check_batches(batches: Sequence[dict[str, Any]]) -> None:
     """Compare what AReaL's loss will read with the sums that the rows were handed over with, and remove the columns `SUMS`.
 
     Args:
-        batches: What `PPOActor.compute_advantages` returns: one dictionary for each group.
+        batches: What `PPOActor.compute_advantages` returns: one dictionary for each group. What a controller holds on other machines is fetched.
 
     Raises:
         TrainError: kind `handover`: the sums differ, or a batch has no sums because another workflow made it.
     """
+    fetched = [Local(batch) for batch in batches]
     missing = sorted({name for batch in batches for name in SUMS if name not in batch})
     if missing:
         raise TrainError(
@@ -159,9 +155,9 @@ def check_batches(batches: Sequence[dict[str, Any]]) -> None:
             "no update is made with it",
             kind="handover",
         )
-    handed = [sum(float(batch[name].sum()) for batch in batches) for name in SUMS[:3]]
-    other = sum(batch["engine_images"].tolist() != _images_of_rows(batch) for batch in batches)  # row by row
-    theirs = Sums.total([*map(sums_of_batch, batches), Sums(0, 0, 0.0, other)])
+    handed = [sum(float(batch[name].sum()) for batch in fetched) for name in SUMS[:3]]
+    other = sum(batch["engine_images"].tolist() != _images_of_rows(batch) for batch in fetched)  # row by row
+    theirs = Sums.total([*map(sums_of_batch, fetched), Sums(0, 0, 0.0, other)])
     Sums(int(handed[0]), int(handed[1]), handed[2]).check(theirs, "AReaL", CHANGES)
     for batch in batches:
         for name in SUMS:

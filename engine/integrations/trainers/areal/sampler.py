@@ -12,17 +12,11 @@ from engine.integrations.trainers.pixels import check_times
 from engine.integrations.trainers.sampler import Sampled, TrainerBackend, given
 
 if TYPE_CHECKING:
-    from engine.integrations.trainers.pixels import Pixels
-    from engine.schemas.backend_base import BackendBase
+    from engine.integrations.trainers.rollouts import TrainerRollouts
     from engine.schemas.generation import GenerateRequest
-    from engine.tokens.format import ChatFormat
 
 _BOTH = ("temperature", "top_p", "top_k", "ignore_eos", "skip_special_tokens")
 _SGLANG = (*_BOTH, "stop", "frequency_penalty")
-_REENCODES = (
-    "AReaL's servers need SGLang 0.5.23 or newer for images: 0.5.10.post1, which AReaL 1.0.4 requires, decodes the ids of a "
-    "prompt with an image and tokenises the text again"
-)
 
 
 def names_of(server: str) -> dict[str, str]:
@@ -39,25 +33,12 @@ class ArealBackend(TrainerBackend):
 
     Args:
         engine: AReaL's `InferenceEngine`.
-        declared: The config class of the spec's backend, for its capabilities.
-        format: The model's chat format.
-        context: Maximum length of a sequence in tokens.
-        pixels: What makes the images, for a model that takes images.
+        rollouts: The episodes of the spec.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        declared: type[BackendBase],
-        format: ChatFormat,
-        *,
-        context: int | None,
-        pixels: Pixels | None = None,
-    ) -> None:
-        super().__init__("AReaL", declared, context=context)
-        self._engine = engine
-        self._format = format
-        self.pixels = pixels
+    def __init__(self, engine: Any, rollouts: TrainerRollouts) -> None:
+        super().__init__("AReaL", type(rollouts.spec.backend), context=rollouts.context)
+        self._engine, self._format, self.pixels = engine, rollouts.format, rollouts.pixels
 
     async def start(self) -> None:
         """Check that AReaL's servers take the ids of a prompt with an image as they are.
@@ -78,7 +59,11 @@ class ArealBackend(TrainerBackend):
             try:
                 await check_images(server, await server.json("GET", "/server_info"), self._format, ask_worker)
             except BackendError as error:
-                raise BackendError(f"{error}. {_REENCODES}", kind=error.kind) from None
+                raise BackendError(
+                    f"{error}. AReaL's servers need SGLang 0.5.23 or newer for images: 0.5.10.post1, which AReaL 1.0.4 requires, "
+                    "decodes the ids of a prompt with an image and tokenises the text again",
+                    kind=error.kind,
+                ) from None
             finally:
                 await server.http.close()
 
@@ -88,8 +73,7 @@ class ArealBackend(TrainerBackend):
         from areal.api.cli_args import GenerationHyperparameters
 
         ids, images = request.input_ids.tolist(), []
-        if request.images:
-            assert self.pixels is not None
+        if request.images and self.pixels is not None:
             vision = self.pixels.vision
             ids = vision.compact(request.input_ids, request.image_spans).tolist()
             images = [vision.bank.scaled_uri(part.image).partition(",")[2] for part in request.images]

@@ -38,7 +38,7 @@ def refuse_settings(config: Any, loaded: LoadedSpec) -> None:
         f"actor.temperature: {actor.temperature:g}; the spec samples with {temperature:g}": actor.temperature
         != temperature,
     }
-    server = str(config.rollout.backend).partition(":")[0]
+    rollout, server = config.rollout, str(config.rollout.backend).partition(":")[0]
     sampling, kind = loaded.spec.sampling, loaded.spec.backend.kind
     foreign = ", ".join(f"`sampling.{name}`" for name in unsupported(sampling, names_of(server)))
     problems |= {
@@ -50,21 +50,15 @@ def refuse_settings(config: Any, loaded: LoadedSpec) -> None:
         "`train.advantage_norm: batch`: groups are handed over one by one": loaded.spec.train is not None
         and loaded.spec.train.advantage_norm == "batch",
         "dynamic_bs: groups without signal are handed over too": getattr(config, "dynamic_bs", False),
-        "rollout.return_routed_experts: no trainer of AReaL reads them": getattr(
-            config.rollout, "return_routed_experts", False
-        ),
+        "rollout.return_routed_experts: no trainer of AReaL reads them": rollout.return_routed_experts,
     }
     files = model_files(loaded)
     if files is not None and files.sees:
         problems |= {
             "rollout.backend: vllm takes images with messages only, which it tokenises again; use sglang": server
             == "vllm",
-            "rollout.check_trajectory_format: rows without an image have no pixel_values": getattr(
-                config.rollout, "check_trajectory_format", False
-            ),
-            "actor.enable_tree_training: its positions do not know images": getattr(
-                actor, "enable_tree_training", False
-            ),
+            "rollout.check_trajectory_format: rows without an image have no pixel_values": rollout.check_trajectory_format,
+            "actor.enable_tree_training: its positions do not know images": actor.enable_tree_training,
         }
     named = [text for text, refused in problems.items() if refused]
     if named:

@@ -60,10 +60,7 @@ class Episodes:
         """
         loop = asyncio.get_running_loop()
         if self._started is None:
-            rollouts = self.rollouts
-            backend = ArealBackend(
-                engine, type(rollouts.spec.backend), rollouts.format, context=rollouts.context, pixels=rollouts.pixels
-            )
+            backend = ArealBackend(engine, self.rollouts)
             self._loop, self._started = loop, loop.create_task(self.rollouts.start(backend))
         if self._loop is not loop:
             raise TrainError(
@@ -158,11 +155,7 @@ class EngineGroups:
 
 
 def refuse_blind(rows: Sequence[Row], ranks: int) -> None:
-    """Refuse rows without images where several processes train, whose layers of the vision tower wait for each other in each pass.
-
-    Raises:
-        TrainError: kind `handover`: a row has no image.
-    """
+    """Refuse rows without images where several processes train: their parts of the vision tower wait for each other."""
     blind = next((row["episode_id"] for row in rows if not row["images"]), None)
     if blind is not None:
         raise TrainError(
@@ -187,12 +180,12 @@ def workflow_arguments(config: Any, spec: LoadedSpec | Path | str, folder: Path 
     loaded = load_spec(spec) if isinstance(spec, str | Path) else spec
     refuse_settings(config, loaded)
     reward = {name: float(getattr(config.actor, name)) for name in _REWARD}
-    ranks = re.search(r":.*?d(\d+)", str(config.actor.backend))
+    ranks = re.search(r":.*?d(\d+)", str(config.actor.backend)) or (0, 1)
     return {
         "spec": str(Path(loaded.path).resolve()),
         "folder": str(Path(folder).resolve()),
         "reward": reward,
-        "ranks": int(ranks[1]) if ranks else 1,
+        "ranks": int(ranks[1]),
     }
 
 
@@ -216,29 +209,11 @@ def watch(actor: Any) -> None:
         for batch, group in zip(batches, data, strict=True):
             if "multi_modal_input" in group:
                 batch["multi_modal_input"] = group["multi_modal_input"]
-        check_batches([_Local(batch) for batch in batches])
+        check_batches(batches)
         return batches
 
     watched.watched = True  # type: ignore[attr-defined]
     actor.compute_advantages = watched
-
-
-class _Local(dict[str, Any]):
-    """A batch whose columns are fetched when they are read; those that are removed are removed from the batch too."""
-
-    def __init__(self, batch: dict[str, Any]) -> None:
-        super().__init__(batch)
-        self._batch = batch
-
-    def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        if hasattr(value, "to_local"):
-            return value.to_local()
-        return value
-
-    def __delitem__(self, name: str) -> None:
-        super().__delitem__(name)
-        del self._batch[name]
 
 
 def task_dataset(spec: LoadedSpec | Path | str) -> Any:

@@ -41,12 +41,11 @@ class EngineEpisodes:
         self._episodes = episodes
         self._several = several_rows
         self._started = False
-        self.backend = SkyRLBackend(
-            client, type(episodes.spec.backend), context=episodes.context, model=model, pixels=episodes.pixels
-        )
-        if episodes.spec.backend.asks_experts:
-            self.backend.layout = layout_of(episodes.model_folder)
+        declared = episodes.spec.backend
+        self.backend = SkyRLBackend(client, type(declared), context=episodes.context, model=model)
         """What samples."""
+        self.backend.pixels = episodes.pixels
+        self.backend.layout = layout_of(episodes.model_folder) if declared.asks_experts else None
         self.handed: list[HandedRow] = []
         """The rows of the newest batch, one for each prompt."""
         self.metrics: dict[str, float] = {}

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 ESTIMATOR = "engine"
 """The value of `trainer.algorithm.advantage_estimator`."""
-_IMAGE_TENSORS = {"pixel_values", "image_grid_thw"}
 
 
 def identity_advantages(
@@ -62,10 +61,10 @@ def filled(rows: Sequence[HandedRow]) -> list[HandedRow]:
     shown = next((row for row in rows if row.images), None)
     if shown is None:
         return list(rows)
-    blind = sum(1 for row in rows if not row.images and any(row.mask))
-    if blind:
+    trained = [row for row in rows if any(row.mask)]
+    if blind := sum(not row.images for row in trained):
         raise TrainError(
-            f"{blind} of {sum(any(row.mask) for row in rows)} trained rows have no image: SkyRL's model takes no micro-batch "
+            f"{blind} of {len(trained)} trained rows have no image: SkyRL's model takes no micro-batch "
             "without patches beside others with them; show an image in each episode or in none, or use `engine train`",
             kind="handover",
         )
@@ -83,10 +82,7 @@ def generator_output(
         rows: The rows; `HandedRow.empty` where an episode is not trained on.
         metrics: Figures for `rollout_metrics`, such as the mean reward. SkyRL's own `reward/avg_raw_reward` and `reward/avg_pass_at_n` are computed
             from advantages and say nothing about rewards.
-        pixels: What makes the images of rows, if the model takes images.
-
-    Raises:
-        TrainError: kind `train_setup`: SkyRL does not take this family's image tensors.
+        pixels: What makes the images of rows, if the model takes images. Rows with the same images share their tensors.
     """
     found: dict[str, Any] = {
         "prompt_token_ids": [row.prompt_ids for row in rows],
@@ -100,24 +96,10 @@ def generator_output(
     if any(row.experts is not None for row in rows):
         found["rollout_expert_indices"] = [[] if row.experts is None else row.experts.tolist() for row in rows]
     if pixels is not None and any(row.images for row in rows):
-        found |= _images(rows, pixels)
+        images = [pixels.row([*row.prompt_ids, *row.completion_ids], row.images) for row in rows]
+        tensors = {each.digests: dict(each.items()) for each in {each.digests: each for each in images}.values()}
+        found |= {name: [tensors[row.images][name] for row in rows] for name in images[0]}
     return found
-
-
-def _images(rows: Sequence[HandedRow], pixels: Pixels) -> dict[str, list[Any]]:
-    """The image tensors of each row; rows with the same images share them."""
-    names = pixels.vision.family.names
-    if set(names) != _IMAGE_TENSORS:
-        raise TrainError(
-            f"SkyRL takes {' and '.join(sorted(_IMAGE_TENSORS))}; this model has {', '.join(sorted(names))}; use `engine train`",
-            kind="train_setup",
-        )
-    made: dict[tuple[str, ...], dict[str, Any]] = {}
-    for row in rows:
-        images = pixels.row([*row.prompt_ids, *row.completion_ids], row.images)
-        if row.images not in made:
-            made[row.images] = dict(images.items())
-    return {name: [made[row.images][name] for row in rows] for name in names}
 
 
 def sums_of_batch(batch: Any) -> Sums:
@@ -132,8 +114,8 @@ def sums_of_batch(batch: Any) -> Sums:
     images = 0
     if batch.get("pixel_values") is not None:
         for place, there in enumerate(tokens):
-            tensors = {name: batch[name][place] for name in _IMAGE_TENSORS}
-            images += row_sum(batch["sequences"][place][there], checksums_of(tensors))
+            checksums = checksums_of({name: batch[name][place] for name in ("pixel_values", "image_grid_thw")})
+            images += row_sum(batch["sequences"][place][there], checksums)
     return Sums(
         int(tokens.sum()), int(mask.sum()), float((batch["advantages"][:rows].double().abs() * mask).sum()), images
     )

@@ -86,37 +86,29 @@ def refuse_settings(cfg: Any, loaded: LoadedSpec) -> None:
     problems[
         f"generator.inference_engine.engine_init_kwargs.logprobs_mode: set it to processed_logprobs; else the log-probs are those of temperature 1, and the spec samples with {temperature:g}"
     ] = raw and temperature != 1
-    problems |= _images_and_experts(cfg, loaded)
-    named = [text for text, refused in problems.items() if refused]
-    if named:
-        raise TrainError(f"{loaded.path}: change these settings of SkyRL: " + "; ".join(named), kind="train_setup")
-    for text in WITHOUT_EFFECT:
-        log.info("no effect", setting=text)
-    log.info("no effect", setting=f"`backend: {{kind: {kind}}}`: SkyRL's inference engines sample")
-
-
-def _images_and_experts(cfg: Any, loaded: LoadedSpec) -> dict[str, bool]:
-    """The settings that would lose images or experts."""
-    trainer, engines, policy = cfg.trainer, cfg.generator.inference_engine, cfg.trainer.policy
+    engines, policy, reference = generator.inference_engine, trainer.policy, trainer.ref
     asks, returns = loaded.spec.backend.asks_experts, engines.enable_return_routed_experts
     replays = trainer.strategy == "megatron" and policy.megatron_config.moe_enable_routing_replay
-    problems = {
+    problems |= {
         "`backend.routed_experts`: set generator.inference_engine.enable_return_routed_experts, trainer.strategy: megatron and trainer.policy.megatron_config.moe_enable_routing_replay": asks
         and not (returns and replays),
         "generator.inference_engine.enable_return_routed_experts: set `backend.routed_experts: true`": returns
         and not asks,
     }
     files = model_files(loaded)
-    if files is None or not files.sees:
-        return problems
-    return problems | {
-        "generator.inference_engine.enable_return_routed_experts: its endpoint drops images, and the model would reply without seeing them": returns,
-        "trainer.remove_microbatch_padding: set it to false; SkyRL does not pack rows of a model that takes images": trainer.remove_microbatch_padding,
-        "trainer.policy.sequence_parallel_size, trainer.ref.sequence_parallel_size: set them to 1 for a model that takes images": max(
-            policy.sequence_parallel_size, trainer.ref.sequence_parallel_size
-        )
-        > 1,
-        "language_model_only: the model would have no vision tower": any(
-            part.language_model_only for part in (policy, trainer.ref, engines)
-        ),
-    }
+    if files is not None and files.sees:
+        parallel = max(policy.sequence_parallel_size, reference.sequence_parallel_size)
+        blind = any(part.language_model_only for part in (policy, reference, engines))
+        problems |= {
+            "generator.inference_engine.enable_return_routed_experts: its endpoint drops images, and the model would reply without seeing them": returns,
+            "trainer.remove_microbatch_padding: set it to false; SkyRL does not pack rows of a model that takes images": trainer.remove_microbatch_padding,
+            "trainer.policy.sequence_parallel_size, trainer.ref.sequence_parallel_size: set them to 1 for a model that takes images": parallel
+            > 1,
+            "language_model_only: the model would have no vision tower": blind,
+        }
+    named = [text for text, refused in problems.items() if refused]
+    if named:
+        raise TrainError(f"{loaded.path}: change these settings of SkyRL: " + "; ".join(named), kind="train_setup")
+    for text in WITHOUT_EFFECT:
+        log.info("no effect", setting=text)
+    log.info("no effect", setting=f"`backend: {{kind: {kind}}}`: SkyRL's inference engines sample")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ import torch
 
 from engine.errors import TrainError
 from engine.integrations.trainers.library import check_overrides, imports_of
+from engine.integrations.trainers.pixels import row_sum
 from engine.integrations.trainers.trl.arguments import refuse_arguments
-from engine.integrations.trainers.trl.handover import TILES, check_batches
+from engine.integrations.trainers.trl.handover import check_batches, checksums_of_rows
 from engine.train.logprobs import MASKED_LOGIT
 
 if TYPE_CHECKING:
@@ -89,7 +91,11 @@ class EngineGRPO:
         batch["advantages"] = _padded([row.advantages for row in rows], completion)
         # TRL's own old log-probs, if it computed them, are of a pass without images.
         batch["old_per_token_logps"] = _padded([row.logprobs for row in rows], completion)
-        batch |= self._images(batch)
+        if images := self._images(batch):
+            batch |= images
+            sums = zip(rows, checksums_of_rows(images), strict=True)
+            shown = sum(row_sum([*row.prompt_ids, *row.completion_ids], checksums) for row, checksums in sums)
+            self._rollouts.sums = replace(self._rollouts.sums, images=shown)
         if self.max_completion_length is None:
             self.max_completion_length = self._rollouts.mean_length()
         for name, value in self._rollouts.metrics.items():
@@ -118,13 +124,7 @@ class EngineGRPO:
         found: dict[str, Any] = {name: torch.from_numpy(array).to(ids.device) for name, array in tensors.items()}
         if set(tensors) == _TILES:
             # One entry for each row. TRL takes entries for images where there are as many as images, so each row counts as one.
-            found["num_images"] = [1] * len(digests)
-            tiles = torch.zeros(len(digests), max(map(len, digests)), dtype=torch.int64)
-            for place, row in enumerate(digests):
-                for image, (rows, columns) in enumerate(vision.bank.picture(digest).grid for digest in row):
-                    tiles[place, image] = rows * columns + 1
-            found[TILES] = tiles.to(ids.device)
-            return found
+            return found | {"num_images": [1] * len(digests)}
         found["num_images"] = [len(each) for each in digests]
         found["mm_token_type_ids"] = torch.tensor(vision.token_types(ids.tolist()), device=ids.device)
         return found

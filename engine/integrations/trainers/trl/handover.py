@@ -10,8 +10,7 @@ import torch
 from engine.integrations.trainers.handover import Sums
 from engine.integrations.trainers.pixels import checksum, checksums_of, row_sum
 
-TILES = "engine_tiles"
-"""The column of the number of tiles of each image of a row, int64 [rows, most images], for models whose images are tiles."""
+_PIXELS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
 
 
 def sums_of_batches(batches: Sequence[Mapping[str, Any]]) -> Sums:
@@ -27,27 +26,20 @@ def sums_of_batches(batches: Sequence[Mapping[str, Any]]) -> Sums:
         trained += int(mask.sum())
         total += float((advantages.double().abs() * mask).sum())
         if "num_images" in batch:
-            images += _images_of(batch)
+            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1).cpu()
+            there = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1).bool().cpu()
+            rows = zip(ids, there, checksums_of_rows(batch), strict=True)
+            images += sum(row_sum(row[mask], checksums) for row, mask, checksums in rows)
     return Sums(tokens, trained, total, images)
 
 
-def _images_of(batch: Mapping[str, Any]) -> int:
-    """The sum of `row_sum` over the rows of a slice."""
-    held = {
-        name: batch[name].cpu() for name in ("pixel_values", "image_grid_thw", "pixel_attention_mask") if name in batch
-    }
-    if "image_grid_thw" in held:
-        every = iter(checksums_of(held))
-        checksums = [[next(every) for _ in range(count)] for count in batch["num_images"]]
-    else:
-        checksums = []
-        for place, tiles in enumerate(batch[TILES].tolist()):
-            pieces = {name: torch.split(value[place, : sum(tiles)], tiles) for name, value in held.items()}
-            images = [{name: pieces[name][image] for name in held} for image, count in enumerate(tiles) if count]
-            checksums.append([checksum(image) for image in images])
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1).cpu()
-    there = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1).bool().cpu()
-    return sum(row_sum(row[mask], sums) for row, mask, sums in zip(ids, there, checksums, strict=True))
+def checksums_of_rows(batch: Mapping[str, Any]) -> list[list[int]]:
+    """`checksum` of each image of each row, or of all tiles of a row together."""
+    tensors = {name: batch[name].cpu() for name in _PIXELS if name in batch}
+    if "image_grid_thw" not in tensors:
+        return [[checksum(dict(zip(tensors, row, strict=True)))] for row in zip(*tensors.values(), strict=True)]
+    checksums = iter(checksums_of(tensors))
+    return [[next(checksums) for _ in range(count)] for count in batch["num_images"]]
 
 
 def check_batches(rows: Sums, batches: Sequence[Mapping[str, Any]]) -> None:

@@ -67,7 +67,7 @@ class EngineRollouts:
         self.handed: list[HandedRow] = []
         """The rows of the newest call, one for each prompt."""
         self.sums = Sums(0, 0, 0.0)
-        """Their sums."""
+        """Their sums; that of the images is the trainer's."""
         self.version = -1
         """The weight version of the newest call: the number of TRL's updates before it."""
         self.metrics: dict[str, float] = {}
@@ -110,7 +110,7 @@ class EngineRollouts:
             for each in group.trajectories
         }
         self.handed = self._handed(batch, len(groups), samples)
-        self.sums = Sums.of_rows(self.handed, self._episodes.pixels)
+        self.sums = Sums.of_rows(self.handed)
         slots = [ended.get((number, sample)) for number in range(len(groups)) for sample in range(samples)]
         return {
             "prompt_ids": [row.prompt_ids for row in self.handed],
