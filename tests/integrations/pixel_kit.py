@@ -18,6 +18,11 @@ from engine.schemas.reward import RewardEvent
 if TYPE_CHECKING:
     from engine.store.export import Row
 
+WINDOW: dict[str, Any] = {
+    "condense": {"keep": {"images": "last 2", "step": 1}, "opening": True},
+    "limits": {"turn_tokens": 24, "assistant_turns": 3, "episode_seconds": 3600, "on_overflow": "condense"},
+}
+"""Changes of a spec with which an episode of `SomeBlind` has two rows of two images each."""
 COLOURS = ("blue", "green", "orange", "purple", "red")
 
 

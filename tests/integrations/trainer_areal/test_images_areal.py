@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import vision_kit
-from pixel_kit import own_checksums, own_logprobs, rows_and_vision, write_spec
+from pixel_kit import WINDOW, own_checksums, own_logprobs, rows_and_vision, write_spec
 from trainer_python import run_script
 
 from engine.integrations.trainers.handover import images_of
@@ -26,19 +27,25 @@ def with_frames_of_a_second(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.trainers
 @pytest.mark.parametrize(
-    ("tasks", "blind"),
-    [("t0,t1,t2", ("t1",)), ("t0", ("t0",))],
-    ids=["some_rows_without_images", "a_batch_without_images"],
+    ("tasks", "blind", "changes", "rows_of_group", "images"),
+    [
+        ("t0,t1,t2", ("t1",), {}, 2, {0, 4}),
+        ("t0", ("t0",), {}, 2, {0}),
+        ("t0", (), WINDOW, 4, {2}),
+    ],
+    ids=["some_rows_without_images", "a_batch_without_images", "a_window_of_images"],
 )
-def test_images_reach_the_update_of_areal(tmp_path: Path, tasks: str, blind: tuple[str, ...]) -> None:
+def test_images_reach_the_update_of_areal(
+    tmp_path: Path, tasks: str, blind: tuple[str, ...], changes: dict[str, Any], rows_of_group: int, images: set[int]
+) -> None:
     """Log-probs, tensors and positions of AReaL's passes, an update, and images that were swapped, moved and lost on the way."""
     folder = with_frames_of_a_second(vision_kit.build_qwen25(tmp_path / "model"))
-    spec = write_spec(tmp_path, folder, blind=blind)
+    spec = write_spec(tmp_path, folder, blind=blind, **changes)
     told = run_script("AREAL_PYTHON", Path(__file__).parent / "images_step.py", str(spec), str(tmp_path / "out"), tasks)
     rows, vision = rows_and_vision(tmp_path / "out" / "process-0" / "rollouts", folder)
     pixels = Pixels(vision, folder)
     found = {tuple(each["ids"]): each for each in told["rows"]}
-    assert len(rows) == len(told["rows"]) == 2 * len(tasks.split(","))
+    assert len(rows) == len(told["rows"]) == rows_of_group * len(tasks.split(","))
     shown = []
     for row in rows:
         each = found[tuple(row["input_ids"].tolist())]
@@ -48,14 +55,15 @@ def test_images_reach_the_update_of_areal(tmp_path: Path, tasks: str, blind: tup
         assert positions is not None
         assert each["positions"] == positions[1:].tolist()
         shown.append(len(images_of(row)))
-    assert set(shown) == ({0} if tasks == "t0" else {0, 4})
+    assert set(shown) == images
     assert all(markers == images for markers, images, _ in told["asked"])
     assert {room for *_, room in told["asked"]} == {24}
-    assert told["pngs"] > 3 if tasks != "t0" else told["pngs"] == 0
-    assert told["lists"] == [[2, 2]] * len(tasks.split(","))
+    assert told["pngs"] > 2 if any(images) else told["pngs"] == 0
+    assert told["lists"] == [[rows_of_group] * 2] * len(tasks.split(","))
     assert told["changed"] > 0
-    if tasks != "t0":
+    if any(images):
         assert told["visual"] > 0
+        assert len(told["said"]) == 3
         for said in told["said"]:
             assert "images: lost, changed, or in another order or row" in said
 
