@@ -23,6 +23,8 @@ WINDOW: dict[str, Any] = {
     "limits": {"turn_tokens": 24, "assistant_turns": 3, "episode_seconds": 3600, "on_overflow": "condense"},
 }
 """Changes of a spec with which an episode of `SomeBlind` has two rows of two images each."""
+FOUR_TURNS = WINDOW | {"limits": WINDOW["limits"] | {"turn_tokens": 6, "assistant_turns": 4}}
+"""The same for `Gallery`."""
 COLOURS = ("blue", "green", "orange", "purple", "red")
 
 

@@ -15,6 +15,7 @@ import tiny_moe
 import torch
 import vision_kit
 import yaml
+from pixel_kit import FOUR_TURNS
 from verl_gallery import spec_of
 from verl_python import call_verl, run_verl
 
@@ -48,10 +49,12 @@ FORGETFUL = """\
 LOOP = "engine.integrations.trainers.verl.agent_loop.EngineAgentLoop"
 
 
-def ran(way: str, folder: Path, monkeypatch: pytest.MonkeyPatch, template: str | None = None) -> dict[str, Any]:
-    """What `verl_images.py` found."""
+def ran(
+    way: str, folder: Path, monkeypatch: pytest.MonkeyPatch, template: str | None = None, **changes: Any
+) -> dict[str, Any]:
+    """What `verl_images.py` found, with changes of the spec."""
     model = vision_kit.build_qwen25(folder / "model", template)
-    (folder / "spec.yaml").write_text(yaml.safe_dump(spec_of(str(model))))
+    (folder / "spec.yaml").write_text(yaml.safe_dump(spec_of(str(model)) | changes))
     out = folder / "out"
     out.mkdir()
     loop = {"name": "engine", "_target_": LOOP, "spec": str(folder / "spec.yaml"), "folder": str(out)}
@@ -149,11 +152,22 @@ def test_verls_own_pass_over_the_rows_gives_the_engines_log_probs(
 
 @pytest.mark.slow
 @pytest.mark.trainers
-def test_verls_own_agent_loop_workers_carry_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a template that rewrites history: each turn is a row, whose images other rows of the prompt may hold."""
-    found = ran("loop", tmp_path, monkeypatch, FORGETFUL)
-    rows = check(found, tmp_path, RunStore.open(tmp_path / "out" / "process-0" / "rollouts", readonly=True))
-    assert len(rows) == 23
+@pytest.mark.parametrize(
+    ("way", "changes", "template", "count"),
+    [("loop", {}, FORGETFUL, 23), ("loop", FOUR_TURNS, None, 13), ("manager", FOUR_TURNS, None, 13)],
+    ids=["a_row_for_each_turn", "a_window_in_the_loop", "a_window"],
+)
+def test_several_rows_of_an_episode_have_their_own_images(
+    way: str, changes: dict[str, Any], template: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the manager and by verl's own agent loop workers: with a template that rewrites history each turn is a row, with a
+    window of images two. Other rows of the prompt may hold a row's images."""
+    found = ran(way, tmp_path, monkeypatch, template, **changes)
+    store = tmp_path / "out" / ("process-0/rollouts" if way == "loop" else "rollouts")
+    rows = check(found, tmp_path, RunStore.open(store, readonly=True))
+    assert len(rows) == count
+    if changes:
+        assert sorted(len(row["images"]) for row in rows) == [0] * 3 + [2] * 10
     for group in ("uid-0", "uid-1"):
         held = [
             each

@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 import vision_kit
 import yaml
-from pixel_kit import WINDOW
+from pixel_kit import FOUR_TURNS
 from slime_kit import Sample, assert_same, document, slime_args, start_router, stored
 from vision_code import MACHINE
 
 from engine.integrations.trainers.slime import convert, generate
 from engine.integrations.trainers.slime.episodes import Episodes
 from engine.integrations.trainers.slime.samples import origin_of
-
-FOUR_TURNS = WINDOW | {"limits": WINDOW["limits"] | {"assistant_turns": 4}}
 
 
 @pytest.mark.slow
