@@ -1,8 +1,9 @@
 """What an image processor makes of an image of a given size, without the image: grid, tokens and scaling.
 
-The processor's own functions compute the sizes: `smart_resize` of Qwen's, and for tiles its methods, called with an empty image of the size, in a
-copy of the processor whose `resize` notes the size and scales nothing (`_SizesOnly`). The last step, from bytes to normalised floats, is a table of 256 values
-per channel that the processor's own `rescale` and `normalize` fill, so the floats are the processor's own, bit for bit.
+The processor's own functions compute the sizes: `smart_resize` of Qwen's, and for tiles its methods, called with an empty
+image of the size, in a copy of the processor whose `resize` notes the size and scales nothing (`_SizesOnly`). The last step,
+from bytes to normalised floats, is a table of 256 values per channel that the processor's own `rescale` and `normalize`
+fill, so the floats are the processor's own, bit for bit.
 
 Invariant: `checked` compares all of it with the processor's own results for several images when a model is loaded. A processor that
 differs, or that cannot be told from the size, is asked for each image instead.

@@ -160,8 +160,8 @@ def test_verls_own_pass_over_the_rows_gives_the_engines_log_probs(
 def test_several_rows_of_an_episode_have_their_own_images(
     way: str, changes: dict[str, Any], template: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the manager and by verl's own agent loop workers: with a template that rewrites history each turn is a row, with a
-    window of images two. Other rows of the prompt may hold a row's images."""
+    """By the manager and by verl's own agent loop workers: with a template that rewrites history each turn is a row, and
+    with a window of images two turns are. Other rows of the prompt may hold a row's images."""
     found = ran(way, tmp_path, monkeypatch, template, **changes)
     store = tmp_path / "out" / ("process-0/rollouts" if way == "loop" else "rollouts")
     rows = check(found, tmp_path, RunStore.open(store, readonly=True))

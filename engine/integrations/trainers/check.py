@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from engine.checks.model_files import model_files
-from engine.errors import EngineError
+from engine.errors import EngineError, TrainError
 from engine.integrations.trainers.capabilities import THINGS, TRAINERS
 from engine.machine.presets import machine_of
 from engine.schemas.message import ImagePart
@@ -150,3 +150,10 @@ def _oversampled(spec: EpisodeSpec) -> DataPath | None:
     if train.difficulty is not None:
         return ("train", "difficulty")
     return ("train", "dynamic_sampling") if train.dynamic_sampling else None
+
+
+def refuse(loaded: LoadedSpec, trainer: str, problems: Mapping[str, bool]) -> None:
+    """Raise TrainError of kind `train_setup` that names the problems which are so, each with what to change."""
+    named = [text for text, refused in problems.items() if refused]
+    if named:
+        raise TrainError(f"{loaded.path}: with {trainer}, change these: " + "; ".join(named), kind="train_setup")

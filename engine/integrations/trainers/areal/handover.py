@@ -18,8 +18,8 @@ from engine.integrations.trainers.handover import Sums, images_of
 from engine.integrations.trainers.pixels import checksums_of, row_sum
 
 SUMS = ("engine_tokens", "engine_trained", "engine_advantage", "engine_images")
-"""Columns with the sums of each row, float64 [rows]: how many tokens it has, how many are trained, its sum of absolute advantages, and the
-sum over its images."""
+"""Columns with the sums of each row, float64 [rows]: how many tokens it has, how many are trained, its sum of absolute
+advantages, and the sum over its images."""
 CHANGES = "a filter, a critic, or an overridden method that changes rows, columns or images"
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ImageDict(dict[str, Any]):
-    """The images of one row as the dictionary that AReaL takes: a read makes float tensors, copies and pickles share the pixels.
+    """The images of one row as the dictionary that AReaL takes: a read makes float tensors, pickles share the pixels.
 
     A row without images has a grid of no images: AReaL computes the positions of a batch only where it finds a grid.
     """
@@ -64,8 +64,8 @@ def trajectory(
         advantages: Their advantages, float32 [tokens] each.
         rewards: The reward of each row's episode, for AReaL's logs.
         actor: AReaL's `PPOActorConfig`; `reward_bias`, `reward_scaling` and `reward_clip` change the reward that AReaL places.
-        pixels: What makes the images of rows, if the model takes images. Then every trajectory has `multi_modal_input` (an `ImageDict` for
-            each row) and `mm_token_type_ids` int64 [rows, tokens], because AReaL needs the same keys in all.
+        pixels: What makes the images of rows, if the model takes images. Then every trajectory has `multi_modal_input`
+            (an `ImageDict` for each row) and `mm_token_type_ids` int64 [rows, tokens]: AReaL needs the same keys in all.
 
     Returns:
         `input_ids` int32, `attention_mask` bool, `loss_mask` int32, `logprobs` float32, `versions` int32 (-1 on tokens that were not sampled) and
@@ -108,11 +108,9 @@ def _padded(rows: Sequence[np.ndarray], size: int, fill: float) -> torch.Tensor:
 
 
 def sums_of_batch(batch: Mapping[str, torch.Tensor]) -> Sums:
-    """The sums of AReaL's batch, without that of its images.
+    """The sums of what `PPOActor.compute_advantages` returns, [rows, tokens], without that of the images.
 
-    Args:
-        batch: What `PPOActor.compute_advantages` returns, tensors of shape [rows, tokens]; `loss_mask` and `advantages` are one token to
-            the left of `input_ids`.
+    `loss_mask` and `advantages` are one token to the left of `input_ids`.
     """
     mask = batch["loss_mask"]
     return Sums(
@@ -139,10 +137,7 @@ def _images_of_rows(batch: Mapping[str, Any]) -> list[int]:
 
 
 def check_batches(batches: Sequence[dict[str, Any]]) -> None:
-    """Compare what AReaL's loss will read with the sums that the rows were handed over with, and remove the columns `SUMS`.
-
-    Args:
-        batches: What `PPOActor.compute_advantages` returns: one dictionary for each group. What a controller holds on other machines is fetched.
+    """Compare what AReaL's loss will read, a batch for each group, with the columns `SUMS`, and remove these.
 
     Raises:
         TrainError: kind `handover`: the sums differ, or a batch has no sums because another workflow made it.

@@ -20,11 +20,7 @@ _SGLANG = (*_BOTH, "stop", "frequency_penalty")
 
 
 def names_of(server: str) -> dict[str, str]:
-    """The parameters of `sampling` that AReaL sends to its servers, and their names there.
-
-    Args:
-        server: `sglang`, `vllm`, or another word, for which only those are named that both take.
-    """
+    """The parameters of `sampling` that AReaL sends to `sglang`, or to any server, and their names there."""
     return {name: name for name in (_SGLANG if server == "sglang" else _BOTH)}
 
 
@@ -45,8 +41,8 @@ class ArealBackend(TrainerBackend):
 
         Raises:
             TrainError: as `check_times`.
-            BackendError: kind `unsupported_model`: images of this family cannot be sent exactly; kind `wrong_server`: a server
-                tokenises such a prompt again, or makes other pixels of its image.
+            BackendError: kind `unsupported_model`: images of this family cannot be sent exactly; kind `wrong_server`: a
+                server tokenises such a prompt again, or makes other pixels of its image.
         """
         if self.pixels is None:
             return
@@ -60,8 +56,8 @@ class ArealBackend(TrainerBackend):
                 await check_images(server, await server.json("GET", "/server_info"), self._format, ask_worker)
             except BackendError as error:
                 raise BackendError(
-                    f"{error}. AReaL's servers need SGLang 0.5.23 or newer for images: 0.5.10.post1, which AReaL 1.0.4 requires, "
-                    "decodes the ids of a prompt with an image and tokenises the text again",
+                    f"{error}. AReaL's servers need SGLang 0.5.23 or newer for images: 0.5.10.post1, which AReaL 1.0.4 "
+                    "requires, decodes the ids of a prompt with an image and tokenises the text again",
                     kind=error.kind,
                 ) from None
             finally:

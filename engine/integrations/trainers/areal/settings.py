@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from engine.checks.model_files import model_files
-from engine.errors import TrainError
 from engine.integrations.trainers.areal.sampler import names_of
+from engine.integrations.trainers.check import refuse
 from engine.integrations.trainers.sampler import unsupported
 
 if TYPE_CHECKING:
@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def refuse_settings(config: Any, loaded: LoadedSpec) -> None:
-    """Refuse settings of AReaL that would change the engine's advantages, or that have no effect on the engine's episodes.
-
-    Args:
-        config: AReaL's `GRPOConfig` or `PPOConfig`.
-        loaded: The spec.
+    """Refuse settings of AReaL that would change the engine's advantages, or have no effect on its episodes.
 
     Raises:
         TrainError: kind `train_setup`; the message names all of them.
@@ -60,6 +56,4 @@ def refuse_settings(config: Any, loaded: LoadedSpec) -> None:
             "rollout.check_trajectory_format: rows without an image have no pixel_values": rollout.check_trajectory_format,
             "actor.enable_tree_training: its positions do not know images": actor.enable_tree_training,
         }
-    named = [text for text, refused in problems.items() if refused]
-    if named:
-        raise TrainError(f"{loaded.path}: change these settings of AReaL: " + "; ".join(named), kind="train_setup")
+    refuse(loaded, "AReaL", problems)

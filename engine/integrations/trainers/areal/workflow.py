@@ -115,7 +115,7 @@ class EngineGroups:
             data: A row of the data set; `task` is the task's id.
 
         Raises:
-            TrainError: kind `train_setup`: the row has no task of the spec; kind `handover`: a row has no image, and several processes train.
+            TrainError: kind `train_setup`: the row has no task of the spec; kind `handover`: as `refuse_blind`.
             EngineError: as `TrainerRollouts.group`.
         """
         from areal import workflow_context
@@ -155,12 +155,12 @@ class EngineGroups:
 
 
 def refuse_blind(rows: Sequence[Row], ranks: int) -> None:
-    """Refuse rows without images where several processes train: their parts of the vision tower wait for each other."""
+    """Refuse rows without images where several processes train, whose parts of the vision tower wait for each other."""
     blind = next((row["episode_id"] for row in rows if not row["images"]), None)
     if blind is not None:
         raise TrainError(
-            f"{blind} has a row without an image, and AReaL's {ranks} training processes would wait for each other for ever "
-            "where only some of them have images; show an image in each episode, or train in one process (`fsdp:d1`)",
+            f"{blind} has a row without an image, and AReaL's {ranks} training processes would wait for each other for "
+            "ever where only some of them have images; show an image in each episode, or train in one process (`fsdp:d1`)",
             kind="handover",
         )
 

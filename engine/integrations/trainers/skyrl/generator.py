@@ -60,7 +60,7 @@ class EngineEpisodes:
 
         Raises:
             TrainError: kind `train_setup`: the batch is an evaluation's, or its prompts are not groups of the spec's tasks; kind
-                `handover`: an episode has several rows, or only some rows have images; kind `no_data`: no episode can be trained on.
+                `handover`: an episode has several rows, or as `filled`; kind `no_data`: no episode can be trained on.
             EngineError: as `TrainerRollouts.batch`.
         """
         told = input_batch.get("batch_metadata")

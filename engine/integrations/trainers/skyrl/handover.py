@@ -82,7 +82,7 @@ def generator_output(
         rows: The rows; `HandedRow.empty` where an episode is not trained on.
         metrics: Figures for `rollout_metrics`, such as the mean reward. SkyRL's own `reward/avg_raw_reward` and `reward/avg_pass_at_n` are computed
             from advantages and say nothing about rewards.
-        pixels: What makes the images of rows, if the model takes images. Rows with the same images share their tensors.
+        pixels: What makes the images of rows, if the model takes images. Rows with the same ones share their tensors.
     """
     found: dict[str, Any] = {
         "prompt_token_ids": [row.prompt_ids for row in rows],
@@ -103,11 +103,7 @@ def generator_output(
 
 
 def sums_of_batch(batch: Any) -> Sums:
-    """The sums of SkyRL's training batch, after its advantages were computed. Rows that SkyRL added as padding are not counted.
-
-    Args:
-        batch: SkyRL's `TrainingInputBatch`, with `advantages`.
-    """
+    """The sums of SkyRL's `TrainingInputBatch` with `advantages`. Rows that SkyRL added as padding are not counted."""
     rows = len(batch["sequences"]) - batch.metadata.get("pad_size", 0)
     mask = batch["loss_mask"][:rows]
     tokens = batch["attention_mask"][:rows].bool()

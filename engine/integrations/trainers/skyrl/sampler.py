@@ -86,7 +86,7 @@ class SkyRLBackend(TrainerBackend):
         )
 
     async def _features(self, request: GenerateRequest) -> dict[str, Any]:
-        """SkyRL's `MultiModalFeatures` of a prompt: its images as vLLM takes them, and where their placeholders are."""
+        """SkyRL's `MultiModalFeatures` of a prompt: its images as vLLM takes them, and where their places are."""
         try:
             encoded = await asyncio.gather(*[asyncio.shield(self._encoded(part.image)) for part in request.images])
         except Exception:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from engine.checks.model_files import model_files
-from engine.errors import TrainError
+from engine.integrations.trainers.check import refuse
 from engine.integrations.trainers.sampler import unsupported
 from engine.integrations.trainers.skyrl.handover import ESTIMATOR
 from engine.integrations.trainers.skyrl.sampler import NAMES
@@ -34,11 +34,7 @@ WITHOUT_EFFECT = (
 
 
 def refuse_settings(cfg: Any, loaded: LoadedSpec) -> None:
-    """Refuse settings of SkyRL that would change the engine's advantages, or that have no effect on the engine's episodes.
-
-    Args:
-        cfg: SkyRL's `SkyRLTrainConfig`.
-        loaded: The spec.
+    """Refuse settings of SkyRL that would change the engine's advantages, or have no effect on its episodes.
 
     Raises:
         TrainError: kind `train_setup`; the message names all of them.
@@ -106,9 +102,7 @@ def refuse_settings(cfg: Any, loaded: LoadedSpec) -> None:
             > 1,
             "language_model_only: the model would have no vision tower": blind,
         }
-    named = [text for text, refused in problems.items() if refused]
-    if named:
-        raise TrainError(f"{loaded.path}: change these settings of SkyRL: " + "; ".join(named), kind="train_setup")
+    refuse(loaded, "SkyRL", problems)
     for text in WITHOUT_EFFECT:
         log.info("no effect", setting=text)
     log.info("no effect", setting=f"`backend: {{kind: {kind}}}`: SkyRL's inference engines sample")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 import structlog
 
 from engine.errors import TrainError
+from engine.integrations.trainers.check import refuse
 from engine.schemas.backend import SGLangBackendSpec
 
 if TYPE_CHECKING:
@@ -131,9 +132,7 @@ def refuse_arguments(args: Any, loaded: LoadedSpec) -> None:
     problems["train.rollout_correction without --use-tis: add the flag, or set `kind: none`"] = corrected and not on(
         "use_tis"
     )
-    named = [text for text, refused in problems.items() if refused]
-    if named:
-        raise TrainError(f"{loaded.path}: with slime, change these: " + "; ".join(named), kind="train_setup")
+    refuse(loaded, "slime", problems)
     if not on("use_tis") and not on("use_rollout_logprobs"):
         log.warning(
             "slime only logs the sampler's log-probs; --use-rollout-logprobs or --use-tis puts them into the loss"

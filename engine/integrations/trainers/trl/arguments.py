@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.backends.local.device import pick_device
 from engine.errors import TrainError
+from engine.integrations.trainers.check import refuse
 from engine.schemas.loss import CispoLoss, ClippedLoss, DrGrpoLoss, LossSpec, SapoLoss
 from engine.schemas.train import TrainSpec
 
@@ -113,13 +114,7 @@ def _refuse_untranslated(loaded: LoadedSpec, train: TrainSpec) -> None:
 
 
 def refuse_arguments(args: Any, given: dict[str, Any], loaded: LoadedSpec, *, vision: bool) -> None:
-    """Refuse arguments of TRL that would change the engine's rows, or that have no effect with them.
-
-    Args:
-        args: The `GRPOConfig`.
-        given: The keyword arguments of the trainer.
-        loaded: The spec.
-        vision: Whether the model takes images.
+    """Refuse `args`, a `GRPOConfig`, and keyword arguments of a trainer that would change the rows or have no effect.
 
     Raises:
         TrainError: kind `train_setup`; the message names all of them.
@@ -141,8 +136,4 @@ def refuse_arguments(args: Any, given: dict[str, Any], loaded: LoadedSpec, *, vi
     }
     owned = ("reward_funcs", "rollout_func", "tools", "environment_factory", "train_dataset", "eval_dataset")
     problems |= {f"{name}: the spec gives it": given.get(name) is not None for name in owned}
-    named = [text for text, refused in problems.items() if refused]
-    if named:
-        raise TrainError(
-            f"{loaded.path}: remove these arguments of the trainer: " + "; ".join(named), kind="train_setup"
-        )
+    refuse(loaded, "TRL", problems)

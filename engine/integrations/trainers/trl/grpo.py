@@ -116,14 +116,14 @@ class EngineGRPO:
         tensors = vision.tensors(digests)
         if set(tensors) not in (_PATCHES, _TILES):
             raise TrainError(
-                f"TRL cannot split the image tensors of this model by row ({', '.join(sorted(tensors))}); use a model of Qwen's or "
-                "Idefics3's families, or `engine train`",
+                f"TRL cannot split the image tensors of this model by row ({', '.join(sorted(tensors))}); use a model of "
+                "Qwen's or Idefics3's families, or `engine train`",
                 kind="train_setup",
             )
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         found: dict[str, Any] = {name: torch.from_numpy(array).to(ids.device) for name, array in tensors.items()}
         if set(tensors) == _TILES:
-            # One entry for each row. TRL takes entries for images where there are as many as images, so each row counts as one.
+            # One entry for each row: TRL takes entries for images where there are as many, so a row counts as one.
             return found | {"num_images": [1] * len(digests)}
         found["num_images"] = [len(each) for each in digests]
         found["mm_token_type_ids"] = torch.tensor(vision.token_types(ids.tolist()), device=ids.device)
@@ -170,11 +170,7 @@ def _excluded(head: Any, vocab: int, banned: list[int]) -> Iterator[None]:
 
     No sampled token lowers their logits, so they would get more probability in each update. TRL multiplies by the layer's weight itself and
     adds its bias, so they are excluded by one. A layer that has a bias stays as it is, since its bias may be trained.
-
-    Args:
-        head: The output layer, with `weight` [rows, hidden].
-        vocab: Number of ids; rows behind them belong to no token.
-        banned: Ids that are never sampled.
+    Rows of `weight` from `vocab` on belong to no token.
     """
     weight = head.weight
     if head.bias is not None or (vocab >= len(weight) and not banned):

@@ -65,16 +65,8 @@ class SharedBackend(LocalBackend):
         context: int | None,
         vision: Vision | None,
     ) -> None:
-        """
-        Args:
-            model: The trainer's model, without wrappers.
-            folder: The folder that it was loaded from.
-            decode: See `LocalBackend`; also `vocab`, `context` and `vision`.
-            spec: Batch size, `deterministic`, threads. Device and precision are the model's.
-            vocab: Number of ids that may be sampled.
-            context: Maximum length of a sequence in tokens.
-            vision: The image processing of a model with a vision tower.
-        """
+        """`model`: the trainer's, without wrappers, loaded from `folder`; its device and precision are used. The others:
+        as `LocalBackend`."""
         super().__init__(lambda: folder, decode, spec, vocab=vocab, context=context, vision=vision)
         self._model = model
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.errors import TrainError
+from engine.integrations.trainers.check import refuse
 from engine.integrations.trainers.sampler import unsupported
 from engine.schemas.credit import OutcomeCredit
 
@@ -55,8 +55,9 @@ def refuse_settings(config: Any, loaded: LoadedSpec, vision: Vision | None) -> N
         TrainError: kind `train_setup`; the message names all of them.
     """
     estimator = of(config, "algorithm.adv_estimator")
-    _refuse(
+    refuse(
         loaded,
+        "verl",
         _shared(config, loaded, vision)
         | {
             "trainer.use_v1=false: the manager writes the rows of verl's V1 trainer": not of(
@@ -96,8 +97,9 @@ def refuse_loop_settings(config: Any, loaded: LoadedSpec, vision: Vision | None)
     theirs = {"grpo": ("mean", scale), "rloo": ("leave_one_out", "none")}.get(estimator)
     named = {"method": credit.method} | credit.model_dump(include={"baseline", "scale"})
     keys = ", ".join(f"{name}: {value}" for name, value in named.items())
-    _refuse(
+    refuse(
         loaded,
+        "verl",
         _shared(config, loaded, vision)
         | {
             f"algorithm.adv_estimator={estimator} (norm_adv_by_std_in_grpo={scale == 'std'}): another formula than `rewards.credit: {{{keys}}}`; "
@@ -162,11 +164,3 @@ def _shared(config: Any, loaded: LoadedSpec, vision: Vision | None) -> dict[str,
         f"actor_rollout_ref.actor.strategy={strategy}: only megatron and veomni with router_replay.mode=R3 read "
         "`routed_experts`": routed and of(config, f"actor_rollout_ref.actor.{strategy}.router_replay.mode") != "R3",
     }
-
-
-def _refuse(loaded: LoadedSpec, problems: dict[str, bool]) -> None:
-    found = [text for text, refused in problems.items() if refused]
-    if found:
-        raise TrainError(
-            f"{loaded.path}: these settings do not go together with verl's: " + "; ".join(found), kind="train_setup"
-        )
