@@ -155,7 +155,11 @@ class EngineGroups:
 
 
 def refuse_blind(rows: Sequence[Row], ranks: int) -> None:
-    """Refuse rows without images where several processes train, whose parts of the vision tower wait for each other."""
+    """Refuse rows without images where several processes train, whose parts of the vision tower wait for each other.
+
+    Raises:
+        TrainError: kind `handover`.
+    """
     blind = next((row["episode_id"] for row in rows if not row["images"]), None)
     if blind is not None:
         raise TrainError(
