@@ -154,7 +154,11 @@ _EXPERTS = "tests/checks/test_expert_rules.py"
 CELLS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "text": ("token_ids", {name: parts["sampler"].tests[0] for name, parts in EVIDENCE.items()}),
     "images": ("images", {name: parts["images"].tests[0] for name, parts in EVIDENCE.items()}),
-    "windows of images": ("branches", {}),
+    "windows of images": (
+        "branches",
+        {name: parts["images"].tests[0] for name, parts in EVIDENCE.items()}
+        | dict.fromkeys(("trl", "skyrl"), "tests/checks/test_window_rules.py"),
+    ),
     "expert routing": (
         "expert_routing",
         dict.fromkeys(EVIDENCE, _EXPERTS)
