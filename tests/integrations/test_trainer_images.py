@@ -27,6 +27,8 @@ from engine.integrations.trainers.handover import HandedRow, Sums
 from engine.integrations.trainers.pixels import Pixels
 from engine.integrations.trainers.skyrl.sampler import SkyRLBackend
 from engine.schemas.backend import LocalBackendSpec
+from engine.schemas.generation import GenerateRequest, SamplingParams
+from engine.schemas.message import ImagePart
 from engine.schemas.model import ModelSpec
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
@@ -237,3 +239,67 @@ def test_a_model_whose_images_are_tiles_is_refused_under_areal(tmp_path: Path) -
     backend = ArealBackend(SimpleNamespace(addresses=[]), episodes(form, folder))
     with pytest.raises(BackendError, match="splits images into tiles"):
         asyncio.run(backend.start())
+
+
+class Renderer:
+    """The part of SkyRL's client that encodes images: `pixels` are what it makes of each, `length` their placeholders."""
+
+    def __init__(self, pixels: torch.Tensor, length: int) -> None:
+        self.pixels, self.length, self.rendered, self.down = pixels, length, 0, True
+
+    async def render_chat_completion(self, request_payload: dict[str, Any]) -> dict[str, Any]:
+        self.rendered += 1
+        if self.down:
+            self.down = False
+            raise ConnectionError("the server restarts")
+        places = [{"offset": 0, "length": self.length}]
+        return {"features": {"mm_hashes": {"image": ["hash"]}, "mm_placeholders": {"image": places}, "kwargs_data": {"image": ["data"]}}}  # fmt: skip
+
+    async def generate(self, batch: dict[str, Any], model: str | None) -> dict[str, Any]:
+        (self.features,) = batch["mm_features"]
+        return {"response_ids": [[5]], "response_logprobs": [[-1.0]], "stop_reasons": ["stop"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "brighter", "words"),
+    [
+        (0, 0.01, None),
+        (1, 0.0, "expands an image to 5 placeholders, and the model's own processor to 4"),
+        (0, 0.05, "other pixels of an image than the rows have"),
+    ],
+    ids=["rounded", "other_size", "other_pixels"],
+)
+def test_skyrl_encodes_an_image_once_and_compares_it_with_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int, brighter: float, words: str | None
+) -> None:
+    """An encoding that failed is tried again. SkyRL's decoder of vLLM's features is replaced: it needs vLLM."""
+    pixels, digest = seeing(tmp_path / "model", "qwen2_5_vl")
+    picture = pixels.vision.bank.picture(digest)
+    made = torch.from_numpy(pixels.vision.bank.tensors(digest)["pixel_values"]) + brighter
+    monkeypatch.setitem(
+        sys.modules, "skyrl.backends.renderer", SimpleNamespace(decode_mm_kwargs=lambda data: {"pixel_values": made})
+    )
+    client = Renderer(made, picture.placeholders + more)
+    backend = SkyRLBackend(client, LocalBackendSpec, context=None, model=None)
+    backend.pixels = pixels
+    request = GenerateRequest(
+        episode_id="t/0", turn=0, input_ids=np.array([7, *picture.ids], np.int32), sampling=SamplingParams(),
+        max_new_tokens=3, stop_token_ids=[5], seed=1, images=[ImagePart(image=digest)] * 2,
+        image_spans=[(1, 1 + len(picture.ids)), (1, 1 + len(picture.ids))],
+    )  # fmt: skip
+
+    async def sample() -> None:
+        with pytest.raises(ConnectionError):
+            await backend.sample(request)
+        for _ in range(2):
+            await backend.sample(request)
+
+    if words is None:
+        asyncio.run(sample())
+        assert client.features["mm_hashes"] == {"image": ["hash", "hash"]}
+        assert client.rendered == 2  # one failed
+        return
+    with pytest.raises(BackendError, match=words) as caught:
+        asyncio.run(sample())
+    assert caught.value.kind == "wrong_server"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from engine.backends.sglang.images import refuse_family
 from engine.errors import BackendError
 from engine.integrations.trainers.pixels import check_times
 from engine.integrations.trainers.sampler import Sampled, TrainerBackend, given
+from engine.tokens.image_bank import RecentlyUsed
 
 if TYPE_CHECKING:
     from engine.schemas.backend_base import BackendBase
@@ -29,8 +30,10 @@ NAMES = {
 }  # fmt: skip
 """The parameters of `sampling` that SkyRL's vLLM servers take, and their names there."""
 
-_KEPT = 64
-"""Encoded images that are kept; a large screenshot has 30 MB."""
+_KEPT = 80_000
+"""Placeholders of the images whose encodings are kept: 1 GB."""
+_ROUNDING = 0.02
+"""Largest difference of normalised pixels that is rounding to bfloat16: about one grey level."""
 
 
 class SkyRLBackend(TrainerBackend):
@@ -47,7 +50,8 @@ class SkyRLBackend(TrainerBackend):
         super().__init__("SkyRL", declared, context=context)
         self._client = client
         self._model = model
-        self._encoded = lru_cache(_KEPT)(lambda digest: asyncio.create_task(self._encode(digest)))
+        self._encoded: RecentlyUsed[asyncio.Task[tuple[str, str]]] = RecentlyUsed(_KEPT)
+        self._compared = False
         self._released: set[asyncio.Task[None]] = set()
         self.version = 0
         """The version of the weights that the servers have now; the generator sets it."""
@@ -88,9 +92,9 @@ class SkyRLBackend(TrainerBackend):
     async def _features(self, request: GenerateRequest) -> dict[str, Any]:
         """SkyRL's `MultiModalFeatures` of a prompt: its images as vLLM takes them, and where their places are."""
         try:
-            encoded = await asyncio.gather(*[asyncio.shield(self._encoded(part.image)) for part in request.images])
+            encoded = await asyncio.gather(*[asyncio.shield(self._encoding(part.image)) for part in request.images])
         except Exception:
-            self._encoded.cache_clear()  # the image is tried again
+            self._encoded = RecentlyUsed(_KEPT)  # the image is tried again
             raise
         hashes, data = zip(*encoded, strict=True)
         places = [{"offset": start, "length": end - start} for start, end in request.image_spans]
@@ -100,12 +104,22 @@ class SkyRLBackend(TrainerBackend):
             "kwargs_data": {"image": list(data)},
         }
 
+    def _encoding(self, digest: str) -> asyncio.Task[tuple[str, str]]:
+        """The encoding of an image, which is made once while it is kept."""
+        task = self._encoded.get(digest)
+        if task is None:
+            assert self.pixels is not None
+            task = asyncio.create_task(self._encode(digest))
+            self._encoded.put(digest, task, self.pixels.vision.bank.picture(digest).placeholders)
+        return task
+
     async def _encode(self, digest: str) -> tuple[str, str]:
         """Let a server of SkyRL process an image at the size of its grid, which it does not scale: its hash and data.
 
         Raises:
             TrainError: as `check_times`.
-            BackendError: kind `wrong_server`: the server makes other placeholders of it than the rows have.
+            BackendError: kind `wrong_server`: the server makes other placeholders of it, or other pixels of the first
+                one, than the rows have.
         """
         assert self.pixels is not None
         bank = self.pixels.vision.bank
@@ -128,6 +142,18 @@ class SkyRLBackend(TrainerBackend):
                 "preprocessor_config.json)",
                 kind="wrong_server",
             )
+        if not self._compared:
+            from skyrl.backends.renderer import decode_mm_kwargs
+
+            there = decode_mm_kwargs({"image": [data]})["pixel_values"]
+            here = torch.from_numpy(bank.tensors(digest)["pixel_values"])
+            if there is None or there.shape != here.shape or float((there.float() - here).abs().max()) > _ROUNDING:
+                raise BackendError(
+                    "SkyRL's server makes other pixels of an image than the rows have: its preprocessor_config.json "
+                    "differs from that of the spec's model",
+                    kind="wrong_server",
+                )
+            self._compared = True
         return name, data
 
     def release(self, episode_id: str) -> None:
