@@ -15,6 +15,9 @@ from trainer_python import run_script
 from engine.integrations.trainers.handover import images_of
 from engine.integrations.trainers.pixels import Pixels
 
+AREAL = pytest.mark.timeout(1200)
+"""AReaL's imports and its start take half a minute on quiet cores, and minutes on busy ones."""
+
 
 def with_frames_of_a_second(folder: Path) -> Path:
     """Set what transformers 5.3, which AReaL requires, multiplies the time of images by; later ones use it for videos only."""
@@ -26,6 +29,7 @@ def with_frames_of_a_second(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.trainers
+@AREAL
 @pytest.mark.parametrize(
     ("tasks", "blind", "changes", "rows_of_group", "images"),
     [
@@ -70,6 +74,7 @@ def test_images_reach_the_update_of_areal(
 
 @pytest.mark.slow
 @pytest.mark.trainers
+@AREAL
 def test_other_positions_than_the_servers_are_refused(tmp_path: Path) -> None:
     """The model as it comes, with the transformers that AReaL requires; settings that would lose images are named too."""
     spec = write_spec(tmp_path, vision_kit.build_qwen25(tmp_path / "model"))
