@@ -9,11 +9,6 @@ Three parts, each in two ways, and each way in a process of its own, so that its
 `tensors` is what the engine did before: the processor's float tensors of each image, kept up to 1 GiB, and pickled for other processes
 (all images of a step at once; here those of one episode, so that the memory suffices).
 `bytes` is the engine. Its tensors are compared with the processor's.
-
-    python bench/vision.py --encode [--screens 12] [--window 4] [--side 448]
-
-measures one pass over the rows of an episode that shows `--window` screens at a time: each image encoded once, beside a computation in which each
-row's images are its own. It needs the extra `train`. The model is tiny, and so its tower has another part of the time than a published model's.
 """
 
 from __future__ import annotations
@@ -196,68 +191,6 @@ def child(way: str, folder: Path, options: argparse.Namespace) -> None:
     print(json.dumps({"parts": parts, "base": base, "sent": sum(sizes)}))
 
 
-def encode(folder: Path, options: argparse.Namespace) -> None:
-    """CPU seconds of a pass and its gradients, shared and not, in turns."""
-    import torch
-    from PIL import Image
-
-    from engine.schemas.model import ModelSpec
-    from engine.schemas.train import TrainSpec
-    from engine.tokens.loading import load_format
-    from engine.train.packing import pack_rows
-    from engine.train.policy import Policy
-
-    torch.set_num_threads(1)
-    vision = load_format(ModelSpec(path=str(folder)), folder).vision
-    assert vision is not None
-    draw = np.random.default_rng(0)
-    text = np.setdiff1d(np.arange(20, 220), vision.banned)
-    screens = []
-    for _ in range(options.screens):
-        buffer = io.BytesIO()
-        Image.fromarray(draw.integers(0, 256, (options.side, options.side, 3), np.uint8)).save(buffer, "PNG")
-        screens.append((buffer.getvalue(), draw.choice(text, 16)))
-
-    def rows(shared: bool) -> list[dict[str, Any]]:
-        made = []
-        for first in range(0, options.screens - options.window + 1):
-            pieces, placed, start = [text[:32]], [], 32
-            for number in range(first, first + options.window):
-                png, reply = screens[number]
-                digest = f"screen:{number}" if shared else f"screen:{number}:{first}"
-                vision.bank.put(digest, png, "image/png")
-                picture = vision.bank.picture(digest)
-                end = start + len(picture.ids)
-                placed.append({"image": digest, "start": start, "end": end, "grid": picture.grid})
-                pieces += [picture.ids, reply]
-                start = end + len(reply)
-            ids = np.concatenate(pieces).astype(np.int32)
-            trained = np.arange(len(ids)) >= len(ids) - len(reply)
-            made.append({"input_ids": ids, "loss_mask": trained.astype(np.int32), "images": placed})
-        return made
-
-    policy = Policy.load(folder, TrainSpec(device="cpu"), temperature=1.0, vocab=None, vision=vision)
-    encoded: list[int] = []
-    spent = [0.0, 0.0]
-    tower = policy.model.get_encoder("image")
-    tower.register_forward_pre_hook(lambda _, args, inputs: encoded.append(len(inputs["grid_thw"])), with_kwargs=True)
-    packs = [pack_rows(rows(shared), 1 << 20, share_prefixes=True)[0] for shared in (True, False)]
-    gradients: list[torch.Tensor] = []
-    for turn in range(6):
-        began = time.process_time()
-        policy.forward(packs[turn % 2], entropy=False)[0].sum().backward()
-        spent[turn % 2] += (time.process_time() - began) * (turn > 1)  # the first of each is a warm-up
-        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
-        policy.model.zero_grad()
-    off = float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
-    print(
-        f"{len(packs[0].rows)} rows of {options.window} of {options.screens} screens, {packs[0].tokens} tokens in the pass"
-    )
-    print(f"images encoded: {encoded[0]}, each row its own: {encoded[1]}: {encoded[0] / encoded[1]:.2f}x")
-    print(f"CPU time: {spent[0] / 2:.2f} s, each row its own: {spent[1] / 2:.2f} s: {spent[0] / spent[1]:.2f}x")
-    print(f"gradients differ by {off:.1e} of their norm")
-
-
 def main() -> None:
     """Measure both ways and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -266,10 +199,6 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=8, help="screenshots of an episode")
     parser.add_argument("--way", choices=["tensors", "bytes"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--encode", action="store_true", help="measure a pass over rows that share screens")
-    parser.add_argument("--screens", type=int, default=12)
-    parser.add_argument("--window", type=int, default=4)
-    parser.add_argument("--side", type=int, default=448, help="of a screen, in pixels")
     options = parser.parse_args()
     if options.way:
         child(options.way, options.folder, options)
@@ -281,9 +210,6 @@ def main() -> None:
         build(folder / "model")
         file = folder / "model" / "preprocessor_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | PIXELS))
-        if options.encode:
-            encode(folder / "model", options)
-            return
         for number in range(DRAWN):
             (folder / f"{number}.png").write_bytes(screenshot(number))
         print(

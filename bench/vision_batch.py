@@ -22,7 +22,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
-from vision import pictures
+from vision_turns import pictures
 
 from engine.backends.local.backend import LocalBackend
 from engine.schemas.backend import LocalBackendSpec

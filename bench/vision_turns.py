@@ -123,7 +123,8 @@ def main() -> None:
     if form.vision is None:
         raise SystemExit(f"{options.model} sees nothing")
     images = MemoryImages()
-    store_images = ImageStorer(form, images, images.fetch).store_images
+    spec: Any = SimpleNamespace(condense=None, limits=SimpleNamespace(on_overflow="end"))
+    store_images = ImageStorer(form, images, images.fetch, spec).store_images
     seed = 0
     engine_turns(form, pictures(3, options.size, 10**6), store_images)
     rerender_turns(form, pictures(3, options.size, 10**6))

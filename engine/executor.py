@@ -29,7 +29,7 @@ from engine.deadline import EpisodeDeadline
 from engine.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, SpecCodeError
 from engine.failures import failure_of, unexpected
-from engine.limits import CONTEXT, EPISODE_SECONDS, MAX_STEPS, ROOM_LIMITS
+from engine.limits import CONTEXT, EPISODE_SECONDS, MAX_STEPS, PROMPT_LIMITS
 from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
 from engine.schemas.trajectory import Failure
 from engine.store.codec import Ending, Written, write_record
@@ -211,7 +211,7 @@ class Executor:
             if (preparing := action.prepare(episode)) is not None:
                 await preparing
             reached = None if stage.final else action.limit(episode)
-            if stage.makes_room and (reached is None or reached[0] in ROOM_LIMITS):
+            if stage.makes_room and (reached is None or reached[0] in {"images", *PROMPT_LIMITS}):
                 full = action.overflow(episode)
                 if full is not None:
                     return LimitRecord(limit=full[0], value=full[1], overflow=True)

@@ -199,8 +199,6 @@ FIELDS: tuple[str, ...] = tuple(limit.name for limit in LIMITS if limit.owner ==
 
 PROMPT_LIMITS = frozenset(limit.name for limit in LIMITS if limit.count is _prompt_tokens)
 """The limits on the length of the prompt."""
-ROOM_LIMITS = PROMPT_LIMITS | {"images"}
-"""The limits before which a conversation may be condensed."""
 
 COUNTERS: tuple[Limit, ...] = tuple(limit for limit in LIMITS if limit.per_use is not None)
 """The limits whose counts follow from which actions ran; the order is that of the counters in `engine.checks`."""

@@ -167,22 +167,15 @@ class WindowSpec(Contract):
     """Most pixels of a thumbnail, width times height. With `older: thumbnail`, an image that has no more stays as it is, and `images`
     does not count it."""
 
-    @field_validator("images", mode="before")
-    @classmethod
-    def _in_words(cls, value: Any) -> Any:
-        if isinstance(value, int):
-            raise ValueError(f"it is {value}; write `last {value}`")
-        return value
-
     @property
     def newest(self) -> int:
         """N."""
         return int(self.images.removeprefix("last "))
 
     @property
-    def slides_at(self) -> int:
-        """N + K, the number of images at which the window slides."""
-        return self.newest + (self.step or self.newest)
+    def further(self) -> int:
+        """K."""
+        return self.step or self.newest
 
 
 BY_TEXT = ("chunks", "condenser", "keep_last", "target_tokens", "expand")

@@ -108,10 +108,6 @@ class AskUserAction(BuiltInAction):
         post_rewards(episode, turn.rewards, "user")
         return "satisfied" if turn.satisfied else "feedback"
 
-    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
-        """Return False, because the call has an effect outside the engine."""
-        return False
-
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the user's effects; `pure` if the reply cannot be parsed, because the user is not called."""
         user = self._people.get(objects.user_name)

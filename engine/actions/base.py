@@ -100,7 +100,7 @@ class Action(Protocol):
 
     def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
         """Return whether it may start before the previous record is durable, because it has no effect outside the engine."""
-        ...
+        return False
 
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the effects of the code that it would call now: `pure`, `replayable` or `external`."""
@@ -148,6 +148,10 @@ class BuiltInAction(LimitedAction):
 
     def __init__(self, services: Services) -> None:
         super().__init__(services, self.name)
+
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
+        """Return `pure`, for actions whose record is enough: nothing is called again."""
+        return "pure"
 
 
 def bounds_of(action: str, spec: EpisodeSpec, user: UserSpec | None = None) -> list[tuple[Limit, float]]:

@@ -7,7 +7,7 @@ nothing again. A thread that would not be shorter is not used (event `unchanged`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from engine.actions.images import in_memory
 from engine.actions.workers import call_spec_code
 from engine.condensing.chunks import Chunk, block_text, chunks_of, history_of, history_text, replaced
 from engine.condensing.keywords import keywords
-from engine.condensing.window import counted_images, slid
+from engine.condensing.window import older_images, slid
 from engine.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
 from engine.isolation.pool import RemoteFunction
@@ -30,6 +30,7 @@ from engine.schemas.condense import (
     OwnCondenserSpec,
     PolicySummarySpec,
     SummarySpec,
+    WindowSpec,
 )
 from engine.schemas.environment import Step
 from engine.schemas.journal import CondenseRecord, StepRecord
@@ -87,33 +88,26 @@ class CondenseAction(BuiltInAction):
         shown = episode.conversation.thread
         before = shown.measure(shown.messages)
         if self._spec.keep is not None:
-            return await self._slid(shown, before)
-        if isinstance(self._spec.chunks, ByHistory):
+            found = await self._slid(shown, self._spec.keep)
+        elif isinstance(self._spec.chunks, ByHistory):
             found = await self._history(episode, objects)
         else:
             found = await self._chunks(episode, objects, before)
-        sampled = found[2]
-        after = shown.measure(found[0]) if found[1] else before
-        if not found[1] or after >= before:
-            return CondenseRecord(before=before, after=before, sampled=sampled)
-        return CondenseRecord(
-            thread=_numbered(shown, found[0]), blocks=found[1], before=before, after=after, sampled=sampled
-        )
-
-    async def _slid(self, shown: Thread, before: int) -> CondenseRecord:
-        """The thread in which only the newest images stay, even if it is not shorter: the number of images is limited."""
+        new, blocks, sampled = found
         vision = self._services.format.vision
-        if vision is None:
-            return CondenseRecord(before=before, after=before)
-        bank = vision.bank
-        thread = await asyncio.to_thread(
-            slid, self._spec, shown.messages, shown.opening, lambda digest: bank.source(digest).data
-        )
-        pairs = list(zip(shown.messages, thread, strict=True))
-        if all(old is new for old, new in pairs):
-            return CondenseRecord(before=before, after=before)
-        stored = [old if old is new else in_memory([new], vision)[0] for old, new in pairs]
-        return CondenseRecord(thread=_numbered(shown, thread), before=before, after=shown.measure(stored))
+        after = shown.measure(new if vision is None else in_memory(new, vision)) if new else before
+        if not new or (after >= before and self._spec.keep is None):  # a window limits the number of images
+            return CondenseRecord(before=before, after=before, sampled=sampled)
+        numbers = {id(message): at for message, at in zip(shown.messages, shown.numbers, strict=True)}
+        thread = [message if (at := numbers.get(id(message))) is None else at for message in new]
+        return CondenseRecord(thread=thread, blocks=blocks, before=before, after=after, sampled=sampled)
+
+    async def _slid(self, shown: Thread, keep: WindowSpec) -> tuple[list[Message], list[Block], int]:
+        """Only the newest images stay: (thread, blocks, sampled tokens)."""
+        vision, older = self._services.format.vision, older_images(self._spec, shown.messages, shown.opening)
+        if vision is None or not older:
+            return [], [], 0
+        return await asyncio.to_thread(slid, keep, shown.messages, older, vision.bank), [], 0
 
     async def _chunks(
         self, episode: Episode, objects: EpisodeObjects, before: int
@@ -249,12 +243,11 @@ class CondenseAction(BuiltInAction):
             return "unchanged"
         blocks = [block.number for block in record.blocks]
         saved = record.before - record.after
-        count, what, shown = len(blocks), "block", episode.conversation.thread
-        if self._spec.keep is not None:
-            what = "image"
-            count = len(counted_images(self._spec, shown.messages, shown.opening)) - self._spec.keep.newest
-        tokens = f"{abs(saved)} tokens {'fewer' if saved >= 0 else 'more'}"
-        reason = f"condensed: {count} {what}{'s' * (count > 1)}, {tokens}"
+        shown = episode.conversation.thread
+        count, what = len(older_images(self._spec, shown.messages, shown.opening)), "image"
+        if self._spec.keep is None:
+            count, what = len(blocks), "block"
+        reason = f"condensed: {count} {what}{'s' * (count > 1)}, {saved} tokens fewer"
         episode.conversation.condense(record.thread, reason, record.after)
         episode.blocks |= {block.number: block.original for block in record.blocks}
         episode.condensations.append(
@@ -273,16 +266,6 @@ class CondenseAction(BuiltInAction):
     def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
         """Return whether it calls no code outside of the engine."""
         return self._own is None
-
-    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
-        """`pure`: its record is enough."""
-        return "pure"
-
-
-def _numbered(shown: Thread, thread: Sequence[Message]) -> list[int | Message]:
-    """A thread with numbers in the place of the episode's own messages."""
-    numbers = {id(message): at for message, at in zip(shown.messages, shown.numbers, strict=True)}
-    return [message if (at := numbers.get(id(message))) is None else at for message in thread]
 
 
 class AskSummaryAction(BuiltInAction):
@@ -318,7 +301,3 @@ class AskSummaryAction(BuiltInAction):
     def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
         """True: it has no effect outside the engine."""
         return True
-
-    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
-        """`pure`: its record is enough."""
-        return "pure"

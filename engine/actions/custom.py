@@ -83,10 +83,6 @@ class StepAction(LimitedAction):
         episode.solved = episode.solved or bool(episode.facts.get("solved"))
         return record.step.event
 
-    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
-        """False: the call reaches the spec's code."""
-        return False
-
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the declared effects."""
         return self._effects

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services
-from engine.condensing.window import counted_images
+from engine.condensing.window import older_images
 from engine.episode import Episode
 from engine.errors import BackendError, RenderError
 from engine.limits import CONTEXT, Limit, limits_of
@@ -78,10 +78,9 @@ class GenerateAction(BuiltInAction):
             return None
         condense, thread = self._services.spec.condense, episode.conversation.thread
         if condense is not None and condense.keep is not None:
-            images = len(counted_images(condense, thread.messages, thread.opening))
-            too_many = images > condense.keep.newest and len(thread.images) > self._most_images
-            if too_many or images >= condense.keep.slides_at:
-                return "images", float(images)
+            older = len(older_images(condense, thread.messages, thread.opening))
+            if older >= condense.keep.further or (older and len(thread.images) > self._most_images):
+                return "images", float(older + condense.keep.newest)
         bounds = [(limit, most) for limit, most in self._bounds if limit.unit == "tokens"]
         least = self._too_long(episode)
         count = len(episode.conversation.prompt()) if bounds and least is None else least or 0
@@ -244,7 +243,3 @@ class GenerateAction(BuiltInAction):
     def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
         """Return True: a reply that is lost has no effect outside, and is sampled again."""
         return True
-
-    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
-        """Return `pure`: a stored reply is never requested again."""
-        return "pure"

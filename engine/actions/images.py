@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from engine.condensing.window import counted_images
+from engine.condensing.window import older_images
 from engine.errors import ImageError, RenderError, SpecCodeError
 from engine.schemas.journal import AgentRecord, CondenseRecord, Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
 from engine.schemas.message import ContentPart, ImagePart, Message, TextPart
@@ -42,8 +42,6 @@ def _in_parts(record: Record) -> bool:
         said = record.messages
     elif isinstance(record, StepRecord):
         said = list(record.step.messages)
-    elif isinstance(record, CondenseRecord):
-        said = [item for item in record.thread or () if isinstance(item, Message)]
     return any(not isinstance(message.content, str) for message in said)
 
 
@@ -78,7 +76,7 @@ def in_memory(messages: Sequence[Message], vision: Vision) -> list[Message]:
     """
     return [
         replace(message, content=[_in_memory(part, vision) for part in message.content])
-        if isinstance(message.content, list)
+        if isinstance(message.content, list) and not all(part.image.startswith(DIGEST) for part in message.images)
         else message
         for message in messages
     ]
@@ -173,10 +171,8 @@ class ImageStorer:
             return record
         shown = episode.conversation.thread
         thread = [*shown.messages, *(message for part in said for message in part)]
-        count = sum(len(message.images) for message in thread)
-        if (condense := self._condense) is not None and condense.keep is not None:
-            opening = len(thread) if episode.turn < 0 else shown.opening
-            count -= max(0, len(counted_images(condense, thread, opening)) - condense.keep.newest)
+        opening = len(thread) if episode.turn < 0 else shown.opening
+        count = sum(len(message.images) for message in thread) - len(older_images(self._condense, thread, opening))
         if count > most:
             raise ImageError(
                 f"the conversation would hold {count} images; the model takes {most} (model.max_images): show fewer",

@@ -101,10 +101,6 @@ class ResetAction(BuiltInAction):
         episode.conversation.open([*prompt, *record.reset.messages], intended)
         return "ready"
 
-    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
-        """False: the call reaches the environment."""
-        return False
-
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the environment's effects."""
         return self._environment.effects if self._environment else "pure"

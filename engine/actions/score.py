@@ -122,10 +122,6 @@ class ScoreAction(BuiltInAction):
             require_reward(episode, f"the episode ended by {episode.limit or episode.event}")
         return ""
 
-    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
-        """False: the call reaches the spec's code."""
-        return False
-
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the environment's effects, if it has a `score`."""
         asked = episode.turn >= 0 and callable(getattr(objects.environment, "score", None))

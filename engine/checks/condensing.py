@@ -60,8 +60,8 @@ def _no_effect_on_images(ctx: CheckContext, keep: WindowSpec) -> Iterator[Findin
         if ctx.written(*key):
             yield Finding(f"`{key[-1]}` has no effect {why}", key, "remove it", key=True)
     for name, most in (("limits.images", spec.limits.images), ("model.max_images", spec.model.max_images)):
-        if most is not None and most < keep.slides_at - 1:
-            message = f"the window shows {keep.slides_at - 1} images before it slides, and `{name}` is {most}"
+        if most is not None and most < (shown := keep.newest + keep.further - 1):
+            message = f"the window shows {shown} images before it slides, and `{name}` is {most}"
             yield Finding(message, path, "raise that, or use a smaller `step`", key=True)
 
 
@@ -72,7 +72,7 @@ def window(ctx: CheckContext) -> Iterator[Finding]:
     keep = condense.keep
     if keep is None or most is None or (turns := count_bound(ctx, "assistant_turns").most) is None:
         return
-    needed = (int(turns) - (not condense.opening) - keep.newest) // (keep.step or keep.newest)
+    needed = (int(turns) - (not condense.opening) - keep.newest) // keep.further
     if needed > most and _handles_overflow(ctx):
         message = f"with an image in each of {turns:.0f} turns the window slides {needed} times, `limits.condensations` is {most}"
         fix = f"set `limits.condensations: {needed}`, or a larger `step`"

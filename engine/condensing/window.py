@@ -2,51 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
+from typing import Any
 
-from engine.schemas.condense import CondenseSpec
-from engine.schemas.message import ContentPart, ImagePart, Message, TextPart, image_part
+from engine.schemas.condense import CondenseSpec, WindowSpec
+from engine.schemas.message import ImagePart, Message, TextPart, image_part
+from engine.tokens.image_bank import ImageBank
 from engine.tokens.images import open_pixels
 from engine.tokens.pixels import to_rgb
 
 
-def counted_images(spec: CondenseSpec, thread: Sequence[Message], opening: int) -> list[tuple[int, int]]:
-    """The images that the window counts, oldest first: (number of the message in the thread, number of the part).
+def older_images(spec: CondenseSpec | None, thread: Sequence[Message], opening: int) -> list[tuple[int, int]]:
+    """The images that go when the window slides, oldest first: (number of the message in the thread, number of the part).
 
     `opening` messages precede the model's first reply.
     """
-    keep = spec.keep
-    small = keep.pixels if keep is not None and keep.older == "thumbnail" else 0
-    return [
+    if spec is None or spec.keep is None:
+        return []
+    small = spec.keep.pixels if spec.keep.older == "thumbnail" else 0
+    counted = [
         (place, number)
         for place in range(0 if spec.opening else opening, len(thread))
         if thread[place].role in spec.roles and not isinstance(thread[place].content, str)
         for number, part in enumerate(thread[place].content)
         if isinstance(part, ImagePart) and (not part.width or not part.height or part.width * part.height > small)
     ]
+    return counted[: -spec.keep.newest]
 
 
-def slid(spec: CondenseSpec, thread: Sequence[Message], opening: int, data_of: Callable[[str], bytes]) -> list[Message]:
-    """The thread in which only the newest images stay; messages without older ones are the same objects.
-
-    `data_of` gives an image's bytes by its digest. Raises: ImageError: it has none, or they cannot be decoded.
-    """
-    keep, messages = spec.keep, list(thread)
-    assert keep is not None
-    older = set(counted_images(spec, thread, opening)[: -keep.newest])
-    for place in {place for place, _ in older}:
-        content, parts = thread[place].content, list[ContentPart]()
-        assert not isinstance(content, str)
-        for number, part in enumerate(content):
-            if not isinstance(part, ImagePart) or (place, number) not in older:
-                parts.append(part)
-            elif keep.older == "text":
-                parts.append(TextPart(text=keep.text))
-            elif keep.older == "thumbnail":
-                parts.append(_thumbnail(data_of(part.image), keep.pixels))
-        messages[place] = replace(thread[place], content=parts or "")
+def slid(
+    keep: WindowSpec, thread: Sequence[Message], older: Sequence[tuple[int, int]], bank: ImageBank
+) -> list[Message]:
+    """The thread without its older images; the other messages are the same objects. Raises: ImageError: the bank lacks one."""
+    messages = list(thread)
+    for place, number in reversed(older):
+        content: list[Any] = list(messages[place].content)
+        shown = content.pop(number)
+        if keep.older == "text":
+            content.insert(number, TextPart(text=keep.text))
+        elif keep.older == "thumbnail":
+            content.insert(number, _thumbnail(bank.source(shown.image).data, keep.pixels))
+        messages[place] = replace(messages[place], content=content or "")
     return messages
 
 

@@ -15,7 +15,6 @@ from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from hashlib import sha256
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from engine.errors import ImageError
@@ -41,15 +40,6 @@ class SentImages(NamedTuple):
     """Tensors of images whose bytes are not known here."""
 
 
-class ScaledImage(NamedTuple):
-    """An image as the processor scales it: a PNG of its pixels and nothing else. See `ImageProcessing.scaled`."""
-
-    uri: str
-    """The PNG as a `data:` URI."""
-    digest: str
-    """SHA-256 of the PNG, hex: images with the same pixels and size have the same, whatever their files are."""
-
-
 class ImageBank:
     """The images of a run and the results of their processing. Shared by all episodes; safe to call from several threads.
 
@@ -73,7 +63,7 @@ class ImageBank:
         self._prepared: RecentlyUsed[PreparedImage] = RecentlyUsed(pixel_bytes)
         self._sources: RecentlyUsed[Source] = RecentlyUsed(source_bytes)
         self._uris: RecentlyUsed[str] = RecentlyUsed(source_bytes)
-        self._scaled: RecentlyUsed[ScaledImage] = RecentlyUsed(source_bytes)
+        self._scaled: RecentlyUsed[str] = RecentlyUsed(source_bytes)
         self._fetch: Callable[[str], Source | None] | None = None
         self._made: Callable[[str], Tensors | None] | None = None
         self._lock = threading.Lock()
@@ -134,11 +124,7 @@ class ImageBank:
         return found
 
     def scaled_uri(self, digest: str) -> str:
-        """The `uri` of `scaled`."""
-        return self.scaled(digest).uri
-
-    def scaled(self, digest: str) -> ScaledImage:
-        """An image as the processor scales it; encoded once.
+        """An image as the processor scales it, as a PNG `data:` URI; encoded once. See `ImageProcessing.scaled`.
 
         Raises:
             ImageError: The processor refuses the image or its scaled copy, or the image is missing.
@@ -146,14 +132,13 @@ class ImageBank:
         with self._lock:
             found = self._scaled.get(digest)
         if found is None:
-            png = self._processing.scaled(self.source(digest).data)
-            found = ScaledImage(f"data:image/png;base64,{b64encode(png).decode()}", sha256(png).hexdigest())
+            found = f"data:image/png;base64,{b64encode(self._processing.scaled(self.source(digest).data)).decode()}"
             with self._lock:
-                self._scaled.put(digest, found, len(found.uri))
+                self._scaled.put(digest, found, len(found))
         return found
 
     def is_scaled(self, digest: str) -> bool:
-        """Whether `scaled` has the result in memory."""
+        """Whether `scaled_uri` has the result in memory."""
         with self._lock:
             return self._scaled.get(digest) is not None
 
@@ -188,11 +173,7 @@ class ImageBank:
         return self.prepared(digest).tensors()
 
     def prepared(self, digest: str) -> PreparedImage:
-        """An image's scaled pixels; the same object at each call while it is in memory.
-
-        Raises:
-            ImageError: As in `picture`.
-        """
+        """An image's scaled pixels; raises as `picture` does."""
         with self._lock:
             found = self._prepared.get(digest)
         if found is not None:

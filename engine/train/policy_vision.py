@@ -27,14 +27,7 @@ def vision_inputs(
     """Position ids ([1, T], or [3, 1, T] for models with three), and the tensors of the pack's images, each once.
 
     A model asks its own `get_image_features` for the features of its input. In the block, that method returns those of the pack's positions:
-    not all versions of transformers accept features as an input.
-
-    Args:
-        model: A transformers model with a vision tower.
-        vision: Makes tensors of images. It must have the images of the pack.
-        pack: The pack. Its `cache` stores the position ids.
-        device: Device of the tensors.
-        dtype: Dtype of the floating-point tensors.
+    not all versions of transformers accept features as an input. The pack's `cache` stores the position ids.
     """
     inner = model.base_model
     if "positions" not in pack.cache:
@@ -75,7 +68,7 @@ def _repeat(features: Any, grids: Sequence[tuple[int, ...]], order: Sequence[int
 
     def repeated(values: Any) -> Any:
         if isinstance(values, torch.Tensor):
-            parts = values.split(sizes)
+            parts = torch.split(values, sizes)
             return torch.cat([parts[index] for index in order])
         return [values[index] for index in order]
 

@@ -229,7 +229,6 @@ async def test_features_of_images_do_not_outlive_the_weights_that_computed_them(
         for version, mode in ((1, "retract"), (1, "in_place"), (2, "abort")):
             await control.update_weights_from_disk(f"/w/{version}", version, mode=mode)
             names.append(control.features)
-        assert names[0] == ""
         assert len(set(names)) == 4
     async with cluster(chat_format, start=False) as it:  # a server that an earlier training gave weights
         it.fake.weight_version = "2"

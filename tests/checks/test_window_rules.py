@@ -64,7 +64,7 @@ def test_settings_of_a_window_without_effect(
 @pytest.mark.parametrize(
     ("condense", "words"),
     [
-        ({"keep": {"images": 4}}, "it is 4; write `last 4`"),
+        ({"keep": {"images": 4}}, "`condense.keep.images` must be a string; it is 4"),
         ({"keep": {"images": "last 0"}}, "must be text that matches"),
         ({"keep": {"images": "last 4"}, "condenser": "policy", "chunks": "history"}, "`chunks` has no effect with `keep`"),
     ],

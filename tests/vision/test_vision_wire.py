@@ -84,8 +84,10 @@ def hashes(vision: Vision, *images: bytes, features: str = "") -> list[str]:
 
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.lists(st.tuples(st.integers(0, 55), st.integers(0, 55), st.integers(0, 2)), max_size=3))
-def test_a_hash_is_of_the_pixels_that_are_sent(vision: Vision, changes: list[tuple[int, int, int]]) -> None:
-    """Other files of the same pixels have it; an image with another pixel, another size or at another place does not take it over."""
+def test_a_hash_stands_for_one_image_and_the_weights_that_encode_it(
+    vision: Vision, changes: list[tuple[int, int, int]]
+) -> None:
+    """An image with another pixel, another size or at another place does not take it over."""
     pixels = np.full((56, 56, 3), 100, np.uint8)
     other = pixels.copy()
     for row, column, channel in changes:
@@ -97,9 +99,9 @@ def test_a_hash_is_of_the_pixels_that_are_sent(vision: Vision, changes: list[tup
         vision.bank.put(digest_of(buffer.getvalue()), buffer.getvalue(), f"image/{kind.lower()}")
         return buffer.getvalue()
 
-    first, copy, changed = file(pixels, "PNG"), file(pixels, "BMP"), file(other, "PNG")
+    first, again, changed = file(pixels, "PNG"), file(pixels, "PNG"), file(other, "PNG")
     wide, tall = file(pixels[:28], "PNG"), file(pixels[:, :28], "PNG")  # the same values in the same number
-    found = hashes(vision, first, copy, changed, wide, tall)
+    found = hashes(vision, first, again, changed, wide, tall)
     assert all(re.fullmatch("[0-9a-f]{16}", each) for each in found)
     assert found[0] == found[1]
     assert (found[0] == found[2]) == np.array_equal(pixels, other)

@@ -199,13 +199,11 @@ class SGLangBackend(ServersBackend):
             own_prefixes=self._spec.routed_experts == "exact",
             features=lambda: self.control.features,
         )
-        there = [server for server in self.workers if server.healthy]
-        given = {server.url: server.version for server in there if server.version not in (None, DEFAULT_VERSION)}
-        if given:
-            self.control.rename_features()
         if self._spec.verify and self._folder is not None:
             from engine.backends.sglang.verify import verify_servers
 
+            there = [server for server in self.workers if server.healthy]
+            given = {server.url: server.version for server in there if server.version not in (None, DEFAULT_VERSION)}
             if given:  # by a training that goes on: not those of the spec's files
                 log.warning("not verified: servers were given other weights since they started", versions=given)
             else:

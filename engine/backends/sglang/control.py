@@ -64,9 +64,9 @@ class Control:
         """Name of the weights that every request sent from now on must be sampled with; None: not known."""
         self.prefixes: str | None = None
         """Name of the weights that computed the cached prefixes that requests may use from now on; None: all of them."""
-        self.features = ""
-        """Name of the weights that compute the features of images; empty: those with which servers started. SGLang keeps features by
-        the image's hash, also over updates of the weights that computed them."""
+        self.features = secrets.token_hex(8)
+        """Goes into the hashes of images, and changes with the weights: SGLang keeps an image's features by its hash, over updates too.
+        Not a version: another training gives the same servers other weights of that name, and scales the same files to other pixels."""
         self._follows = False
         """Another process gives the servers their weights."""
         self._weights: _Weights | None = None
@@ -200,7 +200,7 @@ class Control:
 
     async def _load_everywhere(self, weights: _Weights, servers: list[Server], *, flush: bool) -> None:
         previous, self._weights = self._weights, weights
-        self.rename_features()  # sampling is paused: what is sent from now on is sampled with the new weights
+        self.features = secrets.token_hex(8)  # sampling is paused: later requests are sampled with the new weights
         outcomes = await self._load(servers, weights, flush)
         await self.memory.resume()
         failures = [(s, o) for s, o in zip(servers, outcomes, strict=True) if isinstance(o, BaseException)]
@@ -238,18 +238,12 @@ class Control:
                 server.version = weights.name
         return outcomes
 
-    def rename_features(self) -> None:
-        """Have no later request use features of images that were computed until now."""
-        self.features = secrets.token_hex(
-            8
-        )  # not a version: another training gives the same servers other weights of that name
-
     def follow(self, weights: ServerWeights) -> None:
         """See `Backend.follow`. The other process also pauses servers and continues them."""
         if self._follows and int(self.expected or 0) > weights.version:
             return
         if self.expected != str(weights.version):
-            self.rename_features()
+            self.features = secrets.token_hex(8)
         self._follows = True
         self.expected, self.prefixes = str(weights.version), weights.prefixes
 

@@ -121,9 +121,9 @@ class Encoder(PromptEncoder):
             )
         # A server leaves surplus images out without a word, and hangs on placeholders that are expanded already.
         sent = self._prompt(f"{request.episode_id}{_COMPACT}", self._vision.compact(ids, request.image_spans))
-        scaled = [self._vision.bank.scaled(image.image) for image in request.images]
-        uris = [b'"%b"' % image.uri.encode() for image in scaled]
-        hashes = [b'"%b"' % image_hash(image.digest, self._features()).encode() for image in scaled]
+        uris = [b'"%b"' % self._vision.bank.scaled_uri(image.image).encode() for image in request.images]
+        names = [f"{image.image}{self._features()}".encode() for image in request.images]
+        hashes = [b'"%b"' % sha256(name).hexdigest()[:16].encode() for name in names]
         return sent, b',"image_data":[%b],"mm_hashes":[%b]' % (b",".join(uris), b",".join(hashes))
 
     def forget(self, episode_id: str) -> None:
@@ -140,16 +140,6 @@ class Encoder(PromptEncoder):
                 **{str(token): BANNED for token in request.banned_token_ids},
             }
         return msgspec.json.encode(fields)[1:-1]
-
-
-def image_hash(pixels: str, features: str) -> str:
-    """The hash by which a server keeps the features of an image, and its tokens: 16 hex digits.
-
-    Args:
-        pixels: The digest of what is sent (`ScaledImage.digest`). A hash of anything else could stand for two images.
-        features: See `Control.features`.
-    """
-    return sha256(f"{pixels}{features}".encode()).hexdigest()[:16]
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
