@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.integrations.trainers.capabilities import THINGS, TRAINERS
-from engine.integrations.trainers.evidence import CELLS, EVIDENCE, INSTALLED, PARTS
+from engine.integrations.trainers.evidence import CELLS, EVIDENCE, INSTALLED, PARTS, RESOLVED
 
 _HEAD = """# Other trainers
 
@@ -73,12 +73,12 @@ def trainers_reference() -> str:
     for name in EVIDENCE:
         text += f"| `{name}` |"
         for thing, tests_of in CELLS.values():
-            file = f": `{tests_of[name]}`" if name in tests_of else ""
-            text += f" {_MARKS[TRAINERS[name].things[thing].status]}{file} |"
+            text += f" {_MARKS[TRAINERS[name].things[thing].status]}: `{tests_of[name]}` |"
         text += "\n"
     text += _INSTALLED
     for name, installed in INSTALLED.items():
-        text += f"| `{name}` | {'yes' if installed.resolved else 'no'}, {installed.on} | {installed.versions} | {installed.how} |\n"
+        resolved = "yes" if installed.resolved else "no"
+        text += f"| `{name}` | {resolved}, {RESOLVED} | {installed.versions} | {installed.how} |\n"
     for name, trainer in TRAINERS.items():
         seen = "ran" if trainer.ran else "read"
         text += f"\n## `{name}`: {trainer.title} {trainer.version} ({seen})\n\nThe way in: {trainer.way_in}.\n\n| | | |\n|---|---|---|\n"

@@ -53,13 +53,9 @@ class ReadyGroup:
 
     def left_out(self, why: str) -> ReadyGroup:
         """The group without its rows."""
-        nothing = {"rows": 0, "sums": _three(Sums(0, 0, 0.0)), "episodes": [], "signal": False}
+        sums = {"tokens": 0, "trained": 0, "advantages": 0.0}
+        nothing = {"rows": 0, "sums": sums, "episodes": [], "signal": False}
         return ReadyGroup({**self.note, **nothing, "left_out": why})
-
-
-def _three(sums: Sums) -> dict[str, Any]:
-    """The sums on the wire. An image travels under the digest of its bytes, so it needs no sum."""
-    return {"tokens": sums.tokens, "trained": sums.trained, "advantages": sums.advantages}
 
 
 class GroupRuns:
@@ -201,9 +197,10 @@ class GroupRuns:
             }
             for each in trajectories
         ]
+        sums = Sums.of_whole_rows(rows, [row["advantages"] for row in rows])
         about = {
             "rows": len(rows),
-            "sums": _three(Sums.of_whole_rows(rows, [row["advantages"] for row in rows])),
+            "sums": {"tokens": sums.tokens, "trained": sums.trained, "advantages": sums.advantages},
             "episodes": episodes,
             "signal": any(float(abs(row["advantages"]).max(initial=0.0)) > ZERO_ADVANTAGE for row in rows),
             "left_out": None if rows else "too_few_episodes" if small else "no_rows",

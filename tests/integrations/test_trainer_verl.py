@@ -238,7 +238,7 @@ SPEC_TRAIN: dict[str, Any] = {"tasks_per_step": 2, "rollout_correction": {"kind"
         ({"train": SPEC_TRAIN | {"advantage_norm": "batch"}}, {}, None, "`train.advantage_norm: batch`: groups are handed over"),
         ({}, {"trainer__use_v1": False}, None, "trainer.use_v1=false: the manager writes the rows of verl's V1 trainer"),
         ({}, {ROLLOUT + "name": "trtllm"}, QWEN, "rollout.name=trtllm: images are sent to vllm or sglang"),
-        ({}, {}, TILES, "images of smolvlm: verl's trainer takes those of Qwen-VL models"),
+        ({}, {}, TILES, "images: verl's trainer takes those of Qwen-VL models"),
         (EXPERTS, {ACTOR + "strategy": "megatron", ACTOR + "megatron": R3}, None, "enable_rollout_routing_replay=False: `backend.routed_experts` is True"),
         (EXPERTS, {ROLLOUT + "enable_rollout_routing_replay": True, ACTOR + "strategy": "fsdp"}, None, "actor.strategy=fsdp: only megatron and veomni with router_replay.mode=R3 read `routed_experts`"),
         ({}, {ROLLOUT + "enable_rollout_routing_replay": True}, None, "enable_rollout_routing_replay=True: `backend.routed_experts` is False"),

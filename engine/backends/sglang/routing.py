@@ -86,9 +86,7 @@ def checked_experts(choices: np.ndarray, layout: ExpertLayout) -> np.ndarray:
             f"its routed experts have the shape {choices.shape} and not [tokens, {layout.layers}, {layout.top_k}]"
         )
     dtype = expert_dtype(layout.experts).newbyteorder("=")
-    if not choices.size:
-        return choices.astype(dtype)
-    if not 0 <= choices.min() <= choices.max() < layout.experts:
+    if choices.min(initial=0) < 0 or choices.max(initial=0) >= layout.experts:
         raise ReplyError(f"it routes a token to an expert outside [0, {layout.experts})")
     found = choices.astype(dtype)
     if layout.top_k > 1:

@@ -52,9 +52,12 @@ class Trainer:
     way_in: str
     """The shortest way in."""
     things: Mapping[str, Carried]
-    """One entry for each of `THINGS`."""
+    """One entry for each of `THINGS`; that of `kl_in_reward`, which none carries, is added."""
     notes: str = ""
     """What has been run with the engine's adapter, in Markdown; empty if there is no adapter."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "things", {**self.things, "kl_in_reward": _KL_IN_REWARD})
 
 
 def _yes(how: str) -> Carried:
@@ -260,11 +263,8 @@ TRAINERS: Mapping[str, Trainer] = {
             ),
             "images": _partly("models of Qwen's families, Idefics3 and SmolVLM, without a KL penalty"),
             "reward_names": _partly("metrics of TRL's log (`reward/<name>`); the loss reads advantages"),
-            "oversampling": _partly(
-                "a row is needed for each prompt, so a group without signal stays in the batch with advantage 0"
-            ),
+            "oversampling": _partly("each prompt needs a row: a group without signal stays, with advantage 0"),
             "expert_routing": _no("TRL has no routing replay"),
-            "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_TRL_NOTES,
     ),
@@ -278,20 +278,15 @@ TRAINERS: Mapping[str, Trainer] = {
             "masks": _yes("`response_mask`"),
             "logprobs": _yes("`rollout_log_probs`"),
             "versions": _partly("`min_global_steps` and `max_global_steps` of a row; not by token"),
-            "turn_credit": _yes(
-                "a column of its own with a registered trainer, or per-token `rm_scores` with a registered estimator"
-            ),
+            "turn_credit": _yes("a column and a registered trainer, or `rm_scores` by token and an estimator"),
             "token_bonuses": _yes("as `turn_credit`"),
             "branches": _yes("one row each, by the index in the key"),
             "images": _yes("`multi_modal_inputs` and `position_ids` with four lines; models of Qwen-VL's families"),
-            "reward_names": _partly(
-                "`extra_fields` for metrics; all rows need the same keys; the loss reads one sum by token"
-            ),
+            "reward_names": _partly("`extra_fields` for metrics, the same keys in all rows; the loss reads one sum"),
             "oversampling": _partly(
                 f"{_GROUPS_BEFORE}; in sync mode, a group with a failed episode trains without it unless `sampler.sync_refill_failed_groups` is set"
             ),
             "expert_routing": _yes("`routed_experts`, which verl's Megatron and VeOmni engines read; FSDP is refused"),
-            "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_VERL_NOTES,
     ),
@@ -318,7 +313,6 @@ TRAINERS: Mapping[str, Trainer] = {
                 "the loop runs single episodes; set `train.dynamic_sampling: false`, and use verl's `algorithm.filter_groups`"
             ),
             "expert_routing": _yes("as `verl`: `routed_experts` of `AgentLoopOutput`"),
-            "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_VERL_LOOP_NOTES,
     ),
@@ -336,18 +330,13 @@ TRAINERS: Mapping[str, Trainer] = {
             "versions": _no("`weight_versions` are on the samples and are not given to the training"),
             "turn_credit": _yes("`rewards` as a tensor by token in the converter, read by the advantage function"),
             "token_bonuses": _yes("as `turn_credit`"),
-            "branches": _yes(
-                "a list of samples with one `rollout_id`; the converter replaces slime's own normalisation"
-            ),
+            "branches": _yes("a list of samples with one `rollout_id`; the converter replaces slime's normalisation"),
             "images": _yes("`multimodal_train_inputs`"),
             "reward_names": _partly("`raw_reward` holds the sum; `metadata` does not reach the training"),
             "oversampling": _yes(
                 f"{_GROUPS_BEFORE}; by the rollout function (`train.dynamic_sampling`), or with the generate function by slime's filter"
             ),
-            "expert_routing": _yes(
-                "`rollout_routed_experts` of a sample: the column of a row as it is, for one token less than `tokens`"
-            ),
-            "kl_in_reward": _KL_IN_REWARD,
+            "expert_routing": _yes("`rollout_routed_experts`: the column of a row, for one token less than `tokens`"),
         },
         notes=_SLIME_NOTES,
     ),
@@ -368,11 +357,10 @@ TRAINERS: Mapping[str, Trainer] = {
                 "`pixel_values` and `image_grid_thw`, sampled with `mm_features`; Qwen's families, images in each trained row or in none, not together with experts"
             ),
             "reward_names": _partly(
-                "`env_metrics` and `rollout_metrics`; the trainer's own reward metrics are sums of advantages"
+                "`env_metrics` and `rollout_metrics`; its own reward metrics are sums of advantages"
             ),
             "oversampling": _partly(f"{_GROUPS_BEFORE}: `zero_variance_filter` is ignored with rewards by token"),
             "expert_routing": _yes("`rollout_expert_indices`, which its Megatron workers read; FSDP is refused"),
-            "kl_in_reward": _KL_IN_REWARD,
         },
         notes=_SKYRL_NOTES,
     ),
@@ -389,15 +377,10 @@ TRAINERS: Mapping[str, Trainer] = {
             "turn_credit": _yes("the column `values`; the last token is equal to within one rounding"),
             "token_bonuses": _yes("as `turn_credit`"),
             "branches": _yes("several rows in what the workflow returns"),
-            "images": _yes(
-                "`multi_modal_input` and `mm_token_type_ids`; sampled by SGLang 0.5.23 or newer, Qwen's families only"
-            ),
+            "images": _yes("`multi_modal_input`, `mm_token_type_ids`; SGLang 0.5.23 or newer; Qwen's families"),
             "reward_names": _partly("`rewards` has one number for each row"),
             "oversampling": _partly(f"{_GROUPS_BEFORE}: `should_accept_fn` accepts episodes and not groups"),
-            "expert_routing": _no(
-                "no trainer of AReaL reads them; `rollout.return_routed_experts` returns them to the workflow only"
-            ),
-            "kl_in_reward": _KL_IN_REWARD,
+            "expert_routing": _no("no trainer of AReaL reads them; `return_routed_experts` gives them to workflows"),
         },
         notes=_AREAL_NOTES,
     ),
@@ -418,7 +401,6 @@ TRAINERS: Mapping[str, Trainer] = {
             "reward_names": _no("a sample has no rewards"),
             "oversampling": _yes(_GROUPS_BEFORE),
             "expert_routing": _yes("`routed_experts`"),
-            "kl_in_reward": _KL_IN_REWARD,
         },
     ),
     "rllm": Trainer(
@@ -431,16 +413,13 @@ TRAINERS: Mapping[str, Trainer] = {
             "masks": _yes("a step is a prompt and a response, so observations are in prompts"),
             "logprobs": _yes("`Step.logprobs`"),
             "versions": _partly("`Step.weight_version`: one for each step"),
-            "turn_credit": _yes(
-                "`Step.advantage`; without the setting it is overwritten, and a list of another length becomes zeros"
-            ),
+            "turn_credit": _yes("`Step.advantage`; overwritten without the setting; zeros if its length differs"),
             "token_bonuses": _yes("`Step.advantage` as a list"),
             "branches": _yes("steps"),
             "images": _partly("only through its verl backend"),
             "reward_names": _partly("a step has one reward"),
             "oversampling": _UNKNOWN,
             "expert_routing": _UNKNOWN,
-            "kl_in_reward": _KL_IN_REWARD,
         },
     ),
     "tinker": Trainer(
@@ -460,7 +439,6 @@ TRAINERS: Mapping[str, Trainer] = {
             "reward_names": _partly("metrics of your own; a `Datum` has no rewards"),
             "oversampling": _yes(_GROUPS_BEFORE),
             "expert_routing": _UNKNOWN,
-            "kl_in_reward": _KL_IN_REWARD,
         },
     ),
     "art": Trainer(
@@ -480,7 +458,6 @@ TRAINERS: Mapping[str, Trainer] = {
             "reward_names": _partly("`metrics`; the loss reads `reward`"),
             "oversampling": _UNKNOWN,
             "expert_routing": _no("trajectories have no routing"),
-            "kl_in_reward": _KL_IN_REWARD,
         },
     ),
 }

@@ -94,12 +94,9 @@ def uses(loaded: LoadedSpec) -> Iterator[Use]:
         )
     elif train is not None and train.advantage_bonuses:
         yield Use("token_bonuses", ("train", "advantage_bonuses"), "remove the bonuses, or use another trainer")
-    if spec.condense is not None and spec.condense.keep is not None:
-        yield Use(
-            "branches", ("condense", "keep"), "remove `condense.keep` (a window of images), or use another trainer"
-        )
-    elif spec.condense is not None:
-        yield Use("branches", ("condense",), "remove `condense`, or use another trainer")
+    if spec.condense is not None:
+        key = ("condense",) if spec.condense.keep is None else ("condense", "keep")
+        yield Use("branches", key, f"remove `{'.'.join(key)}`, or use another trainer")
     elif "condense" in actions:
         yield Use("branches", ("limits", "on_overflow"), "set `limits.on_overflow: end`, or use another trainer")
     if (images := _images(loaded)) is not None:

@@ -39,8 +39,6 @@ class Installed:
 
     resolved: bool
     """Whether uv resolves both, without the engine's constraints."""
-    on: str
-    """The day, as YYYY-MM-DD."""
     versions: str
     """The versions that uv chose; empty if it was not resolved."""
     how: str
@@ -57,27 +55,19 @@ def _scripted(how: str, *tests: str) -> Evidence:
 
 _IT = "tests/integrations/"
 _AGREE = _IT + "trainers_agree/test_agree.py"
-_TRL, _SKYRL, _AREAL = (
-    _IT + "test_trainer_trl.py",
-    _IT + "trainer_skyrl/test_one_step_skyrl.py",
-    _IT + "trainer_areal/test_one_step_areal.py",
-)
+_TRL = _IT + "test_trainer_trl.py"
 _VERL, _LOOP = _IT + "test_trainer_verl.py", _IT + "test_trainer_verl_loop.py"
-_SKYRL_IMAGES = _IT + "trainer_skyrl/test_images_skyrl.py"
-_AREAL_IMAGES = _IT + "trainer_areal/test_images_areal.py"
 _VERL_IMAGES = _IT + "test_trainer_verl_images.py"
-_SLIME = _IT + "trainer_slime/"
+_SKYRL, _SKYRL_IMAGES = _IT + "trainer_skyrl/test_one_step_skyrl.py", _IT + "trainer_skyrl/test_images_skyrl.py"
+_AREAL, _AREAL_IMAGES = _IT + "trainer_areal/test_one_step_areal.py", _IT + "trainer_areal/test_images_areal.py"
+_SLIME = _IT + "trainer_slime/test_slime_"
 
 EVIDENCE: Mapping[str, Mapping[str, Evidence]] = {
     "trl": {
         "sampler": _ran("the model of `GRPOTrainer`, with its weights of each step", _TRL),
         "handover": _ran("`rollout_func`; TRL's shuffling and slicing", _TRL),
         "advantages": _ran("what `_compute_loss` reads; the loss equals the hand-computed one", _TRL, _AGREE),
-        "images": _ran(
-            "two steps each of a tiny Qwen2.5-VL, Idefics3 and SmolVLM with images between replies: log-probs to 1e-5, exchanged images found; "
-            "128 steps in its section",
-            _TRL,
-        ),
+        "images": _ran("tiny Qwen2.5-VL, Idefics3 and SmolVLM: log-probs to 1e-5; 128 steps in its section", _TRL),
         "steps": _ran("the figures of its section", _TRL, "scripts/train_with_trl.py"),
     },
     "verl": {
@@ -87,116 +77,80 @@ EVIDENCE: Mapping[str, Mapping[str, Evidence]] = {
             _VERL,
             _IT + "test_trainer_verl_page.py",
         ),
-        "advantages": _ran(
-            "the registered trainer's `_compute_advantage`", _VERL, _IT + "trainers_agree/test_agree_verl.py"
-        ),
-        "images": _ran(
-            "its training worker on a CPU: log-probs of a tiny Qwen2.5-VL to 1e-5; exchanged images are found",
-            _VERL_IMAGES,
-        ),
-        "steps": _ran(
-            "one step of that worker, with images; packed rows, its servers and Megatron need GPUs", _VERL_IMAGES
-        ),
+        "advantages": _ran("the registered `_compute_advantage`", _VERL, _IT + "trainers_agree/test_agree_verl.py"),
+        "images": _ran("its training worker: log-probs to 1e-5; exchanged images are found", _VERL_IMAGES),
+        "steps": _ran("one step of that worker; packed rows, its servers and Megatron need GPUs", _VERL_IMAGES),
     },
     "verl_agent_loop": {
         "sampler": _scripted("verl's own agent loop workers on a local Ray; a script replies as its servers", _LOOP),
         "handover": _ran("TransferQueue and DataProto, on a local Ray", _LOOP),
         "advantages": _ran("verl's own GRPO and RLOO over one reward for each episode", _LOOP),
-        "images": _ran("verl's agent loop workers; its training worker on a CPU: log-probs to 1e-5", _VERL_IMAGES),
+        "images": _ran("its agent loop workers and its training worker: log-probs to 1e-5", _VERL_IMAGES),
         "steps": Evidence("read", "its servers need GPUs; the worker is that of the line above"),
     },
     "slime": {
-        "sampler": _scripted(
-            "its rollout and generate functions; a script replies as its router", _SLIME + "test_slime_hooks.py"
-        ),
-        "handover": _ran("its contract tests, schedule and slices, from a checkout", _SLIME + "test_slime_source.py"),
+        "sampler": _scripted("its rollout and generate functions", _SLIME + "hooks.py"),
+        "handover": _ran("its contract tests, schedule and slices, from a checkout", _SLIME + "source.py"),
         "advantages": _ran(
-            "converter and advantage function",
-            _SLIME + "test_slime_source.py",
-            _IT + "trainers_agree/test_agree_slime.py",
+            "converter and advantage function", _SLIME + "source.py", _IT + "trainers_agree/test_agree_slime.py"
         ),
-        "images": _scripted("tensors of four images, a script replies", _SLIME + "test_slime_images.py"),
+        "images": _scripted("tensors of four images", _SLIME + "images.py"),
         "steps": Evidence("read", "its Megatron loss needs GPUs"),
     },
     "skyrl": {
-        "sampler": _scripted(
-            "`RayPPOTrainer.generate` with the engine's generator; a script replies as its client", _SKYRL
-        ),
+        "sampler": _scripted("`RayPPOTrainer.generate` with the engine's generator", _SKYRL),
         "handover": _ran("`postprocess_generator_output`, `convert_to_training_input`", _SKYRL, _AGREE),
         "advantages": _ran("`compute_advantages_and_returns`", _SKYRL, _AGREE),
-        "images": _scripted(
-            "a script replies as its client; its model wrapper on a CPU: log-probs of a tiny Qwen2.5-VL to 1e-5, exchanged images found",
-            _SKYRL_IMAGES,
-        ),
-        "steps": _ran(
-            "the forward and backward pass of its policy worker on a CPU, with images, and one step of AdamW; `_normalize_advantages`, FSDP and Megatron "
-            "need GPUs",
-            _SKYRL_IMAGES,
-        ),
+        "images": _scripted("its model wrapper: log-probs to 1e-5; exchanged images are found", _SKYRL_IMAGES),
+        "steps": _ran("passes of its policy worker, and AdamW; FSDP and Megatron need GPUs", _SKYRL_IMAGES),
     },
     "areal": {
         "sampler": _scripted("`WorkflowExecutor` with the engine's workflow; a script replies as its engine", _AREAL),
         "handover": _ran("`rollout_batch`, `check_trajectory_format`, `concat_padded_tensors`", _AREAL, _AGREE),
         "advantages": _ran("`PPOActor.compute_advantages`", _AREAL, _AGREE),
-        "images": _scripted(
-            "a script replies as its engine; its FSDP engine on a CPU: log-probs of a tiny Qwen2.5-VL to 1e-5, exchanged images found",
-            _AREAL_IMAGES,
-        ),
-        "steps": _ran(
-            "one `ppo_update` of `FSDPPPOActor` on a CPU, with images; `PPOTrainer`, its controllers and Megatron need GPUs",
-            _AREAL_IMAGES,
-        ),
+        "images": _scripted("its FSDP engine: log-probs to 1e-5; exchanged images are found", _AREAL_IMAGES),
+        "steps": _ran("`ppo_update` of `FSDPPPOActor`; controllers and Megatron need GPUs", _AREAL_IMAGES),
     },
 }
 """By the name that `--trainer` takes; the other trainers were only read."""
 
-_EXPERTS = "tests/checks/test_expert_rules.py"
-CELLS: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "text": ("token_ids", {name: parts["sampler"].tests[0] for name, parts in EVIDENCE.items()}),
-    "images": ("images", {name: parts["images"].tests[0] for name, parts in EVIDENCE.items()}),
-    "windows of images": (
-        "branches",
-        {name: parts["images"].tests[0] for name, parts in EVIDENCE.items()}
-        | dict.fromkeys(("trl", "skyrl"), "tests/checks/test_window_rules.py"),
-    ),
-    "expert routing": (
-        "expert_routing",
-        dict.fromkeys(EVIDENCE, _EXPERTS)
-        | dict.fromkeys(("verl", "verl_agent_loop"), _VERL_IMAGES)
-        | {"skyrl": _SKYRL_IMAGES},
-    ),
-    "several rows of an episode": (
-        "branches",
-        {name: parts["handover"].tests[0] for name, parts in EVIDENCE.items()}
-        | {"skyrl": _IT + "test_trainer_skyrl.py"},
-    ),
-}
-"""The columns of the table of tests: the thing of `THINGS` that says what is carried, and for each trainer the test that shows it. A window of
-images makes several rows."""
 
-_DAY = "2026-11-23"
+def _first(part: str) -> dict[str, str]:
+    return {name: parts[part].tests[0] for name, parts in EVIDENCE.items()}
+
+
+_WINDOWS = "tests/checks/test_window_rules.py"
+_ROUTED = {"verl": _VERL_IMAGES, "verl_agent_loop": _VERL_IMAGES, "skyrl": _SKYRL_IMAGES}
+CELLS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "text": ("token_ids", _first("sampler")),
+    "images": ("images", _first("images")),
+    "windows of images": ("branches", _first("images") | dict.fromkeys(("trl", "skyrl"), _WINDOWS)),
+    "expert routing": ("expert_routing", dict.fromkeys(EVIDENCE, "tests/checks/test_expert_rules.py") | _ROUTED),
+    "several rows of an episode": ("branches", _first("handover") | {"skyrl": _IT + "test_trainer_skyrl.py"}),
+}
+"""The columns of the table of tests: the thing of `THINGS` that says what is carried, and the test by trainer."""
+
+RESOLVED = "2026-11-23"
+"""The day of `INSTALLED`."""
 INSTALLED: Mapping[str, Installed] = {
     "trl": Installed(
-        True, _DAY, "trl 1.16.0, torch 2.15.0, transformers 5.23.0", "the extra `trl`; `trl[vllm]` resolves too"
+        True, "trl 1.16.0, torch 2.15.0, transformers 5.23.0", "the extra `trl`; `trl[vllm]` resolves too"
     ),
     "verl": Installed(
         True,
-        _DAY,
         "verl 0.9.1, torch 2.15.0, transformers 5.10.4",
         "the extra `verl`; `verl[vllm]` resolves too; `verl[sglang]`: unknown, it was not resolved within 100 s",
     ),
     "slime": Installed(
-        False, _DAY, "", "slime is on no registry: use its image or its checkout, then install the engine there"
+        False, "", "slime is on no registry: use its image or its checkout, then install the engine there"
     ),
     "skyrl": Installed(
         True,
-        _DAY,
         "skyrl 0.3.0, torch 2.15.0, transformers 5.8.0",
         "the extra `skyrl`: what its trainer imports, without vLLM and flash-attn (0.3, which the adapter ran with; on Python 3.12 the newest 0.4.0 resolves too); its own extra `fsdp` needs a version of flashinfer-jit-cache that is not on PyPI: install it by SkyRL's instructions, then the engine",
     ),
     "areal": Installed(
         True,
-        _DAY,
         "areal 1.0.4, torch 2.10.0, transformers 5.3.0, math-verify 0.8.0",
         "the extra `areal`, with Python 3.11 or 3.12; its own extra `cuda` does not resolve even alone (two versions of nvidia-cudnn-cu12): install it by AReaL's instructions, then the engine",
     ),

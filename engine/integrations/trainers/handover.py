@@ -42,16 +42,11 @@ class HandedRow:
     images: tuple[str, ...] = ()
     """Digests of the images, in order."""
     experts: np.ndarray | None = None
-    """The experts of the first tokens of prompt and completion, [tokens, layers, top_k]; None without `backend.routed_experts`."""
+    """Those of the first tokens, [tokens, layers, top_k]; None without `backend.routed_experts`."""
 
     @classmethod
     def of(cls, row: Row, advantages: np.ndarray) -> HandedRow:
-        """Cut a training row in front of its first trained token.
-
-        Args:
-            row: A row with trained tokens.
-            advantages: Its advantages, float32 [tokens].
-        """
+        """Cut a training row in front of its first trained token. `advantages`: float32 [tokens]."""
         trained = row["loss_mask"] == 1
         start = int(trained.argmax())
         return cls(
@@ -95,41 +90,27 @@ class Sums:
             sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows),
             sum(sum(row.mask) for row in rows),
             sum(float(np.abs(row.advantages.astype(np.float64)).sum()) for row in rows),
-            0
-            if pixels is None
-            else sum(pixels.sum([*row.prompt_ids, *row.completion_ids], row.images) for row in rows),
+            sum(pixels.sum([*row.prompt_ids, *row.completion_ids], row.images) for row in rows if pixels is not None),
         )
 
     @classmethod
     def of_whole_rows(cls, rows: Sequence[Row], advantages: Sequence[np.ndarray], pixels: Pixels | None = None) -> Sums:
-        """The sums of rows that are handed over uncut.
-
-        Args:
-            rows: The rows.
-            advantages: The advantages of each, [tokens].
-            pixels: None for a model without images.
-        """
+        """As `of_rows`, of rows that are handed over uncut, with the advantages of each, [tokens]."""
         masks = [row["loss_mask"] == 1 for row in rows]
         return cls(
             sum(len(row["input_ids"]) for row in rows),
             sum(int(mask.sum()) for mask in masks),
             sum(float(np.abs(of[mask].astype(np.float64)).sum()) for of, mask in zip(advantages, masks, strict=True)),
-            0 if pixels is None else sum(pixels.sum(row["input_ids"], images_of(row)) for row in rows),
+            sum(pixels.sum(row["input_ids"], images_of(row)) for row in rows if pixels is not None),
         )
 
     @classmethod
     def total(cls, parts: Iterable[Sums]) -> Sums:
         """The sums of several batches together."""
-        added = [sum(values) for values in zip((0, 0, 0.0, 0), *map(astuple, parts), strict=True)]
-        return cls(int(added[0]), int(added[1]), float(added[2]), int(added[3]))
+        return cls(*map(sum, zip((0, 0, 0.0, 0), *map(astuple, parts), strict=True)))
 
     def check(self, theirs: Sums, trainer: str, changes: str) -> None:
-        """Compare the engine's sums with those of a trainer's batch.
-
-        Args:
-            theirs: The sums of what the trainer's loss reads.
-            trainer: The trainer's name, for the message.
-            changes: What may have changed the batch, for the message.
+        """Compare the engine's sums with those of what a trainer's loss reads. `changes`: what may have changed them.
 
         Raises:
             TrainError: kind `handover`: they differ, so a part of the rows was lost or changed on the way.
@@ -154,12 +135,7 @@ def images_of(row: Row) -> tuple[str, ...]:
 
 
 def groups_of(prompts: Sequence[str], samples: int, fix: str) -> list[str]:
-    """The task id of each group of a trainer's prompts.
-
-    Args:
-        prompts: Task ids, each repeated `samples` times in a row.
-        samples: Number of episodes of a group.
-        fix: What to do if they are not groups, for the message.
+    """The task id of each group of a trainer's prompts: task ids, each repeated `samples` times in a row.
 
     Raises:
         TrainError: kind `train_setup`: the prompts are not groups.
@@ -194,16 +170,9 @@ def one_row_each(
     several: SeveralRows,
     leave_out: str,
 ) -> Placed:
-    """Place the rows of a batch for a trainer that takes one for each prompt.
+    """Place the rows of a batch, at least one, for a trainer that takes one for each prompt.
 
-    Args:
-        batch: A batch with at least one row.
-        advantages: The advantages of `batch.rows`, float32 [tokens] each.
-        groups: Number of groups.
-        samples: Episodes of a group.
-        trainer: The trainer's name, for the message.
-        several: What happens to episodes with several rows.
-        leave_out: How to choose `leave_out`, for the message.
+    `advantages`: of `batch.rows`, float32 [tokens] each; `leave_out`: how a user chooses it, for the message.
 
     Raises:
         TrainError: kind `handover`: an episode has several rows, and `several` is `refuse`.

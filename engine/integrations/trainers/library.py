@@ -18,11 +18,7 @@ log = structlog.get_logger(__name__)
 
 @contextmanager
 def imports_of(library: str, install: str) -> Iterator[None]:
-    """Import modules of a trainer inside of this block.
-
-    Args:
-        library: The trainer's name.
-        install: What pip installs.
+    """Import modules of a trainer inside of this block. `install`: what pip installs.
 
     Raises:
         TrainError: kind `train_setup`: an import failed.
@@ -39,13 +35,7 @@ def check_overrides(own: type, base: type, trainer: str, overrides: Mapping[str,
     """Check that the methods of a trainer's class that the adapter overrides are those of the version with which it was tested.
 
     Other versions may rename a method, so that the override is never called, or call it with other arguments. A version that was not tested
-    is logged.
-
-    Args:
-        own: The adapter's class, with the methods that override.
-        base: The trainer's class.
-        trainer: The trainer's name in `TRAINERS`, which is the name of its package too.
-        overrides: The overridden methods, each with the names of its parameters in the tested version.
+    is logged. `overrides`: the overridden methods, each with the names of its parameters in the tested version.
 
     Raises:
         TrainError: kind `train_setup`: a method is missing or has other parameters, or the trainer has a method of the name of one of the

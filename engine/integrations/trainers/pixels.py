@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from engine.tokens.vision_processing import VisionFamily
 
 
+@dataclass(eq=False, repr=False)
 class RowImages(Mapping[str, torch.Tensor]):
     """The image tensors of one row, by the names of the forward pass; without names for a row without images.
 
@@ -33,19 +35,13 @@ class RowImages(Mapping[str, torch.Tensor]):
     files.
     """
 
-    def __init__(
-        self,
-        family: VisionFamily,
-        digests: tuple[str, ...],
-        checksums: tuple[int, ...],
-        images: Mapping[str, PreparedImage],
-    ) -> None:
-        """`digests`: the images, in order; `checksums`: `checksum` of each; `images`: the pixels by digest."""
-        self.family, self.digests, self.checksums, self.images = family, digests, checksums, images
-
-    def pixels(self, digest: str) -> PreparedImage:
-        """The scaled pixels of an image."""
-        return self.images[digest]
+    family: VisionFamily
+    digests: tuple[str, ...]
+    """The images, in order."""
+    checksums: tuple[int, ...]
+    """`checksum` of each."""
+    images: Mapping[str, PreparedImage]
+    """The scaled pixels by digest."""
 
     def tensors(self) -> Tensors:
         """The arrays of all images.
@@ -53,13 +49,11 @@ class RowImages(Mapping[str, torch.Tensor]):
         Raises:
             TrainError: kind `handover`: an image is not the one that the row was made with.
         """
-        if not self.digests:
-            return {}
-        arrays = [self.pixels(digest).tensors() for digest in self.digests]
+        arrays = [self.images[digest].tensors() for digest in self.digests]
         for digest, total, tensors in zip(self.digests, self.checksums, arrays, strict=True):
             if checksum(tensors) != total:
                 raise TrainError(f"the pixels of {digest} changed on their way to the trainer", kind="handover")
-        return self.family.stack([arrays])
+        return self.family.stack([arrays]) if arrays else {}
 
     def items(self) -> Any:
         """All tensors by name; they are made once."""
@@ -78,17 +72,13 @@ class RowImages(Mapping[str, torch.Tensor]):
 
 
 class Pixels:
-    """Makes `RowImages` of rows, and what else a trainer needs of their images. Safe to call from several threads.
-
-    Args:
-        vision: The model's image processing, which knows the images of the rows.
-        folder: The model's files.
-    """
+    """Makes `RowImages` of rows, and what else a trainer needs of their images. Safe to call from several threads."""
 
     def __init__(self, vision: Vision, folder: Path) -> None:
+        """`vision`: the model's image processing, which knows the images of the rows; `folder`: the model's files."""
         self.vision = vision
         self._folder = folder
-        self._checksums: dict[str, int] = {}
+        self._checksum = cache(lambda digest: checksum(vision.bank.tensors(digest)))
 
     def row(self, ids: Sequence[int] | np.ndarray, digests: Sequence[str]) -> RowImages:
         """The images of a row with these expanded ids, [tokens], and these images, in order.
@@ -106,11 +96,6 @@ class Pixels:
             )
         images = {digest: bank.prepared(digest) for digest in digests}
         return RowImages(self.vision.family, tuple(digests), tuple(map(self._checksum, digests)), images)
-
-    def _checksum(self, digest: str) -> int:
-        if digest not in self._checksums:
-            self._checksums[digest] = checksum(self.vision.bank.tensors(digest))
-        return self._checksums[digest]
 
     def sum(self, ids: Sequence[int] | np.ndarray, digests: Sequence[str]) -> int:
         """`row_sum` of a row as the engine hands it over. Raises: ImageError: an image is missing."""
@@ -145,17 +130,11 @@ class Pixels:
 
 
 def check_times(pixels: Pixels, ids: Sequence[int] | np.ndarray, digests: Sequence[str]) -> None:
-    """Refuse a transformers that gives the tokens of an image another time than model servers do.
-
-    The time of an image is the position behind the text before it.
-
-    Args:
-        pixels: The model's.
-        ids: The expanded ids of a prompt with an image, [tokens].
-        digests: Its images.
+    """Refuse a transformers that gives the images of a prompt, expanded ids [tokens], another time than model servers
+    do: the position behind the text before them.
 
     Raises:
-        TrainError: kind `train_setup`: the trainer would compute other log-probs than the servers.
+        TrainError: kind `train_setup`.
     """
     positions = pixels.positions(ids, digests)
     first = int(np.argmax(np.asarray(ids) == pixels.vision.placeholder_id))
@@ -164,9 +143,9 @@ def check_times(pixels: Pixels, ids: Sequence[int] | np.ndarray, digests: Sequen
     from transformers import __version__
 
     raise TrainError(
-        f"transformers {__version__} multiplies the time of this model's images by `vision_config.tokens_per_second`, and "
-        "model servers do not: the trainer's log-probs would not be the sampler's. Set it to 1 in the model's config.json, "
-        "which changes videos only, or install transformers 5.8 or newer",
+        f"transformers {__version__} multiplies the time of this model's images by `vision_config.tokens_per_second`, "
+        "and model servers do not: the trainer's log-probs would not be the sampler's. Set it to 1 in the model's "
+        "config.json, which changes videos only, or install transformers 5.8 or newer",
         kind="train_setup",
     )
 

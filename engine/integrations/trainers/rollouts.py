@@ -90,12 +90,9 @@ class TrainerRollouts:
         """Episodes that the engine itself could not finish, newest last."""
 
     def number_uses_of(self, process: int) -> None:
-        """Give uses of a task numbers that no other process gives: `process`, `process` + 1000, …
+        """Give uses of a task numbers that no other process of the folder gives: `process`, `process` + 1000, …
 
         Processes share no counter, and equal ids would have equal seeds.
-
-        Args:
-            process: The number of this process among those of the folder, from 0.
 
         Raises:
             TrainError: kind `train_setup`: there are too many processes.
@@ -142,11 +139,7 @@ class TrainerRollouts:
     async def group(self, task_id: str, samples: int, version: int, number: int = 0) -> Group:
         """Run the episodes of one group and build its training rows, which may be none.
 
-        Args:
-            task_id: An id of `tasks`.
-            samples: Number of episodes.
-            version: Version of the weights that the backend samples with now.
-            number: The group's number in its batch.
+        `version`: of the weights that the backend samples with now; `number`: the group's number in its batch.
 
         Raises:
             TrainError: kind `train_setup`: there is no such task, or a bonus function returned an invalid value.
@@ -219,11 +212,7 @@ class TrainerRollouts:
 
 
 def refuse_lost(loaded: LoadedSpec, trainer: str) -> None:
-    """Refuse what does not reach a trainer's loss, and log what reaches it in part.
-
-    Args:
-        loaded: The spec.
-        trainer: The trainer's name in `TRAINERS`.
+    """Refuse what does not reach the loss of a trainer of `TRAINERS`, and log what reaches it in part.
 
     Raises:
         TrainError: kind `train_setup`; the message names all of it.

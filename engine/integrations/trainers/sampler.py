@@ -46,8 +46,7 @@ class Sampled:
     cached: int = 0
     """Tokens of the prompt that the sampler had in its cache."""
     experts: np.ndarray | None = None
-    """Experts of the tokens of prompt and reply from the first one to the last but one, or further; integers
-    [tokens, layers, top_k]."""
+    """From the prompt's first token to the reply's last but one, or further; integers [tokens, layers, top_k]."""
 
 
 class TrainerBackend(Backend):
@@ -125,13 +124,12 @@ class TrainerBackend(Backend):
             prompt_tokens=length,
             cached_tokens=found.cached,
             seconds=time.perf_counter() - began,
-            routed_experts=None
-            if request.experts_from is None
-            else self._experts(found, request, length + len(ids) - 1),
+            routed_experts=self._experts(found, request, length + len(ids) - 1),
         )
 
-    def _experts(self, found: Sampled, request: GenerateRequest, end: int) -> np.ndarray:
-        assert self.layout is not None
+    def _experts(self, found: Sampled, request: GenerateRequest, end: int) -> np.ndarray | None:
+        if request.experts_from is None or self.layout is None:
+            return None
         if found.experts is None or len(found.experts) < end:
             told = "no experts" if found.experts is None else f"the experts of {len(found.experts)} tokens"
             raise BackendError(f"{self.title}'s sampler gave {told} where {end} are needed", kind="invalid_reply")
@@ -168,23 +166,13 @@ def spans_of(versions: Sequence[int]) -> list[VersionSpan]:
 
 
 def given(sampling: SamplingParams, names: Mapping[str, str]) -> dict[str, Any]:
-    """The parameters of a spec's `sampling` that are set, under a sampler's names.
-
-    Args:
-        sampling: The parameters.
-        names: Name in the spec -> name in the sampler.
-    """
+    """The parameters of a spec's `sampling` that are set, by a sampler's names; `names`: name in the spec -> there."""
     values = sampling.model_dump(exclude_none=True)
     return {there: values[here] for here, there in names.items() if values.get(here) not in (None, [])}
 
 
 def unsupported(sampling: SamplingParams, names: Collection[str]) -> list[str]:
-    """The parameters of a spec's `sampling` that are set and that a sampler does not take.
-
-    Args:
-        sampling: The parameters.
-        names: Those that the sampler takes.
-    """
+    """The parameters of a spec's `sampling` that are set and that a sampler, which takes `names`, does not take."""
     values = sampling.model_dump(exclude_none=True, exclude_defaults=True)
     return [name for name in values if name not in (*names, *PER_REPLY)]
 

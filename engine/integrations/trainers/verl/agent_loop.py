@@ -96,17 +96,8 @@ class EngineAgentLoop:
                 kind="train_setup",
             )
         session = "session_id" in columns
-        if episodes.pixels is not None and not session:
-            raise TrainError(
-                "images are handed over in verl's V1 trainer (`trainer.use_v1=true`), or by EngineManager",
-                kind="train_setup",
-            )
         refuse = partial(self._refuse_rows, session=session)
-        trajectory, rows, holders = await asyncio.wrap_future(episodes.submit(columns, refuse))
-        outputs = [_output(row, trajectory, named=session) for row in rows]
-        if episodes.pixels is not None:
-            prefix = f"{columns['uid']}_{columns['session_id']}"
-            await asyncio.to_thread(_add_images, outputs, rows, episodes.pixels, prefix, holders)
+        outputs = await asyncio.wrap_future(episodes.submit(columns, refuse))
         return outputs if session else outputs[0]
 
     def _refuse_rows(self, rows: list[Row], episode: str, session: bool) -> None:
@@ -141,8 +132,7 @@ class _Prompt:
     usable: list[Trajectory] = field(default_factory=list)
     """Episodes that verl can train on."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    holders: dict[str, str] = field(default_factory=dict)
-    """See `QueuedImages`."""
+    holders: dict[str, str] = field(default_factory=dict)  # see `QueuedImages`
 
     def add(self, trajectory: Trajectory | None) -> None:
         """Count an episode that has ended; None if it cannot be trained on."""
@@ -155,12 +145,6 @@ class _Prompt:
 
 class LoopEpisodes(TrainerRollouts):
     """The episodes of a spec in one worker of verl, on a loop of their own. `LoopEpisodes.of` gives those of this process.
-
-    Args:
-        spec: The path of the spec.
-        folder: The folder of the training.
-        config: verl's whole configuration.
-        client: verl's client of its servers.
 
     Raises:
         SpecError: the spec is invalid.
@@ -205,24 +189,15 @@ class LoopEpisodes(TrainerRollouts):
             )
         return found
 
-    def submit(
-        self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]
-    ) -> Future[tuple[Trajectory, list[Row], dict[str, str]]]:
-        """Start an episode of the task that a row of verl's data set names; its result is the episode, its rows, and
-        which rows of its prompt hold images (see `QueuedImages`).
+    def submit(self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]) -> Future[list[Any]]:
+        """Start an episode of the task that a row of verl's data set names, for one AgentLoopOutput a row.
 
         In verl's V1 trainer it comes when all episodes of the prompt have ended: verl trains on what a failed prompt has, and would give
-        the raw reward to an episode without others.
-
-        Args:
-            columns: The row of verl's data set.
-            refuse: Raises if verl does not carry these rows of an episode.
+        the raw reward to an episode without others. `refuse` raises if verl does not carry these rows of an episode.
         """
         return self._loop.submit(self._rows_of(columns, refuse))
 
-    async def _rows_of(
-        self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]
-    ) -> tuple[Trajectory, list[Row], dict[str, str]]:
+    async def _rows_of(self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]) -> list[Any]:
         task, number, prompt = self._place(columns)
         self._runner.live.total += 1
         usable = None
@@ -247,7 +222,11 @@ class LoopEpisodes(TrainerRollouts):
                     f"{task.id}/{number} is not trained on: its group has fewer trainable episodes than `train.min_group`",
                     kind="untrainable",
                 )
-        return usable, rows, prompt.holders
+        outputs = [_output(row, usable, named="session_id" in columns) for row in rows]
+        if self.pixels is not None:
+            prefix = f"{columns['uid']}_{columns['session_id']}"
+            await asyncio.to_thread(_add_images, outputs, rows, self.pixels, prefix, prompt.holders)
+        return outputs
 
     def _place(self, columns: Mapping[str, Any]) -> tuple[Task, int, _Prompt]:
         """The task of a prompt, the number of this episode in the prompt's group, and what is known of the group."""
@@ -276,13 +255,7 @@ class LoopEpisodes(TrainerRollouts):
 
 
 def _output(row: Row, trajectory: Trajectory, *, named: bool) -> Any:
-    """verl's AgentLoopOutput of a row.
-
-    Args:
-        row: The row.
-        trajectory: Its episode.
-        named: Whether verl takes rewards by name: its older trainer needs the same names in all rows of a batch.
-    """
+    """verl's AgentLoopOutput of a row. `named`: with rewards by name; verl's older trainer needs the same in all."""
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
     handed = HandedRow.of(row, row["advantages"])
@@ -319,6 +292,5 @@ def _add_images(outputs: list[Any], rows: list[Row], pixels: Pixels, prefix: str
     as they are, and writes the rows under keys that begin with `prefix`."""
     for index, (output, row) in enumerate(zip(outputs, rows, strict=True)):
         columns = image_columns(row, pixels, f"{prefix}_{index}", holders)
-        images = columns["multi_modal_inputs"]
-        images.positions = columns["position_ids"]
-        output.multi_modal_data = {fixes.IMAGES: images}
+        columns["multi_modal_inputs"].positions = columns["position_ids"]
+        output.multi_modal_data = {fixes.IMAGES: columns["multi_modal_inputs"]}

@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import wraps
 from typing import Any
 
 import torch
 
 from engine.errors import TrainError
 
-MODULE = "engine.integrations.trainers.verl.trainer"
 IMAGES = "engine"
-"""The key of `AgentLoopOutput.multi_modal_data` that holds a row's `QueuedImages`."""
-_APPLIED = "engine_repaired"
+"""The key of `AgentLoopOutput.multi_modal_data` that holds a row's `RowImages`, with its positions as an attribute."""
 
 
 def fix_positions(data: Any) -> None:
@@ -47,17 +44,15 @@ def apply() -> None:
     from verl.models.transformers import qwen2_vl
     from verl.utils import tensordict_utils
 
-    broken = tensordict_utils.maybe_fix_3d_position_ids
-    if getattr(broken, _APPLIED, False):
+    name, broken = "maybe_fix_3d_position_ids", tensordict_utils.maybe_fix_3d_position_ids
+    if broken is fix_positions:
         return
-    setattr(fix_positions, _APPLIED, True)
     for module in list(sys.modules.values()):  # modules of verl import it by name
-        if getattr(module, "__dict__", {}).get(broken.__name__) is broken:
-            setattr(module, broken.__name__, fix_positions)
+        if getattr(module, "__dict__", {}).get(name) is broken:
+            setattr(module, name, fix_positions)
     embeds = qwen2_vl._get_input_embeds
 
-    @wraps(embeds)
-    def embeds_of(model: Any, ids: Any, mask: Any = None, pixels: Any = None, videos: Any = None, *grids: Any) -> Any:
+    def embeds_of(model: Any, ids: Any, mask: Any, pixels: Any, videos: Any, *grids: Any) -> Any:
         if pixels is not None or videos is not None:
             return embeds(model, ids, mask, pixels, videos, *grids)
         words, vision = model.get_input_embeddings()(ids), model.config.vision_config
@@ -68,15 +63,13 @@ def apply() -> None:
     qwen2_vl._get_input_embeds = embeds_of
     inputs, positions = AgentLoopWorker._compute_multi_modal_inputs, AgentLoopWorker._compute_position_ids
 
-    @wraps(inputs)
     def images_of(self: Any, output: Any, input_ids: torch.Tensor) -> Any:
         images = (output.multi_modal_data or {}).get(IMAGES)
         return inputs(self, output, input_ids) if images is None else images
 
-    @wraps(positions)
-    def positions_of(self: Any, ids: Any, mask: Any, images: Any, *args: Any, **options: Any) -> torch.Tensor:
-        places = getattr(images, "positions", None)
-        return positions(self, ids, mask, images, *args, **options) if places is None else places[None]
+    def positions_of(self: Any, ids: Any, mask: Any, images: Any, *args: Any) -> Any:
+        places = getattr(images, "__dict__", {}).pop("positions", None)  # the queue has them in their own column
+        return positions(self, ids, mask, images, *args) if places is None else places[None]
 
     workers = [AgentLoopWorker]
     if (actor := sys.modules.get("verl.trainer.ppo.v1.agent_loop_tq")) is not None:
@@ -87,17 +80,13 @@ def apply() -> None:
 
 
 def check_applied() -> None:
-    """Check that verl is repaired in this process.
-
-    Raises:
-        TrainError: kind `train_setup`: it is not.
-    """
+    """Check that verl is repaired in this process. Raises: TrainError: kind `train_setup`: it is not."""
     from verl.utils import tensordict_utils
 
-    if not getattr(tensordict_utils.maybe_fix_3d_position_ids, _APPLIED, False):
+    if tensordict_utils.maybe_fix_3d_position_ids is not fix_positions:
         raise TrainError(
             f"rows with images need a repair of verl in each of its processes, and VERL_USE_EXTERNAL_MODULES is "
-            f"{os.environ.get('VERL_USE_EXTERNAL_MODULES', '')!r}; export VERL_USE_EXTERNAL_MODULES={MODULE} on all nodes "
-            "before Ray starts",
+            f"{os.environ.get('VERL_USE_EXTERNAL_MODULES', '')!r}; export "
+            "VERL_USE_EXTERNAL_MODULES=engine.integrations.trainers.verl.trainer on all nodes before Ray starts",
             kind="train_setup",
         )

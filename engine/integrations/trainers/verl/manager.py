@@ -16,7 +16,6 @@ import structlog
 from engine.errors import EngineError, TrainError
 from engine.integrations.trainers.loop import LoopThread
 from engine.integrations.trainers.rollouts import TrainerRollouts
-from engine.integrations.trainers.verl.fixes import check_applied
 from engine.integrations.trainers.verl.rows import group_rows
 from engine.integrations.trainers.verl.sampler import VerlBackend
 from engine.integrations.trainers.verl.settings import of, refuse_settings
@@ -52,8 +51,6 @@ class EngineManager:
         loaded = load_spec(Path(path))
         self._episodes = TrainerRollouts(loaded, folder, "verl")
         refuse_settings(config, loaded, self._episodes.format.vision)
-        if self._episodes.pixels is not None:
-            check_applied()
         self.backend = VerlBackend.of(config, llm_client, self._episodes)
         """What samples; its `stats` count replies whose versions collapsed."""
         self._samples = loaded.spec.rollout.samples_per_task

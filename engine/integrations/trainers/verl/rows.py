@@ -7,9 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,14 +15,14 @@ import torch
 
 from engine.errors import TrainError
 from engine.integrations.trainers.handover import HandedRow, Sums, images_of
-from engine.integrations.trainers.pixels import Pixels, RowImages, checksums_of, row_sum
+from engine.integrations.trainers.pixels import Pixels, checksums_of, row_sum
 from engine.integrations.trainers.verl import fixes
 from engine.tokens.image_bank import RecentlyUsed
+from engine.tokens.images import PreparedImage
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
     from engine.store.export import Row
-    from engine.tokens.images import PreparedImage
 
 COLUMN = "engine_advantages"
 """The column of the advantages, float32 [response]."""
@@ -32,43 +30,28 @@ TAGS = ("engine_tokens", "engine_trained", "engine_advantage")
 """The tags of a row that hold the sums of its group."""
 IMAGES = "engine_images"
 """The tag of a row that holds the sum over its own images."""
-TRAINER = "verl"
 CHANGES = "a sampler, a filter or a rollout correction that drops rows or tokens"
 _FETCHED: RecentlyUsed[PreparedImage] = RecentlyUsed(1 << 30)
 """Pixels of other rows, in a process that trains."""
 
 
-class QueuedImages(RowImages):
-    """The images of a row in TransferQueue: `multi_modal_inputs`. Pixels that another row of its group holds are
+class QueuedImages(dict[str, PreparedImage]):
+    """The scaled pixels that a row in TransferQueue holds, by digest. Those that another row of its group holds are
     read from there."""
 
-    positions: torch.Tensor | None = None
-    """For verl's agent loop workers: the row's positions, int64 [4, tokens]. A pickle does not hold them."""
+    def __init__(self, images: Mapping[str, PreparedImage], key: str, holders: dict[str, str]) -> None:
+        """`key`: the row's; `holders`: by digest, the key of the row that holds an image; may be extended here."""
+        self.holders = {digest: holders.setdefault(digest, key) for digest in images}
+        super().__init__({digest: image for digest, image in images.items() if self.holders[digest] == key})
 
-    def __init__(self, images: RowImages, key: str, holders: dict[str, str]) -> None:
-        """`key`: the row's; `holders`: the key of the row that holds an image, by digest, to which images are added
-        that no row holds."""
-        self.holders = {digest: holders.setdefault(digest, key) for digest in images.digests}
-        own = {digest: image for digest, image in images.images.items() if self.holders[digest] == key}
-        super().__init__(images.family, images.digests, images.checksums, own)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "positions"}
-
-    def pixels(self, digest: str) -> PreparedImage:
-        """The scaled pixels of an image.
-
-        Raises:
-            TrainError: kind `train_setup`: verl is not repaired in this process; see `fixes`.
-        """
+    def __getitem__(self, digest: str) -> PreparedImage:
         fixes.check_applied()
-        image = self.images.get(digest) or _FETCHED.get(digest)
+        image = self.get(digest) or _FETCHED.get(digest)
         if image is None:
             import transfer_queue
 
-            name, key = "multi_modal_inputs", self.holders[digest]
-            row = transfer_queue.kv_batch_get(keys=[key], partition_id="train", select_fields=[name])
-            holder = row[name][0]
+            name, keys = "multi_modal_inputs", [self.holders[digest]]
+            holder = transfer_queue.kv_batch_get(keys=keys, partition_id="train", select_fields=[name])[name][0]
             image = getattr(holder, "data", holder).images[digest]
             _FETCHED.put(digest, image, image.nbytes)
         return image
@@ -83,19 +66,9 @@ def group_rows(
     columns: Mapping[str, Any],
     pixels: Pixels | None = None,
 ) -> tuple[list[str], list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows of a group as verl's trainer reads them.
+    """The rows of a group as verl's trainer reads them: keys `{uid}_{sample}_{index}`, columns and tags of each.
 
-    Args:
-        uid: verl's id of the prompt.
-        step: verl's step.
-        rows: The engine's rows; each becomes one row of verl.
-        advantages: Their advantages, float32 [tokens] each.
-        trajectories: The episodes of the rows, by id.
-        columns: Columns of verl's data set, repeated in each row.
-        pixels: The images of the spec's model; None for a model without images.
-
-    Returns:
-        Keys `{uid}_{sample}_{index}`, columns and tags, one of each for a row.
+    `advantages`: float32 [tokens] each; `trajectories`: the episodes by id; `columns`: those of verl's data set.
     """
     handed = [HandedRow.of(row, values) for row, values in zip(rows, advantages, strict=True)]
     sums = Sums.of_rows(handed)
@@ -113,8 +86,8 @@ def group_rows(
         keys.append(f"{uid}_{sample}_{index}")
         images = image_columns(row, pixels, keys[-1], holders)
         fields.append(
-            _fields(each, trajectory, names, oldest, newest)
-            | images
+            images
+            | _fields(each, trajectory, names, oldest, newest)
             | dict(columns)
             | {"session_id": sample, "uid": uid}
         )
@@ -142,9 +115,9 @@ def image_columns(row: Row, pixels: Pixels | None, key: str, holders: dict[str, 
     ids, digests = row["input_ids"], images_of(row)
     columns: dict[str, Any] = {"multi_modal_inputs": {}, "position_ids": torch.arange(len(ids))}
     if pixels is not None:
-        columns["multi_modal_inputs"] = QueuedImages(pixels.row(ids, digests), key, holders)
-        positions = pixels.positions(ids, digests)
-        columns["position_ids"] = columns["position_ids"] if positions is None else positions
+        images = columns["multi_modal_inputs"] = pixels.row(ids, digests)
+        images.images = QueuedImages(images.images, key, holders)
+        columns["position_ids"] = pixels.positions(ids, digests)
     if row["routed_experts"] is not None:
         experts = torch.from_numpy(row["routed_experts"].astype(np.int16))
         columns["routed_experts"] = torch.nn.functional.pad(experts, (0, 0, 0, 0, 0, len(ids) - len(experts)))
@@ -186,10 +159,6 @@ def _fields(row: HandedRow, trajectory: Trajectory, names: Sequence[str], oldest
 def refuse_foreign(keys: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> None:
     """Refuse rows that another manager wrote.
 
-    Args:
-        keys: The keys of a batch.
-        tags: Their tags.
-
     Raises:
         TrainError: kind `handover`: a row has no sums, so it has no column of advantages either.
     """
@@ -212,19 +181,13 @@ def check_rows(
 ) -> None:
     """Compare what a batch holds with the sums that the rows' tags say of their groups. Padding of verl is left out.
 
-    Args:
-        keys: The keys of the batch.
-        tags: Their tags.
-        tokens: Tokens of prompt and response of each row.
-        masks: `response_mask` of each row, [response].
-        advantages: The column of the advantages of each row, [response].
-        images: The sum over the images of each row: `row_sum`.
+    `tokens`: of prompt and response; `masks`, `advantages`: [response] each; `images`: `row_sum` of each row.
 
     Raises:
         TrainError: kind `handover`: the sums differ, so a row, a token or an advantage was lost.
     """
     groups: dict[str, Sums] = {}
-    count = trained = given = shown = 0
+    count = trained = other = 0
     total = 0.0
     for place, (key, tag) in enumerate(zip(keys, tags, strict=True)):
         if tag.get("is_padding"):
@@ -233,7 +196,5 @@ def check_rows(
         count += tokens[place]
         trained += int(masks[place].sum())
         total += float((advantages[place].double().abs() * masks[place]).sum())
-        weight = zlib.crc32(key.encode())  # rows may have equal ids
-        given, shown = given + weight * tag[IMAGES], shown + weight * images[place]
-    ours = replace(Sums.total(groups.values()), images=given)
-    ours.check(Sums(count, trained, total, shown), TRAINER, CHANGES)
+        other += tag[IMAGES] != images[place]
+    Sums.total(groups.values()).check(Sums(count, trained, total, other), "verl", CHANGES)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64decode
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from engine.backends.sglang.routing import layout_of
@@ -19,6 +18,7 @@ from engine.integrations.trainers.verl.settings import SHARED, of
 from engine.tokens.pixels import decode
 
 if TYPE_CHECKING:
+    from engine.integrations.trainers.pixels import Pixels
     from engine.integrations.trainers.rollouts import TrainerRollouts
     from engine.schemas.backend_base import BackendBase
     from engine.schemas.generation import GenerateRequest
@@ -28,12 +28,7 @@ class VerlBackend(TrainerBackend):
     """The servers of a verl training as a backend.
 
     verl reports the versions of a reply as a smallest and a largest one. If they differ, all tokens get the smallest one, and
-    `collapsed_versions` of `stats` counts the reply.
-
-    Args:
-        client: verl's `LLMServerClient`.
-        declared: The config class of the spec's backend, for its capabilities.
-        context: Maximum length of a sequence in tokens.
+    `collapsed_versions` of `stats` counts the reply. `client` is verl's `LLMServerClient`.
     """
 
     compact = False
@@ -42,15 +37,10 @@ class VerlBackend(TrainerBackend):
     def __init__(self, client: Any, declared: type[BackendBase], *, context: int | None) -> None:
         super().__init__("verl", declared, context=context)
         self._client = client
-        self._picture = lru_cache(64)(self._decoded)
 
     @classmethod
     def of(cls, config: Any, client: Any, episodes: TrainerRollouts) -> VerlBackend:
-        """The backend of the episodes of a spec, with verl's whole configuration and its `LLMServerClient`.
-
-        Raises:
-            BackendError: kind `no_experts`: the spec asks for experts, and the model has none.
-        """
+        """The backend of the episodes of a spec, with verl's whole configuration and its `LLMServerClient`."""
         declared = episodes.spec.backend
         backend = cls(client, type(declared), context=context_of(config, episodes.context))
         backend.compact = of(config, "actor_rollout_ref.rollout.name") == "sglang"
@@ -66,8 +56,9 @@ class VerlBackend(TrainerBackend):
         """
         ids, images = request.input_ids, {}
         if request.images and self.pixels is not None:
-            digests = [each.image for each in request.images]
-            images["image_data"] = await asyncio.to_thread(lambda: [self._picture(digest) for digest in digests])
+            images["image_data"] = await asyncio.to_thread(
+                _pictures, self.pixels, [each.image for each in request.images]
+            )
             if self.compact:
                 ids = self.pixels.vision.compact(ids, request.image_spans)
         found = await self._client.generate(
@@ -83,23 +74,18 @@ class VerlBackend(TrainerBackend):
         cached = int(found.extra_fields.get("num_cached_tokens") or 0)
         return Sampled(found.token_ids, found.log_probs, [oldest] * count, cut, cached, found.routed_experts)
 
-    def _decoded(self, digest: str) -> Any:
-        """An image as verl's servers take it: a `PIL.Image` at the size of its grid."""
-        assert self.pixels is not None
-        return decode(b64decode(self.pixels.vision.bank.scaled_uri(digest).partition(",")[2]))
-
     def stats(self) -> dict[str, Any]:
         """`requests`, `tokens`, and `collapsed_versions`: replies of several versions."""
         return super().stats() | {"collapsed_versions": self._counts["collapsed_versions"]}
 
 
-def context_of(config: Any, own: int | None) -> int | None:
-    """The longest sequence that spec, model and servers allow, in tokens; SGLang's server keeps one token of `max_model_len` free.
+def _pictures(pixels: Pixels, digests: list[str]) -> list[Any]:
+    """Images as verl's servers take them: `PIL.Image` at the size of the grid."""
+    return [decode(b64decode(pixels.vision.bank.scaled_uri(digest).partition(",")[2])) for digest in digests]
 
-    Args:
-        config: verl's whole configuration.
-        own: That of spec and model.
-    """
+
+def context_of(config: Any, own: int | None) -> int | None:
+    """The longest sequence in tokens that spec and model (`own`) and servers allow; SGLang's keep one token free."""
     servers = of(config, "actor_rollout_ref.rollout.max_model_len")
     return min((each for each in (own, servers and servers - 1) if each), default=None)
 

@@ -46,11 +46,6 @@ def of(config: Any, path: str, default: Any = None) -> Any:
 def refuse_settings(config: Any, loaded: LoadedSpec, vision: Vision | None) -> None:
     """Refuse settings of verl that would change the rows of an EngineManager, or that have no effect on them, and log the others.
 
-    Args:
-        config: verl's whole configuration.
-        loaded: The spec.
-        vision: The image processing of the spec's model; None for a model without images.
-
     Raises:
         TrainError: kind `train_setup`; the message names all of them.
     """
@@ -81,11 +76,6 @@ def refuse_settings(config: Any, loaded: LoadedSpec, vision: Vision | None) -> N
 def refuse_loop_settings(config: Any, loaded: LoadedSpec, vision: Vision | None) -> None:
     """Refuse settings with which verl would compute other advantages from an EngineAgentLoop's rewards than the spec's credit.
 
-    Args:
-        config: verl's whole configuration.
-        loaded: The spec.
-        vision: The image processing of the spec's model; None for a model without images.
-
     Raises:
         TrainError: kind `train_setup`; the message names all of them.
     """
@@ -112,6 +102,8 @@ def refuse_loop_settings(config: Any, loaded: LoadedSpec, vision: Vision | None)
             )
             == "engine",
             "`train.overlong`: needs the engine's advantages": spec.train is not None and spec.train.overlong != "keep",
+            "trainer.use_v1=false: its trainer would process images again": vision is not None
+            and not of(config, "trainer.use_v1", True),
         },
     )
     for text in (*WITHOUT_EFFECT[1:2], f"`backend: {{kind: {spec.backend.kind}}}`: verl's servers sample"):
@@ -158,8 +150,7 @@ def _shared(config: Any, loaded: LoadedSpec, vision: Vision | None) -> dict[str,
         and spec.train.advantage_norm == "batch",
         f"{rollout}name={rolled}: images are sent to vllm or sglang": vision is not None
         and rolled not in ("vllm", "sglang"),
-        f"images of {vision and vision.family.kind}: verl's trainer takes those of Qwen-VL models": vision is not None
-        and not vision.family.served,
+        "images: verl's trainer takes those of Qwen-VL models": vision is not None and not vision.family.served,
         f"{rollout}enable_rollout_routing_replay={replays}: `backend.routed_experts` is {routed}": replays != routed,
         f"actor_rollout_ref.actor.strategy={strategy}: only megatron and veomni with router_replay.mode=R3 read "
         "`routed_experts`": routed and of(config, f"actor_rollout_ref.actor.{strategy}.router_replay.mode") != "R3",
