@@ -19,7 +19,7 @@ from engine.integrations.trainers.sampler import unsupported
 from engine.integrations.trainers.verl.manager import EngineManager
 from engine.integrations.trainers.verl.rows import IMAGES, TAGS, check_rows, refuse_foreign
 from engine.integrations.trainers.verl.sampler import VerlBackend, context_of, sampling_params, versions_of
-from engine.integrations.trainers.verl.settings import SHARED, WITHOUT_EFFECT, refuse_settings
+from engine.integrations.trainers.verl.settings import SHARED, WITHOUT_EFFECT, refuse_loop_settings, refuse_settings
 from engine.integrations.trainers.verl.tasks import write_tasks
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
@@ -252,6 +252,15 @@ def test_what_the_adapter_cannot_hand_over_is_refused(
     assert str(caught.value).partition("together with verl's: ")[2].startswith(("actor", "`", "images", "trainer"))
     assert said in str(caught.value)
     assert ";" not in str(caught.value)  # nothing else is wrong
+
+
+def test_an_agent_loop_hands_images_over_in_the_v1_trainer_only(make: Any) -> None:
+    spec = load_spec(make(rewards={"credit": {"method": "outcome", "baseline": "mean", "scale": "std"}}))
+    refuse_loop_settings(config_of(), spec, QWEN)
+    refuse_loop_settings(config_of(trainer__use_v1=False), spec, None)
+    with pytest.raises(TrainError, match=r"trainer\.use_v1=false: its trainer would process images again") as caught:
+        refuse_loop_settings(config_of(trainer__use_v1=False), spec, QWEN)
+    assert caught.value.kind == "train_setup"
 
 
 def test_a_configuration_without_a_spec_says_what_to_add(make: Any) -> None:

@@ -47,6 +47,8 @@ FORGETFUL = """\
 {%- endfor %}{% if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 """Rewrites history, so that each turn is a row of its own."""
 LOOP = "engine.integrations.trainers.verl.agent_loop.EngineAgentLoop"
+RAY = pytest.mark.timeout(1200)
+"""Starting verl and Ray's processes takes half a minute on quiet cores, and minutes on busy ones."""
 
 
 def ran(
@@ -119,6 +121,7 @@ def check(found: dict[str, Any], folder: Path, store: RunStore) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.trainers
+@RAY
 def test_verls_own_pass_over_the_rows_gives_the_engines_log_probs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +155,7 @@ def test_verls_own_pass_over_the_rows_gives_the_engines_log_probs(
 
 @pytest.mark.slow
 @pytest.mark.trainers
+@RAY
 @pytest.mark.parametrize(
     ("way", "changes", "template", "count"),
     [("loop", {}, FORGETFUL, 23), ("loop", FOUR_TURNS, None, 13), ("manager", FOUR_TURNS, None, 13)],
@@ -180,6 +184,7 @@ def test_several_rows_of_an_episode_have_their_own_images(
 
 @pytest.mark.slow
 @pytest.mark.trainers
+@RAY
 @pytest.mark.parametrize("way", ["manager", "loop"])
 def test_verl_gets_the_experts_that_its_servers_report(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

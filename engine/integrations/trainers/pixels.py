@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from engine.tokens.vision_processing import VisionFamily
 
 
-@dataclass(eq=False, repr=False)
 class RowImages(Mapping[str, torch.Tensor]):
     """The image tensors of one row, by the names of the forward pass; without names for a row without images.
 
@@ -35,16 +33,14 @@ class RowImages(Mapping[str, torch.Tensor]):
     files.
     """
 
-    family: VisionFamily
-    digests: tuple[str, ...]
-    """The images, in order."""
-    checksums: tuple[int, ...]
-    """`checksum` of each."""
-    images: Mapping[str, PreparedImage]
-    """The scaled pixels by digest."""
+    def __init__(
+        self, family: VisionFamily, digests: Sequence[str], sums: Sequence[int], images: Mapping[str, PreparedImage]
+    ) -> None:
+        """`digests`: the images, in order; `sums`: `checksum` of each; `images`: the scaled pixels by digest."""
+        self.family, self.digests, self.checksums, self.images = family, tuple(digests), tuple(sums), images
 
     def tensors(self) -> Tensors:
-        """The arrays of all images.
+        """The arrays of all images, in the shapes of the class.
 
         Raises:
             TrainError: kind `handover`: an image is not the one that the row was made with.
@@ -95,10 +91,10 @@ class Pixels:
                 f"a row has {count} placeholders, and its {len(digests)} images need {needed}", kind="handover"
             )
         images = {digest: bank.prepared(digest) for digest in digests}
-        return RowImages(self.vision.family, tuple(digests), tuple(map(self._checksum, digests)), images)
+        return RowImages(self.vision.family, digests, [self._checksum(digest) for digest in digests], images)
 
     def sum(self, ids: Sequence[int] | np.ndarray, digests: Sequence[str]) -> int:
-        """`row_sum` of a row as the engine hands it over. Raises: ImageError: an image is missing."""
+        """`row_sum` of a row with these ids, [tokens], as handed over. Raises: ImageError: an image is missing."""
         return row_sum(ids, [self._checksum(digest) for digest in digests])
 
     def positions(self, ids: Sequence[int] | np.ndarray, digests: Sequence[str]) -> torch.Tensor | None:

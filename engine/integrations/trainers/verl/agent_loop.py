@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
     from engine.store.export import Row
 
+    _Ended = tuple[Trajectory, list[Row], dict[str, str]]
+
 _OPEN: dict[tuple[Path, Path], LoopEpisodes] = {}
 _OPENING = threading.Lock()
 
@@ -97,7 +99,11 @@ class EngineAgentLoop:
             )
         session = "session_id" in columns
         refuse = partial(self._refuse_rows, session=session)
-        outputs = await asyncio.wrap_future(episodes.submit(columns, refuse))
+        trajectory, rows, holders = await asyncio.wrap_future(episodes.submit(columns, refuse))
+        outputs = [_output(row, trajectory, named=session) for row in rows]
+        if episodes.pixels is not None:
+            prefix = f"{columns['uid']}_{columns['session_id']}"
+            await asyncio.to_thread(_add_images, outputs, rows, episodes.pixels, prefix, holders)
         return outputs if session else outputs[0]
 
     def _refuse_rows(self, rows: list[Row], episode: str, session: bool) -> None:
@@ -189,15 +195,15 @@ class LoopEpisodes(TrainerRollouts):
             )
         return found
 
-    def submit(self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]) -> Future[list[Any]]:
-        """Start an episode of the task that a row of verl's data set names, for one AgentLoopOutput a row.
+    def submit(self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]) -> Future[_Ended]:
+        """Start an episode of the task that a row of verl's data set names; its result is the episode and its rows.
 
         In verl's V1 trainer it comes when all episodes of the prompt have ended: verl trains on what a failed prompt has, and would give
         the raw reward to an episode without others. `refuse` raises if verl does not carry these rows of an episode.
         """
         return self._loop.submit(self._rows_of(columns, refuse))
 
-    async def _rows_of(self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]) -> list[Any]:
+    async def _rows_of(self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]) -> _Ended:
         task, number, prompt = self._place(columns)
         self._runner.live.total += 1
         usable = None
@@ -222,11 +228,7 @@ class LoopEpisodes(TrainerRollouts):
                     f"{task.id}/{number} is not trained on: its group has fewer trainable episodes than `train.min_group`",
                     kind="untrainable",
                 )
-        outputs = [_output(row, usable, named="session_id" in columns) for row in rows]
-        if self.pixels is not None:
-            prefix = f"{columns['uid']}_{columns['session_id']}"
-            await asyncio.to_thread(_add_images, outputs, rows, self.pixels, prefix, prompt.holders)
-        return outputs
+        return usable, rows, prompt.holders
 
     def _place(self, columns: Mapping[str, Any]) -> tuple[Task, int, _Prompt]:
         """The task of a prompt, the number of this episode in the prompt's group, and what is known of the group."""
