@@ -249,7 +249,7 @@ def test_what_the_adapter_cannot_hand_over_is_refused(
 ) -> None:
     with pytest.raises(TrainError) as caught:
         refuse_settings(config_of(**MODE, **changes), load_spec(make(**keys)), vision)
-    assert str(caught.value).partition("together with verl's: ")[2].startswith(("actor", "`", "images", "trainer"))
+    assert str(caught.value).partition("with verl, change these: ")[2].startswith(("actor", "`", "images", "trainer"))
     assert said in str(caught.value)
     assert ";" not in str(caught.value)  # nothing else is wrong
 
