@@ -86,8 +86,8 @@ def group_rows(
         keys.append(f"{uid}_{sample}_{index}")
         images = image_columns(row, pixels, keys[-1], holders)
         fields.append(
-            images
-            | _fields(each, trajectory, names, oldest, newest)
+            _fields(each, trajectory, names, oldest, newest)
+            | images
             | dict(columns)
             | {"session_id": sample, "uid": uid}
         )
@@ -140,11 +140,13 @@ def _fields(row: HandedRow, trajectory: Trajectory, names: Sequence[str], oldest
         "prompts": prompts,
         "responses": responses,
         "input_ids": torch.cat([prompts, responses]),
+        "position_ids": None,
         "response_mask": mask,
         "loss_mask": mask,
         "rollout_log_probs": torch.tensor(row.logprobs, dtype=torch.float32),
         "rm_scores": scores,
         COLUMN: torch.from_numpy(row.advantages.copy()),
+        "multi_modal_inputs": {},
         "num_turns": 2 * len(trajectory.turns),
         "metrics": {"generate_sequences": 0.0, "tool_calls": 0.0, "compute_score": 0.0, "num_preempted": -1},
         "extra_fields": {
