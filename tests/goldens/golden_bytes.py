@@ -22,7 +22,9 @@ import yaml
 from golden_kit import HERE, ROOT, Golden, Record, normal, runs
 
 TESTS = HERE.parent
-EPISODES = sorted(path.stem for path in (HERE / "specs").glob("*.yaml") if path.stem not in ("training", "adapters"))
+OTHERS = ("training", "adapters", "adapters-images")
+"""Goldens of a spec that are not all that its run has stored."""
+EPISODES = sorted(path.stem for path in (HERE / "specs").glob("*.yaml") if path.stem not in OTHERS)
 KILLED_AFTER = {"resumed": 4}
 """Commits after which a run is killed, by the name of its golden."""
 UNSTEADY = re.compile("time/|memory/|sampler/diff|.*(seconds|_per_second)$")
@@ -197,7 +199,6 @@ def adapters(folder: Path) -> list[Record]:
     """What the adapters for other trainers make of one group: an episode with three rows, one with one, and one that failed."""
     from slime_kit import Sample
 
-    from engine.backends.registry import open_backend
     from engine.integrations.trainers.areal.handover import trajectory as areal
     from engine.integrations.trainers.handover import Sums, one_row_each
     from engine.integrations.trainers.rollouts import TrainerRollouts
@@ -209,15 +210,7 @@ def adapters(folder: Path) -> list[Record]:
     spec = written_spec("adapters", folder)
     rollouts = TrainerRollouts(spec, folder / "out", "verl")
     samples = rollouts.spec.rollout.samples_per_task
-
-    async def run() -> Any:
-        await rollouts.start(open_backend(rollouts.loaded, rollouts.format))
-        try:
-            return await rollouts.batch(["a"], samples, 7)
-        finally:
-            await rollouts.close()
-
-    batch = asyncio.run(run())
+    batch = asyncio.run(batch_of(rollouts, "a"))
     (group,) = batch.used
     advantages = rollouts.advantages(batch)
     placed = one_row_each(batch, advantages, 1, samples, trainer="TRL", several="leave_out", leave_out="")
@@ -243,6 +236,76 @@ def adapters(folder: Path) -> list[Record]:
     return [{name: plain(name, value) for name, value in record.items()} for record in found]
 
 
+def adapters_images(folder: Path) -> list[Record]:
+    """What they make of the rows of a group that show images, whose tensors are told by type, shape and SHA-256."""
+    from slime_kit import Sample
+
+    from engine.integrations.trainers.areal.handover import trajectory as areal
+    from engine.integrations.trainers.handover import HandedRow, Sums
+    from engine.integrations.trainers.rollouts import TrainerRollouts
+    from engine.integrations.trainers.skyrl.handover import generator_output
+    from engine.integrations.trainers.slime.handover import convert
+    from engine.integrations.trainers.slime.samples import samples_of
+    from engine.integrations.trainers.verl.rows import group_rows
+
+    spec = written_spec("adapters-images", folder)
+    rollouts = TrainerRollouts(spec, folder / "out", "verl")
+    batch = asyncio.run(batch_of(rollouts, "square-3-0000"))
+    (group,) = batch.used
+    rows, advantages, pixels = batch.rows, rollouts.advantages(batch), rollouts.pixels
+    assert pixels is not None
+    handed = [HandedRow.of(row, values) for row, values in zip(rows, advantages, strict=True)]
+    sums = Sums.of_rows(handed, pixels)
+    found: list[Record] = [{"at": "sums", "sums": [*vars_of(sums), sums.images]}]
+    for number, row in enumerate(handed):
+        ids = [*row.prompt_ids, *row.completion_ids]
+        images = pixels.row(ids, row.images)
+        found.append(
+            {"at": f"handed row {number}", "input_ids": ids, "position_ids": pixels.positions(ids, row.images)}
+        )
+        found[-1] |= {"images": row.images, "checksums": images.checksums, "tensors": hashed(images)}
+    output = generator_output(handed, pixels=pixels)
+    tensors = {name: [hashed(value) for value in output[name]] for name in ("pixel_values", "image_grid_thw")}
+    found.append({"at": "skyrl"} | output | tensors)
+    ended = {each.episode_id: each for each in group.trajectories}
+    rewards = [ended[row["episode_id"]].outcome.reward for row in rows]
+    actor = SimpleNamespace(reward_bias=0.25, reward_scaling=2.0, reward_clip=20.0)
+    made = areal(rows, advantages, rewards, actor=actor, pixels=pixels)
+    found.append({"at": "areal"} | made | {"multi_modal_input": [hashed(each) for each in made["multi_modal_input"]]})
+    for key, columns, tag in zip(*group_rows("uid", 3, rows, advantages, ended, {"index": 4}, pixels), strict=True):
+        queued = columns["multi_modal_inputs"]  # it reads tensors where verl is installed; those of the rows above
+        held = {"digests": queued.digests, "checksums": queued.checksums}
+        held |= {"holders": queued.images.holders, "holds": list(queued.images)}
+        found.append({"at": f"verl {key}", "columns": columns | {"multi_modal_inputs": held}, "tags": tag})
+    samples = [Sample(index=sample, group_index=0) for sample in range(len(ended))]
+    given = [made for slot in samples for made in samples_of(
+        slot, ended[f"square-3-0000/{slot.index}"], rollouts.format.decode, rollouts.format.vision)]  # fmt: skip
+    data = convert(SimpleNamespace(**slime_arguments(spec, folder, len(samples))), given)
+    found.append(
+        {"at": "slime"} | data | {"multimodal_train_inputs": list(map(hashed, data["multimodal_train_inputs"]))}
+    )
+    return [{name: plain(name, value) for name, value in record.items()} for record in found]
+
+
+def hashed(value: Any) -> Any:
+    """A tensor by its type, shape and bytes; a mapping of tensors in the same form."""
+    if hasattr(value, "detach"):
+        array = np.ascontiguousarray(value.detach().numpy())
+        return {"dtype": str(array.dtype), "shape": list(array.shape), "sha256": hashlib.sha256(array.data).hexdigest()}
+    return {name: hashed(tensor) for name, tensor in value.items()}
+
+
+async def batch_of(rollouts: Any, task: str) -> Any:
+    """The group of one task that a trainer asks for."""
+    from engine.backends.registry import open_backend
+
+    await rollouts.start(open_backend(rollouts.loaded, rollouts.format))
+    try:
+        return await rollouts.batch([task], rollouts.spec.rollout.samples_per_task, 7)
+    finally:
+        await rollouts.close()
+
+
 def vars_of(sums: Any) -> Sequence[float]:
     """The three sums."""
     return sums.tokens, sums.trained, sums.advantages
@@ -259,4 +322,5 @@ GOLDENS = [
     Golden("bytes", "training", training, 1e-5),
     *(Golden("bytes", name, partial(episodes, name)) for name in EPISODES),
     Golden("bytes", "adapters", adapters),
+    Golden("bytes", "adapters-images", adapters_images),
 ]

@@ -56,6 +56,12 @@ FAULTS: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
     "a number that was whole": ("resumed", "episode a/0", "turns", float),
     "a loss": ("training", "batch of step 3", "metrics/loss", lambda number: number + 1e-4),
     "a column of an adapter": ("adapters", "skyrl", "loss_masks/0/0", lambda pair: [1, 1]),
+    "bytes of an image in a trainer's row": (
+        "adapters-images",
+        "slime",
+        "multimodal_train_inputs/0/pixel_values/sha256",
+        lambda text: text[::-1],
+    ),
     "a row of an old run": (
         "old-run",
         "resumed export sum-0-0001/1 branch 0",
