@@ -482,10 +482,12 @@ def test_images_of_later_turns_reach_the_loss(make: Any, tmp_path: Path, tmp_pat
     }
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     batch, found = seen.slices[0], seen.logprobs[0]
+    trained = []
     for place in range(len(found)):
         prompt = batch["prompt_ids"][place][batch["prompt_mask"][place] == 1].tolist()
         completion = batch["completion_ids"][place][batch["completion_mask"][place] == 1].tolist()
         row = rows[tuple(prompt + completion)]
+        trained.append(row)
         assert vision.placeholder_id in completion
         alone = collate([row], vision, pad_id=0)
         with torch.no_grad():
@@ -499,6 +501,9 @@ def test_images_of_later_turns_reach_the_loss(make: Any, tmp_path: Path, tmp_pat
         mask = sampled[len(prompt) - 1 :]
         assert (found[place, : len(completion)][mask] - allowed[sampled]).abs().max() < 1e-5
         assert (torch.from_numpy(row["logprobs"][1:])[sampled] - allowed[sampled]).abs().max() < 1e-5
+    together = forward_inputs(collate(trained, vision, pad_id=0))
+    for name in vision.family.names:
+        assert torch.equal(batch[name], together[name])
     gaps = [line["sampler/diff_max"] for line in trainer.state.log_history if "sampler/diff_max" in line]
     assert len(gaps) == 2
     assert max(gaps) < 1e-4

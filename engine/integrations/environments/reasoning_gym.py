@@ -58,7 +58,8 @@ def problems(
     Raises:
         AdapterError: there is no such data set, it refuses its config, or reasoning-gym is not installed.
     """
-    load(ROWS, modules)
+    for module in modules:
+        library(NAME, module)
     listed = [datasets] if isinstance(datasets, str | Mapping) else list(datasets)
     sources = [_source(item, size, seed) for item in listed]
     for index in range(max((source["size"] for source in sources), default=0)):
@@ -155,7 +156,8 @@ class ReasoningGymEnvironment:
     ) -> None:
         if attempts < 1:
             raise ValueError(f"`attempts` must be at least 1, not {attempts}")
-        load(use, modules)
+        for module in modules:
+            library(NAME, module)
         self._source = {"dataset": use, "config": dict(config or {}), "seed": seed, "size": size}
         self._attempts, self._enough, self._tag = attempts, enough, tag
         self._wrong, self._missing = wrong, missing
