@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class VisionFamily(Protocol):
     """The differences between families: see vision_families.py."""
 
+    kind: str
+    """`model_type` of its config.json."""
     marker: str
     """The token that a chat template writes for an image."""
     placeholder: str

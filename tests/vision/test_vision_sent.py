@@ -157,3 +157,14 @@ async def test_a_server_that_sees_other_pixels_is_refused(
     with pytest.raises(BackendError, match=words) as raised:
         await check_images(Server("http://127.0.0.1:1"), details, form, Asked(form, **changes))
     assert raised.value.kind == "wrong_server"
+
+
+async def test_a_server_that_names_images_itself_is_refused_where_requests_name_them(
+    vlm: Callable[[str], Path],
+) -> None:
+    details = {"mm_preprocess_cache_size_mb": 256}
+    form = form_of(vlm("qwen2_5_vl"))
+    with pytest.raises(BackendError, match="runs with --mm-preprocess-cache-size-mb"):
+        await check_images(Server("http://127.0.0.1:1"), details, form, Asked(form))
+    form = form_of(vlm("qwen3_vl"))
+    await check_images(Server("http://127.0.0.1:1"), details, form, Asked(form))

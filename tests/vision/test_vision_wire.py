@@ -110,6 +110,16 @@ def test_a_hash_stands_for_one_image_and_the_weights_that_encode_it(
     assert not set(found) & set(hashes(vision, first, changed, wide, tall, features="newer"))
 
 
+def test_a_family_that_the_server_names_itself_has_no_hashes(vlm: Callable[[str], Path]) -> None:
+    vision = load_format(ModelSpec(path=str(vlm("qwen3_vl"))), Path()).vision
+    assert vision is not None
+    vision.bank.put(digest_of(FIRST), FIRST, "image/png")
+    asked = request(vision, [vision.marker_id], FIRST)
+    body = json.loads(b"".join(Encoder(vocab_size=10_000, vision=vision).encode(asked, "a", asked.input_ids, 8).pieces))
+    assert len(body["image_data"]) == 1
+    assert "mm_hashes" not in body
+
+
 def test_images_and_places_must_be_as_many(vision: Vision) -> None:
     asked = request(vision, [5, vision.marker_id], FIRST)
     asked = replace(asked, images=[*asked.images, ImagePart(image=digest_of(SECOND))])

@@ -16,6 +16,7 @@ import numpy as np
 
 from engine.backends.http.refusal import error_text
 from engine.backends.servers.server import ImageFacts, Server
+from engine.backends.sglang.request_body import HASHED_BY_SERVER
 from engine.errors import BackendError
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.tokens.conversation import Conversation
@@ -66,6 +67,12 @@ async def check_images(server: Server, details: dict[str, Any], format: ChatForm
         raise BackendError(
             f"{server.url} runs with --mm-process-config, whose image settings {config['image']} the rows' processor does "
             "not have: write them into the model's preprocessor_config.json instead, for both",
+            kind="wrong_server",
+        )
+    if details.get("mm_preprocess_cache_size_mb") and vision.family.kind not in HASHED_BY_SERVER:
+        raise BackendError(
+            f"{server.url} runs with --mm-preprocess-cache-size-mb, with which SGLang 0.5.23 ends at a request that names its images "
+            "(`mm_hashes`): start it without",
             kind="wrong_server",
         )
     wanted, ids, digest = sample_prompt(format)

@@ -25,6 +25,11 @@ _COMPACT = "\0compact"
 """Suffix of an episode's id for its prompt with one placeholder per image, as it was sent."""
 
 
+HASHED_BY_SERVER = frozenset({"qwen3_vl", "qwen3_vl_moe"})
+"""Families for which SGLang 0.5.23 writes its own hashes into the prompt before it reads `mm_hashes`: its scheduler ends where they
+differ. It keeps no features of their images."""
+
+
 class Encoder(PromptEncoder):
     """Encodes requests to /generate."""
 
@@ -122,6 +127,8 @@ class Encoder(PromptEncoder):
         # A server leaves surplus images out without a word, and hangs on placeholders that are expanded already.
         sent = self._prompt(f"{request.episode_id}{_COMPACT}", self._vision.compact(ids, request.image_spans))
         uris = [b'"%b"' % self._vision.bank.scaled_uri(image.image).encode() for image in request.images]
+        if self._vision.family.kind in HASHED_BY_SERVER:
+            return sent, b',"image_data":[%b]' % b",".join(uris)
         names = [f"{image.image}{self._features()}".encode() for image in request.images]
         hashes = [b'"%b"' % sha256(name).hexdigest()[:16].encode() for name in names]
         return sent, b',"image_data":[%b],"mm_hashes":[%b]' % (b",".join(uris), b",".join(hashes))
