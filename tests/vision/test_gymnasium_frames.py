@@ -25,7 +25,12 @@ LAKE = {
     "environment": {
         "adapter": "gymnasium",
         "use": "FrozenLake-v1",
-        "with": {"show": ["rgb_array", "observation"], "actions": ACTIONS, "kwargs": {"is_slippery": False}},
+        "with": {
+            "show": ["rgb_array", "observation"],
+            "actions": ACTIONS,
+            "prompt": "",
+            "kwargs": {"is_slippery": False},
+        },
     },
     "tasks": {"source": "inline", "rows": [{"id": "a", "seed": 5}], "id": "id"},
     "prompt": [{"role": "user", "content": "Cross the lake."}],
