@@ -42,7 +42,8 @@ def vision_inputs(
     features = inner.get_image_features(
         **_tensors(vision, [[digest] for digest in grids], device, dtype), return_dict=True
     )
-    _repeat(features, list(grids.values()), [list(grids).index(image.image) for image in pack.images])
+    places = {digest: place for place, digest in enumerate(grids)}
+    _repeat(features, list(grids.values()), [places[image.image] for image in pack.images])
     inner.get_image_features = lambda *args, **kwargs: features
     try:
         yield inputs | {"pixel_values": torch.empty(0)}  # nobody reads it: with it, a model asks for features

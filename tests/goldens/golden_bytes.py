@@ -237,7 +237,7 @@ def adapters(folder: Path) -> list[Record]:
 
 
 def adapters_images(folder: Path) -> list[Record]:
-    """What they make of the rows of a group that show images, whose tensors are told by type, shape and SHA-256."""
+    """What each adapter makes of the rows with images of a group. A record has the type, shape and SHA-256 of each tensor."""
     from slime_kit import Sample
 
     from engine.integrations.trainers.areal.handover import trajectory as areal

@@ -72,7 +72,7 @@ class Panel(gymnasium.Env):
 
 
 class Screen(gymnasium.Env):
-    """Shows a picture in the form that it is told: a screen, a small grid, or a picture beside numbers."""
+    """Its observation has the form that `form` names: a screen, a small grid, or a picture beside numbers."""
 
     metadata = {"render_modes": ["rgb_array"]}
 
