@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from engine import plugin
 from engine.checks.context import CheckContext
 from engine.checks.machine_context import MAX_WORK
-from engine.checks.registry import RULES, Rule
+from engine.checks.registry import PLUGIN_OF, RULES, Rule, import_plugin_rules
 from engine.checks.work import Work, WorkLimitError
 from engine.errors import SpecError
 from engine.spec.diagnostic import Diagnostic
@@ -23,6 +24,9 @@ FIRST_TASKS = 8
 """Number of tasks that `refuse_first_tasks` reads."""
 MORE = "check.more"
 """The id of the finding that reports that a rule has more findings."""
+BROKEN = "check.plugin"
+"""The id of the finding that reports that a plugin cannot be used."""
+REPAIR = f"repair or uninstall it, or leave it out: {plugin.OFF}={{name}}"
 UNFINISHED = "check.unfinished"
 """The id of the finding that reports that rules stopped early."""
 
@@ -66,6 +70,7 @@ def all_rules() -> list[Rule]:
         with_types,
     )
 
+    import_plugin_rules()
     return list(RULES.values())
 
 
@@ -106,9 +111,14 @@ def check_rules(
                     break
         except WorkLimitError:
             unfinished.append(item.id)
+        except Exception as error:
+            if item.id not in PLUGIN_OF:
+                raise
+            plugin.installed().leave_out(PLUGIN_OF[item.id].name, error)
         found += of_rule
     if unfinished:
         found.append(_unfinished(ctx, unfinished))
+    found += _broken_plugins(ctx)
     return sorted(mask_all(dict.fromkeys(found), loaded.variables), key=in_order), list(ctx.skipped)
 
 
@@ -152,6 +162,15 @@ def _unfinished(ctx: CheckContext, rules: list[str]) -> Diagnostic:
     message = f"the spec is too large for these rules to check all of it: {names}"
     fix = "they may miss something: use fewer states, transitions, rules or rows, or simpler conditions"
     return Diagnostic(UNFINISHED, "warning", message, fix, ctx.loaded.origin(("machine",), key=True))
+
+
+def _broken_plugins(ctx: CheckContext) -> list[Diagnostic]:
+    """A plugin that cannot be used adds nothing, and the spec may need it."""
+    origin = ctx.loaded.origin(())
+    return [
+        Diagnostic(BROKEN, "warning", f"the plugin `{name}` cannot be used: {why}", REPAIR.format(name=name), origin)
+        for name, why in plugin.installed().broken.items()
+    ]
 
 
 def in_order(problem: Diagnostic) -> tuple[str, int, int, bool]:

@@ -1,4 +1,4 @@
-"""The pages of rules, docs/rules/<id>.md: the only place where a rule is explained.
+"""The pages of rules: the only place where a rule is explained. They are docs/rules/<id>.md, and pages/<id>.md of a plugin.
 
 A page has a title (the id), a line with the severity and what the rule finds, then the reason, a bad and a good example.
 Examples are YAML. Other files of an example are fenced too, with their name after the language.
@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
+from engine import plugin
 from engine.spec.diagnostic import Severity
 
 _HEAD = re.compile(r"\A# `(?P<id>[a-z.-]+)`\n\n\*(?P<severity>error|warning|info)\*: (?P<about>.+)\n")
@@ -66,8 +68,8 @@ def page_of(rule: str) -> Page | None:
     """
     if not re.fullmatch(r"[a-z]+\.[a-z-]{1,60}", rule):
         return None
-    file = _FOLDER / f"{rule}.md"
-    if not file.is_file():
+    file = next((file for folder in _folders() if (file := folder / f"{rule}.md").is_file()), None)
+    if file is None:
         return None
     text = file.read_text(encoding="utf-8")
     head = _HEAD.match(text)
@@ -83,4 +85,15 @@ def page_of(rule: str) -> Page | None:
 
 def page_ids() -> list[str]:
     """Return the ids of all rules that have a page."""
-    return sorted(file.name[:-3] for file in _FOLDER.iterdir() if re.fullmatch(r"[a-z]+\.[a-z-]+\.md", file.name))
+    names = {file.name for folder in _folders() for file in folder.iterdir()}
+    return sorted(name[:-3] for name in names if re.fullmatch(r"[a-z]+\.[a-z-]+\.md", name))
+
+
+def _folders() -> list[Traversable]:
+    """The folder of the core's pages, then that of each package with rules of a plugin."""
+    found = [_FOLDER]
+    for each in list(plugin.installed().plugins.values()):
+        with plugin.guarded(each):
+            for package in dict.fromkeys(module.rpartition(".")[0] for module in each.rules):
+                found += [folder] if (folder := files(package) / "pages").is_dir() else []
+    return found

@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
+from engine.plugin import Plugin, PluginError, guarded, installed
 from engine.spec.diagnostic import DataPath, Diagnostic, Origin, Severity
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class Rule:
 
 RULES: dict[str, Rule] = {}
 """The rules by id, in the order in which they are applied."""
+PLUGIN_OF: dict[str, Plugin] = {}
+"""The plugin of each rule that a plugin adds, by the rule's id."""
 
 
 def rule(id: str, severity: Severity, about: str) -> Callable[[Callable[[CheckContext], Iterator[Finding]]], Check]:
@@ -58,10 +62,28 @@ def rule(id: str, severity: Severity, about: str) -> Callable[[Callable[[CheckCo
             for found in find(ctx):
                 yield Diagnostic(id, severity, found.message, found.fix, _origin(ctx, found), found.path)
 
+        if id in RULES:
+            raise PluginError(f"the rule `{id}` is there already")
         RULES[id] = Rule(id, severity, about, check)
         return check
 
     return register
+
+
+@functools.cache
+def import_plugin_rules() -> None:
+    """Import the rules of plugins. One whose rules cannot be imported is left out, with all of them."""
+    for plugin in list(installed().plugins.values()):
+        before = list(RULES)
+        with guarded(plugin):
+            for module in plugin.rules:
+                import_module(module)
+        added = [id for id in RULES if id not in before]
+        for id in added:
+            if plugin.name in installed().broken:
+                del RULES[id]
+            else:
+                PLUGIN_OF[id] = plugin
 
 
 def _origin(ctx: CheckContext, found: Finding) -> Origin:

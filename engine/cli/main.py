@@ -12,6 +12,8 @@ from typing import Any
 import typer
 import typer.core
 
+from engine import plugin
+from engine.cli.import_ import import_app
 from engine.terminal import brief, echo
 
 # Torch reads this when it is imported. Threads that spin while they wait make a busy machine several times slower.
@@ -19,13 +21,23 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class _Commands(typer.core.TyperGroup):
-    """The commands. What is said of a wrong command line does not repeat a long argument."""
+    """The commands. What is said of a wrong command line does not repeat a long argument.
+
+    A command of a plugin that is not installed is refused with what to install.
+    """
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         return _briefly(super().make_context, *arguments, **options)
 
     def invoke(self, ctx: Any) -> Any:
         return _briefly(super().invoke, ctx)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        path = [*ctx.command_path.split()[1:], *args[:1]]
+        if args and self.get_command(ctx, args[0]) is None and (why := plugin.missing("commands", " ".join(path))):
+            echo(f"there is no command `{' '.join(path)}`: {why}", err=True)
+            raise typer.Exit(2)
+        return super().resolve_command(ctx, args)
 
 
 def _briefly(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -71,15 +83,14 @@ def _register() -> None:
     from engine.cli.audit import audit
     from engine.cli.compact import compact
     from engine.cli.compare import compare
-    from engine.cli.doctor import doctor
     from engine.cli.envs import envs
     from engine.cli.eval import evaluate
     from engine.cli.explain import explain
     from engine.cli.export import export
     from engine.cli.graph import graph
-    from engine.cli.import_ import import_app
     from engine.cli.models import models
     from engine.cli.new import new
+    from engine.cli.plugins import plugins
     from engine.cli.replay import replay
     from engine.cli.rescore import rescore
     from engine.cli.run import run
@@ -108,7 +119,6 @@ def _register() -> None:
         schema,
         models,
         envs,
-        doctor,
         template,
         audit,
     ):
@@ -118,6 +128,16 @@ def _register() -> None:
     app.command("compare")(compare)
     app.command("compact")(compact)
     app.command("rescore")(rescore)
+    app.command("plugins")(plugins)
+    _register_plugins()
+
+
+def _register_plugins() -> None:
+    """Add the commands of plugins; `import NAME` goes into the group `import`."""
+    core = [command.name or "" for command in app.registered_commands]
+    for name, command in plugin.loaded("commands", core).items():
+        group, _, last = name.rpartition(" ")
+        {"": app, "import": import_app}[group].command(last)(command)
 
 
 _register()

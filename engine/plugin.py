@@ -1,0 +1,218 @@
+"""What a plugin adds to the engine, and which plugins are installed.
+
+    PLUGIN = Plugin(name="tilt", about="A loss", losses={"tilt": "tilt_loss.spec:TiltLoss"})
+
+A plugin is its face: one `Plugin`, whose values are names and entry points (`module:object`). Importing a face imports nothing
+else; what an entry point names is imported when it is needed. The engine's own plugins are the folders of `engine/plugins/`
+(`PLUGIN` of each), other packages name theirs in the entry-point group `episode_engine.plugins`.
+
+Only the standard library is imported here, so that `engine/schemas/` may ask which plugins there are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+GROUP = "episode_engine.plugins"
+OFF = "ENGINE_PLUGINS_OFF"
+"""Environment variable: names of plugins that are left out, separated by commas; `*`: all; `strangers`: those of other packages."""
+HOOKS: frozenset[str] = frozenset()
+"""The names of all hooks. Each is a `Hook` beside the code that calls it."""
+REINSTALL = "pip install --force-reinstall --no-deps episode-engine"
+"""What brings a folder of `engine/plugins/` back."""
+T = TypeVar("T")
+Entries = Mapping[str, str]
+"""Name -> `module:object`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """The face of a plugin: what it is, and what it adds."""
+
+    name: str
+    about: str
+    """One line."""
+    install: str = REINSTALL
+    """The command that installs it, for messages."""
+    needs: tuple[str, ...] = ()
+    """Other plugins without which it is broken."""
+    commands: Entries = field(default_factory=dict)
+    """Command of the command line -> function with typer's annotations; `import NAME`: a command of the group `import`."""
+    rules: tuple[str, ...] = ()
+    """Modules that register rules of `engine validate`; their pages are in the folder `pages` beside the module."""
+    hooks: Entries = field(default_factory=dict)
+    """Name of a `Hook` -> what it calls."""
+
+
+POINTS = tuple(each.name for each in fields(Plugin) if each.type == "Entries" and each.name != "hooks")
+"""The fields with names of which there is one each, such as `commands`."""
+
+
+@dataclass(slots=True)
+class Installed:
+    """The plugins of this process, by name: the engine's own first, then other packages', each sorted."""
+
+    plugins: dict[str, Plugin]
+    broken: dict[str, str]
+    """Those that cannot be used, and why."""
+    packages: dict[str, str]
+    """The package of each: name and version."""
+
+    def leave_out(self, name: str, error: Exception) -> None:
+        """Take a plugin that fails out, with everything that it adds."""
+        self.plugins.pop(name, None)
+        self.broken[name] = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+
+
+class PluginError(Exception):
+    """A plugin cannot be used; the text says why."""
+
+
+@cache
+def installed() -> Installed:
+    """The plugins of `engine/plugins/` and of installed packages, found once in a process."""
+    off = {name.strip() for name in os.environ.get(OFF, "").split(",")}
+    found = Installed({}, {}, {})
+    for name, use, package in _faces():
+        own = package is None
+        if "*" in off or name in off or (not own and "strangers" in off):
+            continue
+        found.packages[name] = package or "episode-engine"
+        try:
+            if name in found.plugins or name in found.broken:
+                raise PluginError(f"a plugin `{name}` is there already")
+            found.plugins[name] = _checked(name, load(use), found.plugins.values())
+        except Exception as error:  # noqa: BLE001  (a package of somebody else must not stop the engine)
+            if name not in found.plugins:
+                found.leave_out(name, error)
+            else:  # the first of the two stays
+                found.broken[f"{name} ({package})"] = str(error)
+    for plugin in list(found.plugins.values()):
+        if lacking := [need for need in plugin.needs if need not in found.plugins]:
+            found.leave_out(plugin.name, PluginError(f"it needs the plugin `{lacking[0]}`, which is not installed"))
+    return found
+
+
+def _faces() -> Iterator[tuple[str, str, str | None]]:
+    """(name, entry point of the face, package: None for the engine's own)."""
+    here = Path(__file__).parent / "plugins"
+    for folder in sorted(here.iterdir()) if here.is_dir() else ():
+        if (folder / "__init__.py").is_file():
+            yield folder.name, f"engine.plugins.{folder.name}:PLUGIN", None
+    for point in sorted(entry_points(group=GROUP), key=lambda point: point.name):
+        package = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
+        yield point.name, point.value, package
+
+
+def _checked(name: str, face: Any, others: Collection[Plugin]) -> Plugin:
+    """A face that may be used. Raises: PluginError."""
+    if not isinstance(face, Plugin):
+        raise PluginError(f"its entry point names {face!r:.60}, not a Plugin")
+    if face.name != name:
+        raise PluginError(f"its face has the name `{face.name}`, its entry point `{name}`")
+    if unknown := sorted(set(face.hooks) - HOOKS):
+        raise PluginError(f"there is no hook `{unknown[0]}`; the hooks are {', '.join(sorted(HOOKS)) or 'none'}")
+    for other in others:
+        if twice := sorted(_names(other) & _names(face)):
+            raise PluginError(f"the plugin `{other.name}` has {', '.join(f'`{each}`' for each in twice)} already")
+    return face
+
+
+def names_of(plugin: Plugin) -> dict[str, tuple[str, ...]]:
+    """What a plugin adds: point -> names; and under `install` the command that installs it."""
+    added = {point: tuple(getattr(plugin, point)) for point in POINTS}
+    return {"install": (plugin.install,)} | {point: names for point, names in added.items() if names}
+
+
+def _names(plugin: Plugin) -> set[str]:
+    """Everything that only one plugin may have, as `commands plan`."""
+    return {f"{point} {name}" for point, names in names_of(plugin).items() for name in names if point != "install"}
+
+
+def load(use: str) -> Any:
+    """Import the object of an entry point. Raises: what the import raises, AttributeError."""
+    module, _, name = use.partition(":")
+    return getattr(import_module(module), name)
+
+
+def entries(point: str) -> dict[str, str]:
+    """What all plugins add to one of `POINTS`: name -> entry point."""
+    return {name: use for plugin in installed().plugins.values() for name, use in getattr(plugin, point).items()}
+
+
+def loaded(point: str, core: Collection[str] = ()) -> dict[str, Any]:
+    """The same, imported. A plugin of which something cannot be imported, or that has a name of the core, is left out as a whole.
+
+    Args:
+        point: One of `POINTS`.
+        core: The names that the core has.
+    """
+    found: dict[str, Any] = {}
+    for plugin in list(installed().plugins.values()):
+        with guarded(plugin):
+            if twice := sorted(set(getattr(plugin, point)) & set(core)):
+                raise PluginError(f"`{twice[0]}` in `{point}` is a name of the engine's own")
+            found |= {name: load(use) for name, use in getattr(plugin, point).items()}
+    return found
+
+
+@contextmanager
+def guarded(plugin: Plugin) -> Iterator[None]:
+    """Leave a plugin out if the code in this block raises."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  (a package of somebody else must not stop the engine)
+        installed().leave_out(plugin.name, error)
+
+
+def missing(point: str, name: str) -> str | None:
+    """Which plugin that is not installed has a name, and how to install it; None if none is known to have it.
+
+    Args:
+        point: One of `POINTS`.
+        name: The name.
+    """
+    from engine.known_plugins import KNOWN
+
+    for plugin, known in KNOWN.items():
+        if name in known.get(point, ()) and plugin not in installed().plugins:
+            why = installed().broken.get(plugin)
+            state = f"cannot be used ({why})" if why else "is not installed"
+            return f"it belongs to the plugin `{plugin}`, which {state}: {known['install'][0]}"
+    return None
+
+
+class Hook(Generic[T]):
+    """A place of the core at which plugins take part. It stands beside the code that calls it, with the type of what is called.
+
+    OBSERVE: Hook[Callable[[Work], Observer | None]] = Hook("observe")
+    """
+
+    def __init__(self, name: str) -> None:
+        assert name in HOOKS, name
+        self.name = name
+
+    def all(self, written: Collection[str] | None = None) -> list[T]:
+        """What the plugins give, in the order of their names.
+
+        Args:
+            written: Names of the plugins whose sections a spec has. A plugin with sections that is not among them is neither
+                asked nor imported. None: all are asked.
+        """
+        return [load(plugin.hooks[self.name]) for plugin in installed().plugins.values() if self._asks(plugin, written)]
+
+    def _asks(self, plugin: Plugin, written: Collection[str] | None) -> bool:
+        return self.name in plugin.hooks and (written is None or not has_sections(plugin) or plugin.name in written)
+
+
+def has_sections(plugin: Plugin) -> bool:
+    """Whether a plugin adds keys to the spec."""
+    return False
