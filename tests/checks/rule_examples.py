@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from engine.checks.budget import read_budget
+from engine.checks.check import BROKEN
 from engine.checks.pages import Example, Page, page_ids, page_of
 from engine.cli.validate_examine import FAILED, STOPPED, Options, examine
 from engine.errors import SpecError
@@ -25,6 +26,7 @@ REST = {
 WHOLE = {"spec.empty", "spec.missing-key"}
 """Rules whose bad example lacks something that must not be filled in."""
 ELSEWHERE = {
+    BROKEN,
     "backend.no-experts",
     "machine.too-large",
     "model.calls-not-read",

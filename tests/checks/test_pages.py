@@ -15,14 +15,14 @@ from rule_examples import BAD, WHOLE, findings, page, write
 from slow_cases import slow_but_each
 
 from engine.checks import all_rules
-from engine.checks.check import MORE, UNFINISHED
+from engine.checks.check import BROKEN, MORE, UNFINISHED
 from engine.checks.pages import Page, page_ids
 from engine.cli.validate_examine import FAILED, STOPPED, Options, examine
 from engine.integrations.trainers.check import APPROXIMATED, REFUSED, UNKNOWN
 
 ROOT = Path(__file__).parents[2]
 TRAINER_RULES = (REFUSED, APPROXIMATED, UNKNOWN)
-NO_GOOD = {"tasks.hub", STOPPED, FAILED}
+NO_GOOD = {"tasks.hub", BROKEN, STOPPED, FAILED}
 """A good example would need the network, or is no spec."""
 
 
@@ -32,6 +32,7 @@ def all_ids() -> set[str]:
         "budget.exceeded",
         "train.plan",
         *TRAINER_RULES,
+        BROKEN,
         MORE,
         UNFINISHED,
         STOPPED,
