@@ -31,8 +31,8 @@ def doctor(
     from rich.text import Text
 
     from engine.cli.console import make_console
-    from engine.doctor.examine import examine
     from engine.errors import EngineError
+    from engine.plugins.doctor.examine import examine
     from engine.spec.load import load_spec
 
     try:

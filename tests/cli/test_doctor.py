@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from written_specs import save_spec
 
 from engine.cli.main import app
-from engine.doctor.examine import GIB, Examined, check
-from engine.doctor.facts import Gpu, Machine, SGLangInstall, cudnn_release, release, sglang_of
+from engine.plugins.doctor.examine import GIB, Examined, check
+from engine.plugins.doctor.facts import Gpu, Machine, SGLangInstall, cudnn_release, release, sglang_of
 from engine.spec.load import load_spec
 
 H200 = Gpu("NVIDIA H200", 139 * GIB, 138 * GIB)

@@ -15,9 +15,9 @@ from generate_requests import generate_request
 from server_load import aborted, until_samples, until_works_on
 
 from engine.backends.sglang.client import SGLangBackend
-from engine.doctor.examine import MINIMUM_SGLANG
-from engine.doctor.facts import release, sglang_of
 from engine.errors import BackendError, ContextOverflow
+from engine.plugins.doctor.examine import MINIMUM_SGLANG
+from engine.plugins.doctor.facts import release, sglang_of
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, Generation, SamplingParams
 from engine.tokens.format import ChatFormat

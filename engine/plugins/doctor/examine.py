@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engine.checks.train import FLOAT32_ON_GPU
-from engine.doctor.facts import Machine, SGLangInstall, last_line, release, sglang_of
+from engine.plugins.doctor.facts import Machine, SGLangInstall, last_line, release, sglang_of
 from engine.schemas.backend import SGLangBackendSpec
 
 if TYPE_CHECKING:
