@@ -7,12 +7,12 @@ python scripts/known_plugins.py --check    exit status 1 where it is not up to d
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
-from pprint import pformat
 
 os.environ["ENGINE_PLUGINS_OFF"] = "strangers"
-from engine import plugin  # noqa: E402  (reads the environment)
+from engine import plugin
 
 FILE = Path(__file__).parent.parent / "engine" / "known_plugins.py"
 HEAD = '''"""What each plugin of the engine adds, for messages about one that is not installed. Written by scripts/known_plugins.py."""
@@ -23,7 +23,9 @@ HEAD = '''"""What each plugin of the engine adds, for messages about one that is
 def text() -> str:
     """The module's text."""
     known = {name: plugin.names_of(face) for name, face in plugin.installed().plugins.items()}
-    return f"{HEAD}KNOWN: dict[str, dict[str, tuple[str, ...]]] = {pformat(known, width=118, sort_dicts=False)}\n"
+    module = f"{HEAD}KNOWN: dict[str, dict[str, tuple[str, ...]]] = {known!r}\n"
+    command = ["ruff", "format", "-", "--stdin-filename", str(FILE)]
+    return subprocess.run(command, input=module, text=True, capture_output=True, check=True).stdout
 
 
 if __name__ == "__main__":

@@ -21,31 +21,21 @@ def plugins(
     from engine.plugin import installed, names_of
 
     found = installed()
-    rows = [
-        {
-            "name": name,
-            "package": found.packages.get(name, ""),
-            "about": found.plugins[name].about if name in found.plugins else "",
-            "adds": names_of(found.plugins[name]) if name in found.plugins else {},
-            "broken": found.broken.get(name),
-        }
-        for name in [*found.plugins, *found.broken]
-    ]
     if as_json:
-        for row in rows:
+        for name in [*found.plugins, *found.broken]:
+            plugin = found.plugins.get(name)
+            adds = {} if plugin is None else names_of(plugin)
+            row = {"name": name, "package": found.packages.get(name), "adds": adds, "broken": found.broken.get(name)}
             echo_json(row, indent=None)
     else:
         from rich.table import Table
 
         table = Table("plugin", "package", "adds", box=None, pad_edge=False)
-        for row in rows:
-            table.add_row(row["name"], row["package"], row["broken"] and f"cannot be used: {row['broken']}" or _adds(row))
+        for name, plugin in found.plugins.items():
+            added = [f"{point} {', '.join(names)}" for point, names in names_of(plugin).items() if point != "install"]
+            table.add_row(name, found.packages[name], "\n".join([plugin.about, *added]))
+        for name, why in found.broken.items():
+            table.add_row(name, found.packages.get(name), f"cannot be used: {why}")
         make_console().print(table)
     if found.broken:
         raise typer.Exit(ERROR)
-
-
-def _adds(row: dict[str, object]) -> str:
-    adds = row["adds"]
-    assert isinstance(adds, dict)
-    return "; ".join([str(row["about"]), *(f"{point}: {', '.join(names)}" for point, names in adds.items() if point != "install")])

@@ -1,1 +1,9 @@
 """Whether a machine can run what a spec asks for: `engine doctor`."""
+
+from engine.plugin import Plugin
+
+PLUGIN = Plugin(
+    name="doctor",
+    about="Checks torch, CUDA, SGLang, ports, shared memory and disk before a run",
+    commands={"doctor": "engine.plugins.doctor.command:doctor"},
+)
