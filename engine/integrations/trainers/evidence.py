@@ -119,13 +119,13 @@ def _first(part: str) -> dict[str, str]:
     return {name: parts[part].tests[0] for name, parts in EVIDENCE.items()}
 
 
-_WINDOWS = "tests/checks/test_window_rules.py"
+_WINDOWS = "tests/validate/test_window_rules.py"
 _ROUTED = {"verl": _VERL_IMAGES, "verl_agent_loop": _VERL_IMAGES, "skyrl": _SKYRL_IMAGES}
 CELLS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "text": ("token_ids", _first("sampler")),
     "images": ("images", _first("images")),
     "windows of images": ("branches", _first("images") | dict.fromkeys(("trl", "skyrl"), _WINDOWS)),
-    "expert routing": ("expert_routing", dict.fromkeys(EVIDENCE, "tests/checks/test_expert_rules.py") | _ROUTED),
+    "expert routing": ("expert_routing", dict.fromkeys(EVIDENCE, "tests/validate/test_expert_rules.py") | _ROUTED),
     "several rows of an episode": ("branches", _first("handover") | {"skyrl": _IT + "test_trainer_skyrl.py"}),
 }
 """The columns of the table of tests: the thing of `THINGS` that says what is carried, and the test by trainer."""

@@ -1,6 +1,6 @@
 """Typical mistakes in a spec and its code: each is one edit of a project that has none, and the rule that finds it.
 
-The test reads this list, and so does the table in docs/ci.md: `python tests/checks/typical_mistakes.py` writes it anew.
+The test reads this list, and so does the table in docs/ci.md: `python tests/validate/typical_mistakes.py` writes it anew.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Each rule has one page, and the examples on it are what they say: the bad one breaks the rule, the good one does not.
 
-The default run takes half of the examples. After a change of a page, run all of this file: `pytest -m "" tests/checks/test_pages.py`.
+The default run takes half of the examples. After a change of a page, run all of this file: `pytest -m "" tests/validate/test_pages.py`.
 """
 
 from __future__ import annotations

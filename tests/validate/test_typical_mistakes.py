@@ -88,4 +88,4 @@ def test_there_are_five_of_each_kind() -> None:
 
 def test_the_page_lists_them() -> None:
     text = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
-    assert written(text) == text, "python tests/checks/typical_mistakes.py writes it anew"
+    assert written(text) == text, "python tests/validate/typical_mistakes.py writes it anew"
