@@ -201,7 +201,7 @@ PROMPT_LIMITS = frozenset(limit.name for limit in LIMITS if limit.count is _prom
 """The limits on the length of the prompt."""
 
 COUNTERS: tuple[Limit, ...] = tuple(limit for limit in LIMITS if limit.per_use is not None)
-"""The limits whose counts follow from which actions ran; the order is that of the counters in `engine.checks`."""
+"""The limits whose counts follow from which actions ran; the order is that of the counters in `engine.validate`."""
 
 COUNTERS_OF: Mapping[str, tuple[int, ...]] = {
     str(action): tuple(index for index, limit in enumerate(COUNTERS) if limit.action == action)

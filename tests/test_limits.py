@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.checks import check_spec
-from engine.checks.context import CheckContext
 from engine.scenarios.coverage import coverage_of
 from engine.spec.load import load_spec
+from engine.validate import check_spec
+from engine.validate.context import CheckContext
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,10 +71,10 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 
-from engine.checks import check_spec
-from engine.checks.budget import over_budget, read_budget
-from engine.checks.context import CheckContext
-from engine.checks.worst_case import worst_case
+from engine.validate import check_spec
+from engine.validate.budget import over_budget, read_budget
+from engine.validate.context import CheckContext
+from engine.validate.worst_case import worst_case
 from engine.cli.main import main
 from engine.cli.schema import generated
 from engine.machine.guards import guard_problems

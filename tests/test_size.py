@@ -67,7 +67,7 @@ def checkout(tmp_path: Path) -> Path:
     files = {
         "engine/box.py": CORE,
         "engine/other.py": OTHER,
-        "engine/checks/rule.py": "x = 1\n",
+        "engine/validate/rule.py": "x = 1\n",
         "engine/plugins/sums/__init__.py": "def add(a, b):\n    return a + b\n",
         "schemas/row.py": "import engine.box\n",
         "environments/game.py": "import engine.box\n",

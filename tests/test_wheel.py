@@ -166,7 +166,7 @@ def test_a_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
         links = [item.filename for item in archive.infolist() if (item.external_attr >> 16) & 0o170000 == 0o120000]
     assert links == []
     assert held == expected
-    assert {"engine/checks/rules/guard.parse.md", "engine/schemas/json/episode.schema.json"} <= held
+    assert {"engine/validate/rules/guard.parse.md", "engine/schemas/json/episode.schema.json"} <= held
 
 
 def test_the_modules_are_the_engines(installed: Installed) -> None:

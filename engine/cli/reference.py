@@ -248,7 +248,7 @@ def _guards() -> str:
 
 
 def _rules() -> str:
-    from engine.checks import all_rules
+    from engine.validate import all_rules
 
     lines = ["## What is checked", "", "In addition to the form, which `yaml.*` and `spec.*` check:", ""]
     lines += ["| rule | severity | finds |", "|---|---|---|"]

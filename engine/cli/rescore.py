@@ -53,7 +53,6 @@ def rescore(
 async def _rescore(
     run: str, path: Path, overrides: list[str], label: str, out: Path, replace: bool
 ) -> tuple[Rescored, Path, str]:
-    from engine.checks import refuse_errors
     from engine.cli.report import dropped_words
     from engine.errors import StoreError
     from engine.runner.rescore import rescore as score
@@ -61,6 +60,7 @@ async def _rescore(
     from engine.store import RunStore, find_run
     from engine.store.shards import shards_of
     from engine.tokens.loading import load_format
+    from engine.validate import refuse_errors
 
     loaded = load_spec(path, overrides)
     refuse_errors(loaded)

@@ -219,10 +219,10 @@ def prepare(
         SpecError: the spec has errors.
         StoreError: the run to resume cannot be opened, or the new one cannot be created.
     """
-    from engine.checks import refuse_errors, refuse_first_tasks
     from engine.spec.load import load_spec
     from engine.spec.tasks import load_tasks
     from engine.store import RunHeader, RunStore, find_run
+    from engine.validate import refuse_errors, refuse_first_tasks
 
     if resume is not None:
         if spec is not None or overrides or limit is not None:

@@ -47,9 +47,9 @@ def resumed_drivers(
         SpecError: the spec cannot run with several drivers.
         StoreError: the run was begun without drivers, or one with drivers is asked for something that these do not support.
     """
-    from engine.checks.drivers import refuse_drivers
     from engine.errors import StoreError
     from engine.store.shards import SHARDED
+    from engine.validate.drivers import refuse_drivers
 
     begun = is_sharded(loaded, store)
     try:

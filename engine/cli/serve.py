@@ -63,7 +63,6 @@ def serve(
     Exit status: 130 after Ctrl-C; 143 after SIGTERM; 1 when the spec is invalid or an episode could not be finished; 2 when the command line is
     wrong or the port is in use; 3 when no server can be reached.
     """
-    from engine.checks.drivers import refuse_many, refuse_serving
     from engine.cli.console import make_console
     from engine.cli.run import prepare
     from engine.cli.stopping import interrupted
@@ -71,6 +70,7 @@ def serve(
     from engine.errors import EngineError, StoreError
     from engine.logs import configure_logging
     from engine.serve.groups import refuse_unserved
+    from engine.validate.drivers import refuse_many, refuse_serving
 
     if api and (trainer, token_file, ahead) != (None, None, None):
         wrong_usage("--trainer, --token-file and --ahead are for groups; leave out --api")

@@ -43,12 +43,12 @@ def plan_training(
 
     Exits with status 1 if memory is given and a step, or the longest row, does not fit.
     """
-    from engine.checks.train import FLOAT32_ON_GPU
     from engine.errors import EngineError
     from engine.schemas.base import parse_bytes
     from engine.spec.load import load_spec
     from engine.train.plan import plan_memory, size_of
     from engine.train.setup import train_spec_of
+    from engine.validate.train import FLOAT32_ON_GPU
 
     if spec is None:
         wrong_usage("--plan needs a spec")

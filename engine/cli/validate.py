@@ -112,8 +112,8 @@ def validate(
     Safe for untrusted specs: without --import no code that a spec names is imported or called, no network is used, and
     values of environment variables are masked.
     """
-    from engine.checks.budget import BudgetError, read_budget
     from engine.cli.validate_examine import Options, examine_all
+    from engine.validate.budget import BudgetError, read_budget
 
     try:
         most = read_budget(budget or ())

@@ -12,13 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from engine.checks import all_rules
-from engine.checks.budget import over_budget
-from engine.checks.check import check_rules, in_order
-from engine.checks.child import Child, ChildError, can_fork, refuse_outside
-from engine.checks.context import CheckContext
-from engine.checks.templates import close_child, set_deadline
-from engine.checks.worst_case import worst_case
 from engine.cli.validate_report import Report, excerpts_of, one_line, pack, unpack
 from engine.cli.validate_scenarios import scenario_problems
 from engine.integrations.trainers.check import check_trainer
@@ -26,6 +19,13 @@ from engine.spec.access import Access
 from engine.spec.diagnostic import Diagnostic, Origin
 from engine.spec.load import UNREADABLE, read_spec
 from engine.spec.masking import mask_all, mask_name
+from engine.validate import all_rules
+from engine.validate.budget import over_budget
+from engine.validate.check import check_rules, in_order
+from engine.validate.child import Child, ChildError, can_fork, refuse_outside
+from engine.validate.context import CheckContext
+from engine.validate.templates import close_child, set_deadline
+from engine.validate.worst_case import worst_case
 
 SECONDS = 60.0
 """Time limit for one spec, in seconds."""
@@ -48,7 +48,7 @@ class Options:
     cost: bool = False
     """Compute the worst case."""
     budget: Mapping[str, float] = field(default_factory=dict)
-    """The budget of the run; see `engine.checks.budget`."""
+    """The budget of the run; see `engine.validate.budget`."""
     imports: bool = False
     """Whether to import the code that specs name."""
     allowed: Sequence[Path] = ()

@@ -22,7 +22,7 @@ from engine.spec.diagnostic import SET_FILE, Diagnostic, Origin
 from engine.terminal import visible, visible_json
 
 if TYPE_CHECKING:
-    from engine.checks.worst_case import Bound, WorstCase
+    from engine.validate.worst_case import Bound, WorstCase
 
 VALID, INVALID, UNREADABLE = 0, 1, 2
 WIDEST = 400
@@ -333,7 +333,7 @@ def _diagnostic(plain: Mapping[str, Any]) -> Diagnostic:
 
 
 def _cost_of(plain: Mapping[str, Any]) -> WorstCase:
-    from engine.checks.worst_case import Bound, WorstCase
+    from engine.validate.worst_case import Bound, WorstCase
 
     def bounds(given: Mapping[str, Any]) -> dict[str, Bound]:
         return {str(name): Bound(_most(item["most"]), str(item["by"])) for name, item in given.items()}

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.checks.drivers import refuse_many
 from engine.errors import StoreError
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.store.header import Fork
 from engine.store.reader import RunReader
 from engine.store.shards import shards_of
+from engine.validate.drivers import refuse_many
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec

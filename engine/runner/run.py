@@ -25,7 +25,6 @@ from engine.actions.base import EpisodeObjects
 from engine.actions.calls import SCOPE, EpisodeScope, LoopReplacedError
 from engine.actions.images import ImageStorer
 from engine.actions.workers import Workers
-from engine.checks.drivers import refuse_many
 from engine.deadline import PausableClocks
 from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
 from engine.executor import RestartNeededError, never_built, until_end
@@ -44,6 +43,7 @@ from engine.store.images import stored_images
 from engine.store.store import episode_id_of
 from engine.store.tool_schemas import ToolSchemas
 from engine.traces.writer import TraceWriter
+from engine.validate.drivers import refuse_many
 
 if TYPE_CHECKING:
     from engine.agents.program import ProgramBodies

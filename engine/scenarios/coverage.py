@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.actions.facts import FAILED, LIMIT, may_be_limited
-from engine.checks.context import CheckContext
 from engine.errors import EngineError
 from engine.machine.guards import Guard
 from engine.machine.presets import ResolvedMachine, ResolvedTransition
+from engine.validate.context import CheckContext
 
 if TYPE_CHECKING:
     from engine.episode import Episode

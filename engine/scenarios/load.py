@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from engine.checks import refuse_first_tasks
 from engine.errors import SpecError
 from engine.schemas.scenario import Scenario, ScenarioFile
 from engine.spec.access import Access
@@ -26,6 +25,7 @@ from engine.spec.load import load_document, load_spec
 from engine.spec.resolve import MAX_BYTES
 from engine.spec.sources import Row
 from engine.spec.tasks import load_tasks, task_of
+from engine.validate import refuse_first_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

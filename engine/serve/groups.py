@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from engine.checks import check_spec
 from engine.errors import BackendError, EngineError, StoreError, TrainError
 from engine.integrations.trainers.check import TrainerError, check_trainer, read_trainer
 from engine.integrations.trainers.rollouts import first_of
@@ -26,6 +25,7 @@ from engine.serve.http import Answer, Call, JsonService, ServiceError, Stream
 from engine.serve.request_log import GroupRequest, RequestLog
 from engine.serve.wire import ARROW, ArrowWriter, JsonWriter, WireWriter
 from engine.storable import words_of
+from engine.validate import check_spec
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from engine.checks.alarm import deadline
-from engine.checks.model_files import model_files
 from engine.errors import EngineError
 from engine.spec.diagnostic import DataPath, Diagnostic
 from engine.train.plan import MemoryPlan, plan_memory, size_of
 from engine.train.setup import train_spec_of
+from engine.validate.alarm import deadline
+from engine.validate.model_files import model_files
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 import structlog
 
 from engine.backends.registry import open_backend
-from engine.checks import refuse_first_tasks
-from engine.checks.drivers import refuse_training
 from engine.errors import EngineError, StoreError, TrainError
 from engine.runner.overlong import fitting_tasks
 from engine.runner.run import Runner
@@ -38,6 +36,8 @@ from engine.train.setup import learner_of
 from engine.train.stopping import unless_stopped
 from engine.train.stored import StoredEpisodes
 from engine.train.sync import open_sync
+from engine.validate import refuse_first_tasks
+from engine.validate.drivers import refuse_training
 
 if TYPE_CHECKING:
     from engine.drivers.rollouts import DriverRollouts

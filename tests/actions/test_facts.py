@@ -70,6 +70,6 @@ def test_no_other_module_lists_the_events_of_an_action_or_the_count_limits() -> 
 
 
 def test_reading_the_facts_does_not_import_the_actions() -> None:
-    code = "import sys, engine.checks.context; print([m for m in sys.modules if m.startswith('engine.actions.')])"
+    code = "import sys, engine.validate.context; print([m for m in sys.modules if m.startswith('engine.actions.')])"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert told.strip() == "['engine.actions.facts']"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from agent_kit import Played, play, write_spec
 
-from engine.checks import check_spec
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 CODE = """
 import asyncio

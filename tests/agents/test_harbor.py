@@ -11,7 +11,6 @@ from agent_kit import CLIENT
 from stopping import Resumed
 from written_specs import save_spec
 
-from engine.checks import check_spec
 from engine.errors import SpecError
 from engine.integrations.environments.harbor import _rewards
 from engine.isolation.sandbox import refusal
@@ -20,6 +19,7 @@ from engine.spec.harbor.dockerfile import PATH, Copy, DockerfileError, read_dock
 from engine.spec.harbor.folders import HarborError, read_task
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
+from engine.validate import check_spec
 
 needs_sandbox = pytest.mark.skipif(bool(refusal()), reason=f"no sandbox on this machine: {refusal()}")
 TEST = '#!/bin/bash\nif [ "$(cat sum.txt)" = 42 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi\n'

@@ -15,10 +15,10 @@ import yaml
 
 from engine.backends.base import Backend
 from engine.backends.registry import runtime_class
-from engine.checks import check_spec
 from engine.schemas.backend import BACKENDS, BackendBase, kinds_that_train
 from engine.schemas.generation import SamplingParams
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 KINDS = pytest.mark.parametrize("declared", BACKENDS, ids=lambda declared: declared.kind_name())
 EXAMPLES: dict[str, str] = {
@@ -108,7 +108,7 @@ def test_a_role_s_sampling_is_checked_against_its_own_backend(tmp_path: Path) ->
 @pytest.mark.slow
 def test_validate_imports_no_backend() -> None:
     code = (
-        "import sys; from engine.checks import check_spec; from engine.spec.load import load_spec; "
+        "import sys; from engine.validate import check_spec; from engine.spec.load import load_spec; "
         "check_spec(load_spec(sys.argv[1])); print(sorted(m for m in sys.modules if m.startswith('engine.backends')))"
     )
     spec = Path(__file__).parents[2] / "specs" / "train_arithmetic.yaml"

@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 import engine
-from engine.checks import check_spec
 from engine.cli.main import app
 from engine.cli.new import Kind, scaffold
 from engine.scenarios.suite import Formats, run_suite
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 FILES = ["spec.yaml", "environment.py", "replies.yaml", "spec.scenarios.yaml", "test_shop_v2.py"]
 TEXT = [kind for kind in Kind if kind is not Kind.VISION]

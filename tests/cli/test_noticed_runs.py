@@ -13,8 +13,8 @@ import yaml
 from command_line import engine_here
 from written_specs import save_spec
 
-from engine.checks import check_spec
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 DOCS = Path(__file__).parents[2] / "docs"
 SPEC: dict[str, Any] = {

@@ -310,7 +310,7 @@ def test_imported_code_that_never_ends_is_stopped(place: Place) -> None:
 @pytest.mark.slow  # by default: nothing of a stranger, above
 def test_what_is_found_without_code_stays_found_whatever_the_code_does(place: Place) -> None:
     text = (
-        "import engine.checks.check as check, engine.cli.validate_examine as examine\n"
+        "import engine.validate.check as check, engine.cli.validate_examine as examine\n"
         "check.check_rules = examine.check_rules = lambda *anything: ([], [])\n"
     )
     spec = WHOLE.replace("single_turn", "tools_and_user") + "environment: {use: 'beside:Board'}\n"

@@ -9,8 +9,6 @@ from command_line import engine_here
 from written_specs import save_spec, scripted_spec
 
 from engine.backends.registry import open_backend
-from engine.checks.check import check_spec
-from engine.checks.drivers import refuse_training
 from engine.drivers.leases import Leases
 from engine.errors import EngineError, SpecError
 from engine.integrations.trainers.rollouts import TrainerRollouts
@@ -21,6 +19,8 @@ from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.store.shards import create_shards
 from engine.tokens.loading import load_format
+from engine.validate.check import check_spec
+from engine.validate.drivers import refuse_training
 
 TRAINERS = ("trl", "slime", "verl")
 

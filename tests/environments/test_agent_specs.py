@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine.checks import check_spec
 from engine.cli.main import app
 from engine.environments.agents import parcels_agent, sums_agent
 from engine.environments.parcels import GATES
 from engine.scenarios.suite import Formats, run_suite
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 ROOT = Path(__file__).parents[2]
 SPECS = ROOT / "specs"

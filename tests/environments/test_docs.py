@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from command_line import run_to_store
 
-from engine.checks import check_spec
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 GUIDE = Path(__file__).parents[2] / "docs" / "environments.md"
 BLOCK = re.compile(r"^```(?:python|yaml)\n# (\S+\.(?:py|yaml))(?::[^\n]*)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine.checks import check_spec
 from engine.cli.main import app
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 SPECS = Path(__file__).parents[2] / "specs"
 NAMES = [

@@ -10,11 +10,11 @@ import pytest
 import yaml
 from command_line import run_to_store
 
-from engine.checks import check_spec
 from engine.machine.presets import resolve_machine
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
+from engine.validate import check_spec
 
 SPECS = Path(__file__).parents[2] / "specs"
 QUICKSTART = SPECS / "quickstart.yaml"

@@ -8,12 +8,12 @@ import pytest
 from slow_cases import slow_after
 from typer.testing import CliRunner
 
-from engine.checks import check_spec
 from engine.cli.main import app
 from engine.schemas.backend_servers import SGLangBackendSpec
 from engine.schemas.loss import ClippedLoss
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
+from engine.validate import check_spec
 
 SPECS = Path(__file__).parents[2] / "specs"
 NAMES = ["train_arithmetic", "train_color_square", "train_credit"]

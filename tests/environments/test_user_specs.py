@@ -11,12 +11,12 @@ import yaml
 from command_line import run_to_store, trajectories_of
 from typer.testing import CliRunner
 
-from engine.checks import check_spec
 from engine.cli.main import app
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store.store import find_run
+from engine.validate import check_spec
 
 SPECS = Path(__file__).parents[2] / "specs"
 NAMES = ["retry_discount", "score", "llm_user"]

@@ -14,7 +14,6 @@ from command_line import trajectories_of
 from typer.testing import CliRunner
 from written_specs import save_spec
 
-from engine.checks import check_spec
 from engine.cli.import_ import import_app
 from engine.cli.main import app
 from engine.integrations.environments.base import AdapterError
@@ -24,6 +23,7 @@ from engine.schemas.environment import Environment, Task, User
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.store.store import find_run
+from engine.validate import check_spec
 
 HERE = Path(__file__).parent
 PAIR = [

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from engine.checks import check_spec
 from engine.isolation.server import IsolationError
 from engine.schemas.trajectory import Trajectory
 from engine.spec.entry import EntryError
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 ROLES = ("environment", "tool", "counter", "user", "scorer", "step", "score", "action")
 BLAMES = {"tool": "tool", "counter": "tool", "user": "user", "action": "spec"}

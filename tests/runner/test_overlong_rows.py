@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import structlog
 
-from engine.checks import check_spec
 from engine.errors import SpecError
 from engine.runner.overlong import fitting_tasks
 from engine.spec.entry import load_entry
@@ -17,6 +16,7 @@ from engine.spec.mix import TaskList
 from engine.spec.signature import shape_of
 from engine.spec.tasks import load_tasks
 from engine.tokens.loading import load_format
+from engine.validate import check_spec
 
 WORDS = [3, 400, 5, 90, 401]
 PLAIN: dict[str, Any] = {"tools": None, "user": None, "machine": "single_turn"}

@@ -12,13 +12,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checks import check_spec
 from engine.errors import SpecError
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.mix import DRAWS, Draws, mixed_tasks, phase
 from engine.spec.tasks import count_tasks, load_tasks
 from engine.spec.text_rows import JsonlRows
 from engine.train.rollouts import TaskOrder
+from engine.validate import check_spec
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.checks import check_spec
 from engine.spec.access import Access
 from engine.spec.load import load_spec, read_spec
 from engine.spec.published_settings import FOLDER, published_file, published_names
+from engine.validate import check_spec
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["areal-vlm-grpo", "slime-geo3k-grpo", "verl-gsm8k-grpo"]

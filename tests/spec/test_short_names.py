@@ -11,10 +11,10 @@ from command_line import run_to_store
 from installed_packages import VAULTS, install
 from slow_cases import slow_but
 
-from engine.checks import check_spec
 from engine.errors import SpecError
 from engine.spec.access import Access
 from engine.spec.load import load_spec, override_spec
+from engine.validate import check_spec
 
 CODE = """\
 from engine.schemas.environment import Reset, Step, UserTurn

@@ -293,7 +293,7 @@ async def test_a_busy_server_is_waited_for_and_then_an_error(
     ],
 )  # fmt: skip
 def test_what_cannot_be_colocated_is_found(tmp_path: Path, backend: str, train: str, message: str) -> None:
-    from engine.checks import check_spec
+    from engine.validate import check_spec
 
     path = tmp_path / "s.yaml"
     path.write_text(

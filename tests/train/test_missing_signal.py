@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from command_line import engine_here
 
-from engine.checks.context import CheckContext
-from engine.checks.train import random_weights
-from engine.checks.work import Work
 from engine.schemas.generation import FinishReason
 from engine.schemas.train import TrainSpec
 from engine.schemas.trajectory import Failure, Outcome, Trajectory, Turn
 from engine.spec.load import load_spec
 from engine.train.batches import Batch, Group
 from engine.train.missing_signal import MissingSignal
+from engine.validate.context import CheckContext
+from engine.validate.train import random_weights
+from engine.validate.work import Work
 
 CODE = Path(__file__).parent
 STOP = FinishReason(type="stop")

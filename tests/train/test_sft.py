@@ -18,7 +18,6 @@ from trainings import begin_training, policy_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
-from engine.checks import check_spec
 from engine.errors import SpecError, StoreError, TrainError
 from engine.spec.load import load_spec
 from engine.store.export import export_rows, write_jsonl
@@ -32,6 +31,7 @@ from engine.train.checkpoint import Checkpoints
 from engine.train.demonstrations import demonstrations
 from engine.train.metrics import MetricsLog, read_metrics
 from engine.train.sft import SftTrainer
+from engine.validate import check_spec
 
 
 @pytest.fixture(scope="session")

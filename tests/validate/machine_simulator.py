@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import networkx as nx
 from hypothesis import strategies as st
 
-from engine.checks.context import CheckContext
 from engine.machine.guards import Guard
+from engine.validate.context import CheckContext
 
 EVENTS = {
     "reset": ["ready"],

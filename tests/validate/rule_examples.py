@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engine.checks.budget import read_budget
-from engine.checks.check import BROKEN
-from engine.checks.pages import Example, Page, page_ids, page_of
 from engine.cli.validate_examine import FAILED, STOPPED, Options, examine
 from engine.errors import SpecError
 from engine.spec.diagnostic import Diagnostic
 from engine.spec.load import read_spec
 from engine.spec.tasks import load_tasks
+from engine.validate.budget import read_budget
+from engine.validate.check import BROKEN
+from engine.validate.pages import Example, Page, page_ids, page_of
 
 REST = {
     "spec": "spec: episode/v1",

@@ -10,7 +10,6 @@ import pytest
 import yaml
 from chat_kit import make_tokenizer
 
-from engine.checks import check_spec
 from engine.errors import SpecError
 from engine.schemas.adapters import ADAPTERS
 from engine.schemas.entry import IsolationSpec
@@ -19,6 +18,7 @@ from engine.spec.access import Access
 from engine.spec.entry import load_entry
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.source import declared_events, read_entry
+from engine.validate import check_spec
 
 GAME = "def build_env(sample=None, args=None): ...\n"
 

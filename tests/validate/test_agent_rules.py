@@ -9,10 +9,10 @@ import pytest
 from written_specs import save_spec
 
 from engine.agents.wire.fields import SAMPLING
-from engine.checks import check_spec
-from engine.checks.agents import _CHANGED
 from engine.schemas.agent import AllowedParameter
 from engine.spec.load import load_spec
+from engine.validate import check_spec
+from engine.validate.agents import _CHANGED
 
 OPENAI = {"kind": "openai", "url": "http://127.0.0.1:1/v1", "model": "m"}
 

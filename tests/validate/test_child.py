@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checks.child import Child, ChildError, refuse_outside
+from engine.validate.child import Child, ChildError, refuse_outside
 
 SPACE = 4 * 2**30
 Doing = Callable[[str], None]

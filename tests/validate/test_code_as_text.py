@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from slow_cases import slow_but_each
 
-from engine.checks.check import check_rules
 from engine.spec.access import Access
 from engine.spec.load import load_spec
+from engine.validate.check import check_rules
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 

@@ -10,11 +10,11 @@ from pydantic import BaseModel
 from slow_cases import slow_but_each
 from test_no_effect import GROUP, HEAD, JUDGE, SERVER, TRANSFER, USER
 
-from engine.checks import check_spec
 from engine.errors import SpecError
 from engine.schemas.reward_spec import RewardsSpec
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 Case = tuple[str, str]
 """Lines of a spec, and the start of a message that names the key."""

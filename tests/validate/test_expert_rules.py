@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.checks import check_spec
 from engine.integrations.trainers.check import check_trainer
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 EXPERTS = {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
 SERVER = {"kind": "sglang", "urls": ["http://127.0.0.1:30000"]}

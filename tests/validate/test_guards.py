@@ -10,8 +10,8 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.checks import check_spec
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from hostile_specs import BUSY, REFUSED, TASKS, WHOLE
 
-from engine.checks.pages import page_of
 from engine.cli.validate import FORMATS
 from engine.cli.validate_examine import Options, examine
 from engine.cli.validate_report import Report, as_text
+from engine.validate.pages import page_of
 
 LONG = {
     *("guards", "long guards", "guards that multiply", "dense", "ring", "larger ring", "wide limits", "huge limits"),

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from written_specs import save_spec
 
-from engine.checks import check_spec
 from engine.errors import SpecError
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 BASE: dict[str, Any] = {
     "spec": "episode/v1",

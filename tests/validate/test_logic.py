@@ -9,9 +9,9 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checks.logic import Ranges, formula, implies, overlap
 from engine.errors import GuardError
 from engine.machine.guards import Guard
+from engine.validate.logic import Ranges, formula, implies, overlap
 
 LIMITS = (("assistant_turns", 8.0), ("user_turns", 3.0))
 RANGES: Ranges = {"turns.assistant": (1, 8), "turns.user": (0, 3)}

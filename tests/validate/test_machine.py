@@ -9,9 +9,9 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.checks import check_spec
-from engine.checks.context import CheckContext
 from engine.spec.load import LoadedSpec, load_spec
+from engine.validate import check_spec
+from engine.validate.context import CheckContext
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 

@@ -8,11 +8,11 @@ from typing import get_args
 
 import pytest
 
-from engine.checks import check_spec
-from engine.checks.no_effect import _KEYS
 from engine.schemas.loss import LossSpec
 from engine.schemas.tasks import TasksSpec
 from engine.spec.load import load_spec
+from engine.validate import check_spec
+from engine.validate.no_effect import _KEYS
 
 HEAD = """\
 spec: episode/v1

@@ -14,11 +14,11 @@ import pytest
 from rule_examples import BAD, WHOLE, findings, page, write
 from slow_cases import slow_but_each
 
-from engine.checks import all_rules
-from engine.checks.check import BROKEN, MORE, UNFINISHED
-from engine.checks.pages import Page, page_ids
 from engine.cli.validate_examine import FAILED, STOPPED, Options, examine
 from engine.integrations.trainers.check import APPROXIMATED, REFUSED, UNKNOWN
+from engine.validate import all_rules
+from engine.validate.check import BROKEN, MORE, UNFINISHED
+from engine.validate.pages import Page, page_ids
 
 ROOT = Path(__file__).parents[2]
 TRAINER_RULES = (REFUSED, APPROXIMATED, UNKNOWN)

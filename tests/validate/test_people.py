@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from written_specs import save_spec
 
-from engine.checks import check_spec
 from engine.spec.load import load_spec, read_spec
+from engine.validate import check_spec
 
 USER: dict[str, Any] = {
     "prompt": [

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.checks import check_spec
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 

@@ -11,8 +11,8 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.checks import all_rules, check_spec
 from engine.spec.load import read_spec
+from engine.validate import all_rules, check_spec
 
 
 def test_ids_are_stable() -> None:

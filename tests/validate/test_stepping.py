@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.checks import check_spec
 from engine.spec.access import Access
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 HEAD = """\
 spec: episode/v1

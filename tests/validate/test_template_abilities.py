@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from chat_kit import PLAIN, TEMPLATES, make_tokenizer
 
-from engine.checks import check_spec
-from engine.checks.templates import shown
 from engine.schemas.model import ModelSpec
 from engine.spec.load import load_spec
 from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
 from engine.tokens.toolcalls import FORMATS
+from engine.validate import check_spec
+from engine.validate.templates import shown
 
 IN_PARTS = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}

@@ -13,11 +13,11 @@ import pytest
 from slow_cases import slow_but
 
 import engine
-from engine.checks.code_facts import ImportedCode, Method
-from engine.checks.function_code import read_code
 from engine.spec.access import Access
 from engine.spec.entry import EntryError
 from engine.spec.source import Sources
+from engine.validate.code_facts import ImportedCode, Method
+from engine.validate.function_code import read_code
 
 QUICK = ["enum", "queue", "random", "statistics"]
 SLOW = [
@@ -124,7 +124,7 @@ def modules() -> Iterator[Any]:
     yield from (pytest.param(name, marks=pytest.mark.slow) for name in SLOW)
     parts = (
         "engine.environments",
-        "engine.checks",
+        "engine.validate",
         "engine.integrations.environments",
         "engine.scenarios",
         "engine.spec",

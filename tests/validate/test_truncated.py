@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.checks import check_spec
 from engine.spec.load import load_spec
+from engine.validate import check_spec
 
 HEAD = """\
 spec: episode/v1

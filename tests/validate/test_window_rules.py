@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.checks import check_spec
 from engine.errors import SpecError, TrainError
 from engine.integrations.trainers.check import check_trainer
 from engine.integrations.trainers.rollouts import TrainerRollouts
 from engine.spec.load import LoadedSpec, load_spec
+from engine.validate import check_spec
 
 CONDENSES = {"on_overflow": "condense", "condensations": 40}
 BY_GUARD = {

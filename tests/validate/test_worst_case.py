@@ -23,13 +23,13 @@ from machine_simulator import (
     on_cycle,
 )
 
-from engine.checks import check_spec
-from engine.checks.context import CheckContext
-from engine.checks.loops import cycles_of
-from engine.checks.worst_case import Bound, most_counts, worst_case
 from engine.machine.compile import EpisodeMachine
 from engine.schemas.limits import LimitsSpec
 from engine.spec.load import load_spec
+from engine.validate import check_spec
+from engine.validate.context import CheckContext
+from engine.validate.loops import cycles_of
+from engine.validate.worst_case import Bound, most_counts, worst_case
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 
@@ -216,7 +216,7 @@ def test_a_machine_too_large_to_walk_through_has_its_limits() -> None:
 def test_wider_limits_never_cost_less() -> None:
     ctx = load("machine: tools_and_user\nlimits: {assistant_turns: 3, user_turns: 2, tool_calls: 2}\n")
     base = most_counts(ctx.graph)
-    from engine.checks.explore import explore
+    from engine.validate.explore import explore
 
     for name in ("assistant_turns", "user_turns", "tool_calls"):
         wider: LimitsSpec = ctx.spec.limits.model_copy(update={name: 6})

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from engine.checks.model_files import model_files
 from engine.errors import EngineError, TrainError
 from engine.integrations.trainers.capabilities import THINGS, TRAINERS
 from engine.machine.presets import machine_of
 from engine.schemas.message import ImagePart
 from engine.spec.diagnostic import DataPath, Diagnostic, Severity
+from engine.validate.model_files import model_files
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec

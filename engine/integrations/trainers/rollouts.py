@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import structlog
 
-from engine.checks import refuse_first_tasks
-from engine.checks.drivers import refuse_many
 from engine.errors import TrainError
 from engine.integrations.trainers.capabilities import TRAINERS
 from engine.integrations.trainers.check import check_trainer
@@ -32,6 +30,8 @@ from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
 from engine.train.batches import Batch, Group, RowBuilder, whitened_advantages
 from engine.train.folder import open_rollouts
+from engine.validate import refuse_first_tasks
+from engine.validate.drivers import refuse_many
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend

@@ -15,9 +15,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from engine.checks.train import FLOAT32_ON_GPU
 from engine.plugins.doctor.facts import Machine, SGLangInstall, last_line, release, sglang_of
 from engine.schemas.backend import SGLangBackendSpec
+from engine.validate.train import FLOAT32_ON_GPU
 
 if TYPE_CHECKING:
     from engine.schemas.backend_servers import LaunchSpec
@@ -377,7 +377,7 @@ CHECKS: tuple[Callable[[Examined], Iterator[Finding]], ...] = (
 
 def _model_bytes(loaded: LoadedSpec) -> int | None:
     """Size of the weight files of a model that is on this machine. Nothing is downloaded."""
-    from engine.checks.model_files import model_files
+    from engine.validate.model_files import model_files
 
     files = model_files(loaded)
     if files is None:

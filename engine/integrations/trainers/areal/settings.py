@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.checks.model_files import model_files
 from engine.integrations.trainers.areal.sampler import names_of
 from engine.integrations.trainers.check import refuse
 from engine.integrations.trainers.sampler import unsupported
+from engine.validate.model_files import model_files
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.checks.model_files import model_files
 from engine.integrations.trainers.check import refuse
 from engine.integrations.trainers.sampler import unsupported
 from engine.integrations.trainers.skyrl.handover import ESTIMATOR
 from engine.integrations.trainers.skyrl.sampler import NAMES
+from engine.validate.model_files import model_files
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec

@@ -1,0 +1,60 @@
+"""Rules about `backend:` of the policy, and of model-played users and judges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.schemas.backend import BACKENDS, BackendBase, LocalBackendSpec
+from engine.schemas.generation import SamplingParams
+from engine.spec.diagnostic import DataPath
+from engine.validate.context import CheckContext
+from engine.validate.registry import Finding, rule
+
+
+@rule("backend.unsupported-sampling", "error", "a sampling parameter that the backend does not have")
+def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
+    """`sampling` of the policy and of each model-played role, against the capabilities of its backend."""
+    for backend, sampling, path in _sampled(ctx):
+        for name in backend.unsupported(sampling):
+            kinds = [
+                kind.kind_name()
+                for kind in BACKENDS
+                if name not in kind.unsupported_sampling and not isinstance(backend, kind)
+            ]
+            fix = f"remove it, or use {' or '.join(f'`kind: {kind}`' for kind in kinds)}"
+            yield Finding(f"the `{backend.kind_name()}` backend does not have `{name}`", (*path, name), fix)
+        if sampling.temperature > backend.max_temperature and "temperature" not in backend.lacking:
+            yield Finding(
+                f"`temperature` is {sampling.temperature:g}; the `{backend.kind_name()}` backend takes at most "
+                f"{backend.max_temperature:g}",
+                (*path, "temperature"),
+                f"set it to {backend.max_temperature:g} or less",
+            )
+        if (conflict := backend.conflict(sampling)) is not None:
+            yield Finding(conflict, path, "remove one of them")
+
+
+@rule("backend.no-prices", "error", "a limit on the cost of a run in which nothing has a price")
+def no_prices(ctx: CheckContext) -> Iterator[Finding]:
+    """`rollout.max_cost` without `prices` of any backend of the spec."""
+    from engine.actions.role_models import backend_specs
+
+    if ctx.spec.rollout.max_cost is not None and not any(backend.priced for backend in backend_specs(ctx.spec)):
+        yield Finding(
+            "`max_cost` has no effect: no backend of this spec has `prices`",
+            ("rollout", "max_cost"),
+            "give the API's `prices` in `backend`, or remove `max_cost`",
+        )
+
+
+def _sampled(ctx: CheckContext) -> Iterator[tuple[BackendBase, SamplingParams, DataPath]]:
+    """Each backend with the sampling parameters that it is sent, and their path."""
+    yield ctx.spec.backend, ctx.spec.sampling, ("sampling",)
+    if not any(user.model_played for _, user in ctx.users) and ctx.spec.rewards.scorer is None:
+        return
+    from engine.actions.role_models import roles_of
+    from engine.actions.role_weights import shares_policy
+
+    for path, (_, part, _) in roles_of(ctx.spec).items():
+        shared = shares_policy(ctx.spec, part)
+        yield ctx.spec.backend if shared else part.backend or LocalBackendSpec(), part.sampling, (*path, "sampling")

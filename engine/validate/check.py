@@ -1,0 +1,180 @@
+"""Applying all rules to a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from engine import plugin
+from engine.errors import SpecError
+from engine.spec.diagnostic import Diagnostic
+from engine.spec.masking import mask_all
+from engine.validate.context import CheckContext
+from engine.validate.machine_context import MAX_WORK
+from engine.validate.registry import PLUGIN_OF, RULES, Rule, import_plugin_rules
+from engine.validate.work import Work, WorkLimitError
+
+if TYPE_CHECKING:
+    from engine.schemas.environment import Task
+    from engine.spec.load import LoadedSpec
+
+MAX_FINDINGS = 100
+"""Findings of one rule that are reported."""
+FIRST_TASKS = 8
+"""Number of tasks that `refuse_first_tasks` reads."""
+MORE = "check.more"
+"""The id of the finding that reports that a rule has more findings."""
+BROKEN = "check.plugin"
+"""The id of the finding that reports that a plugin cannot be used."""
+REPAIR = f"repair or uninstall it, or leave it out: {plugin.OFF}={{name}}"
+UNFINISHED = "check.unfinished"
+"""The id of the finding that reports that rules stopped early."""
+
+
+def all_rules() -> list[Rule]:
+    """Return every rule, in the order in which they are applied."""
+    from engine.validate import (  # noqa: F401  (importing them registers their rules)
+        adapters,
+        agents,
+        backend,
+        building,
+        condensing,
+        credit_reach,
+        cycles,
+        drivers,
+        experts,
+        guards,
+        harbor,
+        isolation,
+        keep,
+        limits,
+        machine,
+        model,
+        no_effect,
+        notify,
+        people,
+        prompts,
+        read_names,
+        rewards,
+        spec_code,
+        stepping,
+        tasks,
+        tools,
+        train,
+        train_critic,
+        train_eval,
+        train_published,
+        train_sft,
+        transitions,
+        truncated,
+        with_types,
+    )
+
+    import_plugin_rules()
+    return list(RULES.values())
+
+
+def check_spec(loaded: LoadedSpec) -> list[Diagnostic]:
+    """Return all findings of the rules in a spec, in the order of the document; errors before warnings at one position.
+
+    The code that a spec names is imported, unless the spec was read with an `Access` that forbids it, or the code runs only in
+    worker processes.
+    """
+    return check_rules(loaded, apart=True)[0]
+
+
+def check_rules(
+    loaded: LoadedSpec, doing: Callable[[str], None] | None = None, *, apart: bool = False, calls: bool = False
+) -> tuple[list[Diagnostic], list[str]]:
+    """Return the same, and the ids of the rules that skipped something because code may not be imported.
+
+    Args:
+        loaded: The spec.
+        doing: Called with the id of each rule before it is applied.
+        apart: Import no code that runs only in worker processes.
+        calls: Build the objects of the spec once, and make the first rows of a function.
+    """
+    ctx = CheckContext(loaded, Work(), apart=apart, calls=calls)
+    found: list[Diagnostic] = []
+    unfinished: list[str] = []
+    for item in all_rules():
+        ctx.work.left = MAX_WORK
+        ctx.rule = item.id
+        if doing is not None:
+            doing(item.id)
+        of_rule: list[Diagnostic] = []
+        try:
+            for problem in item.check(ctx):
+                of_rule.append(problem)
+                if len(of_rule) == MAX_FINDINGS:
+                    of_rule.append(_more(ctx, item))
+                    break
+        except WorkLimitError:
+            unfinished.append(item.id)
+        except Exception as error:
+            if item.id not in PLUGIN_OF:
+                raise
+            plugin.installed().leave_out(PLUGIN_OF[item.id].name, error)
+        found += of_rule
+    if unfinished:
+        found.append(_unfinished(ctx, unfinished))
+    found += _broken_plugins(ctx)
+    return sorted(mask_all(dict.fromkeys(found), loaded.variables), key=in_order), list(ctx.skipped)
+
+
+def refuse_errors(loaded: LoadedSpec) -> list[Diagnostic]:
+    """Check a spec before it is used. Returns the warnings.
+
+    Raises:
+        SpecError: a rule found an error; it carries all errors.
+    """
+    found = check_spec(loaded)
+    errors = [item for item in found if item.severity == "error"]
+    if errors:
+        raise SpecError(errors)
+    return [item for item in found if item.severity == "warning"]
+
+
+def refuse_first_tasks(loaded: LoadedSpec, tasks: Sequence[Task]) -> None:
+    """Check that prompts name fields of the first tasks, before the first episode.
+
+    For rows that code makes, and for those of a hub, `check_spec` cannot do this: they are read only once, when they are needed.
+
+    Raises:
+        SpecError: a prompt names a field that one of them does not have.
+    """
+    if loaded.spec.tasks.source not in ("python", "hub"):
+        return
+    all_rules()
+    ctx = CheckContext(loaded, read_tasks=list(tasks[:FIRST_TASKS]))
+    found = [item for rule in ("prompt.unknown-field", "role.unknown-field") for item in RULES[rule].check(ctx)]
+    if found:
+        raise SpecError(mask_all(found, loaded.variables))
+
+
+def _more(ctx: CheckContext, item: Rule) -> Diagnostic:
+    message = f"`{item.id}` has more than {MAX_FINDINGS} findings; the others are not reported"
+    return Diagnostic(MORE, "info", message, "fix these first", ctx.loaded.origin(()))
+
+
+def _unfinished(ctx: CheckContext, rules: list[str]) -> Diagnostic:
+    names = ", ".join(f"`{name}`" for name in rules)
+    message = f"the spec is too large for these rules to check all of it: {names}"
+    fix = "they may miss something: use fewer states, transitions, rules or rows, or simpler conditions"
+    return Diagnostic(UNFINISHED, "warning", message, fix, ctx.loaded.origin(("machine",), key=True))
+
+
+def _broken_plugins(ctx: CheckContext) -> list[Diagnostic]:
+    """A plugin that cannot be used adds nothing, and the spec may need it."""
+    origin = ctx.loaded.origin(())
+    return [
+        Diagnostic(BROKEN, "warning", f"the plugin `{name}` cannot be used: {why}", REPAIR.format(name=name), origin)
+        for name, why in plugin.installed().broken.items()
+    ]
+
+
+def in_order(problem: Diagnostic) -> tuple[str, int, int, bool]:
+    """The sorting key of findings: position, then errors first."""
+    origin = problem.origin
+    place = (origin.file, origin.line, origin.column) if origin else ("", 0, 0)
+    return (*place, problem.severity != "error")

@@ -1,0 +1,79 @@
+"""Data that rules share: the spec, its code (code_context.py), its machine (machine_context.py) and its first rows, each loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from engine.errors import SpecError
+from engine.schemas.environment import Task
+from engine.schemas.tasks import TasksSpec
+from engine.spec.diagnostic import DataPath
+from engine.spec.near import near_or_known
+from engine.spec.sources import Row
+from engine.spec.tasks import rows_of
+from engine.validate.alarm import deadline
+from engine.validate.machine_context import MachineContext
+
+MAX_ROWS_MADE = 8
+"""Number of rows of a function that are checked."""
+ROWS_SECONDS = 20.0
+"""Deadline for making them."""
+
+
+@dataclass
+class CheckContext(MachineContext):
+    """One spec that is checked."""
+
+    read_tasks: Sequence[Task] | None = None
+    """Tasks that were read, if the rules are about these and not about the source."""
+    _with_tasks: dict[DataPath, CheckContext] = field(default_factory=dict)
+    _first_rows: list[Row] | SpecError | None = None
+
+    def with_tasks(self, tasks: TasksSpec, at: DataPath) -> CheckContext:
+        """Return the same spec with other tasks of its own, for the current rule.
+
+        Args:
+            tasks: The tasks.
+            at: Where they are written.
+        """
+        if at not in self._with_tasks:
+            loaded = self.loaded.with_tasks_of(tasks, at)
+            self._with_tasks[at] = CheckContext(loaded, skipped=self.skipped, apart=self.apart, calls=self.calls)
+        other = self._with_tasks[at]
+        other.work, other.rule = self.work, self.rule
+        return other
+
+    def first_rows(self) -> list[Row]:
+        """Return the rows that are cheap to read: all inline rows, the first row of a file, the first ones of a function.
+
+        A function is called only if `calls` is set; otherwise there are no rows, and the current rule counts as skipped.
+
+        Raises:
+            SpecError: the source cannot be read.
+        """
+        if self.spec.tasks.source == "python" and not self.calls:
+            self.skip()
+            return []
+        if self._first_rows is None:
+            try:
+                self._first_rows = self._read_rows()
+            except SpecError as error:
+                self._first_rows = error
+        if isinstance(self._first_rows, SpecError):
+            raise self._first_rows
+        return self._first_rows
+
+    def _read_rows(self) -> list[Row]:
+        source = self.spec.tasks.source
+        if source == "python":
+            with deadline(ROWS_SECONDS):
+                return list(rows_of(self.loaded, MAX_ROWS_MADE))
+        if source not in ("inline", "jsonl", "csv", "parquet", "harbor"):
+            return []
+        return list(rows_of(self.loaded, None if source == "inline" else 1))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `did you mean …?`, or the list of known names."""
+    return near_or_known(name, sorted(known), cutoff=0.5)

@@ -1,0 +1,41 @@
+"""The rule about `rollout.keep`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.schemas.train import TrainSpec
+from engine.validate.context import CheckContext
+from engine.validate.registry import Finding, rule
+
+
+@rule("rollout.no-effect", "warning", "an option of `rollout.keep` has no effect in this combination")
+def keep_no_effect(ctx: CheckContext) -> Iterator[Finding]:
+    """`keep` where nothing is ever dropped, and keys of it that another one includes."""
+    keep, train = ctx.spec.rollout.keep, ctx.spec.train
+    if keep is None:
+        return
+    found: list[tuple[str | None, str]] = []
+    if train is None or not train.samples_episodes:
+        kind = "the spec has no `train`" if train is None else "`train.kind: sft` samples no episodes"
+        found.append((None, f"only a training drops episodes, and {kind}"))
+    elif keep.sample == 1.0:
+        found.append(("sample", "it keeps every group, so nothing is dropped"))
+    elif train.epochs is None and keep.steps >= train.steps:
+        found.append(("steps", f"`train.steps` is {train.steps}, so every group is kept and nothing is dropped"))
+    elif keep.trained and _all_train(train):
+        why = "with `train.dynamic_sampling: false` and without over-sampling every group trains, so nothing is dropped"
+        found.append(("trained", why))
+    for key, why in found:
+        path = ("rollout", "keep") if key is None else ("rollout", "keep", key)
+        if ctx.written("rollout", "keep"):
+            place = path if ctx.written(*path) else ("rollout", "keep")
+            message = f"`{'.'.join(place)}` has no effect: {why}"
+            yield Finding(message, place, "remove it, or change what the message names", key=True)
+
+
+def _all_train(train: TrainSpec) -> bool:
+    """Whether each group that is sampled is trained on."""
+    asynchrony = train.asynchrony
+    more = round((asynchrony.oversample - 1) * train.tasks_per_step)
+    return not train.dynamic_sampling and asynchrony.max_staleness == 0 and more == 0

@@ -1,0 +1,120 @@
+"""Rules about limits: contradictions, limits that are never reached, and actions without a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.actions.facts import seconds_of
+from engine.spec.diagnostic import DataPath
+from engine.validate.context import CheckContext
+from engine.validate.registry import Finding, rule
+from engine.validate.worst_case import COUNTS, context_bound, most_counts
+
+
+def _nearest(ctx: CheckContext, *paths: DataPath) -> DataPath:
+    """The first of some keys that the spec sets, else the first."""
+    return next((path for path in paths if ctx.written(*path)), paths[0])
+
+
+@rule("limits.contradiction", "error", "one limit contradicts another")
+def contradiction(ctx: CheckContext) -> Iterator[Finding]:
+    """More tokens for a turn than for the episode or the model; a deadline longer than the episode's."""
+    limits = ctx.spec.limits
+    turn: DataPath = ("limits", "turn_tokens")
+    bound = context_bound(ctx)
+    if bound.most is not None and limits.turn_tokens >= bound.most:
+        others: dict[str, DataPath] = {
+            "limits.episode_tokens": ("limits", "episode_tokens"),
+            "model.context": ("model", "context"),
+        }
+        path = _nearest(ctx, turn, others.get(bound.by, turn))
+        message = (
+            f"a turn may have {limits.turn_tokens} tokens, and the whole sequence, prompt included, "
+            f"{bound.most:.0f} ({bound.by})"
+        )
+        yield Finding(message, path, "give a turn fewer tokens, or the episode more")
+    yield from _late(ctx)
+
+
+def _late(ctx: CheckContext) -> Iterator[Finding]:
+    """Deadlines in the spec that are longer than the episode's time limit."""
+    whole = ctx.spec.limits.episode_seconds
+    if whole is None:
+        return
+    named: list[tuple[DataPath, float | None, str]] = [
+        (("limits", "tool_seconds"), ctx.spec.limits.tool_seconds, "one tool call")
+    ]
+    named += [(("tools", index, "timeout"), tool.timeout, "this tool") for index, tool in enumerate(ctx.spec.tools)]
+    named += [((*path, "timeout"), user.timeout, "one answer of the user") for path, user in ctx.users]
+    if ctx.spec.environment is not None:
+        named.append((("environment", "timeout"), ctx.spec.environment.timeout, "one call of the environment"))
+    for path, seconds, what in named:
+        if seconds is not None and seconds > whole and ctx.written(*path):
+            message = f"{what} may take {seconds:g} s, and the whole episode {whole:g} s"
+            yield Finding(message, path, "set it below `limits.episode_seconds`, or give the episode longer")
+
+
+@rule("limits.too-wide", "info", "the limits allow too many combinations of counters to check each")
+def too_wide(ctx: CheckContext) -> Iterator[Finding]:
+    """The maximum of a counter is then its limit, and conditions that depend on counters may have either result."""
+    if ctx.graph.walked and not ctx.graph.exact:
+        message = "too many combinations of turns and calls: nothing that depends on their counts is proved"
+        yield Finding(message, ("limits",), "set lower limits to have them checked exactly", key=True)
+
+
+@rule("limits.never-binds", "info", "a limit that can never be reached")
+def never_binds(ctx: CheckContext) -> Iterator[Finding]:
+    """Other limits or the machine end the episode first."""
+    limits = ctx.spec.limits
+    if ctx.graph.exact:
+        for index, name in enumerate(COUNTS):
+            value = getattr(limits, name)
+            most = most_counts(ctx.graph)[index] if value is not None and ctx.written("limits", name) else None
+            if most is not None and most < value:
+                ever = f"at most {most:.0f} can occur" if most else "none can occur"
+                yield Finding(f"`limits.{name}: {value}` is never reached: {ever}", ("limits", name), "remove it")
+    bound = context_bound(ctx)
+    if limits.episode_tokens is not None and bound.most is not None and bound.most < limits.episode_tokens:
+        message = f"`limits.episode_tokens: {limits.episode_tokens}` is never reached: {bound.by} is {bound.most:.0f}"
+        yield Finding(message, ("limits", "episode_tokens"), "remove it")
+    sampled = ctx.spec.sampling.max_new_tokens
+    if sampled is not None and sampled < limits.turn_tokens and ctx.written("limits", "turn_tokens"):
+        message = f"`limits.turn_tokens: {limits.turn_tokens}` is never reached: `sampling.max_new_tokens` is {sampled}"
+        yield Finding(message, ("limits", "turn_tokens"), "remove one of the two")
+    own = bool(ctx.spec.tools) and all(tool.timeout is not None for tool in ctx.spec.tools)
+    if own and ctx.written("limits", "tool_seconds") and ctx.spec.environment is None:
+        message = "`limits.tool_seconds` is never reached: every tool has a `timeout` of its own"
+        yield Finding(message, ("limits", "tool_seconds"), "remove it")
+
+
+@rule("limits.no-deadline", "info", "a tool, a user or the environment has the default deadline")
+def no_deadline(ctx: CheckContext) -> Iterator[Finding]:
+    """A slow one delays its episode for that long; set the deadline explicitly."""
+    spec = ctx.spec
+    if not ctx.written("limits", "tool_seconds"):
+        for index in range(len(spec.tools)):
+            if spec.tools[index].timeout is None:
+                message = f"this tool has no `timeout`: `limits.tool_seconds` holds, by default {_s(spec.limits.tool_seconds)}"
+                yield Finding(message, ("tools", index), "add `timeout: 5s`, or set `limits.tool_seconds`")
+    for path, user in ctx.users:
+        if user.timeout is None or not ctx.written(*path, "timeout"):
+            yield Finding(f"this user has no `timeout`: the default is {_s(user.seconds)}", path, "add `timeout: 30s`")
+    if spec.environment is not None and not ctx.written("environment", "timeout"):
+        message = f"this environment has no `timeout`: the default is {_s(spec.environment.timeout)}"
+        yield Finding(message, ("environment",), "add `timeout: 30s`")
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:g} s"
+
+
+@rule("limits.no-time", "warning", "nothing ends an episode in which the model or the server hangs")
+def no_time(ctx: CheckContext) -> Iterator[Finding]:
+    """`episode_seconds: null`, and an action without a deadline."""
+    if ctx.spec.limits.episode_seconds is not None:
+        return
+    for name, state in ctx.states.items():
+        if name in ctx.reachable and seconds_of(ctx.spec, state) == float("inf"):
+            message = f"`{name}` ({state.action}) has no deadline, and the episode has none either"
+            yield Finding(message, ("limits", "episode_seconds"), "set `limits.episode_seconds`")
+            return

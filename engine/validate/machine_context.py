@@ -1,0 +1,236 @@
+"""The machine of a spec, as rules see it: what can be reached, what an episode may do, and within which counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from engine.actions.facts import ACTIONS, ALWAYS, OVERFLOW
+from engine.limits import COUNTERS, EPISODE_SECONDS, FIELDS, UNBOUNDED, limits_of
+from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, machine_of
+from engine.schemas.limits import LimitsSpec
+from engine.schemas.machine import StateSpec
+from engine.spec.diagnostic import DataPath
+from engine.validate.chart import Chart, Edge
+from engine.validate.code_context import CodeContext
+from engine.validate.explore import Graph, explore
+from engine.validate.logic import ALWAYS as ALWAYS_TRUE
+from engine.validate.logic import UNKNOWN, Formula, Ranges, formula
+from engine.validate.loops import Cycles, cycles_of
+from engine.validate.work import Work, WorkLimitError
+
+MAX_TRANSITIONS = 10_000
+"""Maximum number of transitions of a machine that is checked, with every list and `"*"` expanded."""
+MAX_WORK = 200_000
+"""Work units of one rule."""
+MAX_READ = 100_000
+"""Maximum number of characters of all conditions that are analysed."""
+PRESETS_STATES = frozenset(name for preset in PRESETS.values() for name in preset.states)
+
+
+@dataclass
+class MachineContext(CodeContext):
+    """A spec, its code and its machine."""
+
+    _read: dict[str, bool] = field(default_factory=dict)
+    """Whether each condition is analysed."""
+    _characters: int = 0
+
+    @cached_property
+    def written_out(self) -> int:
+        """Number of the spec's own transitions with every list and `"*"` expanded."""
+        most = len({*self.spec.machine.states, *PRESETS_STATES})
+        return sum(
+            len(item.triggers) * (most if ANY in item.sources else len(item.sources))
+            for item in self.spec.machine.transitions
+        )
+
+    @cached_property
+    def machine(self) -> ResolvedMachine:
+        """The machine with its preset, and with `"*"` expanded; names are not checked.
+
+        Raises:
+            WorkLimitError: it would have more than `MAX_TRANSITIONS` transitions.
+        """
+        if self.written_out > MAX_TRANSITIONS:
+            raise WorkLimitError(
+                f"the machine has more than {MAX_TRANSITIONS:,} transitions, with lists and `*` expanded"
+            )
+        return machine_of(self.spec)
+
+    @property
+    def states(self) -> dict[str, StateSpec]:
+        """All states, including those of the preset."""
+        return self.machine.states
+
+    @cached_property
+    def working(self) -> list[str]:
+        """The states that are not final."""
+        return [name for name, state in self.states.items() if not state.final]
+
+    def events_of(self, state: StateSpec) -> tuple[str, ...] | None:
+        """Return the events that a state's action declares; None if they are not known."""
+        if state.action is None:
+            return ()
+        if (facts := ACTIONS.get(state.action)) is not None:
+            if facts.events is not None:
+                return facts.events
+            return self.declared(self.spec.environment.entry.use) if self.spec.environment else None
+        return self.declared(state.action) if ":" in state.action else ()
+
+    def events_in(self, name: str) -> tuple[str, ...] | None:
+        """Return the events of a state's action there: `overflow` is one only where a transition handles it."""
+        events = self.events_of(self.states[name])
+        facts = ACTIONS.get(str(self.states[name].action))
+        if events is None or facts is None or not facts.overflows or not self.machine.leaving(name, OVERFLOW):
+            return events
+        return (*events, OVERFLOW)
+
+    def speaking(self, role: Literal["user", "tool"]) -> list[str]:
+        """The reachable states whose action adds a message of a role."""
+        return [
+            name
+            for name, state in self.states.items()
+            if name in self.reachable and (facts := ACTIONS.get(str(state.action))) and facts.speaks == role
+        ]
+
+    @cached_property
+    def may_happen(self) -> Mapping[str, frozenset[str] | None]:
+        """All events that may occur in each state that is not final; None if those of its action are not known."""
+        events = {name: self.events_in(name) for name in self.working}
+        return {name: None if known is None else frozenset((*known, *ALWAYS)) for name, known in events.items()}
+
+    @cached_property
+    def reachable(self) -> frozenset[str]:
+        """States that can be reached if guards are ignored; all states if `initial` does not exist."""
+        if self.machine.initial not in self.states:
+            return frozenset(self.states)
+        return _closure([self.machine.initial], [(edge.source, edge.dest) for edge in self.live])
+
+    @cached_property
+    def ending(self) -> frozenset[str]:
+        """States from which a final state can be reached, including the final states."""
+        final = [name for name, state in self.states.items() if state.final]
+        return _closure(final, [(edge.dest, edge.source) for edge in self.live])
+
+    @cached_property
+    def live(self) -> list[ResolvedTransition]:
+        """The transitions that can be taken: their event can occur, and no unconditional transition precedes them."""
+        settled: set[tuple[str, str]] = set()
+        live: list[ResolvedTransition] = []
+        for edge in self.machine.transitions:
+            group = (edge.source, edge.trigger)
+            if group not in settled and _can_happen(edge, self.may_happen):
+                live.append(edge)
+                if edge.conditions is None:
+                    settled.add(group)
+        return live
+
+    def formula(self, expression: str) -> Formula:
+        """Return a guard as a function of its quantities, under the spec's limits."""
+        return self._formula(expression, self.limit_values)
+
+    def _formula(self, expression: str, values: tuple[tuple[str, float], ...]) -> Formula:
+        """Conditions beyond the first `MAX_READ` characters are not analysed: they may have any result."""
+        known = self._read.get(expression)
+        if known is None:
+            known = self._read[expression] = self._characters + len(expression) <= MAX_READ
+            self._characters += len(expression)
+        return formula(expression, values if "limits" in expression else ()) if known else UNKNOWN
+
+    def chart(self, limits: LimitsSpec | None = None) -> Chart:
+        """Return the machine in the form that `explore` takes, with the spec's limits or others."""
+        within = limits or self.spec.limits
+        values = _values(within)
+        groups: dict[tuple[str, str], list[Edge]] = {}
+        for edge in self.machine.transitions:
+            guard = ALWAYS_TRUE if edge.conditions is None else self._formula(edge.conditions, values)
+            groups.setdefault((edge.source, edge.trigger), []).append(Edge(edge.dest, guard))
+        triggers: dict[str, list[str]] = {}
+        for source, trigger in groups:
+            triggers.setdefault(source, []).append(trigger)
+        working = [name for name in self.working if self.states[name].action is not None]
+        own = {name: self.events_in(name) for name in working}
+        events = {name: triggers.get(name, []) if known is None else known for name, known in own.items()}
+        sampled = self.spec.sampling.max_new_tokens
+        spec = self.spec.model_copy(update={"limits": within})
+        counted = [limit.value(spec) for limit in COUNTERS]
+        stoppable = [
+            name
+            for name in working
+            for limit in limits_of(self.states[name].action)
+            if limit.per_use is None and limit is not EPISODE_SECONDS and limit.may_stop(spec)
+        ]
+        return Chart(
+            self.machine.initial,
+            tuple((name, str(self.states[name].action)) for name in working),
+            tuple((name, tuple(event for event in events[name] if event not in ALWAYS)) for name in working),
+            tuple((key, tuple(group)) for key, group in groups.items()),
+            tuple(None if value is None else int(min(value, UNBOUNDED)) for value in counted),
+            EPISODE_SECONDS.may_stop(spec),
+            min(within.turn_tokens, UNBOUNDED if sampled is None else sampled, UNBOUNDED),
+            frozenset(stoppable),
+        )
+
+    @cached_property
+    def cycles(self) -> Cycles:
+        """Cycles that nothing bounds."""
+        return cycles_of(self.graph, Work(MAX_WORK))
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Everything that an episode may do within the spec's limits."""
+        return explore(self.chart())
+
+    @cached_property
+    def limit_values(self) -> tuple[tuple[str, float], ...]:
+        """The values of `limits.*` in guards."""
+        return _values(self.spec.limits)
+
+    @cached_property
+    def hull(self) -> Ranges:
+        """The range of each quantity over all reachable places."""
+        hull: dict[str, tuple[float, float]] = {}
+        for counts in {place.counts for place in self.graph.steps if not place.late}:
+            for name, (low, high) in self.graph.walk.ranges(counts).items():
+                least, most = hull.get(name, (low, high))
+                hull[name] = (min(low, least), max(high, most))
+        return hull
+
+    @cached_property
+    def own_actions(self) -> list[tuple[str, StateSpec]]:
+        """States whose action is an entry point of the spec."""
+        return [(name, state) for name, state in self.states.items() if state.action and ":" in state.action]
+
+    def state_path(self, name: str) -> DataPath:
+        """Return the position of a state; that of the machine if the state comes from the preset."""
+        return ("machine", "states", name) if name in self.spec.machine.states else ("machine",)
+
+
+def _values(limits: LimitsSpec) -> tuple[tuple[str, float], ...]:
+    return tuple(
+        (name, float(UNBOUNDED if value is None else min(value, UNBOUNDED))) for name, value in limits if name in FIELDS
+    )
+
+
+def _closure(starts: Iterable[str], steps: Iterable[tuple[str, str]]) -> frozenset[str]:
+    """The states that can be reached from some states, including these."""
+    ahead: dict[str, set[str]] = {}
+    for source, dest in steps:
+        ahead.setdefault(source, set()).add(dest)
+    found = set(starts)
+    waiting = list(found)
+    while waiting:
+        new = ahead.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return frozenset(found)
+
+
+def _can_happen(edge: ResolvedTransition, events: Mapping[str, frozenset[str] | None]) -> bool:
+    if edge.source not in events:
+        return False  # a final state, or one that does not exist
+    known = events[edge.source]
+    return known is None or edge.trigger in known

@@ -1,0 +1,86 @@
+"""Rules about `notify` and `traces`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from engine.validate.context import CheckContext
+from engine.validate.registry import Finding, rule
+
+
+@rule("notify.no-effect", "warning", "an option of `notify` has no effect in this combination")
+def notify_no_effect(ctx: CheckContext) -> Iterator[Finding]:
+    """Options without a channel, channels without an event, options of events that send nothing, and events that cannot occur."""
+    notify = ctx.spec.notify
+    found: list[tuple[str, str]] = []
+    if not notify.has_channel:
+        why = "no channel is set (`webhook_env`, `services_env`, `command` or `use`)"
+        found += [(key, why) for key in ("on", "stall_timeout", "repeat_after", "budget")]
+    elif not notify.on:
+        keys = ("webhook_env", "services_env", "command", "use", "stall_timeout", "repeat_after", "budget")
+        found += [(key, "`notify.on` is empty, so nothing is sent") for key in keys]
+    else:
+        if "stalled" not in notify.on:
+            found.append(("stall_timeout", "`notify.on` does not contain `stalled`"))
+        if "budget" not in notify.on:
+            found.append(("budget", "`notify.on` does not contain `budget`"))
+    if notify.budget is not None and notify.budget.tokens is None and notify.budget.time is None:
+        found.append(("budget", "it has neither `tokens` nor `time`"))
+    if notify.has_channel:
+        for number, kind in enumerate(notify.on):
+            never = _never_sent(ctx, kind)
+            if never is not None and ctx.written("notify", "on"):
+                message = f"`notify.on` contains `{kind}`, which has no effect: {never}"
+                yield Finding(message, ("notify", "on", number), "remove it, or change what the message names")
+    for key, why in dict(found).items():
+        if ctx.written("notify", key):
+            message = f"`notify.{key}` has no effect: {why}"
+            yield Finding(message, ("notify", key), "remove it, or change what the message names", key=True)
+
+
+def _never_sent(ctx: CheckContext, kind: str) -> str | None:
+    """Why no notice of a kind can be sent with this spec; None if one can."""
+    spec = ctx.spec
+    if kind == "diverged" and spec.train is None:
+        return "only a training diverges, and the spec has no `train`"
+    if kind == "no_signal" and (spec.train is None or not spec.train.samples_episodes):
+        return "only a training on its own episodes can lack a learning signal, and the spec has none"
+    budget = spec.notify.budget
+    amounts = budget is not None and (budget.tokens is not None or budget.time is not None)
+    if kind == "budget" and not amounts and spec.rollout.max_cost is None:
+        return "neither `notify.budget` nor `rollout.max_cost` gives an amount"
+    return None
+
+
+@rule("notify.no-package", "info", "the package that sends notices to services is not installed")
+def notify_no_package(ctx: CheckContext) -> Iterator[Finding]:
+    """apprise, for `notify.services_env`."""
+    if ctx.spec.notify.services_env and find_spec("apprise") is None:
+        message = "`apprise` is not installed, and `notify.services_env` needs it"
+        yield Finding(message, ("notify", "services_env"), "pip install 'episode-engine[notify]'", key=True)
+
+
+@rule("traces.no-effect", "warning", "an option of `traces` has no effect in this combination")
+def traces_no_effect(ctx: CheckContext) -> Iterator[Finding]:
+    """`of` and `content` where nothing, or no span, is written."""
+    traces = ctx.spec.traces
+    found: list[tuple[str, str]] = []
+    if not traces.active:
+        found.append(("of", "no trace is written (`otlp`, `spans` or `episodes`)"))
+    if not traces.makes_spans:
+        found.append(("content", "no spans are written (`otlp` or `spans`); `episodes` always has the messages"))
+    for key, why in found:
+        if ctx.written("traces", key):
+            yield Finding(
+                f"`traces.{key}` has no effect: {why}", ("traces", key), "remove it, or set one of them", key=True
+            )
+
+
+@rule("traces.no-package", "info", "the packages that write spans are not installed")
+def traces_no_package(ctx: CheckContext) -> Iterator[Finding]:
+    """OpenTelemetry, for `traces.otlp` and `traces.spans`."""
+    if ctx.spec.traces.makes_spans and find_spec("opentelemetry") is None:
+        key = "otlp" if ctx.spec.traces.otlp is not None else "spans"
+        message = "`opentelemetry-sdk` is not installed, and spans need it"
+        yield Finding(message, ("traces", key), "pip install 'episode-engine[otel]'", key=True)

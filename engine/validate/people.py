@@ -1,0 +1,142 @@
+"""Rules over roles (model-played users and judges), and over the marks of users."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from engine.spec.access import OUTSIDE_FIX
+from engine.spec.diagnostic import DataPath
+from engine.spec.near import short
+from engine.spec.template import fields_of, has_field
+from engine.validate.context import CheckContext, nearest
+from engine.validate.prompts import is_file, known_fields, offset_of
+from engine.validate.registry import Finding, rule
+
+
+def _has_model_roles(ctx: CheckContext) -> bool:
+    """Whether a model plays a user or judge. Most specs have no such role, and do not import the slow code for it."""
+    scorer = ctx.spec.rewards.scorer
+    judged = scorer is not None and scorer.model_played
+    summarised = ctx.spec.condense is not None and ctx.spec.condense.condenser.kind == "summary"
+    return any(user.model_played for _, user in ctx.users) or judged or summarised
+
+
+SUMMARY_FIELDS = ("task", "text", "tokens")
+"""What the prompt of a summarising model may name."""
+
+
+@rule("role.unknown-field", "error", "the prompt of a user or judge names a field that does not exist")
+def role_field(ctx: CheckContext) -> Iterator[Finding]:
+    """`{{reply}}`, `{{dialogue}}`, … and `{{task.<field>}}` in the prompts of model-played users and judges."""
+    if not _has_model_roles(ctx):
+        return
+    from engine.actions.judge import JUDGE_FIELDS
+    from engine.actions.llm_user import USER_FIELDS
+    from engine.actions.role_models import roles_of
+
+    rows = list(known_fields(ctx))
+    for path, (_, part, blame) in roles_of(ctx.spec).items():
+        known = USER_FIELDS if blame == "user" else SUMMARY_FIELDS if path[0] == "condense" else JUDGE_FIELDS
+        for index, message in enumerate(part.prompt):
+            at = (*path, "prompt", index, "content")
+            for name in fields_of(message.content):
+                ctx.work.spend(10 + len(rows))
+                yield from _field(name, message.content, known, rows, at)
+
+
+def _field(
+    name: str, template: str, known: Sequence[str], rows: list[tuple[int, Mapping[str, Any]]], at: DataPath
+) -> Iterator[Finding]:
+    offset = offset_of(template, name)
+    root, _, below = name.partition(".")
+    if root != "task":
+        if name not in known:
+            fix = nearest(name, [*(item for item in known if item != "task"), "task.<field>"])
+            yield Finding(f"there is no field `{name}` here", at, fix, offset=offset)
+        return
+    for number, fields in rows if below else ():
+        if not has_field(below if number else below.partition(".")[0], fields):
+            where = f"row {number} has" if number else "tasks have"
+            yield Finding(f"{where} no field `{below}`", at, nearest(below, fields), offset=offset)
+            return
+
+
+@rule("role.no-file", "error", "a file that the model of a user or judge needs does not exist")
+def role_file(ctx: CheckContext) -> Iterator[Finding]:
+    """The chat template of its model, and the replies of its scripted backend."""
+    if not _has_model_roles(ctx):
+        return
+    from engine.actions.role_models import roles_of, section_of
+
+    for path, (_, part, _) in roles_of(ctx.spec).items():
+        named: list[tuple[DataPath, str]] = []
+        if part.model is not None and part.model.chat_template is not None:
+            named.append((("model", "chat_template"), part.model.chat_template))
+        if part.backend is not None:
+            named += [(("backend", key), file) for key, file in part.backend.files.items()]
+        for below, name in named:
+            full = section_of(ctx.loaded, path).resolve(name, below)
+            if not ctx.loaded.access.allows(full):
+                message = f"the file `{short(name)}` is outside the folders that may be read"
+                yield Finding(message, (*path, *below), OUTSIDE_FIX)
+            elif not is_file(full):
+                yield Finding(f"the file `{name}` does not exist", (*path, *below), f"looked for {full}")
+
+
+@rule("role.free-verdict", "warning", "only a model-played user decides whether a task is solved")
+def free_verdict(ctx: CheckContext) -> Iterator[Finding]:
+    """Marks with rewards, without a grader: the policy may persuade the simulated user to emit the reward mark."""
+    for path, user in ctx.users:
+        if not user.model_played or user.grader is not None:
+            continue
+        for index, mark in enumerate(user.marks):
+            if any((event.value or 0.0) > 0.0 for event in mark.rewards) or mark.reward is not None:
+                fix = "have a rule decide (`grader: {use: …}`), or a judge at the end (`rewards.scorer`)"
+                words = "the policy may persuade this model to write the mark that earns the reward"
+                yield Finding(words, (*path, "marks", index), fix)
+
+
+@rule("role.user-never-ends", "warning", "a model-played user has no way to end the conversation")
+def never_satisfied(ctx: CheckContext) -> Iterator[Finding]:
+    """No mark with `satisfied`, and no grader: every episode continues until a limit."""
+    for path, user in ctx.users:
+        if user.model_played and user.grader is None and not any(mark.satisfied for mark in user.marks):
+            fix = 'add `marks: [{text: "[DONE]", satisfied: true}]`, and say so in its prompt'
+            yield Finding("this user is never satisfied: only a limit ends its episodes", path, fix, key=True)
+
+
+@rule("role.frozen", "error", "the weights of a user or judge cannot be frozen during the training")
+def role_frozen(ctx: CheckContext) -> Iterator[Finding]:
+    """It runs on the policy's servers, which have only the newest weights."""
+    if ctx.spec.train is None or not _has_model_roles(ctx):
+        return
+    from engine.actions.role_models import roles_of
+    from engine.actions.role_weights import frozen_refusal, role_weights
+
+    for path, (name, part, _) in roles_of(ctx.spec).items():
+        if role_weights(ctx.spec, part) == "impossible":
+            message, fix = frozen_refusal(name, ctx.spec)
+            yield Finding(message, path, fix, key=True)
+
+
+@rule("role.policy-weights", "warning", "a user or judge has the weights that are trained")
+def role_policy_weights(ctx: CheckContext) -> Iterator[Finding]:
+    """`weights: policy`; also where it has no effect."""
+    if ctx.spec.train is None or not _has_model_roles(ctx):
+        return
+    from engine.actions.role_models import roles_of
+    from engine.actions.role_weights import role_weights
+
+    for path, (name, part, _) in roles_of(ctx.spec).items():
+        if part.weights != "policy":
+            continue
+        at: DataPath = (*path, "weights")
+        if role_weights(ctx.spec, part) == "policy":
+            message = f"the model of `{name}` changes with the policy in every step, and so do its answers and rewards"
+            yield Finding(message, at, "write `weights: frozen`, unless self-play is intended")
+        else:
+            message = (
+                f"`weights: policy` has no effect: the model of `{name}` is another one, or has a backend of its own"
+            )
+            yield Finding(message, at, "remove it, or remove its `model` and `backend`")

@@ -1,0 +1,207 @@
+"""Rules about the model's prompt, and about the files that the spec names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.errors import SpecError
+from engine.schemas.prompt import Words
+from engine.spec.access import OUTSIDE_FIX
+from engine.spec.diagnostic import DataPath
+from engine.spec.near import short
+from engine.spec.row_sources import row_files
+from engine.spec.tasks import task_of
+from engine.spec.template import fields_of, has_field, is_reference, texts_of
+from engine.validate.context import CheckContext, nearest
+from engine.validate.registry import Finding, rule
+from engine.validate.sources import each_source, for_each_source
+
+RECOVER_FIELDS = ("problem", "raw")
+"""The fields of `recover.malformed`."""
+
+
+def known_fields(ctx: CheckContext) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """(row number, fields) of tasks; if only `map` is known, one row of empty fields."""
+    if ctx.read_tasks is not None:
+        yield from ((task.index + 1, task.fields) for task in ctx.read_tasks)
+        return
+    for _, source in each_source(ctx):
+        tasks = source.spec.tasks
+        if tasks.map:
+            yield 0, dict.fromkeys(tasks.map)
+            continue
+        try:
+            for row in source.first_rows():
+                if isinstance(row.fields, Mapping):
+                    yield row.number, row.fields
+        except SpecError:
+            continue  # `tasks.unreadable` reports it
+
+
+@rule("prompt.unknown-field", "error", "a prompt names a field that tasks do not have")
+@for_each_source
+def prompt_field(ctx: CheckContext) -> Iterator[Finding]:
+    """Every `{{field}}` of `prompt` and `recover.malformed`, compared with `tasks.map` or the rows."""
+    rows = list(known_fields(ctx))
+    source = ctx.spec.conversation
+    for number, fields in rows if source is not None and ctx.spec.tasks.map else ():
+        assert source is not None
+        if not number and not has_field(source.field.partition(".")[0], fields):
+            yield Finding(f"tasks have no field `{source.field}`", ("prompt", "field"), nearest(source.field, fields))
+    templates = [
+        (("prompt", index, "content", *below), template)
+        for index, message in enumerate(ctx.spec.messages)
+        for below, template in texts_of(message.content)
+    ]
+    for path, template in templates:
+        ctx.work.spend(1 + len(template) / 50)
+        for name in fields_of(template):
+            ctx.work.spend(len(rows))
+            for number, fields in rows:
+                lookup = name if number else name.partition(".")[0]
+                if not has_field(name, fields) and not has_field(lookup, fields):
+                    where = f"row {number} has" if number else "tasks have"
+                    fix = nearest(name, fields)
+                    yield Finding(f"{where} no field `{name}`", path, fix, offset=offset_of(template, name))
+                    break
+    yield from _recover_fields(ctx, rows)
+
+
+def _recover_fields(ctx: CheckContext, rows: list[tuple[int, Mapping[str, Any]]]) -> Iterator[Finding]:
+    """Every `{{field}}` of `recover`, compared with the fields of its template."""
+    for key, words in _recover(ctx):
+        known = _recover_known(ctx, key)
+        for below, template in texts_of(words):
+            path: DataPath = ("recover", key, *below)
+            for name in fields_of(template):
+                offset = offset_of(template, name)
+                root, _, field = name.partition(".")
+                if root == "task" and field:
+                    ctx.work.spend(len(rows))
+                    for number, fields in rows:
+                        if not has_field(field if number else field.partition(".")[0], fields):
+                            where = f"row {number} has" if number else "tasks have"
+                            yield Finding(f"{where} no field `{field}`", path, nearest(field, fields), offset=offset)
+                            break
+                elif known is not None and name not in known:
+                    fix = nearest(name, [*known, "task.<field>"])
+                    yield Finding(f"there is no field `{name}` here", path, fix, offset=offset)
+
+
+def _recover(ctx: CheckContext) -> Iterator[tuple[str, Words]]:
+    """The templates that the spec has, by key."""
+    recover = ctx.spec.recover
+    for key in type(recover).model_fields:
+        words = getattr(recover, key)
+        if words is not None:
+            yield key, words
+
+
+def _recover_known(ctx: CheckContext, key: str) -> Sequence[str] | None:
+    """The fields of a template, other than the task's; None if they are not known."""
+    if key == "malformed":
+        return RECOVER_FIELDS
+    fields = _user_fields(ctx)
+    return None if fields is None else tuple(fields.get(key, ()))
+
+
+def _user_fields(ctx: CheckContext) -> Mapping[str, Sequence[str]] | None:
+    """The `recover_fields` of the spec's only user; None if it declares none. A model-played user writes its own texts."""
+    if len(ctx.users) != 1:
+        return None
+    use = ctx.users[0][1].use
+    if use is None:
+        return {}
+    thing = ctx.code(use)
+    found = None if thing is None else thing.attribute("recover_fields")
+    return found if isinstance(found, Mapping) else None
+
+
+@rule("recover.unused", "warning", "a text under `recover` is never used")
+def recover_unused(ctx: CheckContext) -> Iterator[Finding]:
+    """`recover.wrong` and `recover.no_answer`, if there is no user or the user declares that it never uses them."""
+    fields = _user_fields(ctx)
+    for key, _ in _recover(ctx):
+        if key == "malformed" or (ctx.users and (fields is None or key in fields)):
+            continue
+        use = ctx.users[0][1].use if ctx.users else None
+        who = f"`{use}` never says it" if use else "a model that plays the user finds its own words"
+        if not ctx.users:
+            who = "it is said for a user, and the spec has none"
+        yield Finding(f"`recover.{key}` has no effect: {who}", ("recover", key), "remove it", key=True)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file exists; False for names that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def offset_of(template: str, name: str) -> int:
+    match = re.search(r"\{\{\s*" + re.escape(name), template)
+    return match.start() if match else 0
+
+
+@rule("prompt.empty", "error", "an episode would begin without any message")
+def prompt_empty(ctx: CheckContext) -> Iterator[Finding]:
+    """Neither `prompt` nor an environment, whose `reset` may return messages, nor a program, whose requests have messages."""
+    if (
+        ctx.spec.agent is None
+        and not ctx.spec.messages
+        and ctx.spec.conversation is None
+        and ctx.spec.environment is None
+        and ctx.spec.agent is None
+    ):
+        fix = 'add `prompt: [{role: user, content: "{{question}}"}]`, or an `environment` that begins'
+        yield Finding("the model gets no message: the spec has neither a prompt nor an environment", (), fix)
+
+
+@rule("tasks.unreadable", "error", "the task source does not exist, or its first rows cannot become tasks")
+@for_each_source
+def tasks_unreadable(ctx: CheckContext) -> Iterator[Finding]:
+    """The file exists; inline rows, and the first of a file, have what `map` and `id` name."""
+    try:
+        if ctx.spec.tasks.source in ("jsonl", "csv", "parquet"):
+            row_files(ctx.loaded)
+        for index, row in enumerate(ctx.first_rows()):
+            task_of(row, index, ctx.spec.tasks, ctx.loaded)
+    except SpecError as error:
+        for item in error.diagnostics:
+            yield Finding(item.message, item.path, item.fix, origin=item.origin)
+
+
+@rule("spec.outside", "error", "a file is outside the folders that may be read")
+def outside_file(ctx: CheckContext) -> Iterator[Finding]:
+    """Every file that the spec names must be below the spec's folder, the current folder or `--allow-path`."""
+    for path, name in _named_files(ctx):
+        if not ctx.loaded.access.allows(ctx.loaded.resolve(name, path)):
+            message = f"`{short(name)}` is outside the folders that may be read, so it is not opened"
+            yield Finding(message, path, OUTSIDE_FIX)
+
+
+@rule("spec.no-file", "error", "a file that the spec names does not exist")
+def missing_file(ctx: CheckContext) -> Iterator[Finding]:
+    """`model.chat_template`, a scripted backend's `replies`, and images of `prompt` and `recover`."""
+    for path, name in _named_files(ctx):
+        full = ctx.loaded.resolve(name, path)
+        if ctx.loaded.access.allows(full) and not is_file(full):
+            yield Finding(f"the file `{short(name)}` does not exist", path, f"looked for {full}")
+
+
+def _named_files(ctx: CheckContext) -> list[tuple[DataPath, str]]:
+    named: list[tuple[DataPath, str]] = []
+    if ctx.spec.model.chat_template is not None:
+        named.append((("model", "chat_template"), ctx.spec.model.chat_template))
+    named += [(("backend", key), file) for key, file in ctx.spec.backend.files.items()]
+    said: list[tuple[DataPath, Words]] = [(("recover", key), words) for key, words in _recover(ctx)]
+    said += [(("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.messages)]
+    for above, words in said:
+        for below, reference in texts_of(words):
+            if below and below[-1] == "image" and not is_reference(reference) and not fields_of(reference):
+                named.append(((*above, *below), reference))
+    return named

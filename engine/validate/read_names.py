@@ -1,0 +1,83 @@
+"""Rules about names that guards read and that are known only in part: facts, and fields of the task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from engine.machine.expression import Constant, ExpressionError, Index, Name, Select, parse
+from engine.machine.variables import VARIABLES
+from engine.rewards.state_key import is_fact_name
+from engine.spec.diagnostic import DataPath
+from engine.spec.near import nearest_name
+from engine.spec.template import has_field
+from engine.spec.written_names import ANY_NAME
+from engine.validate.code_names import code_names
+from engine.validate.context import CheckContext, nearest
+from engine.validate.guards import STATE_KEY, expressions
+from engine.validate.prompts import known_fields
+from engine.validate.registry import Finding, rule
+
+
+@lru_cache(maxsize=256)
+def _reads(expression: str) -> list[tuple[str, str, int]]:
+    """The fields that an expression reads: (variable, field, index of the field in the text)."""
+    return list(_fields_read(expression))
+
+
+def _fields_read(expression: str) -> Iterator[tuple[str, str, int]]:
+    try:
+        tree = parse(expression)
+    except ExpressionError:
+        return  # `guard.parse` reports it
+    for node in tree.walk():
+        if isinstance(node, Select) and isinstance(node.of, Name):
+            yield node.of.name, node.field, node.end - len(node.field)
+        elif isinstance(node, Index) and isinstance(node.of, Name) and isinstance(node.key, Constant):
+            yield node.of.name, str(node.key.value), node.key.start
+
+
+@rule("guard.unknown-fact", "warning", "a guard or `state_key` reads a fact that nothing writes")
+def unknown_fact(ctx: CheckContext) -> Iterator[Finding]:
+    """`facts.<name>` and `feedback.<name>`: the code of environments, users, tools and actions does not mention the name."""
+    read: list[tuple[DataPath, str, str, int | None]] = [
+        (path, f"{variable}.{field}", field, at)
+        for path, expression in expressions(ctx)
+        for variable, field, at in _reads(expression)
+        if variable in ("facts", "feedback") and field not in VARIABLES[variable].fields
+    ]
+    key = ctx.spec.rewards.credit.declared_state_key
+    if key is not None and is_fact_name(key):
+        read.append((STATE_KEY, key, key, None))
+    written = code_names(ctx) if read else ANY_NAME
+    if written.other_facts:
+        return
+    marks = {name for _, user in ctx.users for mark in user.marks for name in mark.facts}
+    known = written.texts | marks
+    for path, shown, name, offset in read:
+        if name not in known:
+            message = (
+                f"nothing writes the fact `{shown}`: the code of environments, users and tools does not mention it"
+            )
+            near = nearest_name(name, sorted(item for item in known if item.isidentifier()))
+            fix = f"did you mean `{near}`?" if near else "check its name in the code that writes it"
+            yield Finding(message, path, fix, offset=offset)
+
+
+@rule("guard.unknown-field", "warning", "a guard reads a field that tasks do not have")
+def unknown_field(ctx: CheckContext) -> Iterator[Finding]:
+    """`task.<field>`, compared with `tasks.map` or the rows. A field inside of `has()` may be missing."""
+    read = [
+        (path, field, at)
+        for path, expression in expressions(ctx)
+        for variable, field, at in _reads(expression)
+        if variable == "task" and f"has(task.{field})" not in expression.replace(" ", "")
+    ]
+    rows = list(known_fields(ctx)) if read else []
+    for path, field, offset in read:
+        ctx.work.spend(1 + len(rows))
+        for number, fields in rows:
+            if not has_field(field, fields):
+                where = f"row {number} has" if number else "tasks have"
+                yield Finding(f"{where} no field `{field}`", path, nearest(field, fields), offset=offset)
+                break

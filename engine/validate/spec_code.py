@@ -1,0 +1,340 @@
+"""Rules about environments, tools, users, scorers and actions of a spec: they can be imported and called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from engine.actions.facts import ACTIONS, SCORERS
+from engine.spec.diagnostic import DataPath
+from engine.spec.entry import EntryError
+from engine.spec.near import near_or_known, nearest_name
+from engine.spec.short_names import names_of
+from engine.spec.source import NotImported
+from engine.validate.code_context import NamedEntry
+from engine.validate.code_facts import CodeFacts, Method, ReadCode
+from engine.validate.context import CheckContext, nearest
+from engine.validate.registry import Finding, rule
+from engine.validate.sources import each_source
+from engine.validate.tools import environment_tools
+
+METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "environment": ("reset", ("task", "seed")),
+    "user": ("respond", ("view",)),
+    "tool server": ("open", ()),
+}
+"""The method that an environment, a user or a server of tools must have, and its arguments."""
+OPTIONAL: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "environment": {"step": ("view",), "score": ("view",), "tools": (), "close": ()},
+    "user": {"close": ()},
+    "tool": {"close": ()},
+    "tool server": {"close": ()},
+}
+"""Optional methods, and their arguments."""
+
+
+@rule("code.import", "error", "an entry point cannot be imported")
+def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
+    """`use` of environment, tools, user, scorer, python tasks, bonuses and notices; actions of the spec's own; a parser."""
+    named: list[tuple[DataPath, str]] = [((*item.path, "use"), item.entry.use) for item in ctx.spec_code]
+    named += [((*ctx.state_path(name), "action"), str(state.action)) for name, state in ctx.own_actions]
+    if ":" in ctx.spec.model.tool_calls:
+        named.append((("model", "tool_calls"), ctx.spec.model.tool_calls))
+    named += [(call.path, call.use) for call in called(ctx)]
+    for path, use in named:
+        thing = ctx.described(use)
+        if isinstance(thing, NotImported):
+            if thing.node is None:
+                ctx.skip()
+        elif isinstance(thing, EntryError):
+            message, _, fix = str(thing).partition("; ")
+            short = None if ":" in use else _short_names(ctx, path, use)
+            yield Finding(message, path, short or fix or None)
+
+
+def _short_names(ctx: CheckContext, path: DataPath, use: str) -> str | None:
+    """What is said of a name without a colon: the nearest name that an installed package offers. None: none offers any."""
+    kind = next((item.role for item in ctx.spec_code if (*item.path, "use") == path), "")
+    known = [*names_of(kind), *(SCORERS if kind == "scorer" else ())]
+    return f"{near_or_known(use, known)}; or write `package.module:Name`" if known else None
+
+
+@rule(
+    "code.protocol",
+    "error",
+    "an environment, tool, user or scorer lacks a method, or cannot be called as the engine calls it",
+)
+def fits_the_calls(ctx: CheckContext) -> Iterator[Finding]:
+    """Environments and users have their methods; tools have typed parameters; `with` fits the constructor."""
+    for item in ctx.spec_code:
+        thing = ctx.code(item.entry.use)
+        if thing is not None:
+            yield from _PARTS[item.role](ctx, item, thing)
+    for call in called(ctx):
+        function = ctx.code(call.use)
+        if function is not None:
+            yield from _function(ctx, function, call)
+
+
+class Called(NamedTuple):
+    """A function of the spec, and how the engine calls it."""
+
+    use: str
+    arguments: tuple[str, ...]
+    """What the engine gives."""
+    with_: Mapping[str, Any]
+    """What the spec gives."""
+    path: DataPath
+    """Position of `use`."""
+    path_with: DataPath
+    """Position of `with`."""
+    may_be_class: bool = False
+
+
+def called(ctx: CheckContext) -> Iterator[Called]:
+    """The functions that make tasks, bonuses and notices."""
+    for at, source in each_source(ctx):
+        tasks = source.spec.tasks
+        if tasks.source == "python" and tasks.use:
+            yield Called(tasks.use, (), tasks.with_, (*at, "use"), (*at, "with"), True)
+    if (use := ctx.spec.notify.use) is not None:
+        yield Called(use, ("event",), {}, ("notify", "use"), ("notify", "with"))
+    train = ctx.spec.train
+    if train is None:
+        return
+    for index, bonus in enumerate(train.advantage_bonuses):
+        path: DataPath = ("train", "advantage_bonuses", index)
+        yield Called(bonus.use, ("row",), bonus.with_, (*path, "use"), (*path, "with"))
+
+
+def _built(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
+    """Check an environment or a user: it is called with `with` and returns an object with methods."""
+    yield from call_problems(ctx, thing, call_of(item))
+    if thing.kind != "class":
+        return  # what a function returns is known only when it runs
+    name, arguments = METHODS[item.role]
+    found = thing.method(name)
+    if found == "missing":
+        article = "an" if item.role == "environment" else "a"
+        fix = f"add `def {name}({', '.join(['self', *arguments])})`"
+        yield Finding(
+            f"`{item.entry.use}` has no method `{name}`, so it is not {article} {item.role}", (*item.path, "use"), fix
+        )
+    elif found == "unknown":
+        ctx.skip()
+    yield from _methods(item, thing, {name: arguments, **OPTIONAL[item.role]})
+
+
+def call_of(item: NamedEntry, *arguments: str) -> Called:
+    """Return how an environment, tool, user or scorer is built or called."""
+    return Called(item.entry.use, arguments, item.entry.with_, (*item.path, "use"), (*item.path, "with"))
+
+
+def _methods(item: NamedEntry, thing: CodeFacts, methods: Mapping[str, tuple[str, ...]]) -> Iterator[Finding]:
+    for name, arguments in methods.items():
+        method = thing.method(name)
+        problem = _binding(method.signature, arguments, {}) if isinstance(method, Method) else None
+        if problem:
+            fix = f"it is called as `{name}({', '.join(arguments)})`"
+            yield Finding(f"`{item.entry.use}.{name}` cannot be called: {problem}", (*item.path, "use"), fix)
+
+
+def _tool(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
+    """Check a tool: a typed function, or a class whose objects are called."""
+    use = (*item.path, "use")
+    if thing.kind == "class":
+        yield from call_problems(ctx, thing, call_of(item))
+        call = thing.method("__call__")
+        if call == "missing":
+            fix = "add `def __call__(self, …)` with typed parameters"
+            yield Finding(f"objects of `{item.entry.use}` cannot be called, so it is not a tool", use, fix)
+        elif call == "unknown":
+            ctx.skip()
+        elif (problem := thing.tool_problem(getattr(item.entry, "name", None))) is not None:
+            message, _, said = problem.partition("; ")
+            yield Finding(message, use, said or None)
+        yield from _methods(item, thing, OPTIONAL["tool"])
+        return
+    if thing.kind == "unknown":
+        ctx.skip()
+        return
+    if thing.kind == "value":
+        yield Finding(f"`{item.entry.use}` is {thing.what}, not a function", use, "use a typed function or a class")
+        return
+    if item.entry.with_:
+        fix = "make it a class that takes them and has `__call__`, or remove `with`"
+        yield Finding(
+            f"`{item.entry.use}` is a function: it takes its arguments from the model, not from `with`",
+            (*item.path, "with"),
+            fix,
+            key=True,
+        )
+    problem = thing.tool_problem(getattr(item.entry, "name", None))
+    if problem is not None:
+        message, _, said = problem.partition("; ")
+        yield Finding(message, use, said or None)
+
+
+def _scorer(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
+    """Check a scorer: a function of the episode's view."""
+    yield from _function(ctx, thing, call_of(item, "view"))
+
+
+def _condenser(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
+    """Check a condenser: a function of a text, a budget and the episode's view."""
+    yield from _function(ctx, thing, call_of(item, "text", "budget", "view"))
+
+
+def _agent(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
+    """Check an agent program that is a coroutine: a function of these keyword arguments."""
+    given = dict.fromkeys(("task", "base_url", "key", "model"))
+    yield from _function(ctx, thing, call_of(item)._replace(with_={**given, **item.entry.with_}))
+    if thing.kind == "function" and thing.awaited is False:
+        message = f"`{item.entry.use}` is not a coroutine function, so it cannot be cancelled at a limit"
+        yield Finding(message, (*item.path, "use"), "write it with `async def`, or start a program with `run`")
+
+
+def _function(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Finding]:
+    if thing.kind == "class" and not call.may_be_class:
+        takes = f"the {call.arguments[0]}" if call.arguments else ", ".join(call.with_)
+        fix = f"name a function that takes {takes}"
+        yield Finding(f"`{call.use}` is a class, and a function is called here", call.path, fix)
+    else:
+        yield from call_problems(ctx, thing, call)
+
+
+_PARTS: Mapping[str, Callable[[CheckContext, NamedEntry, CodeFacts], Iterator[Finding]]] = {
+    "environment": _built,
+    "user": _built,
+    "tool": _tool,
+    "tool server": _built,
+    "scorer": _scorer,
+    "condenser": _condenser,
+    "agent": _agent,
+}
+
+
+@rule("code.action", "error", "an action of the spec's own declares no events, or cannot be called")
+def action_protocol(ctx: CheckContext) -> Iterator[Finding]:
+    """A function with `events`, called with the view and the state's `with`; `step` needs the environment's."""
+    for call in actions(ctx):
+        thing = ctx.code(call.use)
+        if thing is None:
+            continue
+        yield from _function(ctx, thing, call)
+        if thing.kind != "unknown" and thing.events() == "missing":
+            fix = 'decorate it: `from engine.schemas.environment import action`, then `@action("done")`'
+            yield Finding(f"`{call.use}` declares no events", call.path, fix)
+    for name, state in ctx.states.items():
+        facts = ACTIONS.get(str(state.action))
+        if facts is not None and facts.events is None:
+            yield from _step(ctx, (*ctx.state_path(name), "action"))
+
+
+def actions(ctx: CheckContext) -> Iterator[Called]:
+    """The actions of the spec's own."""
+    for name, state in ctx.own_actions:
+        path = ctx.state_path(name)
+        yield Called(str(state.action), ("view",), state.with_, (*path, "action"), (*path, "with"))
+
+
+def _step(ctx: CheckContext, path: DataPath) -> Iterator[Finding]:
+    environment = ctx.spec.environment
+    if environment is None:
+        yield Finding(
+            "the action `step` asks the environment, and the spec has none", path, "add `environment: {use: …}`"
+        )
+        return
+    use = environment.entry.use
+    thing = ctx.code(use)
+    if thing is None:
+        return
+    if thing.kind == "class" and thing.method("step") == "missing":
+        fix = "add `def step(self, view) -> Step`"
+        yield Finding(f"the action `step` asks `{use}`, which has no method `step`", path, fix)
+    if thing.events() == "missing":
+        fix = 'give it `events = ("done",)`: what its steps may answer'
+        yield Finding(f"`{use}` declares no events for the action `step`", path, fix)
+
+
+@rule("user.missing", "error", "a state asks the user, and the spec has none")
+def no_user(ctx: CheckContext) -> Iterator[Finding]:
+    """A reachable state with the action `ask_user`."""
+    if not ctx.users:
+        for name in ctx.speaking("user"):
+            fix = "add `user: {use: …}`, or use a machine without one (`machine: tools` or `single_turn`)"
+            yield Finding(f"`{name}` asks the user, and the spec has none", ctx.state_path(name), fix, key=True)
+
+
+@rule("tools.missing", "warning", "a state calls tools, and the spec has none")
+def no_tools(ctx: CheckContext) -> Iterator[Finding]:
+    """A reachable state with the action `call_tools`, and neither `tools` nor an environment with `tools()`."""
+    expands = ctx.spec.condense is not None and ctx.spec.condense.expand
+    if ctx.spec.tools or expands or environment_tools(ctx) is not False:
+        return
+    for name in ctx.speaking("tool"):
+        fix = "add `tools: [{use: …}]`, or use a machine without them (`machine: retry_with_feedback` or `single_turn`)"
+        yield Finding(f"`{name}` calls tools, and the spec has none", ctx.state_path(name), fix, key=True)
+
+
+def call_problems(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Finding]:
+    """Yield what is wrong with a call."""
+    use, arguments, with_ = call.use, call.arguments, call.with_
+    if thing.kind == "value":
+        yield Finding(f"`{use}` cannot be called: it is {thing.what}", call.path, "name a class or a function")
+        return
+    signature = thing.signature if thing.kind != "unknown" else None
+    if signature is None:
+        if isinstance(thing, ReadCode):
+            ctx.skip()
+        return
+    accepted = _accepted(signature)
+    unknown: list[str] = []
+    if accepted is not None:
+        unknown = [key for key in with_ if key not in accepted]
+        known = [name for name in accepted if name not in arguments]
+        for key in unknown:
+            yield Finding(f"`{use}` takes no argument `{key}`", (*call.path_with, key), nearest(key, known), key=True)
+        with_ = {key: value for key, value in with_.items() if key in accepted}
+    missing = _missing(signature, len(arguments), with_)
+    misspelled = {nearest_name(key, missing, cutoff=0.5) for key in unknown}
+    missing = [name for name in missing if name not in misspelled]
+    for name in missing:
+        yield Finding(f"`{use}` needs the argument `{name}`", call.path, f"add `with: {{{name}: …}}`")
+    problem = None if missing or misspelled - {None} else _binding(signature, arguments, with_)
+    if problem:
+        fix = f"it is called with ({', '.join([*arguments, *with_])})"
+        yield Finding(f"`{use}` cannot be called: {problem}", call.path, fix)
+
+
+def _missing(signature: inspect.Signature, given: int, with_: Mapping[str, Any]) -> list[str]:
+    """Required arguments that are missing and that `with` could supply, after the `given` positional ones."""
+    return [
+        item.name
+        for index, item in enumerate(signature.parameters.values())
+        if item.default is item.empty
+        and (item.kind is item.KEYWORD_ONLY or (item.kind is item.POSITIONAL_OR_KEYWORD and index >= given))
+        and item.name not in with_
+    ]
+
+
+def _accepted(signature: inspect.Signature) -> list[str] | None:
+    """The arguments that can be passed by name; None if any can."""
+    if any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values()):
+        return None
+    return [
+        name
+        for name, item in signature.parameters.items()
+        if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)
+    ]
+
+
+def _binding(signature: inspect.Signature | None, positional: tuple[str, ...], named: Mapping[str, Any]) -> str | None:
+    """Why a call does not match a signature; None if it does, or if the signature is not known."""
+    try:
+        if signature is not None:
+            signature.bind(*positional, **named)
+    except TypeError as error:
+        return str(error)
+    return None

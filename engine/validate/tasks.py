@@ -1,0 +1,169 @@
+"""Rules about the rows of task files after the first one: each must become a task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from engine.errors import SpecError
+from engine.spec.diagnostic import Diagnostic
+from engine.spec.load import LoadedSpec
+from engine.spec.row_sources import row_files
+from engine.spec.tasks import rows_of, task_of
+from engine.validate.context import CheckContext, nearest
+from engine.validate.registry import Finding, rule
+from engine.validate.sources import for_each_source
+
+MAX_ROWS = 20_000
+"""Number of rows of a file that are checked; `engine run` reads all."""
+LARGEST = 32 * 1024 * 1024
+"""Maximum size of a file that is checked, in bytes."""
+
+
+class _State(NamedTuple):
+    """The state of the files, and the fields that their rows need."""
+
+    files: tuple[tuple[str, int], ...]
+    """Their paths, and when they changed."""
+    size: int
+    fields: str
+
+
+class _Known(NamedTuple):
+    """An argument that is not part of a cache's key."""
+
+    loaded: LoadedSpec
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Known)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@rule("tasks.row", "error", "a row of the task file cannot become a task")
+@for_each_source
+def task_rows(ctx: CheckContext) -> Iterator[Finding]:
+    """The number of the first bad row: it is not JSON, lacks a field, or has the id of another row."""
+    tasks = ctx.spec.tasks
+    if tasks.source not in ("jsonl", "csv", "parquet", "inline"):
+        return
+    try:
+        if tasks.source == "inline":
+            found = _first_bad(ctx.loaded, MAX_ROWS)
+        else:
+            if tasks.source == "parquet":
+                yield from _columns(ctx, row_files(ctx.loaded))
+                return
+            found = _first_bad_of_files(_state(ctx), _Known(ctx.loaded))
+    except (SpecError, OSError):
+        return  # `tasks.unreadable` reports it
+    if found is not None:
+        yield Finding(found.message, found.path, found.fix, origin=found.origin)
+
+
+@rule("tasks.video", "warning", "tasks have videos, which no episode shows")
+@for_each_source
+def videos(ctx: CheckContext) -> Iterator[Finding]:
+    """A field `video` or `videos` of the first row, or a column of that name."""
+    tasks = ctx.spec.tasks
+    try:
+        if tasks.source == "parquet":
+            import pyarrow.parquet
+
+            fields = dict.fromkeys(pyarrow.parquet.read_schema(row_files(ctx.loaded)[0]).names, True)
+        elif tasks.source in ("jsonl", "csv", "inline"):
+            fields = next((dict(task_of(row, 0, tasks, ctx.loaded).fields) for row in rows_of(ctx.loaded, 1)), {})
+        else:
+            return
+    except (SpecError, OSError, IndexError, ValueError):
+        return  # `tasks.unreadable` reports it
+    for name in ("video", "videos"):
+        if fields.get(name):
+            message = f"the tasks have a field `{name}`, and an episode shows only text and images"
+            yield Finding(
+                message, ("tasks",), "show frames as image parts, or omit the field with `tasks.map`", key=True
+            )
+
+
+@rule("tasks.not-read", "info", "not every row of the task source is checked")
+@for_each_source
+def not_read(ctx: CheckContext) -> Iterator[Finding]:
+    """Of a long file the first rows are checked, of a very large one none; `engine run` reads all."""
+    tasks = ctx.spec.tasks
+    if tasks.source not in ("jsonl", "csv", "inline") or (tasks.limit or LARGEST) <= MAX_ROWS:
+        return
+    try:
+        if tasks.source == "inline":
+            found = f"the first {MAX_ROWS:,} rows are" if len(tasks.rows or []) > MAX_ROWS else ""
+        else:
+            found = _left_out(_state(ctx), _Known(ctx.loaded))
+    except (SpecError, OSError):
+        return  # `tasks.unreadable` reports it
+    if found:
+        path = ("tasks", "rows" if tasks.source == "inline" else "path")
+        yield Finding(f"only {found} checked: a later row may lack a field or share its id", path)
+
+
+@lru_cache(maxsize=256)
+def _left_out(state: _State, known: _Known) -> str:
+    if state.size > LARGEST:
+        return "the first row is"
+    rows = sum(1 for _ in rows_of(known.loaded, MAX_ROWS + 1))
+    return f"the first {MAX_ROWS:,} rows are" if rows > MAX_ROWS else ""
+
+
+def _state(ctx: CheckContext) -> _State:
+    files = [(file, file.stat()) for file in row_files(ctx.loaded)]
+    tasks = ctx.spec.tasks
+    return _State(
+        tuple((str(file), status.st_mtime_ns) for file, status in files),
+        sum(status.st_size for _, status in files),
+        repr((tasks, ctx.spec.prompt)),
+    )
+
+
+@lru_cache(maxsize=256)
+def _first_bad_of_files(state: _State, known: _Known) -> Diagnostic | None:
+    return None if state.size > LARGEST else _first_bad(known.loaded, MAX_ROWS)
+
+
+def _first_bad(loaded: LoadedSpec, most: int) -> Diagnostic | None:
+    """The problem of the first bad row; the very first row is left to `tasks.unreadable`."""
+    spec = loaded.spec.tasks
+    seen: dict[str, int] = {}
+    number = 0
+    try:
+        for index, row in enumerate(rows_of(loaded, min(most, spec.limit or most))):
+            task = task_of(row, index, spec, loaded)
+            number = index + 1
+            if task.id in seen:
+                message = f"rows {seen[task.id]} and {row.number} share the id `{task.id}`"
+                fix = "name a field of unique values under `tasks.id`, or leave it out"
+                origin = row.origin or loaded.origin(("tasks", "id"))
+                return Diagnostic("tasks.row", "error", message, fix, origin, ("tasks", "id"))
+            seen[task.id] = row.number
+    except SpecError as error:
+        first = loaded.spec.tasks.source == "inline" or number == 0
+        return None if first else error.diagnostics[0]
+    return None
+
+
+def _columns(ctx: CheckContext, files: list[Path]) -> Iterator[Finding]:
+    """The columns of the first Parquet file, compared with `map` and `id`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        names = list(pyarrow.parquet.read_schema(files[0]).names) if files else []
+    except (OSError, pyarrow.ArrowException) as error:
+        yield Finding(f"`{files[0]}` cannot be read as Parquet: {error}", ("tasks", "path"))
+        return
+    tasks = ctx.spec.tasks
+    for name, column in tasks.map.items():
+        if column not in names and column.partition(".")[0] not in names:
+            yield Finding(f"the file has no column `{column}`", ("tasks", "map", name), nearest(column, names))
+    if tasks.id is not None and tasks.id not in names and tasks.id.partition(".")[0] not in names:
+        yield Finding(f"the file has no column `{tasks.id}`", ("tasks", "id"), nearest(tasks.id, names))

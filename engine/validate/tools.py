@@ -1,0 +1,85 @@
+"""Rules over tools: their names and schemas, as the model will see them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from engine.spec.diagnostic import DataPath
+from engine.validate.code_facts import ReadCode, ToolFacts
+from engine.validate.context import CheckContext, nearest
+from engine.validate.registry import Finding, rule
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+
+
+def _tools(ctx: CheckContext) -> Iterator[tuple[DataPath, ToolFacts]]:
+    """Every tool that can be read without building anything."""
+    for index, tool in enumerate(ctx.spec.tools):
+        if tool.facts is not None:
+            continue  # its tools are known when the server runs
+        thing = ctx.code(tool.use)
+        facts = None if thing is None else thing.tool(tool.name)
+        if facts is not None:
+            yield ("tools", index), facts
+        elif isinstance(thing, ReadCode) and thing.tool_problem(tool.name) is None:
+            ctx.skip()
+
+
+def tools_at(ctx: CheckContext) -> DataPath | None:
+    """Where the spec says that the model has tools: `tools`, or an environment of which this is known. None: nowhere."""
+    if ctx.spec.tools:
+        return ("tools",)
+    if ctx.spec.condense is not None and ctx.spec.condense.expand:
+        return ("condense", "expand")
+    return ("environment", "use") if environment_tools(ctx) else None
+
+
+def environment_tools(ctx: CheckContext) -> bool | None:
+    """Whether the spec's environment brings tools: by the facts of its adapter, or by a method `tools`. None: not known."""
+    environment = ctx.spec.environment
+    if environment is None:
+        return False
+    if environment.facts is not None:
+        return {"none": False, "some": None, "all": True}[environment.facts.tools]
+    code = ctx.code(environment.entry.use)
+    method = "unknown" if code is None or code.kind != "class" else code.method("tools")
+    return {"missing": False, "unknown": None}.get(method, True) if isinstance(method, str) else True
+
+
+@rule("tools.name", "error", "two tools share a name, or a tool's name is not allowed")
+def tool_name(ctx: CheckContext) -> Iterator[Finding]:
+    """Letters, digits, `_` and `-`, at most 64 of them, not a digit first."""
+    seen: dict[str, DataPath] = {}
+    for path, tool in _tools(ctx):
+        where = (*path, "name") if ctx.written(*path, "name") else (*path, "use")
+        if not _NAME.fullmatch(tool.name):
+            message = f"a tool cannot be called `{tool.name}`: letters, digits, `_` and `-`, at most 64"
+            yield Finding(message, where, "give it another `name`")
+        if tool.name in seen:
+            line = ctx.loaded.origin(seen[tool.name]).line
+            message = f"two tools are called `{tool.name}`: this one, and the one in line {line}"
+            yield Finding(message, where, "give one of them another `name`")
+        seen.setdefault(tool.name, path)
+
+
+@rule("tools.schema", "info", "a tool's schema tells the model too little")
+def tool_schema(ctx: CheckContext) -> Iterator[Finding]:
+    """No description of the tool, or a parameter of any type at all."""
+    for path, tool in _tools(ctx):
+        if not tool.description:
+            message = f"the tool `{tool.name}` has no docstring: the model sees only its name"
+            yield Finding(message, (*path, "use"), "describe it in its docstring")
+        for name in tool.untyped:
+            message = f"the parameter `{name}` of the tool `{tool.name}` has no type"
+            yield Finding(message, (*path, "use"), "annotate it with a type")
+
+
+@rule("tools.docs", "warning", "a tool's docstring describes a parameter that it does not have")
+def tool_docs(ctx: CheckContext) -> Iterator[Finding]:
+    """An entry under `Args:` with another name: the model does not see it."""
+    for path, tool in _tools(ctx):
+        for name in tool.documented:
+            if name not in tool.parameters:
+                message = f"the docstring of the tool `{tool.name}` describes `{name}`, which is no parameter: the model does not see it"
+                yield Finding(message, (*path, "use"), nearest(name, [item for item in tool.parameters if item]))

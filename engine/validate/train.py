@@ -1,0 +1,313 @@
+"""Rules for `train`: whether the model can be trained on the episodes of this spec. Imports neither torch nor the trainer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+
+from engine.schemas.backend import BACKENDS, kinds_that_train
+from engine.schemas.train import TrainSpec
+from engine.spec.diagnostic import DataPath
+from engine.spec.near import near_or_known, short
+from engine.tokens.catalogue import CATALOGUE, MadeEntry
+from engine.validate.context import CheckContext
+from engine.validate.registry import Finding, rule
+
+_CUTS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+"""Keys that exclude tokens after the log-probs are computed, and the value that excludes none."""
+_SHIFTS = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+    "min_new_tokens": 0,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+}
+"""Keys that change the logits before the log-probs are computed, and the value that changes nothing."""
+_PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow"}
+FLOAT32_ON_GPU = "in `float32` a GPU multiplies matrices without its tensor cores (TF32 is off), several times slower than in `mixed`"
+_MEASURE = re.compile(r"success|reward|turns|tokens|reward:.+|success@turn:[0-9]+|pass@[1-9][0-9]*")
+_MEASURES = ("reward", "success", "turns", "tokens", "success@turn:0", "pass@1", "reward:name")
+_HERE = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
+
+
+def _train(ctx: CheckContext) -> Iterator[TrainSpec]:
+    """The section `train`, if the spec has one."""
+    if ctx.spec.train is not None:
+        yield ctx.spec.train
+
+
+def _sampling(ctx: CheckContext) -> Iterator[TrainSpec]:
+    """The section `train`, if the training samples episodes."""
+    for train in _train(ctx):
+        if train.samples_episodes:
+            yield train
+
+
+@rule("train.kl-credit", "error", "the credit method takes no KL penalty in the reward")
+def kl_credit(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.kl.in: reward` with a credit method that does not subtract penalties of tokens."""
+    credit = ctx.spec.rewards.credit
+    for train in _sampling(ctx):
+        if train.kl.in_reward and not credit.takes_penalties:
+            message = (
+                "a function of your own gets the ledgers, which do not hold the penalties, so they would have no effect"
+            )
+            yield Finding(message, ("train", "kl", "in"), "use `in: loss`, or a credit method of the engine", key=True)
+
+
+@rule("train.backend", "error", "training needs a backend that takes new weights")
+def backend(ctx: CheckContext) -> Iterator[Finding]:
+    """Training needs exact token ids, their log-probs, and a backend that takes new weights."""
+    for train in _train(ctx):
+        declared = ctx.spec.backend
+        if train.uses_backend and not declared.trains:
+            why = "takes no new weights" if declared.exact_ids else "returns text without token ids"
+            message = f"the `{declared.kind}` backend {why}, so the model cannot be trained on its replies"
+            path: DataPath = ("backend", "kind") if ctx.written("backend", "kind") else ("backend",)
+            yield Finding(message, path, f"use {kinds_that_train()}, or remove `train`")
+
+
+@rule("train.adapter", "error", "the sampler uses an adapter that the trainer does not have")
+def adapter(ctx: CheckContext) -> Iterator[Finding]:
+    """`backend.adapter` names an adapter that is loaded in the servers."""
+    for train in _sampling(ctx):
+        name = ctx.spec.backend.adapter_name
+        if name is not None:
+            fix = "remove it" + (
+                ": `train.lora` trains a new adapter" if train.lora else "; `train.lora` trains an adapter"
+            )
+            message = f"replies would be sampled with the adapter `{name}`, but the trainer does not have it"
+            yield Finding(message, ("backend", "adapter"), fix)
+
+
+@rule("train.greedy", "error", "the model would be trained on greedy replies")
+def greedy(ctx: CheckContext) -> Iterator[Finding]:
+    """At temperature 0 all episodes of a task are the same."""
+    for _ in _sampling(ctx):
+        if ctx.spec.sampling.temperature == 0:
+            message = "at temperature 0 every reply to a prompt is the same, so there is nothing to compare"
+            yield Finding(message, ("sampling", "temperature"), "set it to 1.0; `train.eval.sampling` can be greedy")
+
+
+@rule("train.cut-sampling", "warning", "tokens are sampled from a smaller set than the log-probs cover")
+def cut_sampling(ctx: CheckContext) -> Iterator[Finding]:
+    """`top_p`, `top_k` and `min_p` exclude tokens after the log-probs are computed."""
+    for _ in _sampling(ctx):
+        for key, free in _CUTS.items():
+            value = getattr(ctx.spec.sampling, key)
+            if value not in (None, free) and not (key == "top_k" and value <= 0):
+                message = f"`{key}: {value}` excludes tokens that the log-probs include, so gradients are biased"
+                yield Finding(message, ("sampling", key), "remove it; `train.eval.sampling` can have it")
+
+
+@rule("train.shifted-sampling", "error", "the trainer cannot recompute the log-probs of sampled tokens")
+def shifted_sampling(ctx: CheckContext) -> Iterator[Finding]:
+    """Penalties, a logit bias, a minimum length and grammars change the distribution depending on earlier tokens."""
+    for _ in _sampling(ctx):
+        for key, free in _SHIFTS.items():
+            value = getattr(ctx.spec.sampling, key)
+            if value is not None and value != free:
+                message = f"`{key}` changes the probabilities of sampled tokens, and the trainer cannot recompute that"
+                yield Finding(message, ("sampling", key), "remove it; `train.eval.sampling` can have it")
+
+
+@rule("train.nothing-to-learn", "error", "every advantage would be 0")
+def nothing_to_learn(ctx: CheckContext) -> Iterator[Finding]:
+    """The credit method gives 0 in a group of one episode."""
+    for train in _sampling(ctx):
+        credit = ctx.spec.rewards.credit
+        moved = train.entropy_coefficient != 0 or train.kl.in_loss
+        if (
+            ctx.spec.rollout.samples_per_task > 1
+            or not credit.zero_without_group
+            or train.advantage_bonuses
+            or (moved and not train.dynamic_sampling)
+        ):
+            continue
+        message = f"`{credit.method}` subtracts the mean of the group, and a group is one episode: every advantage is 0"
+        written = ctx.written("rollout", "samples_per_task")
+        path: DataPath = ("rollout", "samples_per_task") if written else ("train",)
+        fix = "set `rollout.samples_per_task` to 4 or more, or `rewards.credit.baseline: none`"
+        yield Finding(message, path, fix, key=not written)
+
+
+@rule("train.random-weights", "warning", "a model with random weights would be trained on its own replies")
+def random_weights(ctx: CheckContext) -> Iterator[Finding]:
+    """A name of the catalogue whose model is made locally, with random weights."""
+    for _ in _sampling(ctx):
+        entry = CATALOGUE.get(ctx.spec.model.path)
+        if isinstance(entry, MadeEntry):
+            message = f"`{entry.name}` has random weights: its replies are noise, and seldom earn rewards that differ"
+            fix = f"teach it the format first: `{entry.teach}`, then add `--set model.path={entry.taught}`"
+            yield Finding(message, ("model", "path"), fix)
+
+
+@rule("train.min-group", "error", "no group would be large enough to train on")
+def min_group(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.min_group` above `rollout.samples_per_task`."""
+    for train in _sampling(ctx):
+        samples = ctx.spec.rollout.samples_per_task
+        if train.min_group is not None and train.min_group > samples:
+            message = f"a group has {samples} episodes (`rollout.samples_per_task`), so every group is left out"
+            yield Finding(message, ("train", "min_group"), f"set it to {samples} or less", key=True)
+
+
+@rule("train.precision", "warning", "a GPU computes in float32, which is slow")
+def precision(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.precision: float32` with a CUDA device, or planned for a GPU."""
+    for train in _train(ctx):
+        cuda = train.device.startswith("cuda") or (train.plan is not None and train.device != "cpu")
+        if cuda and train.precision_on("cuda") == "float32":
+            yield Finding(FLOAT32_ON_GPU, ("train", "precision"), "remove it, or write `mixed`")
+
+
+@rule("train.half-precision", "warning", "the sampler computes in 16 bits without rollout correction")
+def half_precision(ctx: CheckContext) -> Iterator[Finding]:
+    """`backend.dtype` of a local backend, with `train.rollout_correction: {kind: none}`."""
+    for train in _sampling(ctx):
+        dtype = ctx.spec.backend.half_precision
+        if dtype is not None and train.rollout_correction.kind == "none":
+            message = f"with `dtype: {dtype}` the sampler's log-probs differ by up to 0.5 from the trainer's"
+            yield Finding(
+                message, ("backend", "dtype"), "set `dtype: float32`, or `train.rollout_correction: {kind: truncate}`"
+            )
+
+
+@rule("train.freeze", "error", "a pattern in `train.freeze` is not a regular expression")
+def freeze(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.freeze`."""
+    for train in _train(ctx):
+        for index, pattern in enumerate(train.freeze):
+            try:
+                re.compile(pattern)
+            except (re.error, OverflowError, RecursionError) as error:
+                offset = getattr(error, "pos", None)
+                message = f"not a regular expression: {getattr(error, 'msg', error)}"
+                fix = "a dot matches any character, `\\.` matches a dot: `embed_tokens`, `layers\\.[0-3]\\.`"
+                yield Finding(message, ("train", "freeze", index), fix, offset=offset)
+
+
+@rule("train.weight-sync", "error", "`train.weight_sync.method` does not fit what is trained or served")
+def weight_sync(ctx: CheckContext) -> Iterator[Finding]:
+    """`adapter` without `train.lora`; `collective` with it, behind a router, or with `train.colocate`."""
+    for train in _train(ctx):
+        method, path = train.weight_sync.method, ("train", "weight_sync", "method")
+        if method == "adapter" and train.lora is None:
+            message = "only an adapter would be sent, but all weights are trained"
+            yield Finding(message, path, "add `train.lora: {}`, or use `disk` or `auto`")
+        if method != "collective":
+            continue
+        if train.lora is not None:
+            yield Finding("all weights would be sent, but only an adapter is trained", path, "use `adapter` or `auto`")
+        if getattr(ctx.spec.backend, "router", False):
+            message = "servers behind a router cannot be called to a process group"
+            yield Finding(message, path, "name the servers themselves in `backend.urls`, or use `disk`")
+        if train.colocate:
+            message = "NCCL refuses a group in which trainer and server have the same GPU (`train.colocate`)"
+            yield Finding(message, path, "use `tensors` or `disk`")
+
+
+@rule("train.colocate", "error", "trainer and servers cannot use the same GPUs in turn")
+def colocate(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.colocate` with another backend, behind a router, or with sampling while an update runs."""
+    for train in _train(ctx):
+        if not train.colocate:
+            continue
+        backend, path = ctx.spec.backend, ("train", "colocate")
+        if not backend.releases_memory:
+            kinds = " or ".join(f"`{kind.kind_name()}`" for kind in BACKENDS if kind.releases_memory)
+            message = f"the `{backend.kind}` backend has no servers that release memory"
+            yield Finding(message, path, f"remove it, or use {kinds}")
+        if getattr(backend, "router", False):
+            yield Finding(
+                "a router does not pass on that servers release memory",
+                path,
+                "name the servers themselves in `backend.urls`",
+            )
+        if train.asynchrony.max_staleness:
+            message = "servers sample while an update runs, so they cannot release their memory"
+            yield Finding(message, ("train", "asynchrony", "max_staleness"), "set it to 0, or remove `train.colocate`")
+        if train.kind == "sft":
+            yield Finding("nothing is sampled between updates, so nothing is released", path, "remove it")
+
+
+@rule(
+    "train.weight-sync-method",
+    "warning",
+    "`train.weight_sync.method` has no effect, or the server may not see the weights",
+)
+def weight_sync_method(ctx: CheckContext) -> Iterator[Finding]:
+    """The local backend shares the trainer's memory; shared memory is limited to one host."""
+    for train in _train(ctx):
+        method, backend, path = train.weight_sync.method, ctx.spec.backend, ("train", "weight_sync", "method")
+        if backend.trains and method not in backend.weight_methods:
+            message = f"`{method}` has no effect: the `{backend.kind}` backend takes weights in memory"
+            yield Finding(message, path, "remove it")
+        if method == "tensors":
+            far = [url for url in backend.server_urls if _host(url) not in _HERE]
+            if far:
+                message = f"`tensors` uses the shared memory of this host, and `{far[0]}` may be another host"
+                yield Finding(message, path, "use `disk` with a folder that both hosts share")
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url if "//" in url else f"//{url}").hostname or ""
+    except ValueError:
+        return ""
+
+
+@rule("train.metric", "error", "the metric that selects the best checkpoint does not exist")
+def metric(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.eval.metric` is a metric of `engine eval`."""
+    for train in _train(ctx):
+        if train.eval is None:
+            continue
+        name, path = train.eval.metric, ("train", "eval", "metric")
+        where: DataPath = path if ctx.written(*path) else ("train", "eval")
+        if len(name) > 80 or not _MEASURE.fullmatch(name):
+            yield Finding(f"there is no metric `{short(name)}`", where, near_or_known(name, _MEASURES))
+            continue
+        kind, _, number = name.partition("@")
+        most = ctx.spec.limits.assistant_turns
+        samples = train.eval.by_name()[train.eval.best or next(iter(train.eval.sets), "")].samples
+        if kind == "pass" and number not in (known := _powers(samples)):
+            message = f"`{name}` is not measured with {samples} episodes of each task"
+            fix = f"set `train.eval.samples`, or use one of {', '.join(f'pass@{k}' for k in known)}"
+            yield Finding(message, where, fix)
+        elif kind == "success" and number and most is not None and int(number[5:][:9]) >= most:
+            message = f"turns are counted from 0, and `limits.assistant_turns` is {most}: `{name}` is never measured"
+            yield Finding(message, where, f"use `success@turn:{most - 1}` or `success`")
+
+
+def _powers(most: int) -> list[str]:
+    """The k of `pass@k` that are measured: 1, 2, 4, … and `most`."""
+    return [str(k) for k in sorted({*(2**power for power in range(min(most.bit_length(), 64))), most})]
+
+
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # imported without a spec
+        return True
+
+
+@rule("train.no-package", "info", "a package that training needs is not installed")
+def no_package(ctx: CheckContext) -> Iterator[Finding]:
+    """The packages of `train.report_to`, and `peft` for `train.lora`."""
+    for train in _train(ctx):
+        named: list[tuple[DataPath, str, str]] = [
+            (("train", "report_to", index), _PACKAGES[name], name) for index, name in enumerate(train.report_to)
+        ]
+        if train.lora is not None:
+            named.append((("train", "lora"), "peft", "train"))
+        for path, package, extra in named:
+            if not _installed(package):
+                message = f"`{package}` is not installed, and `engine train` needs it for this"
+                yield Finding(message, path, f"pip install 'episode-engine[{extra}]'")

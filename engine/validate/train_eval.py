@@ -1,0 +1,106 @@
+"""Rules about `train.eval`: its tasks and sampling are checked like those of the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import Field
+
+from engine.schemas.base import Contract
+from engine.schemas.generation import SamplingParams
+from engine.schemas.tasks import TasksSpec
+from engine.spec.diagnostic import DataPath
+from engine.spec.entry import EntryError
+from engine.spec.load import Document, validate
+from engine.spec.source import NotImported
+from engine.validate.context import CheckContext
+from engine.validate.prompts import prompt_field, tasks_unreadable
+from engine.validate.registry import Finding, rule
+from engine.validate.sources import each_source
+from engine.validate.tasks import task_rows
+
+EVAL: DataPath = ("train", "eval")
+
+
+class _Set(Contract):
+    tasks: TasksSpec | None = None
+    sampling: SamplingParams = SamplingParams()
+
+
+class _Eval(_Set):
+    sets: dict[str, _Set] = Field(default_factory=dict)
+
+
+class _Train(Contract):
+    eval: _Eval
+
+
+class _Whole(Contract):
+    """The section at its position in a spec, so that problems have the right path."""
+
+    train: _Train
+
+
+def _read(ctx: CheckContext) -> tuple[dict[DataPath, _Set], list[Finding]]:
+    """Each evaluation by its path, read as `tasks` and `sampling`; none if one is not valid."""
+    if ctx.spec.train is None or ctx.spec.train.eval is None:
+        return {}, []
+    section = ctx.spec.train.eval
+    given: dict[str, Any] = {"sampling": section.sampling}
+    if section.tasks is not None:
+        given["tasks"] = section.tasks
+    given["sets"] = {name: {"tasks": one.tasks, "sampling": one.sampling} for name, one in section.sets.items()}
+    loaded = ctx.loaded
+    document = Document({"train": {"eval": given}}, loaded.origins, loaded.key_origins)
+    whole, problems = validate(document, _Whole)
+    found = [Finding(item.message, item.path, item.fix, origin=item.origin) for item in problems]
+    if whole is None:
+        return {}, found
+    sets = whole.train.eval.sets
+    return {(*EVAL, "sets", name): one for name, one in sets.items()} if sets else {EVAL: whole.train.eval}, found
+
+
+@rule("train.eval-form", "error", "the evaluation's tasks or sampling are not valid")
+def eval_form(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.eval.tasks` as `tasks`, `train.eval.sampling` as `sampling`."""
+    yield from _read(ctx)[1]
+
+
+@rule("train.eval-tasks", "error", "the evaluation's tasks cannot be read, or lack a field that the prompt names")
+def eval_tasks(ctx: CheckContext) -> Iterator[Finding]:
+    """The rules about `tasks`, applied to those of each evaluation."""
+    for at, section in _read(ctx)[0].items():
+        if section.tasks is None:
+            continue
+        path: DataPath = (*at, "tasks")
+        named = f"in the evaluation `{at[-1]}`" if len(at) > len(EVAL) else "in the evaluation"
+        other = ctx.with_tasks(section.tasks, path)
+        for below, source in each_source(other):
+            tasks = source.spec.tasks
+            if tasks.source == "python" and tasks.use is not None:
+                thing = other.described(tasks.use)
+                if isinstance(thing, EntryError) and not isinstance(thing, NotImported):
+                    message, _, fix = str(thing).partition("; ")
+                    yield Finding(message, (*at, *below, "use"), fix or None)
+        for check in (tasks_unreadable, task_rows, prompt_field):
+            for item in check(other):
+                place = (*at, *item.path) if item.path[:1] == ("tasks",) else item.path
+                yield Finding(f"{named}: {item.message}", place, item.fix, origin=item.origin)
+
+
+@rule("train.eval-on-training-tasks", "warning", "an evaluation uses the training's own tasks")
+def eval_on_training_tasks(ctx: CheckContext) -> Iterator[Finding]:
+    """An evaluation without tasks of its own, or with exactly the spec's `tasks`."""
+    for at, section in _read(ctx)[0].items():
+        own = [_source(one) for one in ctx.spec.tasks.sources]
+        if section.tasks is not None and not any(_source(one) in own for one in section.tasks.sources):
+            continue
+        message = "the policy is evaluated on the tasks that it is trained on: the figures also rise when it only learns these by heart"
+        path: DataPath = (*at, "tasks") if section.tasks is not None else at
+        yield Finding(message, path, "give other tasks under `tasks`: another file or split, or other arguments")
+
+
+def _source(tasks: TasksSpec) -> dict[str, Any]:
+    """What decides which rows there are."""
+    return tasks.model_dump(include={"source", "rows", "path", "name", "split", "use", "with_"})

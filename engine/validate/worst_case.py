@@ -1,0 +1,244 @@
+"""The worst case: the maximum cost of one episode and of the whole run, and what bounds each.
+
+It is computed from the graph of everything that an episode may do (`explore`), so it holds for every behaviour of the
+model and the environments. If that graph is too large, the worst case of a counter is its own limit.
+
+No episode costs more than its worst case. Some path through the machine reaches the worst case of each counter; only
+guards on facts, texts or rewards may exclude that path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from engine.actions.facts import ACTIONS, NO_CALLS, seconds_of
+from engine.errors import SpecError
+from engine.limits import COUNTERS, EPISODE_SECONDS, LIMITS, UNBOUNDED
+from engine.schemas.episode import EpisodeSpec
+from engine.spec.tasks import count_tasks
+from engine.validate.chart import TURNS, Place
+from engine.validate.context import CheckContext
+from engine.validate.explore import Graph, explore
+from engine.validate.model_files import model_files
+
+COUNTS = tuple(limit.name for limit in COUNTERS)
+COSTS = {
+    "tokens": "sampled_tokens",
+    **{limit.budget: "seconds" if limit is EPISODE_SECONDS else limit.name for limit in LIMITS if limit.budget},
+}
+"""What adds up over a run: its name in a budget, and in a worst case."""
+MACHINE = "machine"
+"""What bounds a counter that no limit bounds: the machine's graph."""
+
+
+class Bound(NamedTuple):
+    """An upper bound, and what sets it."""
+
+    most: float | None
+    """None if there is no bound."""
+    by: str
+    """A key of the spec, such as `limits.assistant_turns`, or `machine`; for what is not bounded, why."""
+
+    def times(self, factor: int | None) -> Bound:
+        """This bound multiplied by a factor."""
+        if factor is None and self.most != 0:
+            return Bound(None, "the number of tasks is not known")
+        return Bound(None if self.most is None else self.most * min(factor or 0, UNBOUNDED), self.by)
+
+
+@dataclass(frozen=True)
+class WorstCase:
+    """The maximum cost of a spec."""
+
+    episode: Mapping[str, Bound]
+    """Of one episode: the counters, tokens, branches, images, seconds."""
+    run: Mapping[str, Bound]
+    """Of the whole run: the same, for what adds up."""
+    tasks: int | None
+    """The number of tasks; None if it is not known."""
+    episodes: int | None
+    """Tasks times samples."""
+    exact: bool
+    """Whether the graph is exact; otherwise the worst case of a counter is its own limit."""
+
+
+def worst_case(ctx: CheckContext) -> WorstCase:
+    """Return the worst case of a spec whose machine has no errors."""
+    graph = ctx.graph
+    episode = {name: _count(ctx, graph, index) for index, name in enumerate(COUNTS)}
+    episode |= _tokens(ctx, episode[COUNTS[TURNS]])
+    episode["branches"] = episode[COUNTS[TURNS]]  # at most one new branch per turn
+    episode["images"] = _images(ctx)
+    episode["seconds"] = _seconds(ctx, graph)
+    tasks = _tasks(ctx)
+    episodes = None if tasks is None else tasks * ctx.spec.rollout.samples_per_task
+    run = {name: episode[name].times(episodes) for name in COSTS.values()}
+    run["seconds"] = _run_seconds(ctx.spec, episode["seconds"], episodes)
+    return WorstCase(episode, run, tasks, episodes, graph.exact)
+
+
+# ---- counts
+
+
+def most_counts(graph: Graph) -> tuple[float, ...]:
+    """Return the maximum of each counter on any path through a graph; infinite if nothing bounds it."""
+    if graph.most is None:
+        sampled = graph.chart.most_sampled  # a call is at least one token
+        weights = [sampled if limit.per_use == "calls" else 1 for limit in COUNTERS]
+        graph.most = tuple(_longest(graph, index, weight) for index, weight in enumerate(weights))
+    return graph.most
+
+
+def _longest(graph: Graph, index: int, weight: int) -> float:
+    """The maximum of one counter, within its limit."""
+    limit = graph.chart.limits[index]
+    if limit is not None and weight == 1:  # such a counter is counted exactly
+        return float(max(place.counts[index] for place in graph.steps))
+    longest = heaviest(graph, lambda place, used: float(weight) if index in used else 0.0)
+    return min(longest, inf if limit is None else float(limit))
+
+
+def heaviest(graph: Graph, weigh: Callable[[Place, tuple[int, ...]], float]) -> float:
+    """Return the weight of the heaviest path through a graph; infinite if a step with a weight lies on a cycle."""
+    component, count = graph.components
+    members: list[list[Place]] = [[] for _ in range(count)]
+    for place, number in component.items():
+        members[number].append(place)
+    best = [0.0] * count
+    for number, places in enumerate(members):  # steps lead from higher numbers to lower ones
+        inside = beyond = 0.0
+        for place in places:
+            for step in graph.steps[place]:
+                weight = weigh(place, step.used)
+                if component[step.dest] == number:
+                    inside = max(inside, inf if weight > 0 else 0.0)
+                else:
+                    beyond = max(beyond, weight + best[component[step.dest]])
+        best[number] = max(inside, beyond)
+    start = next(iter(graph.steps))
+    return best[component[start]]
+
+
+def count_bound(ctx: CheckContext, name: str) -> Bound:
+    """Return the maximum of one of `COUNTS` in one episode."""
+    return _count(ctx, ctx.graph, COUNTS.index(name))
+
+
+def _count(ctx: CheckContext, graph: Graph, index: int) -> Bound:
+    name = COUNTS[index]
+    own = getattr(ctx.spec.limits, name)
+    own = None if own is None else min(own, UNBOUNDED)
+    if not graph.exact:
+        if graph.walked and not any(index in step.used for steps in graph.steps.values() for step in steps):
+            return Bound(0.0, MACHINE)
+        return Bound(own, f"limits.{name}") if own is not None else Bound(None, f"`limits.{name}` is not set")
+    most = most_counts(graph)[index]
+    if most == inf:
+        return Bound(None, f"`limits.{name}` is not set")
+    return Bound(most, _binding(ctx, index, most))
+
+
+def _binding(ctx: CheckContext, index: int, most: float) -> str:
+    """The limit whose increase would increase the counter's maximum."""
+    limits = ctx.spec.limits
+    for name in (COUNTS[index], *(name for name in COUNTS if name != COUNTS[index])):
+        value = getattr(limits, name)
+        if value is None:
+            continue
+        wider = explore(ctx.chart(limits.model_copy(update={name: value + 1})))
+        grows = most_counts(wider)[index] > most if wider.exact else name == COUNTS[index] and most == value
+        if grows:
+            return f"limits.{name}"
+    if COUNTERS[index].per_use == "calls" and most:
+        return "limits.turn_tokens"  # a call is at least one token
+    return MACHINE
+
+
+# ---- tokens and images
+
+
+def _tokens(ctx: CheckContext, turns: Bound) -> dict[str, Bound]:
+    spec = ctx.spec
+    context = context_bound(ctx)
+    sampled = spec.sampling.max_new_tokens
+    by_sampling = sampled is not None and sampled < spec.limits.turn_tokens
+    each = spec.limits.turn_tokens if sampled is None else min(sampled, spec.limits.turn_tokens)
+    by = "sampling.max_new_tokens" if by_sampling else "limits.turn_tokens"
+    each = min(each, UNBOUNDED)
+    total = Bound(None, turns.by) if turns.most is None else Bound(turns.most * each, f"{turns.by} × {by}")
+    return {"sampled_tokens": total, "context_tokens": context}
+
+
+def context_bound(ctx: CheckContext) -> Bound:
+    """Return the maximum length of a sequence, the reply included."""
+    spec = ctx.spec
+    files = model_files(ctx.loaded)
+    known = [
+        (spec.limits.episode_tokens, "limits.episode_tokens"),
+        (spec.model.context, "model.context"),
+        (None if files is None or spec.model.context is not None else files.context, "the model's context"),
+    ]
+    found = [(most, by) for most, by in known if most is not None]
+    if not found:
+        return Bound(
+            None,
+            "neither `limits.episode_tokens` nor `model.context` is set, and the model's files are not on this computer",
+        )
+    most, by = min(found)
+    return Bound(float(min(most, UNBOUNDED)), by)
+
+
+def _images(ctx: CheckContext) -> Bound:
+    files = model_files(ctx.loaded)
+    if files is not None and files.sees is False:
+        return Bound(0.0, "the model takes only text")
+    named = {"limits.images": ctx.spec.limits.images, "model.max_images": ctx.spec.model.max_images}
+    known = [(most, by) for by, most in named.items() if most is not None]
+    if not known:
+        return Bound(None, "neither `limits.images` nor `model.max_images` is set")
+    most, by = min(known)
+    return Bound(float(min(most, UNBOUNDED)), by)
+
+
+# ---- time
+
+
+def _seconds(ctx: CheckContext, graph: Graph) -> Bound:
+    """The sum of the deadlines on the longest path, or the episode's time limit and the final state's deadline."""
+    spec = ctx.spec
+    ends = max((seconds_of(ctx.spec, state) for state in ctx.states.values() if state.final), default=0.0)
+    whole = inf if spec.limits.episode_seconds is None else spec.limits.episode_seconds + ends
+    worth = {name: seconds_of(ctx.spec, state) for name, state in ctx.states.items() if not state.final}
+    way = inf
+    if graph.exact:
+        rest = graph.at_rest()
+        calling = {
+            name
+            for name, state in ctx.states.items()
+            if (facts := ACTIONS.get(str(state.action))) and facts.answers_calls
+        }
+        rest |= {place for place in graph.steps if place.newest == NO_CALLS and place.state in calling}
+        way = heaviest(graph, lambda place, used: 0.0 if place in rest else worth.get(place.state, 0.0)) + ends
+    if min(whole, way) == inf:
+        return Bound(None, "`limits.episode_seconds` is not set, and not everything has a deadline")
+    if whole <= way:
+        return Bound(whole, "limits.episode_seconds" + (" + the final state's deadline" if ends else ""))
+    return Bound(way, "the deadlines of what the episode does")
+
+
+def _run_seconds(spec: EpisodeSpec, one: Bound, episodes: int | None) -> Bound:
+    """The episode's maximum times the number of waves of concurrent episodes."""
+    if episodes is None or one.most is None:
+        return one.times(episodes)
+    live = spec.rollout.live_episodes or 2 * spec.rollout.concurrency
+    return Bound(one.most * min(-(-episodes // live), UNBOUNDED), one.by)
+
+
+def _tasks(ctx: CheckContext) -> int | None:
+    try:
+        return count_tasks(ctx.loaded)
+    except SpecError:
+        return None  # `tasks.unreadable` says it
