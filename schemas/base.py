@@ -13,6 +13,7 @@ Both refuse unknown keys and never change once they are built.
 from __future__ import annotations
 
 import re
+import threading
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -37,12 +38,35 @@ _CONFIG = ConfigDict(
     ser_json_inf_nan="constants",  # NaN inside free-form facts stays NaN; null would be another value
     protected_namespaces=(),
 )
+_BUILDING = threading.RLock()
+"""Pydantic has a lock of its own since 2.14."""
 
 
 class Contract(BaseModel):
     """Base of what people write: validated when it is built, unknown keys refused, frozen."""
 
-    model_config = _CONFIG | ConfigDict(frozen=True, populate_by_name=True)
+    model_config = _CONFIG | ConfigDict(frozen=True, populate_by_name=True, defer_build=True)
+    """`defer_build`: a validator is built when its class is first used. A spec uses few of them."""
+
+    @classmethod
+    def model_rebuild(
+        cls,
+        *,
+        force: bool = False,
+        raise_errors: bool = True,
+        _parent_namespace_depth: int = 2,
+        _types_namespace: Any = None,
+    ) -> bool | None:
+        """Build the validator, if it is not there. Threads that first use a class at one time wait for each other."""
+        with _BUILDING:
+            if cls.__pydantic_complete__ and not force:
+                return None
+            return super().model_rebuild(
+                force=force,
+                raise_errors=raise_errors,
+                _parent_namespace_depth=_parent_namespace_depth + 1,
+                _types_namespace=_types_namespace,
+            )
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import structlog
-
 from engine.errors import SpecError
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.diagnostic import DataPath, Diagnostic, Origin
@@ -23,7 +21,6 @@ from engine.storable import words_of
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
-log = structlog.get_logger(__name__)
 
 TASKS: DataPath = ("tasks",)
 SUFFIXES = {"jsonl": (".jsonl", ".ndjson"), "csv": (".csv", ".tsv"), "parquet": (".parquet",)}
@@ -263,6 +260,9 @@ def _harbor(loaded: LoadedSpec, limit: int | None) -> Rows:
         message = f"none of the {len(dropped)} task folders runs here: {dropped[0]}"
         raise fault(loaded, "tasks.harbor", message, None, at)
     if dropped:
+        import structlog  # takes 80 ms, and few specs read task folders
+
+        log = structlog.get_logger(__name__)
         log.warning("task folders are left out, because they do not run here", count=len(dropped), first=dropped[0])
     return ListRows(rows)
 

@@ -37,9 +37,11 @@ def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
 @rule("backend.no-prices", "error", "a limit on the cost of a run in which nothing has a price")
 def no_prices(ctx: CheckContext) -> Iterator[Finding]:
     """`rollout.max_cost` without `prices` of any backend of the spec."""
+    if ctx.spec.rollout.max_cost is None:
+        return
     from engine.actions.role_models import backend_specs
 
-    if ctx.spec.rollout.max_cost is not None and not any(backend.priced for backend in backend_specs(ctx.spec)):
+    if not any(backend.priced for backend in backend_specs(ctx.spec)):
         yield Finding(
             "`max_cost` has no effect: no backend of this spec has `prices`",
             ("rollout", "max_cost"),
