@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import LedgerError
-from engine.limits import FIELDS, LIMITS, UNBOUNDED
+from engine.limits import LIMITS
 from engine.rewards.address import TurnPart
 from engine.rewards.ledger import Ledger
 from engine.schemas.environment import EpisodeView, Task
@@ -25,7 +25,6 @@ from engine.tokens.tape import as_seen, untrained
 
 if TYPE_CHECKING:
     from engine.agents.threads import AgentThreads
-    from engine.schemas.limits import LimitsSpec
     from engine.schemas.reward import PartAddress
     from engine.tokens.conversation import Conversation
 
@@ -37,11 +36,6 @@ def derive_seed(*parts: object) -> int:
     """Return a seed in [0, 2**63) that depends on every part and on nothing else."""
     text = "\0".join(map(str, parts)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1
-
-
-def limit_variables(limits: LimitsSpec) -> dict[str, int | float]:
-    """Return the `limits` variable of guards: every limit, `UNBOUNDED` if it is not set."""
-    return {name: UNBOUNDED if value is None else value for name, value in limits if name in FIELDS}
 
 
 class GrowingView(Sequence[Any]):

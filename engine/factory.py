@@ -21,8 +21,9 @@ from engine.actions.cut_texts import TextCutter
 from engine.actions.objects import ObjectBuilder
 from engine.actions.registry import build_actions
 from engine.actions.role_models import RoleModels
-from engine.episode import Episode, limit_variables
+from engine.episode import Episode
 from engine.executor import Executor
+from engine.limits import limit_variables
 from engine.machine.compile import EpisodeMachine
 from engine.machine.presets import machine_of
 from engine.rewards.rules import compile_rules

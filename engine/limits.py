@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from engine.episode import Episode
     from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.limits import LimitsSpec
     from engine.schemas.role import UserSpec
 
 UNBOUNDED = 2**53 - 1
@@ -213,3 +214,8 @@ COUNTERS_OF: Mapping[str, tuple[int, ...]] = {
 def limits_of(action: str | None) -> Iterator[Limit]:
     """Yield the limits that may stop an action, in the order in which they are checked."""
     return (limit for limit in LIMITS if not limit.cuts and limit.action in (None, action)) if action else iter(())
+
+
+def limit_variables(limits: LimitsSpec) -> dict[str, int | float]:
+    """Return the `limits` variable of guards: every limit, `UNBOUNDED` if it is not set."""
+    return {name: UNBOUNDED if value is None else value for name, value in limits if name in FIELDS}

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from engine.episode import limit_variables
 from engine.errors import GuardError, StoreError
+from engine.limits import limit_variables
 from engine.machine.guards import Guard, guard_problems
 from engine.machine.variables import BOOL, DOUBLE, DYN, INT, STRING, VARIABLES, Member, Variable
 from engine.schemas.journal import UserRecord

@@ -9,7 +9,7 @@ import platform
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -216,3 +216,15 @@ def _versions() -> tuple[tuple[str, str], ...]:
 def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages in `_PACKAGES` that are installed, by name."""
     return dict(_versions())
+
+
+def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, value before, value after) for each value that differs in two documents. A list is one value.
+
+    A key that one document does not have has the value None there.
+    """
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in {**before, **after}:
+            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+    elif before != after:
+        yield path, before, after

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from engine.errors import TrainError
+from engine.train.folder import BATCHES
 
 if TYPE_CHECKING:
     from engine.train.batches import Batch
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-FILE = "batches.jsonl"
 CUT = "batches.cut.jsonl"
 """What the file had before its records were replaced."""
 
@@ -117,7 +117,7 @@ class BatchLog:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
+        self._path = folder / BATCHES
 
     def read(self, *, repair: bool = True) -> list[BatchRecord]:
         """All records, oldest first. A last line that a crash left incomplete is removed from the file, with `repair`, and passed over.
@@ -149,7 +149,7 @@ class BatchLog:
         Raises:
             TrainError: kind `checkpoint`: they cannot be written.
         """
-        draft = self._path.with_name(f".{FILE}")
+        draft = self._path.with_name(f".{BATCHES}")
         try:
             with self._path.with_name(CUT).open("a", encoding="utf-8") as file:
                 file.write(self._path.read_text(encoding="utf-8"))

@@ -7,11 +7,11 @@ the batch log; steps that are repeated use the learning rate that they had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import TrainError
+from engine.store.header import differences
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
@@ -81,15 +81,3 @@ def check_changes(before: EpisodeSpec, after: EpisodeSpec) -> list[str]:
 
 def _plain(spec: EpisodeSpec) -> dict[str, Any]:
     return spec.model_dump(mode="json", by_alias=True)
-
-
-def differences(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (path, value before, value after) for each value that differs in two documents. A list is one value.
-
-    A key that one document does not have has the value None there.
-    """
-    if isinstance(before, Mapping) and isinstance(after, Mapping):
-        for key in {**before, **after}:
-            yield from differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
-    elif before != after:
-        yield path, before, after

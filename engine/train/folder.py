@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _HEADER = "train.json"
 ROLLOUTS = "rollouts"
+METRICS = "metrics.jsonl"
+BATCHES = "batches.jsonl"
 
 
 def begin(out: Path, header: RunHeader) -> Path:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from engine.errors import StoreError
+from engine.train.folder import METRICS
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrackingSpec
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-FILE = "metrics.jsonl"
 CUT = "metrics.cut.jsonl"
 """Lines that were removed because the run was resumed from an earlier step."""
 TRACKERS = "trackers.json"
@@ -76,7 +76,7 @@ class MetricsLog:
         from engine.train.sinks import open_sink
 
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / FILE
+        self.path = folder / METRICS
         self._folder = folder
         self._clock = clock
         self._sinks: dict[str, Sink] = {}
@@ -212,7 +212,7 @@ class MetricsLog:
             os.fsync(self._file)
 
     def _replace(self, lines: Sequence[str]) -> None:
-        fresh = self.path.with_name(f".{FILE}.new")
+        fresh = self.path.with_name(f".{METRICS}.new")
         made = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             _append(made, lines)
@@ -232,7 +232,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     Raises:
         StoreError: It cannot be read, or a line before the last is not a JSON object with a `step`.
     """
-    file = path / FILE if path.is_dir() else path
+    file = path / METRICS if path.is_dir() else path
     try:
         return [
             {name: math.nan if value is None else value for name, value in line.items()} for _, line in _lines(file)

@@ -1,1 +1,1 @@
-"""Queries over run stores, for `engine show` and `engine view`: lists, filters, comparisons, curves of a training."""
+"""The web app of `engine view`, and its single file."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from engine.runner.evaluate import Sample, by_task, collect, compare
 from engine.schemas.base import Struct
+from engine.store.header import differences
 from engine.store.reader import RunReader
-from engine.train.changes import differences
 from engine.view.heads import heads
 
 

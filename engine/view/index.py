@@ -30,7 +30,7 @@ from engine.store.private import private_file, private_folder
 from engine.store.reader import RunReader
 from engine.store.reading import reading
 from engine.tokens.catalogue import cache_root
-from engine.train.batch_log import FILE as BATCHES
+from engine.train.folder import BATCHES
 from engine.view.heads import read_head
 from engine.view.logs import sampled_tasks
 from engine.view.sources import Source

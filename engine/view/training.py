@@ -18,9 +18,7 @@ from typing import Any
 from engine.errors import StoreError
 from engine.schemas.base import Struct
 from engine.store.header import RunHeader
-from engine.train.batch_log import FILE as BATCHES
-from engine.train.folder import read_header
-from engine.train.metrics import FILE as METRICS
+from engine.train.folder import BATCHES, METRICS, read_header
 from engine.view.logs import lines_of
 from engine.view.sources import Source, is_training, open_stores
 

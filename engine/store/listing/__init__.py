@@ -1,0 +1,1 @@
+"""Queries over run stores, for `engine show`, `engine view` and `engine compare`: lists, filters, comparisons, curves of a training."""
