@@ -22,8 +22,8 @@ from statistics import fmean
 from typing import Any
 
 from engine.spec.load import load_spec
+from engine.store import training as folders
 from engine.store.header import RunHeader
-from engine.train import folder as folders
 from engine.train.metrics import read_metrics
 from engine.train.trainer import Trainer
 

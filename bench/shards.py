@@ -130,7 +130,7 @@ def opened(folder: Path) -> Any:
 def listing(folder: Path) -> Any:
     """The list of its episodes."""
     from engine.store import find_run
-    from engine.view.listing import Listing
+    from engine.store.listing.listing import Listing
 
     return Listing.open([find_run(str(folder / "shards"))])
 
@@ -274,7 +274,7 @@ def run_one(name: str, folder: Path) -> None:
         import pyarrow.parquet  # noqa: F401
 
         import engine.store
-        import engine.view.listing  # noqa: F401
+        import engine.store.listing.listing  # noqa: F401
     before = peak_memory()
     began, cpu = time.perf_counter(), time.process_time()
     found = work(folder)

@@ -41,7 +41,7 @@ def compact(
     """
     from engine.errors import EngineError
     from engine.logs import configure_logging
-    from engine.train.folder import find_training, read_header
+    from engine.store.training import find_training, read_header
     from engine.train.keep import compact_training
 
     configure_logging()

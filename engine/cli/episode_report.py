@@ -232,7 +232,7 @@ def print_unfinished(
     from rich.table import Table
     from rich.text import Text
 
-    from engine.view.unfinished import partial_episode
+    from engine.store.listing.unfinished import partial_episode
 
     told = f"{status(row, store.status)} · {_count(len(journal), 'step')} so far"
     if attempt is not None:

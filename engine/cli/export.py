@@ -267,7 +267,7 @@ def _without_effect(chosen: Format, out: Path | None, given: Mapping[str, object
 
 
 def _filter(store: RunReader, expression: str | None) -> Callable[[Trajectory], bool] | None:
-    from engine.runner.finished import EpisodeFilter
+    from engine.store.listing.finished import EpisodeFilter
 
     return EpisodeFilter(store, expression) if expression is not None else None
 
@@ -278,9 +278,9 @@ def _export_sft(
     from engine.cli.console import make_console
     from engine.cli.report import dropped_words
     from engine.errors import EngineError
-    from engine.runner.finished import TURN_VARIABLES, EpisodeFilter
     from engine.store.export import write_jsonl
     from engine.store.find import find_run
+    from engine.store.listing.finished import TURN_VARIABLES, EpisodeFilter
     from engine.store.loader import vision_of, with_image_files
     from engine.store.sft_rows import SftSelection, sft_rows
     from engine.store.store import RunStore

@@ -47,8 +47,8 @@ def export_dataset(run: str, runs: Path, out: Path | None, options: DatasetOptio
     from engine.errors import EngineError
     from engine.integrations.datasets.contents import TABLES, Source
     from engine.integrations.datasets.tables import image_bytes, image_paths, write_table
-    from engine.runner.finished import TURN_VARIABLES, EpisodeFilter
     from engine.store.find import find_run
+    from engine.store.listing.finished import TURN_VARIABLES, EpisodeFilter
     from engine.store.store import RunStore
     from engine.tokens.loading import load_format
 

@@ -101,7 +101,7 @@ def _register() -> None:
     from engine.cli.test import test
     from engine.cli.train import train
     from engine.cli.validate import validate
-    from engine.cli.view import view
+    from engine.plugins.view.command import view
 
     for command in (
         new,

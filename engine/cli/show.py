@@ -73,7 +73,7 @@ def show(
     """
     from engine.errors import EngineError
     from engine.logs import configure_logging
-    from engine.view.sources import find
+    from engine.store.listing.sources import find
 
     configure_logging()
     try:
@@ -100,9 +100,9 @@ def _show_episode(folder: Path, name: str, score: str | None, *, tokens: bool, a
     from engine.cli.episode_report import print_finished, print_unfinished
     from engine.cli.episode_tokens import print_tokens, token_documents
     from engine.errors import StoreError
+    from engine.store.listing.episode import episode_document
+    from engine.store.listing.sources import episodes_of
     from engine.store.store import RunStore
-    from engine.view.episode import episode_document
-    from engine.view.sources import episodes_of
 
     with RunStore.open(episodes_of(folder), readonly=True) as store:
         row = _find(store, name)

@@ -103,7 +103,7 @@ def train(
     from engine.cli.console import make_console
     from engine.errors import BudgetError, EngineError, FailingError
     from engine.logs import configure_logging
-    from engine.train import folder as folders
+    from engine.store import training as folders
 
     configure_logging()
     console = make_console(soft_wrap=True)
@@ -155,7 +155,7 @@ def _follow(
     import signal
 
     from engine.spec.load import load_spec
-    from engine.train import folder as folders
+    from engine.store import training as folders
     from engine.train.setup import follow, with_precision
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -169,7 +169,7 @@ def _follow(
 def _changed(folder: Path, overrides: list[str]) -> LoadedSpec:
     """Load the spec of a training, with the values that a resume changes."""
     from engine.spec.load import override_spec
-    from engine.train import folder as folders
+    from engine.store import training as folders
     from engine.train.setup import with_precision
 
     loaded = folders.read_header(folder).loaded_spec(strict=True)
@@ -186,8 +186,8 @@ def _prepare(
 ) -> tuple[LoadedSpec, Path]:
     """Load and check the spec, and make or find the training's folder."""
     from engine.spec.load import load_spec
+    from engine.store import training as folders
     from engine.store.header import RunHeader, new_run_id
-    from engine.train import folder as folders
     from engine.train.setup import train_spec_of, with_precision
 
     if run_name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run_name):
@@ -222,9 +222,9 @@ def _prepare(
 def _continue(console: Console, folder: Path, loaded: LoadedSpec, overrides: list[str]) -> None:
     """Check what a resume changes in a training's spec, and write it into the training's header."""
     from engine.errors import TrainError
+    from engine.store import training as folders
     from engine.store.header import RunHeader
     from engine.store.lock import is_held
-    from engine.train import folder as folders
     from engine.train.changes import check_changes
 
     header = folders.read_header(folder)

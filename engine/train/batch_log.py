@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from engine.errors import TrainError
-from engine.train.folder import BATCHES
+from engine.store.training import BATCHES
 
 if TYPE_CHECKING:
     from engine.train.batches import Batch

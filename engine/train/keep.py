@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from engine.store.compact import Compacted, compact, measure_groups
 from engine.store.store import episode_id_of
+from engine.store.training import ROLLOUTS
 from engine.train.batch_log import BatchLog
 from engine.train.checkpoint import checkpoints_of, step_of
-from engine.train.folder import ROLLOUTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

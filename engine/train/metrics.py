@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from engine.errors import StoreError
-from engine.train.folder import METRICS
+from engine.store.training import METRICS
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrackingSpec

@@ -20,8 +20,8 @@ from engine.errors import EngineError, StoreError, TrainError
 from engine.runner.overlong import fitting_tasks
 from engine.runner.run import Runner
 from engine.spec.tasks import load_tasks
+from engine.store import training as folders
 from engine.tokens.loading import load_format
-from engine.train import folder as folders
 from engine.train.batch_log import BatchRecord, check_tasks
 from engine.train.batches import Batch, RowBuilder
 from engine.train.credit_reach import reach_of

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 from command_line import engine_here
+from listing_kit import begin, ended, fill, new_run
 from PIL import Image
 from store_kit import make_header, make_task
-from view_kit import begin, ended, fill, new_run
 
 from engine.schemas.journal import JournalEntry, ScoreRecord
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
+from engine.store.training import begin as begin_training
 from engine.train.batch_log import BatchLog, BatchRecord
-from engine.train.folder import begin as begin_training
 from engine.train.metrics import MetricsLog
 
 RUN = "run-20260101-000000-abcd"

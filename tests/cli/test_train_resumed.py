@@ -16,7 +16,7 @@ from written_specs import save_spec
 
 from engine.cli.main import app
 from engine.spec.load import load_spec
-from engine.train import folder as folders
+from engine.store import training as folders
 from engine.train.changes import check_changes
 from engine.train.checkpoint import checkpoints_of
 from engine.train.metrics import read_metrics

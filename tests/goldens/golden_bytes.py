@@ -171,7 +171,7 @@ def training(folder: Path) -> list[Record]:
     """The batch log and the metrics of a training of four steps, one thread, float32."""
     from engine.spec.load import load_spec
     from engine.store import RunHeader
-    from engine.train import folder as folders
+    from engine.store import training as folders
     from engine.train.trainer import Trainer
 
     loaded = load_spec(written_spec("training", folder))

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from engine.spec.load import LoadedSpec, load_spec
 from engine.store import RunHeader
-from engine.train import folder as folders
+from engine.store import training as folders
 from engine.train.checkpoint import checkpoints_of
 from engine.train.trainer import Trainer
 

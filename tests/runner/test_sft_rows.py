@@ -14,8 +14,8 @@ from book_kit import call
 from slow_cases import slow_but_each
 
 from engine.errors import StoreError
-from engine.runner.finished import EPISODE_VARIABLES, TURN_VARIABLES, EpisodeFilter
 from engine.schemas.message import Message
+from engine.store.listing.finished import EPISODE_VARIABLES, TURN_VARIABLES, EpisodeFilter
 from engine.store.sft_rows import SftSelection, sft_rows, shown_messages
 
 POLICY_SUMMARY = {

@@ -19,11 +19,11 @@ from engine.errors import StoreError
 from engine.schemas.trajectory import Outcome
 from engine.store import RunStore, find_run
 from engine.store.export import export_rows
+from engine.store.listing.heads import heads
+from engine.store.listing.listing import Listing
 from engine.store.publisher import Publisher
 from engine.store.sharded import ShardedRun
 from engine.store.shards import Part, create_shards
-from engine.view.heads import heads
-from engine.view.listing import Listing
 
 HEADER = make_header()
 TASKS, SAMPLES = 4, 2

@@ -19,7 +19,7 @@ from typing import Any
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401  (imported once, before the forks)
 
 from engine.store import database
-from engine.train import folder as folders
+from engine.store import training as folders
 from engine.train.trainer import Trainer
 
 COMPACTING = ("DELETE FROM journal", "DELETE FROM branches", "INSERT INTO dropped", "VACUUM", "PRAGMA wal_checkpoint")

@@ -16,10 +16,10 @@ from written_specs import listener_spec, save_spec
 from engine.errors import BackendError, TrainError
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
+from engine.store import training as folders
 from engine.store.header import RunHeader
 from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
-from engine.train import folder as folders
 from engine.train.learner import Learner
 from engine.train.metrics import read_metrics
 from engine.train.trainer import Trainer

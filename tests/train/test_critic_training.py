@@ -21,7 +21,7 @@ from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
-from engine.train import folder as folders
+from engine.store import training as folders
 from engine.train.checkpoint import Checkpoints, State, checkpoints_of
 from engine.train.critic import Critic
 from engine.train.distributed import SingleProcessGroup

@@ -20,8 +20,8 @@ from engine.errors import TrainError
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
 from engine.store import RunHeader, RunStore
+from engine.store import training as training_folder
 from engine.store.export import export_rows
-from engine.train import folder as training_folder
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
 from engine.train.trainer import Trainer

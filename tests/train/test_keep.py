@@ -27,8 +27,8 @@ from engine.errors import DroppedError
 from engine.schemas.episode import KeepSpec
 from engine.spec.load import load_spec
 from engine.store import RunStore
+from engine.store import training as folders
 from engine.store.header import RunHeader
-from engine.train import folder as folders
 from engine.train.batch_log import BatchLog, BatchRecord
 from engine.train.checkpoint import checkpoints_of
 from engine.train.keep import in_sample, plan

@@ -11,8 +11,8 @@ import yaml
 from engine.errors import TrainError
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
+from engine.store import training as folders
 from engine.store.header import RunHeader
-from engine.train import folder as folders
 from engine.train.evaluation import evaluation_of
 
 

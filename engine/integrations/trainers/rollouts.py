@@ -26,10 +26,10 @@ from engine.runner.run import Runner
 from engine.schemas.train import TrainSpec
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks
+from engine.store.training import open_rollouts
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
 from engine.train.batches import Batch, Group, RowBuilder, whitened_advantages
-from engine.train.folder import open_rollouts
 from engine.validate import refuse_first_tasks
 from engine.validate.drivers import refuse_many
 

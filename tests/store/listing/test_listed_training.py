@@ -8,13 +8,13 @@ import os
 from pathlib import Path
 
 import pytest
-from view_kit import TRAINING, batch_record, fill, make_training, new_run
+from listing_kit import TRAINING, batch_record, fill, make_training, new_run
 
 from engine.errors import StoreError
+from engine.store.listing.listing import Listing
+from engine.store.listing.sources import find
+from engine.store.listing.training import Training
 from engine.train.batch_log import BatchLog
-from engine.view.listing import Listing
-from engine.view.sources import find
-from engine.view.training import Training
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from browser_kit import ENGINE, Visitor, aside, chromium, environment, served
 from desk import make_runs
+from listing_kit import make_training
 from store_kit import make_entry, make_header, make_task, make_trajectory
-from view_kit import make_training
 
 from engine.schemas.journal import FailureRecord, JournalEntry, ScoreRecord, ToolsRecord
 from engine.schemas.message import Message, ToolCall, ToolResult

@@ -22,18 +22,18 @@ import numpy as np
 import structlog
 
 from engine.errors import StoreError
-from engine.runner.finished import END_VALUES
 from engine.store import codec
 from engine.store.catalogue import STORE
 from engine.store.dropped import dropped_among
+from engine.store.listing.finished import END_VALUES
+from engine.store.listing.heads import read_head
+from engine.store.listing.logs import sampled_tasks
+from engine.store.listing.sources import Source
 from engine.store.private import private_file, private_folder
 from engine.store.reader import RunReader
 from engine.store.reading import reading
+from engine.store.training import BATCHES
 from engine.tokens.catalogue import cache_root
-from engine.train.folder import BATCHES
-from engine.view.heads import read_head
-from engine.view.logs import sampled_tasks
-from engine.view.sources import Source
 
 log = structlog.get_logger(__name__)
 

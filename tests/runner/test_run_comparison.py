@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from view_kit import ended, fill, new_run
+from listing_kit import ended, fill, new_run
 
+from engine.runner.compare import compare_runs
 from engine.runner.evaluate import compare
 from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore
-from engine.view.compare import compare_runs
 
 
 def other(index: int, sample: int) -> Trajectory:

@@ -24,7 +24,7 @@ from engine.schemas.message import Message, ToolCall
 from engine.schemas.trajectory import Outcome, Trajectory, Turn
 from engine.spec.conversation import conversation_of
 from engine.spec.template import fill
-from engine.view.texts import texts_of
+from engine.store.listing.texts import texts_of
 
 if TYPE_CHECKING:
     from engine.schemas.generation import Generation

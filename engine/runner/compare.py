@@ -15,8 +15,8 @@ from typing import Any
 from engine.runner.evaluate import Sample, by_task, collect, compare
 from engine.schemas.base import Struct
 from engine.store.header import differences
+from engine.store.listing.heads import heads
 from engine.store.reader import RunReader
-from engine.view.heads import heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ from typing import Any
 from engine.errors import StoreError
 from engine.schemas.base import Struct
 from engine.store.header import RunHeader
-from engine.train.folder import BATCHES, METRICS, read_header
-from engine.view.logs import lines_of
-from engine.view.sources import Source, is_training, open_stores
+from engine.store.listing.logs import lines_of
+from engine.store.listing.sources import Source, is_training, open_stores
+from engine.store.training import BATCHES, METRICS, read_header
 
 _OF_A_LINE = frozenset({"step", "time"})
 

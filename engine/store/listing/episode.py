@@ -32,9 +32,9 @@ from engine.schemas.journal import (
     UserRecord,
 )
 from engine.schemas.message import ImagePart, Message
+from engine.store.listing.advantages import Advantages
+from engine.store.listing.unfinished import partial_episode
 from engine.store.sft_rows import reply_numbers, shown_messages
-from engine.view.advantages import Advantages
-from engine.view.unfinished import partial_episode
 
 if TYPE_CHECKING:
     from engine.schemas.reward import Posting, RewardEvent

@@ -10,19 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from listing_kit import begin, ended, failure, fill, new_run
 from slow_cases import slow_but_each
 from store_kit import make_entry, make_task, make_trajectory
-from view_kit import begin, ended, failure, fill, new_run
 
 from engine.errors import StoreError
-from engine.runner.finished import END_VALUES, EpisodeFilter, end_values
 from engine.schemas.journal import ScoreRecord
 from engine.store import RunStore, codec
-from engine.view import index as view_index
-from engine.view.filters import RUN
-from engine.view.heads import read_head
-from engine.view.listing import SORTS, Listing
-from engine.view.sources import find
+from engine.store.listing import index as view_index
+from engine.store.listing.filters import RUN
+from engine.store.listing.finished import END_VALUES, EpisodeFilter, end_values
+from engine.store.listing.heads import read_head
+from engine.store.listing.listing import SORTS, Listing
+from engine.store.listing.sources import find
 
 
 @pytest.fixture(scope="module")

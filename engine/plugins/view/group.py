@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
+from engine.store.listing.episode import common_start
+from engine.store.listing.texts import texts_of
 from engine.store.sft_rows import reply_numbers
-from engine.view.episode import common_start
-from engine.view.texts import texts_of
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory, Turn
+    from engine.store.listing.rows import Row
     from engine.store.reader import RunReader
-    from engine.view.rows import Row
 
 _AROUND = 12
 """Number of tokens that are shown from the place where two samples part."""

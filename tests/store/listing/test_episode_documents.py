@@ -16,8 +16,8 @@ from engine.schemas.journal import ScoreRecord
 from engine.schemas.reward import Posting, RewardEvent
 from engine.schemas.trajectory import Branch, Span
 from engine.store import RunStore
-from engine.view.episode import branch_heads, episode_document, moves, plain
-from engine.view.tokens import sampled_columns, token_columns
+from engine.store.listing.episode import branch_heads, episode_document, moves, plain
+from engine.store.listing.tokens import sampled_columns, token_columns
 
 
 def posting(seq: int, turn: int, delta: float, op: str = "transfer", name: str = "reward") -> Posting:

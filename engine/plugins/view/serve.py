@@ -12,11 +12,11 @@ import structlog
 import uvicorn
 
 from engine.errors import EngineError, StoreError
-from engine.view.documents import Documents
-from engine.view.web import make_app, new_token
+from engine.plugins.view.documents import Documents
+from engine.plugins.view.web import make_app, new_token
 
 if TYPE_CHECKING:
-    from engine.view.listing import Listing
+    from engine.store.listing.listing import Listing
 
 log = structlog.get_logger(__name__)
 

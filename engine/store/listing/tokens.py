@@ -9,8 +9,8 @@ import numpy as np
 
 from engine.errors import StoreError
 from engine.schemas.journal import GenerationRecord
-from engine.view.advantages import Advantages
-from engine.view.texts import texts_of
+from engine.store.listing.advantages import Advantages
+from engine.store.listing.texts import texts_of
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Branch

@@ -22,17 +22,17 @@ from engine.actions.facts import events_of
 from engine.errors import EngineError, StoreError
 from engine.machine.draw import svg
 from engine.machine.presets import machine_of
+from engine.plugins.view.group import group_document
+from engine.runner.compare import compare_runs
 from engine.store.export import export_rows
-from engine.view.compare import compare_runs
-from engine.view.episode import episode_document
-from engine.view.group import group_document
-from engine.view.texts import texts_of
-from engine.view.tokens import sampled_columns, token_columns
-from engine.view.training import Training
+from engine.store.listing.episode import episode_document
+from engine.store.listing.texts import texts_of
+from engine.store.listing.tokens import sampled_columns, token_columns
+from engine.store.listing.training import Training
 
 if TYPE_CHECKING:
     from engine.store.images import StoredImage
-    from engine.view.listing import Listing
+    from engine.store.listing.listing import Listing
 
 Document = dict[str, Any] | list[Any]
 _SHOWN_IMAGES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp", "image/bmp"})

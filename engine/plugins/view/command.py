@@ -49,8 +49,8 @@ def view(
     """
     from engine.errors import EngineError
     from engine.logs import configure_logging
-    from engine.view.listing import Listing
-    from engine.view.sources import find
+    from engine.store.listing.listing import Listing
+    from engine.store.listing.sources import find
 
     configure_logging()
     try:
@@ -68,11 +68,11 @@ def view(
 
 
 def _serve(listing: object, port: int, browser: bool) -> None:
-    from engine.view.listing import Listing
+    from engine.store.listing.listing import Listing
 
     assert isinstance(listing, Listing)
     try:
-        from engine.view.serve import serve
+        from engine.plugins.view.serve import serve
     except ModuleNotFoundError as error:
         echo(f"`engine view` needs the package {error.name}: pip install 'episode-engine[view]'", err=True)
         raise typer.Exit(2) from None
@@ -88,9 +88,9 @@ def _serve(listing: object, port: int, browser: bool) -> None:
 
 
 def _export(listing: object, file: Path, filter: str | None, text: str | None, max_size: str) -> None:
+    from engine.plugins.view.single_file import write_file
     from engine.schemas.base import parse_bytes
-    from engine.view.listing import Listing
-    from engine.view.single_file import write_file
+    from engine.store.listing.listing import Listing
 
     assert isinstance(listing, Listing)
     try:
@@ -111,8 +111,8 @@ def _newest(out: Path) -> list[Path]:
     """
     from engine.errors import EngineError, StoreError
     from engine.store.find import list_runs
-    from engine.train.folder import trainings
-    from engine.view.sources import open_stores
+    from engine.store.listing.sources import open_stores
+    from engine.store.training import trainings
 
     found = sorted({*list_runs(out), *trainings(out)}, key=lambda folder: folder.stat().st_mtime, reverse=True)
     usable: list[Path] = []

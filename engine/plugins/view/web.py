@@ -21,12 +21,12 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from engine.errors import EngineError
-from engine.view import assets
+from engine.plugins.view import assets
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from engine.view.documents import Documents
+    from engine.plugins.view.documents import Documents
 
 log = structlog.get_logger(__name__)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from listing_kit import fill, new_run
 from slow_cases import slow_after
-from view_kit import fill, new_run
 
-from engine.view import assets
-from engine.view.documents import NAMES, Documents
-from engine.view.listing import Listing
-from engine.view.web import HEADERS, make_app
+from engine.plugins.view import assets
+from engine.plugins.view.documents import NAMES, Documents
+from engine.plugins.view.web import HEADERS, make_app
+from engine.store.listing.listing import Listing
 
 TOKEN = "a-token"
 HOST = "127.0.0.1:8123"

@@ -24,7 +24,7 @@ def read(name: str) -> str | None:
     """Return a file of the pages; None if there is none of that name."""
     if not re.fullmatch(r"[a-z]+\.(js|css|html)", name):
         return None
-    file = files("engine.view") / "page" / name
+    file = files("engine.plugins.view") / "page" / name
     return file.read_text("utf-8") if file.is_file() else None
 
 

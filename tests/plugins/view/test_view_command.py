@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from command_line import engine_here
+from listing_kit import fill, new_run
 from slow_cases import slow_but_each
-from view_kit import fill, new_run
 
 from engine.store import RunStore
 
@@ -105,8 +105,8 @@ def test_a_missing_package_is_named_with_the_extra(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     imported = (
-        "engine.view.serve",
-        "engine.view.web",
+        "engine.plugins.view.serve",
+        "engine.plugins.view.web",
         f"{package}.",
     )  # also the package's parts: an import finds them first
     for name in [each for each in sys.modules if each.startswith(imported)]:

@@ -13,7 +13,7 @@ from engine.store.database import FILE as RUN_FILE
 from engine.store.find import find_run, is_file, list_runs
 from engine.store.reader import RunReader
 from engine.store.store import RunStore
-from engine.train.folder import ROLLOUTS, find_training, read_header, trainings
+from engine.store.training import ROLLOUTS, find_training, read_header, trainings
 
 EVALUATIONS = "evals"
 _STEP = re.compile(r"^step-(\d+)")

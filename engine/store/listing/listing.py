@@ -4,7 +4,7 @@
         page = listing.page('outcome.reward < 0.5 && task.level == "hard"', "sorry", "reward", False, 0, 50)
         listing.causes()
 
-Stores may be running: every method reads their newest state. Stores are only read (`engine.view.index` has the side file).
+Stores may be running: every method reads their newest state. Stores are only read (`engine.store.listing.index` has the side file).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pydantic_core import from_json
 
 from engine.errors import StoreError
 from engine.store.codec import damaged
+from engine.store.listing.filters import Matching, checked, matching, needs_details
+from engine.store.listing.index import CHUNK, Index
+from engine.store.listing.rows import EPISODE, Cause, Neighbours, Page, Row, Totals, row_of
+from engine.store.listing.sources import Source, open_stores
 from engine.store.reader import RunReader
 from engine.store.reading import decoding
-from engine.view.filters import Matching, checked, matching, needs_details
-from engine.view.index import CHUNK, Index
-from engine.view.rows import EPISODE, Cause, Neighbours, Page, Row, Totals, row_of
-from engine.view.sources import Source, open_stores
 
 _OUTCOME = 'failure IS NULL, failure, blame, "limit" IS NULL, "limit", solved, event'
 _SORTS: dict[str, tuple[str, bool]] = {
@@ -76,7 +76,7 @@ class Listing:
 
     @classmethod
     def open(cls, paths: Iterable[Path | str]) -> Listing:
-        """Open the stores of runs and trainings (`engine.view.sources.find` gives their folders).
+        """Open the stores of runs and trainings (`engine.store.listing.sources.find` gives their folders).
 
         Raises:
             StoreError: one cannot be read, or there are none.

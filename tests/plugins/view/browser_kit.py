@@ -27,7 +27,7 @@ ENGINE = [sys.executable, "-m", "engine.cli.main"]
 
 def environment() -> dict[str, str]:
     """The variables of a process that runs `ENGINE` in any folder."""
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
 
 

@@ -14,8 +14,8 @@ from engine.schemas.journal import FailureRecord, JournalEntry, UserRecord
 from engine.schemas.message import ImagePart, Message
 from engine.schemas.trajectory import Failure, Outcome, Trajectory
 from engine.store import RunStore
+from engine.store.training import begin as begin_training
 from engine.train.batch_log import BatchLog, BatchRecord
-from engine.train.folder import begin as begin_training
 from engine.train.metrics import MetricsLog
 
 TRAINING = "demo-train-20260101-000000-abcd"
