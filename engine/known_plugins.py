@@ -1,5 +1,6 @@
 """What each plugin of the engine adds, for messages about one that is not installed. Written by scripts/known_plugins.py."""
 
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
-    "doctor": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("doctor",)}
+    "doctor": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("doctor",)},
+    "view": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("view",)},
 }

@@ -101,7 +101,6 @@ def _register() -> None:
     from engine.cli.test import test
     from engine.cli.train import train
     from engine.cli.validate import validate
-    from engine.plugins.view.command import view
 
     for command in (
         new,
@@ -113,7 +112,6 @@ def _register() -> None:
         serve,
         train,
         show,
-        view,
         export,
         replay,
         schema,

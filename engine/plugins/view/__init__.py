@@ -1,1 +1,9 @@
 """The web app of `engine view`, and its single file."""
+
+from engine.plugin import Plugin
+
+PLUGIN = Plugin(
+    name="view",
+    about="Shows runs and trainings in a browser: episodes, tokens, rewards, curves",
+    commands={"view": "engine.plugins.view.command:view"},
+)
