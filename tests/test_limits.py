@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.scenarios.coverage import coverage_of
+from engine.plugins.scenarios.coverage import coverage_of
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 from engine.validate.context import CheckContext

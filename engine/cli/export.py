@@ -310,8 +310,8 @@ def _export_sft(
 def _export_scenario(run: str, runs: Path, out: Path | None, episode: str | None) -> None:
     from engine.cli.console import make_console
     from engine.errors import EngineError
-    from engine.scenarios.recorded import add_scenario
-    from engine.scenarios.suite import Formats
+    from engine.plugins.scenarios.recorded import add_scenario
+    from engine.plugins.scenarios.suite import Formats
     from engine.spec.entry import looking
     from engine.store.find import find_run
     from engine.store.store import RunStore

@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from engine.cli.schema_words import add_words
+from engine.plugins.scenarios.schema import ScenarioFile
 from engine.schemas.base import Contract, Struct, adapter
 from engine.schemas.environment import Reset, Step, Task, ToolReply, UserTurn
 from engine.schemas.episode import EpisodeSpec
@@ -17,7 +18,6 @@ from engine.schemas.generation import GenerateRequest, Generation, SamplingParam
 from engine.schemas.journal import JournalEntry
 from engine.schemas.message import Message, ToolCall, ToolResult
 from engine.schemas.reward import Posting, RewardEvent
-from engine.schemas.scenario import ScenarioFile
 from engine.schemas.trajectory import Branch, Outcome, Trajectory, Turn
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -98,9 +98,9 @@ def _register() -> None:
     from engine.cli.serve import serve
     from engine.cli.show import show
     from engine.cli.template import template
-    from engine.cli.test import test
     from engine.cli.train import train
     from engine.cli.validate import validate
+    from engine.plugins.scenarios.command import test
 
     for command in (
         new,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.cli.validate_report import Report, excerpts_of, one_line, pack, unpack
-from engine.cli.validate_scenarios import scenario_problems
 from engine.integrations.trainers.check import check_trainer
+from engine.plugins.scenarios.validate import scenario_problems
 from engine.spec.access import Access
 from engine.spec.diagnostic import Diagnostic, Origin
 from engine.spec.load import UNREADABLE, read_spec
@@ -69,7 +69,7 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
         options: The options.
         doing: Called with the next activity.
     """
-    from engine.scenarios.load import is_scenarios
+    from engine.plugins.scenarios.load import is_scenarios
 
     options = options or Options()
     access = Access.for_spec(path, options.allowed, imports=options.imports)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from engine.cli.main import app
 from engine.environments.agents import parcels_agent, sums_agent
 from engine.environments.parcels import GATES
-from engine.scenarios.suite import Formats, run_suite
+from engine.plugins.scenarios.suite import Formats, run_suite
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 

@@ -126,7 +126,7 @@ def modules() -> Iterator[Any]:
         "engine.environments",
         "engine.validate",
         "engine.integrations.environments",
-        "engine.scenarios",
+        "engine.plugins.scenarios",
         "engine.spec",
     )
     named = [info.name for info in pkgutil.walk_packages(engine.__path__, "engine.") if info.name.startswith(parts)]

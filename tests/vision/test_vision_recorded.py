@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from engine.scenarios.recorded import recorded_scenario
-from engine.scenarios.suite import Formats
+from engine.plugins.scenarios.recorded import recorded_scenario
+from engine.plugins.scenarios.suite import Formats
 
 
 def test_images_of_external_code_are_in_the_scenario(make_spec: Any, run_spec: Any) -> None:

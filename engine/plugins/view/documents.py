@@ -177,8 +177,8 @@ class Documents:
     def scenario(self, run: str, id: str) -> Document:
         """Return a scenario of a finished episode, which was played and passes. Imports the code that the run names, unlike all
         other documents."""
-        from engine.scenarios.recorded import recorded_scenario
-        from engine.scenarios.suite import Formats
+        from engine.plugins.scenarios.recorded import recorded_scenario
+        from engine.plugins.scenarios.suite import Formats
         from engine.spec.entry import looking
 
         store = self.listing.store(run)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.scenarios.coverage import show_edge
-from engine.scenarios.suite import SuiteResult
+from engine.plugins.scenarios.coverage import show_edge
+from engine.plugins.scenarios.suite import SuiteResult
 
 Write = Callable[..., Path]
 Run = Callable[..., SuiteResult]

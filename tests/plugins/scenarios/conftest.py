@@ -10,7 +10,7 @@ import pytest
 import scenario_code
 import yaml
 
-from engine.scenarios.suite import Formats, ScenarioResult, SuiteResult, run_suite
+from engine.plugins.scenarios.suite import Formats, ScenarioResult, SuiteResult, run_suite
 
 Write = Callable[..., Path]
 Play = Callable[..., ScenarioResult]

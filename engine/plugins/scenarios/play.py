@@ -14,9 +14,9 @@ from engine.backends.scripted import ScriptedBackend
 from engine.errors import EngineError
 from engine.factory import EpisodeFactory
 from engine.machine.presets import machine_of
-from engine.scenarios.coverage import Edge, Watcher
-from engine.scenarios.load import ScenarioSet, ScenarioSpecs, check_scenario, check_tools
-from engine.scenarios.scripted import script_actions, script_objects
+from engine.plugins.scenarios.coverage import Edge, Watcher
+from engine.plugins.scenarios.load import ScenarioSet, ScenarioSpecs, check_scenario, check_tools
+from engine.plugins.scenarios.scripted import script_actions, script_objects
 from engine.schemas.journal import JournalEntry, LimitRecord
 from engine.schemas.script import Script
 from engine.spec.conversation import conversation_of
@@ -24,9 +24,9 @@ from engine.spec.conversation import conversation_of
 if TYPE_CHECKING:
     from engine.actions.workers import Workers
     from engine.machine.presets import ResolvedMachine
+    from engine.plugins.scenarios.schema import Scenario
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
-    from engine.schemas.scenario import Scenario
     from engine.schemas.trajectory import Trajectory
     from engine.store.codec import Written
     from engine.tokens.format import ChatFormat

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import orjson
 
-from engine.schemas.scenario import ANYTHING, ExpectedFailure, ExpectedMessage
+from engine.plugins.scenarios.schema import ANYTHING, ExpectedFailure, ExpectedMessage
 
 if TYPE_CHECKING:
-    from engine.scenarios.play import Played
+    from engine.plugins.scenarios.play import Played
+    from engine.plugins.scenarios.schema import Expectation, ExpectedCall, ExpectedOutcome, TurnRewards
     from engine.schemas.message import Message, ToolCall
-    from engine.schemas.scenario import Expectation, ExpectedCall, ExpectedOutcome, TurnRewards
     from engine.schemas.trajectory import Failure
 
 TOLERANCE = 1e-9

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from engine.errors import SpecError
-from engine.schemas.scenario import Scenario, ScenarioFile
+from engine.plugins.scenarios.schema import Scenario, ScenarioFile
 from engine.spec.access import Access
 from engine.spec.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
 from engine.spec.load import load_document, load_spec

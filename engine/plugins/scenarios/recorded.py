@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from engine.errors import SpecError, StoreError
-from engine.scenarios.from_journal import ScriptWriter, expected_of, task_of_scenario
-from engine.scenarios.load import ENDINGS, SUFFIX, load_scenarios, spec_of
-from engine.scenarios.suite import run_suite
+from engine.plugins.scenarios.from_journal import ScriptWriter, expected_of, task_of_scenario
+from engine.plugins.scenarios.load import ENDINGS, SUFFIX, load_scenarios, spec_of
+from engine.plugins.scenarios.suite import run_suite
 from engine.spec.load import load_spec
 from engine.store.export import whole_file
 
 if TYPE_CHECKING:
-    from engine.scenarios.suite import Formats, SuiteResult
+    from engine.plugins.scenarios.suite import Formats, SuiteResult
     from engine.store.reader import RunReader
 
 _ELSEWHERE = (

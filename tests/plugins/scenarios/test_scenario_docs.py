@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.scenarios.suite import SuiteResult
+from engine.plugins.scenarios.suite import SuiteResult
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.scenarios.load import scenarios_of, spec_of
-from engine.scenarios.suite import SuiteResult
+from engine.plugins.scenarios.load import scenarios_of, spec_of
+from engine.plugins.scenarios.suite import SuiteResult
 
 Write = Callable[..., Path]
 Run = Callable[..., SuiteResult]

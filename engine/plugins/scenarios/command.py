@@ -15,8 +15,8 @@ from engine.terminal import echo, echo_json, visible
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.scenarios.coverage import Coverage
-    from engine.scenarios.suite import ScenarioResult, SuiteResult
+    from engine.plugins.scenarios.coverage import Coverage
+    from engine.plugins.scenarios.suite import ScenarioResult, SuiteResult
 
 PASSED, DIFFERS, INVALID = 0, 1, 2
 _STYLES = {"-": "red", "+": "green", " ": "dim"}
@@ -66,7 +66,7 @@ def test(
     Tools, environments and users of the specs are run: use only specs that you trust.
     """
     from engine.logs import configure_logging
-    from engine.scenarios.suite import Formats, run_suite
+    from engine.plugins.scenarios.suite import Formats, run_suite
 
     configure_logging()
     specs = _specs(paths)
@@ -89,7 +89,7 @@ test.__test__ = False  # type: ignore[attr-defined]  # pytest: this is no test
 def _specs(paths: Sequence[Path]) -> list[tuple[Path, Path | None]]:
     """The specs to test, each with the file of its scenarios; None for the file beside it."""
     from engine.cli.validate import find_specs
-    from engine.scenarios.load import files_of_scenarios, spec_of
+    from engine.plugins.scenarios.load import files_of_scenarios, spec_of
 
     found: dict[tuple[Path, Path | None], tuple[Path, Path | None]] = {}
     for path in paths:
@@ -168,7 +168,7 @@ def _print_result(console: Console, result: ScenarioResult) -> None:
 
 
 def _print_coverage(console: Console, coverage: Coverage, least: float | None, *, low: bool) -> None:
-    from engine.scenarios.coverage import show_edge
+    from engine.plugins.scenarios.coverage import show_edge
 
     missing = coverage.missing
     said = f"  {len(coverage.taken) - len(missing)} of {len(coverage.taken)} transitions taken"

@@ -13,7 +13,7 @@ from engine.spec.diagnostic import Diagnostic, Origin
 from engine.spec.masking import mask_all
 
 if TYPE_CHECKING:
-    from engine.scenarios.load import ScenarioSet, ScenarioSpecs
+    from engine.plugins.scenarios.load import ScenarioSet, ScenarioSpecs
     from engine.spec.access import Access
     from engine.spec.load import LoadedSpec
 
@@ -31,7 +31,7 @@ def scenario_problems(
         overrides: As for `--set`.
         access: The files that may be opened, and whether code may be imported; the default allows everything.
     """
-    from engine.scenarios.load import ScenarioSpecs, load_scenarios, spec_of
+    from engine.plugins.scenarios.load import ScenarioSpecs, load_scenarios, spec_of
     from engine.spec.load import UNREADABLE
 
     try:
@@ -61,7 +61,7 @@ def scenario_problems(
 
 def _misfits(specs: ScenarioSpecs, scenarios: ScenarioSet, skipped: list[str]) -> Iterator[Diagnostic]:
     from engine.machine.presets import machine_of
-    from engine.scenarios.load import check_scenario
+    from engine.plugins.scenarios.load import check_scenario
 
     for index in range(len(scenarios.file.scenarios)):
         try:

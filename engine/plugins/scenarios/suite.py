@@ -14,16 +14,16 @@ import structlog
 
 from engine.actions.workers import Workers
 from engine.errors import EngineError, SpecError
-from engine.scenarios.compare import Difference, compare
-from engine.scenarios.coverage import Coverage, Edge, coverage_of
-from engine.scenarios.load import ScenarioSpecs, load_scenarios, scenarios_of
-from engine.scenarios.play import THREADS, Played, play
+from engine.plugins.scenarios.compare import Difference, compare
+from engine.plugins.scenarios.coverage import Coverage, Edge, coverage_of
+from engine.plugins.scenarios.load import ScenarioSpecs, load_scenarios, scenarios_of
+from engine.plugins.scenarios.play import THREADS, Played, play
 from engine.spec.diagnostic import Diagnostic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.scenarios.load import ScenarioSet
+    from engine.plugins.scenarios.load import ScenarioSet
     from engine.schemas.model import ModelSpec
     from engine.schemas.trajectory import Failure
     from engine.spec.diagnostic import Origin

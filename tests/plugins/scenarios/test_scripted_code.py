@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from scenario_code import ASKED
 
-from engine.scenarios.suite import ScenarioResult
+from engine.plugins.scenarios.suite import ScenarioResult
 
 Play = Callable[..., ScenarioResult]
 

@@ -16,9 +16,9 @@ from ended_runs import run_to_end
 from slow_cases import slow_but, slow_but_each
 
 from engine.errors import StoreError
-from engine.scenarios.load import load_scenarios, spec_of
-from engine.scenarios.recorded import add_scenario, as_yaml, recorded_scenario
-from engine.scenarios.suite import Formats, run_suite
+from engine.plugins.scenarios.load import load_scenarios, spec_of
+from engine.plugins.scenarios.recorded import add_scenario, as_yaml, recorded_scenario
+from engine.plugins.scenarios.suite import Formats, run_suite
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore

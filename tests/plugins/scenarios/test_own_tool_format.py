@@ -11,7 +11,7 @@ import pytest
 from arrow_calls import ArrowCalls
 
 from engine.errors import RenderError
-from engine.scenarios.suite import ScenarioResult
+from engine.plugins.scenarios.suite import ScenarioResult
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
 from engine.tokens.toolcalls import FORMATS

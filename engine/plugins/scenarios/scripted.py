@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from engine.actions.base import EpisodeObjects
     from engine.actions.workers import Workers
     from engine.episode import Episode
-    from engine.schemas.environment import EpisodeView
-    from engine.schemas.journal import Record
-    from engine.schemas.scenario import (
+    from engine.plugins.scenarios.schema import (
         OutOfTime,
         Scenario,
         ScriptedFault,
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
         ScriptedScore,
         ScriptedStep,
     )
+    from engine.schemas.environment import EpisodeView
+    from engine.schemas.journal import Record
     from engine.schemas.trajectory import Blame
 
 

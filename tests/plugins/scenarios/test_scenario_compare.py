@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scenarios.compare import align
-from engine.scenarios.suite import ScenarioResult
+from engine.plugins.scenarios.compare import align
+from engine.plugins.scenarios.suite import ScenarioResult
 
 Play = Callable[..., ScenarioResult]
 REPLIES: dict[str, Any] = {
