@@ -2,5 +2,10 @@
 
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "doctor": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("doctor",)},
+    "scenarios": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "commands": ("test",),
+        "schemas": ("scenarios",),
+    },
     "view": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("view",)},
 }

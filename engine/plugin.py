@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 GROUP = "episode_engine.plugins"
 OFF = "ENGINE_PLUGINS_OFF"
 """Environment variable: names of plugins that are left out, separated by commas; `*`: all; `strangers`: those of other packages."""
-HOOKS: frozenset[str] = frozenset()
+HOOKS = frozenset({"examine_file", "record_scenario"})
 """The names of all hooks. Each is a `Hook` beside the code that calls it."""
 REINSTALL = "pip install --force-reinstall --no-deps episode-engine"
 """What brings a folder of `engine/plugins/` back."""
@@ -46,6 +46,8 @@ class Plugin:
     """Other plugins without which it is broken."""
     commands: Entries = field(default_factory=dict)
     """Command of the command line -> function with typer's annotations; `import NAME`: a command of the group `import`."""
+    schemas: Entries = field(default_factory=dict)
+    """Name of a JSON Schema file of `engine schema`, without its ending -> data class."""
     rules: tuple[str, ...] = ()
     """Modules that register rules of `engine validate`; their pages are in the folder `pages` beside the module."""
     hooks: Entries = field(default_factory=dict)

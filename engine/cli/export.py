@@ -6,10 +6,11 @@ from collections import Counter
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
+from engine import plugin
 from engine.cli.export_credit import changed_credit, read_values
 from engine.cli.options import Imports, only_looks
 from engine.terminal import echo
@@ -21,6 +22,21 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
     from engine.store.export import Row
     from engine.store.reader import RunReader
+
+
+class RecordedScenario(Protocol):
+    """A scenario made of an episode."""
+
+    name: str
+    text: str
+    """A whole file of scenarios, in YAML."""
+    notes: list[str]
+    """What the reader should know: what is scripted beyond the replies, and why."""
+
+
+RECORD_SCENARIO: plugin.Hook[Callable[[RunReader, str, Path | None], RecordedScenario]]
+RECORD_SCENARIO = plugin.Hook("record_scenario")
+"""Make a scenario of a finished episode and play it; with a path, write it there. The arguments: the run, the episode, the path."""
 
 
 class Format(StrEnum):
@@ -307,11 +323,22 @@ def _export_sft(
         console.print(dropped, style="yellow")
 
 
+def recorded_scenario(store: RunReader, episode: str, file: Path | None = None) -> RecordedScenario:
+    """Make a scenario of a finished episode, play it, and write it to a file if one is given.
+
+    Raises:
+        EngineError: the plugin is not installed, or the scenario does not have the recorded result.
+    """
+    from engine.errors import StoreError
+
+    for record in RECORD_SCENARIO.all():
+        return record(store, episode, file)
+    raise StoreError(f"there are no scenarios: {plugin.missing('commands', 'test')}")
+
+
 def _export_scenario(run: str, runs: Path, out: Path | None, episode: str | None) -> None:
     from engine.cli.console import make_console
     from engine.errors import EngineError
-    from engine.plugins.scenarios.recorded import add_scenario
-    from engine.plugins.scenarios.suite import Formats
     from engine.spec.entry import looking
     from engine.store.find import find_run
     from engine.store.store import RunStore
@@ -320,7 +347,7 @@ def _export_scenario(run: str, runs: Path, out: Path | None, episode: str | None
     assert episode is not None
     try:
         with looking(None), RunStore.open(find_run(run, runs), readonly=True) as store:  # the scenario is tried
-            made = add_scenario(store, episode, Formats(), out)
+            made = recorded_scenario(store, episode, out)
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(2) from None

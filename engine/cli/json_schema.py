@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from engine.cli.schema_words import add_words
-from engine.plugins.scenarios.schema import ScenarioFile
+from engine.plugin import loaded
 from engine.schemas.base import Contract, Struct, adapter
 from engine.schemas.environment import Reset, Step, Task, ToolReply, UserTurn
 from engine.schemas.episode import EpisodeSpec
@@ -33,7 +33,6 @@ CONTRACTS: dict[str, type[Contract | Struct]] = {
     "posting": Posting,
     "reset": Reset,
     "reward-event": RewardEvent,
-    "scenarios": ScenarioFile,
     "sampling-params": SamplingParams,
     "step": Step,
     "task": Task,
@@ -44,7 +43,7 @@ CONTRACTS: dict[str, type[Contract | Struct]] = {
     "turn": Turn,
     "user-turn": UserTurn,
 }
-"""Public data classes, by the name of their file."""
+"""Public data classes of the core, by the name of their file."""
 
 VARIABLE: Schema = {
     "type": "string",
@@ -57,9 +56,10 @@ _VARIABLE_REF: Schema = {"$ref": "#/$defs/Variable"}
 def documents() -> dict[str, str]:
     """Return the text of every JSON Schema file, by its name without `.schema.json`."""
     schemas = {"episode": episode_schema()}
-    for name, model in CONTRACTS.items():
+    for name, model in {**CONTRACTS, **loaded("schemas", ("episode", *CONTRACTS))}.items():
         schemas[name] = _untitled({"$schema": DIALECT, **adapter(model).json_schema(by_alias=True)})
-    _shorten(schemas["scenarios"])
+        if adapt := getattr(model, "adapt_json_schema", None):
+            adapt(schemas[name])
     return {name: json.dumps(schema, indent=2, ensure_ascii=False) + "\n" for name, schema in sorted(schemas.items())}
 
 
@@ -108,17 +108,6 @@ def episode_schema() -> Schema:
     whole = _loosen(schema)
     whole["allOf"] = _user_rules()
     return {"$schema": DIALECT, **schema, "if": {"required": ["extends"]}, "then": True, "else": whole}
-
-
-def _shorten(schema: Schema) -> None:
-    """In scenarios, a plain string may replace a reply, a user's answer, a place, and a list of messages."""
-    scenario = schema["$defs"]["Scenario"]["properties"]
-    replies, user, late = (scenario["replies"], scenario["user"], scenario["out_of_time"])
-    replies["items"] = {"anyOf": [replies["items"], {"type": "string"}]}
-    for item in (user["items"], late):
-        item["anyOf"].append({"type": "string"})
-    expected = next(one for one in schema["$defs"]["Expectation"]["properties"]["messages"]["anyOf"] if "items" in one)
-    expected["items"] = {"anyOf": [expected["items"], {"const": "..."}]}
 
 
 def _untitled(schema: Schema) -> Schema:

@@ -33,7 +33,11 @@ class _Commands(typer.core.TyperGroup):
         return _briefly(super().invoke, ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        path = [*ctx.command_path.split()[1:], *args[:1]]
+        path = [*args[:1]]
+        group = ctx
+        while group.parent is not None:
+            path.insert(0, group.info_name)
+            group = group.parent
         if args and self.get_command(ctx, args[0]) is None and (why := plugin.missing("commands", " ".join(path))):
             echo(f"there is no command `{' '.join(path)}`: {why}", err=True)
             raise typer.Exit(2)
@@ -100,13 +104,11 @@ def _register() -> None:
     from engine.cli.template import template
     from engine.cli.train import train
     from engine.cli.validate import validate
-    from engine.plugins.scenarios.command import test
 
     for command in (
         new,
         validate,
         explain,
-        test,
         graph,
         run,
         serve,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from engine.plugin import missing
 from engine.terminal import echo
 
 UP_TO_DATE, OUT_OF_DATE = 0, 1
@@ -29,14 +30,16 @@ def generated() -> dict[Path, str]:
 
 
 def stale(root: Path) -> Iterator[Path]:
-    """Yield generated files that are missing or out of date, and schema files that should not exist."""
+    """Yield generated files that are missing or out of date, and schema files that should not exist: those of a plugin that is not
+    installed may."""
     wanted = generated()
     for path, text in wanted.items():
         file = root / path
         if not file.is_file() or file.read_text(encoding="utf-8") != text:
             yield path
     for file in sorted((root / SCHEMAS).glob("*.json")):
-        if SCHEMAS / file.name not in wanted:
+        name = file.name.removesuffix(".schema.json")
+        if SCHEMAS / file.name not in wanted and missing("schemas", name) is None:
             yield SCHEMAS / file.name
 
 

@@ -8,15 +8,15 @@ first one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.cli.validate_report import Report, excerpts_of, one_line, pack, unpack
 from engine.integrations.trainers.check import check_trainer
-from engine.plugins.scenarios.validate import scenario_problems
+from engine.plugin import Hook, missing
 from engine.spec.access import Access
-from engine.spec.diagnostic import Diagnostic, Origin
+from engine.spec.diagnostic import Diagnostic, Origin, Severity
 from engine.spec.load import UNREADABLE, read_spec
 from engine.spec.masking import mask_all, mask_name
 from engine.validate import all_rules
@@ -37,6 +37,16 @@ STOPPED = "check.stopped"
 """The id of the finding that a spec was not checked completely."""
 FAILED = "check.import-failed"
 """The id of the finding that the rules that import code have no result."""
+NO_PLUGIN = "scenario.no-plugin"
+"""The id of the finding that a file of scenarios is not checked."""
+SCENARIOS = ".scenarios"
+"""What the name of a file of scenarios ends with, before `.yaml`."""
+EXAMINE_FILE: Hook[Callable[[Path, Sequence[str], Access], tuple[list[Diagnostic], bool, list[str]] | None]]
+EXAMINE_FILE = Hook("examine_file")
+"""Findings in a file that is not a spec, whether it could not be read, and the rules that were skipped; None if it is not the plugin's.
+
+The arguments are the file, the overrides of `--set`, and the files that may be opened. Nothing is run.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,14 +79,15 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
         options: The options.
         doing: Called with the next activity.
     """
-    from engine.plugins.scenarios.load import is_scenarios
-
     options = options or Options()
     access = Access.for_spec(path, options.allowed, imports=options.imports)
     set_deadline(options.seconds / 2)
-    if is_scenarios(path, access):
-        found, unreadable, skipped = scenario_problems(path, options.overrides, access)
-        return _report(Report(str(path), found, unreadable, scenarios=True, skipped=skipped), {}, access)
+    for examine_file in EXAMINE_FILE.all():
+        if (other := examine_file(path, options.overrides, access)) is not None:
+            found, unreadable, skipped = other
+            return _report(Report(str(path), found, unreadable, scenarios=True, skipped=skipped), {}, access)
+    if path.stem.endswith(SCENARIOS) and (unplayed := list(_unplayed(path))):
+        return Report(str(path), unplayed, scenarios=True)
     loaded, problems = read_spec(path, options.overrides, access)
     if loaded is None:
         unreadable = any(item.rule in UNREADABLE for item in problems)
@@ -94,7 +105,20 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
         from engine.train.plan_advice import row_findings  # imports torch
 
         found += mask_all(row_findings(loaded, options.seconds / 2), loaded.variables)
-    return _report(Report(str(path), [*problems, *found], worst=worst, skipped=skipped), sources, access)
+    everything = [*problems, *found, *_unplayed(path)]
+    return _report(Report(str(path), everything, worst=worst, skipped=skipped), sources, access)
+
+
+def _unplayed(path: Path) -> Iterator[Diagnostic]:
+    """Yield the finding that scenarios are not checked, because their plugin is not installed: of a spec's, or of this file's."""
+    named = path.stem.endswith(SCENARIOS)
+    beside = [path.with_name(f"{path.stem}{SCENARIOS}{ending}") for ending in (".yaml", ".yml")]
+    file = path if named else next((file for file in beside if file.is_file()), None)
+    if file is not None and (why := missing("commands", "test")):
+        severity: Severity = "error" if named else "info"
+        yield Diagnostic(
+            NO_PLUGIN, severity, f"the scenarios in {file.name} are not checked", why, Origin(str(path), 1, 1)
+        )
 
 
 def _report(report: Report, sources: Mapping[str, str], access: Access) -> Report:

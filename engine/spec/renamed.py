@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from engine.plugins.scenarios.schema import ScriptedFault
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.notify import NotifySpec
 from engine.schemas.train import LoraSpec, MemorySpec, TrainSpec, WeightSyncSpec
@@ -41,9 +40,8 @@ RENAMED: Mapping[type[BaseModel], Mapping[str, str]] = {
     LoraSpec: {"targets": "target_modules"},
     WeightSyncSpec: {"via": "method", "pause": "pause_generation"},
     NotifySpec: {"stall": "stall_timeout"},
-    ScriptedFault: {"nonsense": "invalid"},
 }
-"""Class of a section -> old key -> new key; it also holds for the classes that inherit from it."""
+"""Class of a section -> old key -> new key; it also holds for the classes that inherit from it. A plugin's class has them as `RENAMED`."""
 
 MOVED: Mapping[type[BaseModel], Mapping[str, str]] = {TrainSpec: {"notify": "notify"}}
 """Class of a section -> key -> path from the top level of the spec at which the key is now."""
@@ -57,7 +55,8 @@ def new_place(owner: type[BaseModel] | None, key: str) -> str | None:
 def new_key(owner: type[BaseModel] | None, key: str) -> str | None:
     """The key that replaced `key` in a section of the class `owner`; None if `key` was not renamed."""
     inherited: tuple[Any, ...] = owner.__mro__ if owner is not None else ()
-    return next((RENAMED[each][key] for each in inherited if key in RENAMED.get(each, {})), None)
+    renamed = ({**RENAMED.get(each, {}), **vars(each).get("RENAMED", {})} for each in inherited)
+    return next((keys[key] for keys in renamed if key in keys), None)
 
 
 def renamed_keys(error: ValidationError, model: type[BaseModel]) -> list[str]:

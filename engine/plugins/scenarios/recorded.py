@@ -25,12 +25,12 @@ import yaml
 from engine.errors import SpecError, StoreError
 from engine.plugins.scenarios.from_journal import ScriptWriter, expected_of, task_of_scenario
 from engine.plugins.scenarios.load import ENDINGS, SUFFIX, load_scenarios, spec_of
-from engine.plugins.scenarios.suite import run_suite
+from engine.plugins.scenarios.suite import Formats, run_suite
 from engine.spec.load import load_spec
 from engine.store.export import whole_file
 
 if TYPE_CHECKING:
-    from engine.plugins.scenarios.suite import Formats, SuiteResult
+    from engine.plugins.scenarios.suite import SuiteResult
     from engine.store.reader import RunReader
 
 _ELSEWHERE = (
@@ -60,6 +60,16 @@ class RecordedScenario:
     """A whole file of scenarios, in YAML."""
     notes: list[str]
     """What the reader should know: what is scripted beyond the replies, and why."""
+
+
+def record_scenario(store: RunReader, episode_id: str, path: Path | None) -> RecordedScenario:
+    """Make a scenario of a finished episode and play it; with a path, add it to that file. For errors see the two functions."""
+    formats = Formats()
+    return (
+        recorded_scenario(store, episode_id, formats)
+        if path is None
+        else add_scenario(store, episode_id, formats, path)
+    )
 
 
 def recorded_scenario(

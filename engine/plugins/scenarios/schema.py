@@ -6,7 +6,8 @@ real: the task, the tools, the user, the environment.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,6 +24,8 @@ ANYTHING = "..."
 
 class ScriptedFault(Contract):
     """A failure instead of an answer. At most one of these keys."""
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"nonsense": "invalid"}
 
     error: str | None = None
     """It raises an exception with this message."""
@@ -247,6 +250,19 @@ class ScenarioFile(Contract):
         if twice:
             raise ValueError(f"two scenarios are called `{twice[0]}`")
         return self
+
+    @classmethod
+    def adapt_json_schema(cls, schema: dict[str, Any]) -> None:
+        """In scenarios, a plain string may replace a reply, a user's answer, a place, and a list of messages."""
+        scenario = schema["$defs"]["Scenario"]["properties"]
+        replies, user, late = (scenario["replies"], scenario["user"], scenario["out_of_time"])
+        replies["items"] = {"anyOf": [replies["items"], {"type": "string"}]}
+        for item in (user["items"], late):
+            item["anyOf"].append({"type": "string"})
+        expected = next(
+            one for one in schema["$defs"]["Expectation"]["properties"]["messages"]["anyOf"] if "items" in one
+        )
+        expected["items"] = {"anyOf": [expected["items"], {"const": "..."}]}
 
 
 __all__ = [

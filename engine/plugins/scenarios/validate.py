@@ -23,17 +23,19 @@ TASK_RULE = "scenario.unknown-task"
 
 def scenario_problems(
     path: Path, overrides: Sequence[str] = (), access: Access | None = None
-) -> tuple[list[Diagnostic], bool, list[str]]:
-    """Return the findings in a file of scenarios, whether it could not be read, and the rules that were skipped.
+) -> tuple[list[Diagnostic], bool, list[str]] | None:
+    """Return the findings in a file of scenarios, whether it could not be read, and the rules that were skipped; None for another file.
 
     Args:
         path: The file.
         overrides: As for `--set`.
         access: The files that may be opened, and whether code may be imported; the default allows everything.
     """
-    from engine.plugins.scenarios.load import ScenarioSpecs, load_scenarios, spec_of
+    from engine.plugins.scenarios.load import ScenarioSpecs, is_scenarios, load_scenarios, spec_of
     from engine.spec.load import UNREADABLE
 
+    if not is_scenarios(path, access):
+        return None
     try:
         scenarios = load_scenarios(path, access)
     except SpecError as error:

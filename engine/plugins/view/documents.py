@@ -177,13 +177,12 @@ class Documents:
     def scenario(self, run: str, id: str) -> Document:
         """Return a scenario of a finished episode, which was played and passes. Imports the code that the run names, unlike all
         other documents."""
-        from engine.plugins.scenarios.recorded import recorded_scenario
-        from engine.plugins.scenarios.suite import Formats
+        from engine.cli.export import recorded_scenario
         from engine.spec.entry import looking
 
         store = self.listing.store(run)
         with _PLAYING, looking([*_entry_points(store.header.spec)]):
-            made = recorded_scenario(store, id, Formats())
+            made = recorded_scenario(store, id)
         return {"name": made.name, "text": made.text, "notes": made.notes}
 
     def rows(self, filter: str = "", text: str = "") -> Iterator[bytes]:

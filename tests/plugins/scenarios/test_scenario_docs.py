@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.plugins.scenarios.suite import SuiteResult
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_guides_scenario_passes(run: Callable[..., SuiteResult], tmp_path: Path, tiny_tokenizer_dir: Path) -> None:

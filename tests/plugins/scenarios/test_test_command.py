@@ -10,7 +10,7 @@ import pytest
 import yaml
 from command_line import engine_output
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SPECS = ROOT / "specs"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import engine_output
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SPEC = """\
 spec: episode/v1
 name: demo
