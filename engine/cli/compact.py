@@ -13,7 +13,7 @@ from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec, KeepSpec
-    from engine.store.compact import Compacted
+    from engine.store.upkeep.compact import Compacted
     from engine.train.keep import Plan
 
 

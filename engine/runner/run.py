@@ -38,10 +38,10 @@ from engine.runner.spending import paying
 from engine.runner.stats import Live, Summary
 from engine.runner.suspects import Suspects
 from engine.storable import words_of
-from engine.store.fork import shared_entries
 from engine.store.images import stored_images
 from engine.store.store import episode_id_of
 from engine.store.tool_schemas import ToolSchemas
+from engine.store.upkeep.fork import shared_entries
 from engine.traces.writer import TraceWriter
 from engine.validate.drivers import refuse_many
 

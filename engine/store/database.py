@@ -31,7 +31,7 @@ SCHEMA_VERSION = 6
 `EpisodeScore.anchors` to `state_keys`, and the table `flights` to `crash_counts`. Version 6 added the
 tokens of a posting's part."""
 COMPACTED_VERSION = 7
-"""Version of a file from which episodes were dropped: it has one more table, see `engine.store.dropped`."""
+"""Version of a file from which episodes were dropped: it has one more table, see `engine.store.upkeep.dropped`."""
 APPLICATION_ID = 0x45504953
 """Written to `PRAGMA application_id`: "EPIS"."""
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import StoreError
 from engine.storable import stored_fields
-from engine.store import codec, crashes, database, dropped
+from engine.store import codec, crashes, database
 from engine.store.ended import Ended
 from engine.store.reading import ENTRY, journal_rows
+from engine.store.upkeep import dropped
 
 if TYPE_CHECKING:
     from engine.schemas.environment import Task

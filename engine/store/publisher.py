@@ -13,8 +13,6 @@ from urllib.parse import quote
 
 from engine.errors import StoreError
 from engine.store import codec, database
-from engine.store.compact import mentioned_images
-from engine.store.dropped import has_table
 from engine.store.export import Row, export_rows, group_rows, plan_of
 from engine.store.places import Place
 from engine.store.private import private_file
@@ -22,6 +20,8 @@ from engine.store.reader import RunReader
 from engine.store.reading import own_header, reading
 from engine.store.shards import META, SUMMARY, TOOLS, VERSION, Part, list_parts
 from engine.store.tool_schemas import ToolSchemas
+from engine.store.upkeep.compact import mentioned_images
+from engine.store.upkeep.dropped import has_table
 
 _PUBLISHED = "published.jsonl"
 _COPIED = ("journal", "trajectories", "branches", "postings")

@@ -20,13 +20,21 @@ from engine.schemas.environment import Task
 from engine.schemas.journal import JournalEntry
 from engine.schemas.trajectory import Trajectory
 from engine.store import codec, database
-from engine.store.dropped import Dropped, Space, dropped_among, read_dropped, read_dropped_ids, refuse_dropped, space
 from engine.store.header import RunHeader
 from engine.store.images import StoredImage
 from engine.store.lock import is_held
 from engine.store.reading import EPISODE, EpisodeRow, decoding, episode_row, journal_rows, read_trajectory, reading
 from engine.store.scores import ScoreHead, read_heads, require
 from engine.store.tool_schemas import ToolSchemas
+from engine.store.upkeep.dropped import (
+    Dropped,
+    Space,
+    dropped_among,
+    read_dropped,
+    read_dropped_ids,
+    refuse_dropped,
+    space,
+)
 from engine.tokens.images import digest_of
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from engine.schemas.journal import JournalEntry
 from engine.schemas.trajectory import Trajectory
 from engine.store import database
 from engine.store.catalogue import STORE, Catalogue, catalogue_folder
-from engine.store.dropped import Dropped
 from engine.store.ended import report_lost
 from engine.store.images import StoredImage
 from engine.store.lock import is_held
@@ -40,6 +39,7 @@ from engine.store.shards import (
     shards_of,
 )
 from engine.store.tool_schemas import ToolSchemas
+from engine.store.upkeep.dropped import Dropped
 
 log = structlog.get_logger(__name__)
 

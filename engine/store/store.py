@@ -37,12 +37,10 @@ from engine.schemas.journal import JournalEntry
 from engine.schemas.message import ImagePart
 from engine.schemas.trajectory import Blame, EpisodeScore, Trajectory
 from engine.storable import stored_fields
-from engine.store import codec, crashes, database, dropped, episode_rows
-from engine.store.again import begin_again
+from engine.store import codec, crashes, database, episode_rows
 from engine.store.ended import Ended, EndedList, report_lost
 from engine.store.episode_rows import episode_id_of
 from engine.store.find import find_run
-from engine.store.fork import copy_shared
 from engine.store.header import RunHeader, package_versions
 from engine.store.images import measure
 from engine.store.lock import RunLock
@@ -53,6 +51,9 @@ from engine.store.scores import write_score
 from engine.store.sharded import ShardedRun, note_status
 from engine.store.shards import DRIVERS, SHARDED, shards_of
 from engine.store.tracks import Tracks
+from engine.store.upkeep import dropped
+from engine.store.upkeep.again import begin_again
+from engine.store.upkeep.fork import copy_shared
 from engine.store.writer import Track, Writer
 
 __all__ = ["EpisodeRow", "RunStore", "episode_id_of", "find_run"]
@@ -309,7 +310,7 @@ class RunStore(RunReader):
         self._tracks.end(trajectory.episode_id)
 
     async def drop(self, episode_ids: Sequence[str], *, keep_failed: bool = False) -> dropped.Content:
-        """Delete the content of a group's episodes in one commit. The space is used for the next episodes; see `engine.store.dropped`.
+        """Delete the content of a group's episodes in one commit. The space is used for the next episodes; see `engine.store.upkeep.dropped`.
 
         Args:
             episode_ids: Episodes that do not run, and that nothing reads any more.

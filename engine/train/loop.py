@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from engine.backends.budget import Budget
     from engine.runner.stats import Live
     from engine.spec.load import LoadedSpec
-    from engine.store.compact import Compacted
     from engine.store.export import Row
+    from engine.store.upkeep.compact import Compacted
     from engine.tokens.format import ChatFormat
     from engine.train.learner import Learner
     from engine.train.sync import WeightSync

@@ -23,8 +23,8 @@ from engine.schemas.journal import ResetRecord
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Failure
 from engine.store import RunStore, database
-from engine.store.compact import compact, measure_groups
 from engine.store.lock import FILE as LOCK
+from engine.store.upkeep.compact import compact, measure_groups
 
 GROUPS = 12
 SAMPLES = 2
@@ -297,7 +297,7 @@ LIMITED = """
 import resource, signal, sys
 from pathlib import Path
 from engine.errors import StoreError
-from engine.store.compact import compact
+from engine.store.upkeep.compact import compact
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))

@@ -24,7 +24,6 @@ import structlog
 from engine.errors import StoreError
 from engine.store import codec
 from engine.store.catalogue import STORE
-from engine.store.dropped import dropped_among
 from engine.store.listing.finished import END_VALUES
 from engine.store.listing.heads import read_head
 from engine.store.listing.logs import sampled_tasks
@@ -33,6 +32,7 @@ from engine.store.private import private_file, private_folder
 from engine.store.reader import RunReader
 from engine.store.reading import reading
 from engine.store.training import BATCHES
+from engine.store.upkeep.dropped import dropped_among
 from engine.tokens.catalogue import cache_root
 
 log = structlog.get_logger(__name__)

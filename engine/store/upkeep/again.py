@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.store import codec
-from engine.store.dropped import forget
 from engine.store.episode_rows import mark_pending
-from engine.store.fork import shared_entries
 from engine.store.reading import ENTRY
+from engine.store.upkeep.dropped import forget
+from engine.store.upkeep.fork import shared_entries
 
 if TYPE_CHECKING:
     from engine.store.header import Fork

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.store import database
-from engine.store.dropped import Content, Dropped, Space, drop, measure, read_dropped, space
 from engine.store.lock import RunLock
 from engine.store.reading import reading
+from engine.store.upkeep.dropped import Content, Dropped, Space, drop, measure, read_dropped, space
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _MENTIONS = (

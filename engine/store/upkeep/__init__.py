@@ -1,0 +1,1 @@
+"""Work on stored runs: retries, forks, dropped episodes, smaller files."""
