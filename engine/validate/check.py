@@ -37,7 +37,6 @@ def all_rules() -> list[Rule]:
         adapters,
         agents,
         backend,
-        building,
         condensing,
         credit_reach,
         cycles,
@@ -56,7 +55,6 @@ def all_rules() -> list[Rule]:
         prompts,
         read_names,
         rewards,
-        spec_code,
         stepping,
         tasks,
         tools,
@@ -67,8 +65,8 @@ def all_rules() -> list[Rule]:
         train_sft,
         transitions,
         truncated,
-        with_types,
     )
+    from engine.validate.code import building, spec_code, with_types  # noqa: F401
 
     import_plugin_rules()
     return list(RULES.values())

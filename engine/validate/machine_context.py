@@ -14,7 +14,7 @@ from engine.schemas.limits import LimitsSpec
 from engine.schemas.machine import StateSpec
 from engine.spec.diagnostic import DataPath
 from engine.validate.chart import Chart, Edge
-from engine.validate.code_context import CodeContext
+from engine.validate.code.code_context import CodeContext
 from engine.validate.explore import Graph, explore
 from engine.validate.logic import ALWAYS as ALWAYS_TRUE
 from engine.validate.logic import UNKNOWN, Formula, Ranges, formula

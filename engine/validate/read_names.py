@@ -12,7 +12,7 @@ from engine.spec.diagnostic import DataPath
 from engine.spec.near import nearest_name
 from engine.spec.template import has_field
 from engine.spec.written_names import ANY_NAME
-from engine.validate.code_names import code_names
+from engine.validate.code.code_names import code_names
 from engine.validate.context import CheckContext, nearest
 from engine.validate.guards import STATE_KEY, expressions
 from engine.validate.prompts import known_fields

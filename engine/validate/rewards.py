@@ -10,7 +10,7 @@ from engine.spec.diagnostic import DataPath
 from engine.spec.near import nearest_name
 from engine.spec.written_names import WrittenNames
 from engine.validate.chart import Place
-from engine.validate.code_names import code_names
+from engine.validate.code.code_names import code_names
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 

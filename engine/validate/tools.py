@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from engine.spec.diagnostic import DataPath
-from engine.validate.code_facts import ReadCode, ToolFacts
+from engine.validate.code.code_facts import ReadCode, ToolFacts
 from engine.validate.context import CheckContext, nearest
 from engine.validate.registry import Finding, rule
 

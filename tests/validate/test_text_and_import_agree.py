@@ -16,8 +16,8 @@ import engine
 from engine.spec.access import Access
 from engine.spec.entry import EntryError
 from engine.spec.source import Sources
-from engine.validate.code_facts import ImportedCode, Method
-from engine.validate.function_code import read_code
+from engine.validate.code.code_facts import ImportedCode, Method
+from engine.validate.code.function_code import read_code
 
 QUICK = ["enum", "queue", "random", "statistics"]
 SLOW = [

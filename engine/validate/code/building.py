@@ -13,11 +13,11 @@ from engine.spec.entry import raised_at
 from engine.spec.signature import waits
 from engine.storable import words_of
 from engine.validate.alarm import deadline
-from engine.validate.code_context import NamedEntry
-from engine.validate.code_facts import ReadCode
+from engine.validate.code.code_context import NamedEntry
+from engine.validate.code.code_facts import ReadCode
+from engine.validate.code.spec_code import METHODS, call_of, call_problems
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
-from engine.validate.spec_code import METHODS, call_of, call_problems
 
 MAX_WORDS = 400
 """Characters of what a constructor raised that are shown."""

@@ -17,8 +17,8 @@ from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError, load_entry
 from engine.spec.load import LoadedSpec
 from engine.spec.source import NotImported, Sources
-from engine.validate.code_facts import CodeFacts, ImportedCode, ReadCode
-from engine.validate.function_code import read_code
+from engine.validate.code.code_facts import CodeFacts, ImportedCode, ReadCode
+from engine.validate.code.function_code import read_code
 from engine.validate.work import Work, WorkLimitError
 
 MAX_ENTRIES = 100

@@ -24,11 +24,11 @@ from engine.spec.annotations import (
 from engine.spec.diagnostic import DataPath
 from engine.spec.near import short
 from engine.spec.source import Definition
-from engine.validate.code_context import NamedEntry
-from engine.validate.code_facts import Method, ReadCode
+from engine.validate.code.code_context import NamedEntry
+from engine.validate.code.code_facts import Method, ReadCode
+from engine.validate.code.spec_code import Called, actions, called
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
-from engine.validate.spec_code import Called, actions, called
 
 _METHODS: Mapping[str, Mapping[str, tuple[Wanted, str]]] = {
     "environment": {

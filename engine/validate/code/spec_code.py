@@ -12,8 +12,8 @@ from engine.spec.entry import EntryError
 from engine.spec.near import near_or_known, nearest_name
 from engine.spec.short_names import names_of
 from engine.spec.source import NotImported
-from engine.validate.code_context import NamedEntry
-from engine.validate.code_facts import CodeFacts, Method, ReadCode
+from engine.validate.code.code_context import NamedEntry
+from engine.validate.code.code_facts import CodeFacts, Method, ReadCode
 from engine.validate.context import CheckContext, nearest
 from engine.validate.registry import Finding, rule
 from engine.validate.sources import each_source
