@@ -38,7 +38,7 @@ def all_ids() -> set[str]:
         STOPPED,
         FAILED,
     }
-    for file in (ROOT / "engine" / "spec").glob("*.py"):
+    for file in (ROOT / "engine" / "spec").rglob("*.py"):
         found |= set(re.findall(r'"((?:spec|yaml|tasks)\.[a-z-]+)"', file.read_text(encoding="utf-8")))
     return found - {"spec.yaml"}
 
