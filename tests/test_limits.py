@@ -76,7 +76,7 @@ from engine.validate.budget import over_budget, read_budget
 from engine.validate.context import CheckContext
 from engine.validate.worst_case import worst_case
 from engine.cli.main import main
-from engine.cli.schema import generated
+from engine.cli.commands.schema import generated
 from engine.machine.guards import guard_problems
 from engine.spec.load import load_spec
 from engine.store import RunStore, find_run

@@ -43,7 +43,7 @@ class DatasetOptions:
 def export_dataset(run: str, runs: Path, out: Path | None, options: DatasetOptions) -> None:
     """Write the data set, print what it does not carry, and push it."""
     from engine.cli.console import make_console
-    from engine.cli.report import dropped_words
+    from engine.cli.reports.report import dropped_words
     from engine.errors import EngineError
     from engine.integrations.datasets.contents import TABLES, Source
     from engine.integrations.datasets.tables import image_bytes, image_paths, write_table

@@ -13,7 +13,7 @@ import typer
 import typer.core
 
 from engine import plugin
-from engine.cli.import_ import import_app
+from engine.cli.commands.import_ import import_app
 from engine.terminal import brief, echo
 
 # Torch reads this when it is imported. Threads that spin while they wait make a busy machine several times slower.
@@ -85,25 +85,25 @@ app = typer.Typer(
 
 def _register() -> None:
     from engine.cli.audit import audit
-    from engine.cli.compact import compact
-    from engine.cli.compare import compare
+    from engine.cli.commands.compact import compact
+    from engine.cli.commands.compare import compare
+    from engine.cli.commands.eval import evaluate
+    from engine.cli.commands.explain import explain
+    from engine.cli.commands.export import export
+    from engine.cli.commands.models import models
+    from engine.cli.commands.new import new
+    from engine.cli.commands.plugins import plugins
+    from engine.cli.commands.replay import replay
+    from engine.cli.commands.rescore import rescore
+    from engine.cli.commands.run import run
+    from engine.cli.commands.schema import schema
+    from engine.cli.commands.serve import serve
+    from engine.cli.commands.show import show
+    from engine.cli.commands.template import template
+    from engine.cli.commands.train import train
     from engine.cli.envs import envs
-    from engine.cli.eval import evaluate
-    from engine.cli.explain import explain
-    from engine.cli.export import export
     from engine.cli.graph import graph
-    from engine.cli.models import models
-    from engine.cli.new import new
-    from engine.cli.plugins import plugins
-    from engine.cli.replay import replay
-    from engine.cli.rescore import rescore
-    from engine.cli.run import run
-    from engine.cli.schema import schema
-    from engine.cli.serve import serve
-    from engine.cli.show import show
-    from engine.cli.template import template
-    from engine.cli.train import train
-    from engine.cli.validate import validate
+    from engine.cli.validate.command import validate
 
     for command in (
         new,

@@ -14,11 +14,11 @@ from command_line import trajectories_of
 from typer.testing import CliRunner, Result
 from written_specs import save_spec, scripted_spec
 
-from engine.cli.compare import compare
-from engine.cli.eval import evaluate
-from engine.cli.export import export
-from engine.cli.rescore import rescore
-from engine.cli.show import show
+from engine.cli.commands.compare import compare
+from engine.cli.commands.eval import evaluate
+from engine.cli.commands.export import export
+from engine.cli.commands.rescore import rescore
+from engine.cli.commands.show import show
 from engine.store import RunStore, list_runs
 
 SPEC_CODE = Path(__file__).parent.parent / "runner"
@@ -148,7 +148,7 @@ def test_a_run_is_scored_again_shown_and_exported(spec: Path) -> None:
 
 
 def test_a_critics_values_come_from_a_file(spec: Path) -> None:
-    from engine.cli.run import run
+    from engine.cli.commands.run import run
 
     assert call(run, spec, "-q", "--limit", "1", "--set", "rollout.samples_per_task=1").exit_code == 0
     (trajectory,) = trajectories_of(runs()[0])

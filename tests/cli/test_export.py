@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from engine.cli.export import export
+from engine.cli.commands.export import export
 from engine.schemas.environment import Task
 from engine.schemas.generation import FinishReason
 from engine.schemas.reward import Posting

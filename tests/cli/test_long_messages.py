@@ -6,8 +6,8 @@ from io import StringIO
 
 import pytest
 
-from engine.cli import episode_report
 from engine.cli.console import SafeConsole
+from engine.cli.reports import episode_report
 from engine.schemas.message import Message, ToolCall
 
 

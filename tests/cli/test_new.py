@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import engine
+from engine.cli.commands.new import Kind, scaffold
 from engine.cli.main import app
-from engine.cli.new import Kind, scaffold
 from engine.plugins.scenarios.suite import Formats, run_suite
 from engine.spec.load import load_spec
 from engine.validate import check_spec

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 from store_kit import make_trajectory
 
-from engine.cli.progress import duration, endings, pauses, ticking
-from engine.cli.report import Panel
-from engine.cli.train_panel import TrainPanel
+from engine.cli.reports.progress import duration, endings, pauses, ticking
+from engine.cli.reports.report import Panel
+from engine.cli.reports.train_panel import TrainPanel
 from engine.runner import stats
 from engine.runner.stats import Live, Summary
 from engine.schemas.trajectory import Failure, Outcome, Trajectory
@@ -128,7 +128,7 @@ def test_lines_come_soon_and_then_seldom() -> None:
 
 
 def test_a_line_is_said_while_other_code_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.cli.progress._FIRST", 0.001)
+    monkeypatch.setattr("engine.cli.reports.progress._FIRST", 0.001)
     said = Event()
     lines: list[str] = []
     with ticking(lambda: "here", lambda line: (lines.append(line), said.set())):

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from engine.cli.report import print_summary
+from engine.cli.reports.report import print_summary
 from engine.runner.stats import Summary
 from engine.schemas.trajectory import Outcome, Trajectory
 

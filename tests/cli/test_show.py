@@ -9,8 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from engine.cli.ledger_report import moves
-from engine.cli.show import show
+from engine.cli.commands.show import show
+from engine.cli.reports.ledger_report import moves
 from engine.rewards.ledger import Ledger
 from engine.schemas.environment import Reset, Task, UserTurn
 from engine.schemas.generation import FinishReason, Generation

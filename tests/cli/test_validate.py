@@ -14,7 +14,7 @@ from command_line import engine_output
 from typer.testing import CliRunner
 
 from engine.cli.main import app
-from engine.cli.validate import find_specs
+from engine.cli.validate.command import find_specs
 
 MODEL = {"config.json": "{}", "tokenizer_config.json": '{"chat_template": "{{ tools }}{{ messages }}"}'}
 """Files of a model, so that nothing has to be left unchecked."""
@@ -192,7 +192,7 @@ def test_it_imports_no_torch_and_no_transformers() -> None:
         + "tools: [{use: 'textwrap:dedent', name: d, timeout: 5s}]\n"
     )
     code = (
-        "import sys\nfrom pathlib import Path\nfrom engine.cli.validate_examine import Options, examine\n"
+        "import sys\nfrom pathlib import Path\nfrom engine.cli.validate.examine import Options, examine\n"
         "print([str(d) for d in examine(Path('s.yaml'), Options(imports=True)).diagnostics])\n"
         "print(sorted({'torch', 'transformers', 'renderers', 'pyarrow', 'datasets'} & set(sys.modules)))\n"
     )

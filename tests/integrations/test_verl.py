@@ -14,7 +14,7 @@ from command_line import trajectories_of
 from typer.testing import CliRunner
 from written_specs import save_spec
 
-from engine.cli.import_ import import_app
+from engine.cli.commands.import_ import import_app
 from engine.cli.main import app
 from engine.integrations.environments.base import AdapterError
 from engine.integrations.verl import Interactions, Prompt, interaction_class, name_of

@@ -11,9 +11,9 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.cli.validate import FORMATS
-from engine.cli.validate_examine import Options, examine
-from engine.cli.validate_report import as_text, pack, unpack
+from engine.cli.validate.command import FORMATS
+from engine.cli.validate.examine import Options, examine
+from engine.cli.validate.report import as_text, pack, unpack
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.train import TrainSpec
 from engine.spec.load import read_spec

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 from written_specs import save_spec
 
-from engine.cli.compare import compare
-from engine.cli.eval import evaluate
+from engine.cli.commands.compare import compare
+from engine.cli.commands.eval import evaluate
 from engine.errors import TrainError
 from engine.train.merge import merged, trained_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from engine.cli.validate_examine import FAILED, STOPPED, Options, examine
+from engine.cli.validate.examine import FAILED, STOPPED, Options, examine
 from engine.errors import SpecError
 from engine.spec.diagnostic import Diagnostic
 from engine.spec.load import read_spec

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hostile_specs import BUSY, REFUSED, TASKS, WHOLE
 
-from engine.cli.validate import FORMATS
-from engine.cli.validate_examine import Options, examine
-from engine.cli.validate_report import Report, as_text
+from engine.cli.validate.command import FORMATS
+from engine.cli.validate.examine import Options, examine
+from engine.cli.validate.report import Report, as_text
 from engine.validate.pages import page_of
 
 LONG = {

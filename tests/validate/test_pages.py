@@ -14,7 +14,7 @@ import pytest
 from rule_examples import BAD, WHOLE, findings, page, write
 from slow_cases import slow_but_each
 
-from engine.cli.validate_examine import FAILED, STOPPED, Options, examine
+from engine.cli.validate.examine import FAILED, STOPPED, Options, examine
 from engine.integrations.trainers.check import APPROXIMATED, REFUSED, UNKNOWN
 from engine.validate import all_rules
 from engine.validate.check import BROKEN, MORE, UNFINISHED

@@ -9,7 +9,7 @@ import pytest
 from command_line import engine_here
 from written_specs import save_spec
 
-from engine.cli.schema import generated
+from engine.cli.commands.schema import generated
 from engine.errors import TrainError
 from engine.integrations.trainers.capabilities import THINGS, TRAINERS
 from engine.integrations.trainers.check import check_trainer, uses

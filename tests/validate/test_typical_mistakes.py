@@ -12,7 +12,7 @@ from slow_cases import slow_but_each
 from typical_mistakes import MISTAKES, Mistake, project, written
 from typical_project import PYTHON_ROWS
 
-from engine.cli.validate_examine import Options, examine
+from engine.cli.validate.examine import Options, examine
 from engine.spec.diagnostic import Diagnostic
 
 ROOT = Path(__file__).parents[2]

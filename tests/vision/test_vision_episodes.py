@@ -15,7 +15,7 @@ from recompute import apart
 from slow_cases import slow_but, slow_but_each
 from vision_code import FIRST, MACHINE, SECOND, THIRD
 
-from engine.cli.export import export
+from engine.cli.commands.export import export
 from engine.runner.replay import Replayer
 from engine.schemas.message import ImagePart
 from engine.spec.tasks import load_tasks
@@ -130,7 +130,7 @@ async def test_a_run_that_broke_off_goes_on_with_its_images(make_spec: Any, run_
 def test_a_fork_holds_the_images_that_it_shares(make_spec: Any, run_spec: Any, tmp_path: Path) -> None:
     import asyncio
 
-    from engine.cli.run import fork_run
+    from engine.cli.commands.run import fork_run
     from engine.store import RunStore
 
     ran = asyncio.run(run_spec(make_spec("qwen3_vl", [LOOK, "It is red.", "It is green."], **SCRIPTED)))
@@ -202,7 +202,7 @@ async def test_each_branch_holds_exactly_its_images(make_spec: Any, run_spec: An
 async def test_a_file_of_rows_has_each_image_once_beside_it(
     make_spec: Any, run_spec: Any, tmp_path: Path, vlm: Any, format: str
 ) -> None:
-    from engine.cli.export import Format
+    from engine.cli.commands.export import Format
     from engine.tokens.loading import load_format
 
     ran = await run_spec(make_spec("qwen2_5_vl", **GALLERY))

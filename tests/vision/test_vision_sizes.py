@@ -19,7 +19,7 @@ from PIL import Image
 from slow_cases import slow_but_each
 from vision_kit import BUILDERS
 
-from engine.cli.template import _images
+from engine.cli.commands.template import _images
 from engine.errors import ImageError
 from engine.schemas.model import ModelSpec
 from engine.tokens.image_bank import ImageBank

@@ -6,7 +6,12 @@ from pathlib import Path
 
 from one_deleted import ROOT, copy_without, engine, python
 
-USERS = ("engine.cli.show", "engine.cli.show_list", "engine.cli.compare", "engine.store.listing.listing")
+USERS = (
+    "engine.cli.commands.show",
+    "engine.cli.reports.show_list",
+    "engine.cli.commands.compare",
+    "engine.store.listing.listing",
+)
 
 
 def test_lists_and_other_commands_work_without_it(tmp_path: Path) -> None:

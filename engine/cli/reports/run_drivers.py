@@ -12,8 +12,8 @@ import numpy as np
 from rich.console import Console, Group
 from rich.table import Table
 
-from engine.cli.progress import duration
-from engine.cli.report import Panel
+from engine.cli.reports.progress import duration
+from engine.cli.reports.report import Panel
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -134,11 +134,11 @@ async def drive_many(
     summary: bool = True,
     keep_going: bool = False,
 ) -> RunResult:
-    """Run a prepared run to its end with several drivers; the arguments are those of `engine.cli.run.drive`."""
+    """Run a prepared run to its end with several drivers; the arguments are those of `engine.cli.commands.run.drive`."""
     from rich.live import Live as LiveDisplay
 
-    from engine.cli.progress import ticking
-    from engine.cli.report import print_summary
+    from engine.cli.reports.progress import ticking
+    from engine.cli.reports.report import print_summary
     from engine.cli.stopping import stop_on_signals
     from engine.drivers.run import Fleet, run_drivers
     from engine.masking import mask_credentials

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.cli.eval import Format
+from engine.cli.commands.eval import Format
 from engine.cli.options import only_looks
 from engine.terminal import echo, echo_json
 
@@ -92,7 +92,7 @@ def _print(console: Console, found: RunComparison) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from engine.cli.eval import words
+    from engine.cli.commands.eval import words
 
     table = Table("measure", "first", "second", "difference", "95 % interval", title_justify="left")
     for each in found.measures:

@@ -109,7 +109,7 @@ def train(
     console = make_console(soft_wrap=True)
     folder: Path | None = None
     if plan:
-        from engine.cli.train_plan import plan_training
+        from engine.cli.reports.train_plan import plan_training
 
         plan_training(
             console,
@@ -256,8 +256,8 @@ def _check(console: Console, loaded: LoadedSpec) -> None:
 async def _train(
     loaded: LoadedSpec, folder: Path, process_group: ProcessGroup, console: Console, *, quiet: bool, keep_going: bool
 ) -> TrainResult:
+    from engine.cli.reports.train_panel import TrainPanel, shown
     from engine.cli.stopping import stop_on_signals
-    from engine.cli.train_panel import TrainPanel, shown
     from engine.train.setup import train_spec_of
     from engine.train.sft import SftTrainer
     from engine.train.trainer import Trainer
@@ -307,7 +307,7 @@ def _print_result(result: TrainResult, folder: Path, console: Console, seconds: 
     if result.cost is not None:
         console.print(f"Cost of the training: {result.cost:.6g}, with its evaluations and unfinished episodes")
     if result.disk is not None:
-        from engine.cli.compact import disk_lines
+        from engine.cli.commands.compact import disk_lines
 
         for line in disk_lines(result.disk):
             console.print(line)

@@ -81,7 +81,7 @@ def show(
         if episode is None:
             if tokens or attempt is not None:
                 wrong_usage("--tokens and --attempt need an EPISODE")
-            from engine.cli.show_list import Selection, show_list
+            from engine.cli.reports.show_list import Selection, show_list
 
             selection = Selection(filter, text, sort, limit, failed, score)
             show_list(folder, selection, json=json)
@@ -97,8 +97,8 @@ def show(
 
 def _show_episode(folder: Path, name: str, score: str | None, *, tokens: bool, attempt: int | None, json: bool) -> None:
     from engine.cli.console import make_console
-    from engine.cli.episode_report import print_finished, print_unfinished
-    from engine.cli.episode_tokens import print_tokens, token_documents
+    from engine.cli.reports.episode_report import print_finished, print_unfinished
+    from engine.cli.reports.episode_tokens import print_tokens, token_documents
     from engine.errors import StoreError
     from engine.store.listing.episode import episode_document
     from engine.store.listing.sources import episodes_of

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from engine import plugin
-from engine.cli.export_credit import changed_credit, read_values
+from engine.cli.commands.export_credit import changed_credit, read_values
 from engine.cli.options import Imports, only_looks
 from engine.terminal import echo
 
@@ -158,7 +158,7 @@ def export(
     code runs. A file that holds scenarios of the same spec gets one more.
     """
     from engine.cli.console import make_console
-    from engine.cli.report import dropped_words, unchecked_warning
+    from engine.cli.reports.report import dropped_words, unchecked_warning
     from engine.errors import EngineError
     from engine.logs import configure_logging
     from engine.store.export import export_rows
@@ -292,7 +292,7 @@ def _export_sft(
     run: str, runs: Path, out: Path | None, filter: str | None, turns: str | None, score: str | None
 ) -> None:
     from engine.cli.console import make_console
-    from engine.cli.report import dropped_words
+    from engine.cli.reports.report import dropped_words
     from engine.errors import EngineError
     from engine.store.export import write_jsonl
     from engine.store.find import find_run

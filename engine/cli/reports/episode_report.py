@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.ledger_report import ledger_table, moves, print_moves
+from engine.cli.reports.ledger_report import ledger_table, moves, print_moves
 from engine.store.codec import json_of
 from engine.terminal import visible
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from engine.cli.validate_report import Report, excerpts_of, one_line, pack, unpack
+from engine.cli.validate.report import Report, excerpts_of, one_line, pack, unpack
 from engine.integrations.trainers.check import check_trainer
 from engine.plugin import Hook, missing
 from engine.spec.access import Access

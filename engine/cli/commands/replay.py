@@ -44,7 +44,7 @@ def replay(
     if from_turn is not None:
         if episode is not None:
             raise typer.BadParameter("--from-turn forks a whole run; leave out EPISODE")
-        from engine.cli.run import fork_run
+        from engine.cli.commands.run import fork_run
 
         fork_run(run, out, from_turn, salt)
         return
@@ -67,7 +67,7 @@ def replay(
 
 
 async def _replay(run: str, episode: str | None, out: Path) -> tuple[list[Replayed], str]:
-    from engine.cli.report import dropped_words
+    from engine.cli.reports.report import dropped_words
     from engine.runner.replay import Replayer
     from engine.store import RunStore, find_run
     from engine.tokens.loading import load_format

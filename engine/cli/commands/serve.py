@@ -63,8 +63,8 @@ def serve(
     Exit status: 130 after Ctrl-C; 143 after SIGTERM; 1 when the spec is invalid or an episode could not be finished; 2 when the command line is
     wrong or the port is in use; 3 when no server can be reached.
     """
+    from engine.cli.commands.run import prepare
     from engine.cli.console import make_console
-    from engine.cli.run import prepare
     from engine.cli.stopping import interrupted
     from engine.drivers.leases import FILE as LEASES
     from engine.errors import EngineError, StoreError
@@ -150,8 +150,8 @@ async def _serve(
     from engine.agents.served import ServedPrograms
     from engine.agents.server import server_of_loop
     from engine.backends.registry import open_backend
-    from engine.cli.progress import ticking
-    from engine.cli.report import Panel, print_summary
+    from engine.cli.reports.progress import ticking
+    from engine.cli.reports.report import Panel, print_summary
     from engine.cli.stopping import stop_on_signals
     from engine.runner.noticed import RunNotices
     from engine.runner.overlong import fitting_tasks

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from engine.cli.validate_report import UNREADABLE, Report, as_json, as_text
+from engine.cli.validate.report import UNREADABLE, Report, as_json, as_text
 from engine.spec.access import Access
 from engine.terminal import echo
 
@@ -112,7 +112,7 @@ def validate(
     Safe for untrusted specs: without --import no code that a spec names is imported or called, no network is used, and
     values of environment variables are masked.
     """
-    from engine.cli.validate_examine import Options, examine_all
+    from engine.cli.validate.examine import Options, examine_all
     from engine.validate.budget import BudgetError, read_budget
 
     try:
@@ -141,13 +141,13 @@ def validate(
 
 
 def _sarif(reports: Sequence[Report]) -> str:
-    from engine.cli.sarif import as_sarif
+    from engine.cli.validate.sarif import as_sarif
 
     return as_sarif(reports)
 
 
 def _github(reports: Sequence[Report]) -> str:
-    from engine.cli.sarif import as_github
+    from engine.cli.validate.sarif import as_github
 
     return as_github(reports)
 

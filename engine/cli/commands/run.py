@@ -82,7 +82,7 @@ def run(
     Ctrl-C; 143 after SIGTERM.
     """
     from engine.cli.console import make_console
-    from engine.cli.run_drivers import resumed_drivers
+    from engine.cli.reports.run_drivers import resumed_drivers
     from engine.errors import EngineError
     from engine.logs import configure_logging
 
@@ -270,8 +270,8 @@ async def drive(
         keep_going: See `Runner`.
     """
     from engine.backends.registry import open_backend
-    from engine.cli.report import print_summary
-    from engine.cli.run_drivers import drive_many, is_sharded
+    from engine.cli.reports.report import print_summary
+    from engine.cli.reports.run_drivers import drive_many, is_sharded
     from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
     from engine.runner.noticed import RunNotices
@@ -342,8 +342,8 @@ async def drive(
 async def _with_progress(runner: Runner, stop: asyncio.Event, console: Console, *, quiet: bool) -> RunResult:
     from rich.live import Live as LiveDisplay
 
-    from engine.cli.progress import ticking
-    from engine.cli.report import Panel
+    from engine.cli.reports.progress import ticking
+    from engine.cli.reports.report import Panel
 
     panel = Panel(runner.live, runner.summary)
     if quiet:

@@ -56,9 +56,9 @@ def evaluate(
     a LoRA adapter is merged into a copy of the spec's model. The exit status is as for `engine run`; a run that failed as
     a whole has no estimates.
     """
+    from engine.cli.commands.run import print_stopped
     from engine.cli.console import make_console
-    from engine.cli.report import sources_table
-    from engine.cli.run import print_stopped
+    from engine.cli.reports.report import sources_table
     from engine.errors import EngineError
     from engine.logs import configure_logging
 
@@ -167,7 +167,7 @@ async def _evaluate(
     quiet: bool,
     keep_going: bool,
 ) -> tuple[Path, Evaluation, RunResult]:
-    from engine.cli.run import drive, prepare, print_stopped
+    from engine.cli.commands.run import drive, prepare, print_stopped
     from engine.cli.stopping import interrupted
     from engine.errors import EngineError
     from engine.runner.evaluate import evaluate as measure
