@@ -26,11 +26,34 @@ OFF = "ENGINE_PLUGINS_OFF"
 """Environment variable: names of plugins that are left out, separated by commas; `*`: all; `strangers`: those of other packages."""
 HOOKS = frozenset({"examine_file", "record_scenario"})
 """The names of all hooks. Each is a `Hook` beside the code that calls it."""
+OWNERS = frozenset({"", "limits", "train"})
+"""The parts of the spec to which plugins may add keys: paths of the `SectionOwner` classes."""
 REINSTALL = "pip install --force-reinstall --no-deps episode-engine"
 """What brings a folder of `engine/plugins/` back."""
+BELONGS = "it belongs to the plugin"
+"""How the text of `missing` begins."""
 T = TypeVar("T")
 Entries = Mapping[str, str]
 """Name -> `module:object`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """Keys that a plugin adds to a part of the spec."""
+
+    owner: str = ""
+    """The part, one of `OWNERS`: empty for the top level."""
+    keys: tuple[str, ...]
+    use: str
+    """`module:class`, an `engine.schemas.sections.SpecSection`."""
+    inline: bool = False
+    """The keys are the fields of the class. Otherwise there is one key, and the class is its value."""
+    resumable: tuple[str, ...] = ()
+    """Those of the keys that a resumed training may change."""
+
+    def path(self, key: str) -> str:
+        """The path of one of the keys in the spec: `train.plan`."""
+        return f"{self.owner}.{key}".lstrip(".")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +67,7 @@ class Plugin:
     """The command that installs it, for messages."""
     needs: tuple[str, ...] = ()
     """Other plugins without which it is broken."""
+    sections: tuple[Section, ...] = ()
     commands: Entries = field(default_factory=dict)
     """Command of the command line -> function with typer's annotations; `import NAME`: a command of the group `import`."""
     schemas: Entries = field(default_factory=dict)
@@ -67,10 +91,13 @@ class Installed:
     """Those that cannot be used, and why."""
     packages: dict[str, str]
     """The package of each: name and version."""
+    left_out: dict[str, Plugin] = field(default_factory=dict)
+    """The faces of broken ones, for messages about what they would add."""
 
     def leave_out(self, name: str, error: Exception) -> None:
         """Take a plugin that fails out, with everything that it adds."""
-        self.plugins.pop(name, None)
+        if (face := self.plugins.pop(name, None)) is not None:
+            self.left_out[name] = face
         self.broken[name] = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
 
 
@@ -122,15 +149,22 @@ def _checked(name: str, face: Any, others: Collection[Plugin]) -> Plugin:
         raise PluginError(f"its face has the name `{face.name}`, its entry point `{name}`")
     if unknown := sorted(set(face.hooks) - HOOKS):
         raise PluginError(f"there is no hook `{unknown[0]}`; the hooks are {', '.join(sorted(HOOKS)) or 'none'}")
+    if strange := sorted({section.owner for section in face.sections} - OWNERS):
+        raise PluginError(f"no keys can be added to `{strange[0]}` of the spec; they can be added to {_owner_words()}")
     for other in others:
         if twice := sorted(_names(other) & _names(face)):
             raise PluginError(f"the plugin `{other.name}` has {', '.join(f'`{each}`' for each in twice)} already")
     return face
 
 
+def _owner_words() -> str:
+    return ", ".join(f"`{owner}`" if owner else "the top level" for owner in sorted(OWNERS))
+
+
 def names_of(plugin: Plugin) -> dict[str, tuple[str, ...]]:
-    """What a plugin adds: point -> names; and under `install` the command that installs it."""
-    added = {point: tuple(getattr(plugin, point)) for point in POINTS}
+    """What a plugin adds: point -> names, with the paths of keys under `sections`; under `install` the command that installs it."""
+    added = {"sections": tuple(section.path(key) for section in plugin.sections for key in section.keys)}
+    added |= {point: tuple(getattr(plugin, point)) for point in POINTS}
     return {"install": (plugin.install,)} | {point: names for point, names in added.items() if names}
 
 
@@ -179,16 +213,17 @@ def missing(point: str, name: str) -> str | None:
     """Which plugin that is not installed has a name, and how to install it; None if none is known to have it.
 
     Args:
-        point: One of `POINTS`.
+        point: One of `POINTS`, or `sections` with the path of a key as name.
         name: The name.
     """
     from engine.known_plugins import KNOWN
 
-    for plugin, known in KNOWN.items():
+    broken = {plugin: names_of(face) for plugin, face in installed().left_out.items()}
+    for plugin, known in {**KNOWN, **broken}.items():
         if name in known.get(point, ()) and plugin not in installed().plugins:
             why = installed().broken.get(plugin)
             state = f"cannot be used ({why})" if why else "is not installed"
-            return f"it belongs to the plugin `{plugin}`, which {state}: {known['install'][0]}"
+            return f"{BELONGS} `{plugin}`, which {state}: {known['install'][0]}"
     return None
 
 
@@ -212,9 +247,4 @@ class Hook(Generic[T]):
         return [load(plugin.hooks[self.name]) for plugin in installed().plugins.values() if self._asks(plugin, written)]
 
     def _asks(self, plugin: Plugin, written: Collection[str] | None) -> bool:
-        return self.name in plugin.hooks and (written is None or not has_sections(plugin) or plugin.name in written)
-
-
-def has_sections(plugin: Plugin) -> bool:
-    """Whether a plugin adds keys to the spec."""
-    return False
+        return self.name in plugin.hooks and (written is None or not plugin.sections or plugin.name in written)

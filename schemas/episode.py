@@ -20,6 +20,7 @@ from engine.schemas.notify import NotifySpec
 from engine.schemas.prompt import PromptField, PromptMessage, RecoverSpec
 from engine.schemas.reward_spec import RewardsSpec
 from engine.schemas.role import UserSpec
+from engine.schemas.sections import SectionOwner
 from engine.schemas.tasks import TasksSpec
 from engine.schemas.traces import TracesSpec
 from engine.schemas.train import TrainSpec
@@ -66,7 +67,7 @@ class RolloutSpec(Contract):
     dropped, except those that a resume needs; their outcome, reward and counts stay. All episodes stay if not set."""
 
 
-class EpisodeSpec(Contract):
+class EpisodeSpec(SectionOwner):
     """The declaration of an episode. `engine validate` checks it, `engine run` runs it."""
 
     spec: Literal["episode/v1"]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from engine.schemas.base import Contract, Seconds
+from engine.schemas.base import Seconds
+from engine.schemas.sections import SectionOwner
 
 
-class LimitsSpec(Contract):
+class LimitsSpec(SectionOwner):
     """Limits on one episode. They are checked before each action, in the order of these fields."""
+
+    OWNER: ClassVar[str] = "limits"
 
     episode_seconds: Seconds | None = 600.0
     """Wall time of the whole episode."""

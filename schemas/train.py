@@ -13,6 +13,7 @@ from engine.schemas.credit import CreditMethod
 from engine.schemas.critic import CriticSpec
 from engine.schemas.loss import CrossEntropyLoss, DrGrpoLoss, LossSpec
 from engine.schemas.plan import PlanSpec
+from engine.schemas.sections import SectionOwner
 from engine.schemas.sft import SftDataSpec
 from engine.schemas.train_eval import TrainEvalSpec
 
@@ -234,8 +235,10 @@ class TrackingSpec(Contract):
 Precision = Literal["float32", "mixed", "bfloat16"]
 
 
-class TrainSpec(Contract):
+class TrainSpec(SectionOwner):
     """How the model is trained on its episodes."""
+
+    OWNER: ClassVar[str] = "train"
 
     SFT_KEYS: ClassVar[frozenset[str]] = frozenset(
         [

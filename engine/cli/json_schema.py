@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic.json_schema import models_json_schema
+
 from engine.cli.schema_words import add_words
 from engine.plugin import loaded
 from engine.schemas.base import Contract, Struct, adapter
@@ -18,6 +20,7 @@ from engine.schemas.generation import GenerateRequest, Generation, SamplingParam
 from engine.schemas.journal import JournalEntry
 from engine.schemas.message import Message, ToolCall, ToolResult
 from engine.schemas.reward import Posting, RewardEvent
+from engine.schemas.sections import owner_classes, sections_of
 from engine.schemas.trajectory import Branch, Outcome, Trajectory, Turn
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -65,7 +68,7 @@ def documents() -> dict[str, str]:
 
 def episode_schema() -> Schema:
     """The schema of a spec as written: before `extends`, variables and presets are resolved."""
-    schema = _untitled(EpisodeSpec.model_json_schema(by_alias=True))
+    schema = _untitled(_with_sections())
     definitions: Schema = schema["$defs"]
     for definition in definitions.values():
         for key, value in definition.get("properties", {}).items():
@@ -108,6 +111,27 @@ def episode_schema() -> Schema:
     whole = _loosen(schema)
     whole["allOf"] = _user_rules()
     return {"$schema": DIALECT, **schema, "if": {"required": ["extends"]}, "then": True, "else": whole}
+
+
+def _with_sections() -> Schema:
+    """Pydantic's schema of a spec, with the keys that plugins add."""
+    owners = dict(owner_classes(EpisodeSpec))
+    sections = [(owner, section, model) for owner in owners.values() for section, model in sections_of(owner)]
+    models: list[tuple[Any, Any]] = [(EpisodeSpec, "validation"), *((model, "validation") for _, _, model in sections)]
+    references, rest = models_json_schema(models, by_alias=True)
+    definitions: Schema = rest["$defs"]
+    schema: Schema = definitions.pop("EpisodeSpec")
+    for owner, section, model in sections:
+        properties = (schema if owner is EpisodeSpec else definitions[owner.__name__])["properties"]
+        reference = references[model, "validation"]
+        if section.inline:
+            properties |= definitions.pop(reference["$ref"].rpartition("/")[2])["properties"]
+        else:
+            about = {"description": " ".join((model.__doc__ or "").split())}
+            optional = {"anyOf": [reference, {"type": "null"}], "default": None}
+            properties[section.keys[0]] = (optional if model.NULLABLE else reference) | about
+        model.adapt_json_schema(definitions)
+    return {"$defs": dict(sorted(definitions.items())), **schema}
 
 
 def _untitled(schema: Schema) -> Schema:

@@ -19,6 +19,7 @@ from engine.schemas.descriptions import description_of
 from engine.schemas.entry import IsolationSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.machine import MachineSpec
+from engine.schemas.sections import section_fields
 from engine.spec.places import bare, branches, fields_by_key, is_model, literals
 from engine.spec.problems import describe
 
@@ -115,7 +116,8 @@ def _section(place: str, model: type[BaseModel]) -> str:
 
 
 def _row(model: type[BaseModel], key: str, info: FieldInfo) -> str:
-    cells = [f"`{key}`", _type(info), _default(info), " ".join((description_of(model, key) or _doc(info)).split())]
+    owner = {key: section for key, _, section in section_fields(model)}.get(key, model)
+    cells = [f"`{key}`", _type(info), _default(info), " ".join((description_of(owner, key) or _doc(info)).split())]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

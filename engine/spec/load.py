@@ -22,7 +22,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from engine.errors import SpecError
+from engine.plugin import BELONGS
 from engine.schemas.episode import EpisodeSpec
+from engine.schemas.sections import SpecSection, attach, split
 from engine.schemas.tasks import TasksSpec
 from engine.spec.access import Access
 from engine.spec.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
@@ -222,12 +224,21 @@ def validate(document: Document, model: type[Model]) -> tuple[Model | None, list
 
     Where a string is wanted and `${ENV}` or `--set` gave something that reads as a number, its text is taken.
     """
-    try:
-        return _validated(model, document.data), []
-    except ValidationError as error:
-        problems, as_text = diagnose(error, model, document)
+    rest, parts = split(document.data, model)
+    value, problems, as_text = _part(document, model, rest, (), model)
+    sections: list[tuple[DataPath, SpecSection]] = []
+    for part in parts:
+        if part.is_null:
+            continue
+        section, wrong, texts = _part(document, part.model, part.body, part.path, model)
+        problems, as_text = [*problems, *wrong], [*as_text, *texts]
+        if section is not None:
+            sections.append((part.owner, section))
+    if value is not None and not problems:
+        attach(value, sections)
+        return value, []
     if not as_text:
-        return None, problems
+        return None, _one_for_each_plugin(sorted(problems, key=_place))
     for path in as_text:
         owner = document.data
         for key in path[:-1]:
@@ -235,6 +246,29 @@ def validate(document: Document, model: type[Model]) -> tuple[Model | None, list
         owner[path[-1]] = document.rereads[path]
     rest = {path: text for path, text in document.rereads.items() if path not in as_text}
     return validate(replace(document, rereads=rest), model)
+
+
+def _part(
+    document: Document, model: type[Model], body: Any, at: DataPath, root: type[BaseModel]
+) -> tuple[Model | None, list[Diagnostic], list[DataPath]]:
+    """Validate the part of a document at `at`: value, problems, and the values that are to be read as text."""
+    try:
+        return _validated(model, body), [], []
+    except ValidationError as error:
+        return None, *diagnose(error, model, document, at, root)
+
+
+def _place(problem: Diagnostic) -> tuple[str, int, int]:
+    return (problem.origin.file, problem.origin.line, problem.origin.column) if problem.origin else ("", 0, 0)
+
+
+def _one_for_each_plugin(problems: Sequence[Diagnostic]) -> list[Diagnostic]:
+    """Of the keys of a plugin that is not installed, only the first is reported."""
+    by_plugin: dict[str | Diagnostic, Diagnostic] = {}
+    for problem in problems:
+        names_plugin = problem.fix is not None and problem.fix.startswith(BELONGS)
+        by_plugin.setdefault(problem.fix if names_plugin and problem.fix else problem, problem)
+    return list(by_plugin.values())
 
 
 def _validated(model: type[Model], data: Any) -> Model:

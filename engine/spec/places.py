@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from engine.schemas.sections import section_fields
 from engine.spec.diagnostic import DataPath
 
 
@@ -35,8 +36,9 @@ class Spot:
 
 
 def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """A contract's fields by the keys that a document uses (`with`, not `with_`)."""
-    return {info.alias or name: info for name, info in model.model_fields.items()}
+    """A contract's fields by the keys that a document uses (`with`, not `with_`), with those that plugins add."""
+    fields = {info.alias or name: info for name, info in model.model_fields.items()}
+    return fields | {key: info for key, info, _ in section_fields(model)}
 
 
 def branches(annotation: Any) -> tuple[Any, ...]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
+from engine.plugin import missing
 from engine.schemas.base import Bytes, Seconds
 from engine.schemas.descriptions import description_of
 from engine.spec.diagnostic import DataPath, Diagnostic, show_path
@@ -63,24 +64,37 @@ class _Fault:
 
 
 def diagnose(
-    error: ValidationError, model: type[BaseModel], document: Document
+    error: ValidationError,
+    model: type[BaseModel],
+    document: Document,
+    at: DataPath = (),
+    root: type[BaseModel] | None = None,
 ) -> tuple[list[Diagnostic], list[DataPath]]:
     """Every error of a validation as a diagnostic, in the order of the document.
 
     Returns also the paths of values that failed only because they were read as numbers or booleans where a
     string is wanted, and whose text is known: the caller may take the text and try again.
+
+    Args:
+        error: What Pydantic found.
+        model: The class that was validated.
+        document: The document.
+        at: Where in it the part is that was validated.
+        root: The class of the whole document, if that is another one.
     """
     grouped: dict[DataPath, list[_Fault]] = {}
     errors = error.errors(include_url=False)
     for item in errors[:MAX_ERRORS]:
-        fault = _fault(model, item)
+        fault = _fault(model, item, at)
         grouped.setdefault(fault.spot.path, []).append(fault)
     as_text = [
         path
         for path, faults in grouped.items()
         if path in document.rereads and any(fault.kind == "string_type" for fault in faults)
     ]
-    found = [_explain(model, faults, document) for path, faults in grouped.items() if not _superseded(path, grouped)]
+    found = [
+        _explain(root or model, faults, document) for path, faults in grouped.items() if not _superseded(path, grouped)
+    ]
     found.sort(key=lambda item: (item.origin.file, item.origin.line, item.origin.column) if item.origin else ("", 0, 0))
     if len(errors) > MAX_ERRORS:
         more = f"and {len(errors) - MAX_ERRORS:,} more errors of form"
@@ -88,8 +102,9 @@ def diagnose(
     return found, as_text
 
 
-def _fault(model: type[BaseModel], item: ErrorDetails) -> _Fault:
+def _fault(model: type[BaseModel], item: ErrorDetails, at: DataPath) -> _Fault:
     spot = locate(model, item["loc"])
+    spot = replace(spot, path=(*at, *spot.path))
     return _Fault(item["type"], spot, item.get("ctx") or {}, item["msg"].removeprefix("Value error, "))
 
 
@@ -121,7 +136,9 @@ def _unknown_key(model: type[BaseModel], fault: _Fault, document: Document) -> D
     elsewhere = [place for place in homes(model).get(key, []) if place != ".".join(map(str, path[:-1]))]
     highest = min((place.count(".") for place in elsewhere), default=0)
     elsewhere = [place for place in elsewhere if place.count(".") == highest]  # not each part's own sampling, say
-    if place := new_place(owner, key):
+    if missing_plugin := missing("sections", ".".join(map(str, path))):
+        fix = missing_plugin
+    elif place := new_place(owner, key):
         fix = f"write `{place}:` at the top level of the spec"
     elif near:
         fix = f"did you mean `{near}`?"

@@ -19,7 +19,9 @@ from pydantic import Field, ValidationError
 
 import engine
 from engine.errors import StoreError
+from engine.plugin import REINSTALL, installed, names_of
 from engine.schemas.base import Contract
+from engine.schemas.sections import dump, read_stored, used_plugins
 from engine.spec.references import (
     Reference,
     digests,
@@ -31,6 +33,7 @@ from engine.spec.references import (
 )
 
 if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
     from engine.spec.diagnostic import Origin
     from engine.spec.load import LoadedSpec
 
@@ -57,6 +60,19 @@ class Fork(Contract):
     """Episodes share the entries before this assistant turn, from 0; episodes without this turn are copied completely."""
 
 
+class RunPlugin(Contract):
+    """A plugin that was installed when a run was created."""
+
+    package: str
+    version: str
+    used: bool
+    """Whether the spec has a section or a class of it. Without such a plugin the run can be read, but no episode can be run."""
+    sections: list[str] = Field(default_factory=list)
+    """Paths of the keys that a plugin of another package adds to the spec."""
+    install: str = ""
+    """The command that installs a plugin of another package."""
+
+
 class RunHeader(Contract):
     """The header of a run.
 
@@ -73,7 +89,9 @@ class RunHeader(Contract):
     packages: dict[str, str] = Field(default_factory=dict)
     """Versions of Python and of the packages that may change a run's results."""
     spec: dict[str, Any]
-    """The resolved spec with all defaults; `EpisodeSpec.model_validate` reads it."""
+    """The resolved spec with all defaults; `engine.schemas.sections.read_stored` reads it."""
+    plugins: dict[str, RunPlugin] = Field(default_factory=dict)
+    """The plugins that were installed."""
     spec_path: str = ""
     """The spec's file. Relative paths in the spec are relative to its folder."""
     sources: dict[str, str] = Field(default_factory=dict)
@@ -121,7 +139,8 @@ class RunHeader(Contract):
             created=now,
             engine_version=engine.__version__,
             packages=package_versions(),
-            spec=with_references(spec.model_dump(mode="json", by_alias=True), kept),
+            plugins=_plugins(spec),
+            spec=with_references(dump(spec), kept),
             spec_path=str(loaded.path),
             sources={_absolute(file): text for file, text in loaded.sources.items()},
             overrides=list(overrides),
@@ -139,6 +158,13 @@ class RunHeader(Contract):
         """The spec's section `rewards`."""
         return dict(self._filled(self.spec, strict=False).get("rewards") or {})
 
+    def _refuse_without(self, gone: Mapping[str, RunPlugin]) -> None:
+        """Refuse to run episodes of a spec without a plugin that it uses. Raises: StoreError."""
+        for name, plugin in gone.items():
+            if plugin.used:
+                fix = plugin.install or REINSTALL
+                raise StoreError(f"{self.run_id}: its spec uses the plugin `{name}`, which is not installed: {fix}")
+
     def _filled(self, document: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         """Return a document of this header with the values of its variables filled in."""
         references = [Reference(tuple(path), text, typed) for path, text, typed in self.references]
@@ -155,16 +181,20 @@ class RunHeader(Contract):
                 default, other values stay `${NAME}`: reading a run needs none of them.
 
         Raises:
-            StoreError: with `strict`, a variable is not set or holds something else; the message names it.
+            StoreError: with `strict`, a variable is not set or holds something else, or a plugin that the spec uses is not
+                installed; the message names it.
         """
         from engine.schemas.episode import EpisodeSpec
         from engine.spec.diagnostic import Origin
         from engine.spec.load import LoadedSpec
         from engine.spec.renamed import renamed_keys
 
+        gone = {name: plugin for name, plugin in self.plugins.items() if name not in installed().plugins}
+        if strict:
+            self._refuse_without(gone)
         stored = self._filled(self.spec, strict=strict)
         try:
-            spec = EpisodeSpec.model_validate(stored)
+            spec = read_stored(stored, EpisodeSpec, gone=[key for plugin in gone.values() for key in plugin.sections])
         except (ValueError, TypeError) as error:
             renamed = renamed_keys(error, EpisodeSpec) if isinstance(error, ValidationError) else []
             if renamed:
@@ -183,6 +213,23 @@ class RunHeader(Contract):
             path=Path(self.spec_path),
             sources=self.sources,
         )
+
+
+def _plugins(spec: EpisodeSpec) -> dict[str, RunPlugin]:
+    """The installed plugins."""
+    present, used = installed(), used_plugins(spec)
+    plugins: dict[str, RunPlugin] = {}
+    for name, face in present.plugins.items():
+        package, _, number = present.packages[name].partition(" ")
+        adds = names_of(face)
+        plugins[name] = RunPlugin(
+            package=package,
+            version=number or engine.__version__,
+            used=name in used,
+            sections=list(adds.get("sections", ())) if number else [],
+            install=face.install if number else "",
+        )
+    return plugins
 
 
 def _absolute(file: str) -> str:

@@ -8,9 +8,11 @@ the batch log; steps that are repeated use the learning rate that they had.
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.errors import TrainError
+from engine.plugin import installed
+from engine.schemas.sections import dump
 from engine.store.header import differences
 
 if TYPE_CHECKING:
@@ -54,7 +56,14 @@ ALLOWED = (
     "*.prices.*",
     "description",
 )
-"""Paths of values that a resume may change. `*` stands for any characters."""
+"""Paths of values that a resume may change, with `resumable_keys`. `*` stands for any characters."""
+
+
+def resumable_keys() -> tuple[str, ...]:
+    """Paths of values of plugins that a resume may change."""
+    sections = (section for plugin in installed().plugins.values() for section in plugin.sections)
+    keys = [section.path(key) for section in sections for key in section.resumable]
+    return tuple(pattern for key in keys for pattern in (key, f"{key}.*"))
 
 
 def check_changes(before: EpisodeSpec, after: EpisodeSpec) -> list[str]:
@@ -66,18 +75,15 @@ def check_changes(before: EpisodeSpec, after: EpisodeSpec) -> list[str]:
     Raises:
         TrainError: kind `train_setup`: other values differ; the message names them.
     """
-    found = sorted({path for path, _, _ in differences(_plain(before), _plain(after))})
-    refused = [path for path in found if not any(fnmatchcase(path, allowed) for allowed in ALLOWED)]
+    found = sorted({path for path, _, _ in differences(dump(before), dump(after))})
+    may_change = (*ALLOWED, *resumable_keys())
+    refused = [path for path in found if not any(fnmatchcase(path, allowed) for allowed in may_change)]
     if refused:
         named = ", ".join(f"`{path}`" for path in refused[:8])
         raise TrainError(
             f"a resumed training cannot change {named}: its episodes and updates depend on "
             f"{'it' if len(refused) == 1 else 'them'}. Leave it out, or begin another training. What may change: "
-            f"{', '.join(ALLOWED)}",
+            f"{', '.join(may_change)}",
             kind="train_setup",
         )
     return found
-
-
-def _plain(spec: EpisodeSpec) -> dict[str, Any]:
-    return spec.model_dump(mode="json", by_alias=True)

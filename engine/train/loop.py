@@ -29,6 +29,7 @@ from engine.masking import mask_values
 from engine.notices.notifier import Notifier
 from engine.notices.watch import Watch
 from engine.runner.spending import open_budget
+from engine.schemas.sections import dump
 from engine.train.batch_log import BatchLog, BatchRecord
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
@@ -185,7 +186,7 @@ class TrainingLoop(ABC):
         else:
             self._state = await asyncio.to_thread(self._checkpoints.read, resumed, self._learner)
             self._newest_checkpoint = resumed
-        config = mask_values(self.spec.model_dump(mode="json"))
+        config = mask_values(dump(self.spec))
         self._metrics = MetricsLog(self.folder, self.train.report_to, self.folder.name, config, self.train.tracking)
 
     @contextlib.asynccontextmanager

@@ -18,6 +18,7 @@ from engine.machine.guards import Guard, guard_problems
 from engine.machine.variables import BOOL, DOUBLE, DYN, INT, STRING, VARIABLES, Member, Variable
 from engine.schemas.journal import UserRecord
 from engine.schemas.limits import LimitsSpec
+from engine.schemas.sections import read_stored
 from engine.store.sft_rows import reply_numbers, shown_messages
 from engine.terminal import around, brief
 
@@ -101,7 +102,7 @@ def end_values(names: frozenset[str], trajectory: Trajectory) -> dict[str, Any]:
 
 def stored_limits(store: RunReader) -> dict[str, int | float]:
     """Return the value of the variable `limits` for the episodes of a run."""
-    return limit_variables(LimitsSpec.model_validate(store.header.spec.get("limits") or {}))
+    return limit_variables(read_stored(store.header.spec.get("limits") or {}, LimitsSpec, ("limits",)))
 
 
 class EpisodeFilter:

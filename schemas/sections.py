@@ -1,0 +1,292 @@
+"""Sections of a spec: keys that plugins add.
+
+    class NotifySpec(SpecSection): ...     # named by the face: Section(keys=("notify",), use="…:NotifySpec")
+    NotifySpec.of(spec)                    # NotifySpec | None
+    NotifySpec.or_default(spec)            # NotifySpec
+
+The class of the part that has the keys, a `SectionOwner`, does not name them: a section is validated by its own class at its own
+place, and given to its owner.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+
+from pydantic import BaseModel, PrivateAttr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from engine import plugin
+from engine.schemas.base import Contract
+
+DataPath = tuple[str | int, ...]
+Owner = TypeVar("Owner", bound="SectionOwner")
+
+
+class SectionOwner(Contract):
+    """Base of the parts of a spec to which plugins add keys."""
+
+    OWNER: ClassVar[str] = ""
+    """Its path in the spec, one of `engine.plugin.OWNERS`."""
+    _sections: dict[type[SpecSection], SpecSection] = PrivateAttr(default_factory=dict)
+    _unread: dict[str, Any] = PrivateAttr(default_factory=dict)
+    """Keys of a stored run whose plugins are not installed, as they were stored."""
+
+    @property
+    def unread(self) -> Mapping[str, Any]:
+        """Keys of a stored run whose plugins are not installed, with their values."""
+        return self._unread
+
+
+class SpecSection(Contract):
+    """Base of the sections that plugins add."""
+
+    NULLABLE: ClassVar[bool] = False
+    """Whether it may be null, which is then its default. Otherwise a section that was left out has the defaults of its keys."""
+    RENAMED: ClassVar[Mapping[str, str]] = {}
+    """Old key -> new key."""
+
+    @classmethod
+    def of(cls, owner: SectionOwner) -> Self | None:
+        """The section of this class; None if it was left out."""
+        section = owner._sections.get(cls)
+        return section if isinstance(section, cls) else None
+
+    @classmethod
+    def or_default(cls, owner: SectionOwner) -> Self:
+        """The section of this class, or its defaults."""
+        return cls.of(owner) or cls()
+
+    @classmethod
+    def adapt_json_schema(cls, definitions: dict[str, Any]) -> None:
+        """Add to the JSON Schema what Pydantic does not know, such as a name in place of a mapping."""
+
+
+class SectionPart(NamedTuple):
+    """The keys of one section, taken out of a document."""
+
+    owner: DataPath
+    """Where its owner is."""
+    section: plugin.Section
+    model: type[SpecSection]
+    keys: dict[str, Any]
+
+    @property
+    def path(self) -> DataPath:
+        """Where the data of its class is."""
+        return self.owner if self.section.inline else (*self.owner, self.section.keys[0])
+
+    @property
+    def body(self) -> Any:
+        """The data of its class."""
+        return self.keys if self.section.inline else self.keys[self.section.keys[0]]
+
+    @property
+    def is_null(self) -> bool:
+        """Whether there is nothing to read."""
+        return self.body is None and self.model.NULLABLE
+
+
+def sections_of(
+    owner: type[BaseModel], keys: Collection[str] | None = None
+) -> list[tuple[plugin.Section, type[SpecSection]]]:
+    """The sections that plugins add to a class. Their classes are imported; a plugin whose class cannot be used is left out.
+
+    Args:
+        owner: The class.
+        keys: Only sections with one of these keys.
+    """
+    sections: list[tuple[plugin.Section, type[SpecSection]]] = []
+    if not issubclass(owner, SectionOwner):
+        return sections
+    for face in list(plugin.installed().plugins.values()):
+        with plugin.guarded(face):
+            sections += [
+                (section, _class_of(section, owner))
+                for section in face.sections
+                if section.owner == owner.OWNER and (keys is None or any(key in keys for key in section.keys))
+            ]
+    return sections
+
+
+def _class_of(section: plugin.Section, owner: type[SectionOwner]) -> type[SpecSection]:
+    """The class of a section. Raises: PluginError, what the import raises."""
+    model = plugin.load(section.use)
+    if not (isinstance(model, type) and issubclass(model, SpecSection)):
+        raise plugin.PluginError(f"`{section.use}` is not a SpecSection")
+    if not section.inline and len(section.keys) != 1:
+        raise plugin.PluginError(f"the section `{section.use}` is not inline, so it has one key")
+    if section.inline and sorted(model.model_fields) != sorted(section.keys):
+        raise plugin.PluginError(f"the keys of its inline section are not the fields of `{section.use}`")
+    if section.inline and model.NULLABLE:
+        raise plugin.PluginError(f"`{section.use}` is inline, so it cannot be null")
+    core = {info.alias or name for name, info in owner.model_fields.items()}
+    if twice := sorted(core & set(section.keys)):
+        raise plugin.PluginError(f"`{section.path(twice[0])}` is a key of the engine's own")
+    return model
+
+
+def section_fields(owner: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, type[SpecSection]]]:
+    """The keys that plugins add to a class: key, field, and the class of the section."""
+    for section, model in sections_of(owner):
+        if section.inline:
+            yield from ((name, info, model) for name, info in model.model_fields.items())
+        elif model.NULLABLE:
+            annotation: Any = model | None
+            yield section.keys[0], FieldInfo(annotation=annotation, default=None), model
+        else:
+            yield section.keys[0], FieldInfo(annotation=model, default_factory=model), model
+
+
+def split(document: Any, model: type[BaseModel]) -> tuple[Any, list[SectionPart]]:
+    """The document without the keys of sections, and those keys."""
+    if not isinstance(document, dict) or not issubclass(model, SectionOwner):
+        return document, []
+    rest, parts = dict(document), []
+    for section, inner in sections_of(model, rest):
+        parts.append(SectionPart((), section, inner, {key: rest.pop(key) for key in section.keys if key in rest}))
+    for key, owner in _inner_owners(model):
+        if isinstance(rest.get(key), dict):
+            rest[key], deeper = split(rest[key], owner)
+            parts += [part._replace(owner=(key, *part.owner)) for part in deeper]
+    return rest, parts
+
+
+def _inner_owners(model: type[BaseModel]) -> Iterator[tuple[str, type[SectionOwner]]]:
+    """The keys of a class whose values are owners, and their classes."""
+    for name, info in model.model_fields.items():
+        is_union = typing.get_origin(info.annotation) in (typing.Union, types.UnionType)
+        for member in typing.get_args(info.annotation) if is_union else (info.annotation,):
+            if isinstance(member, type) and issubclass(member, SectionOwner):
+                yield info.alias or name, member
+
+
+def owner_classes(model: type[SectionOwner]) -> Iterator[tuple[str, type[SectionOwner]]]:
+    """A class to which plugins add keys and those of its keys, by their paths."""
+    yield model.OWNER, model
+    for _, inner in _inner_owners(model):
+        yield from owner_classes(inner)
+
+
+def owners_in(owner: SectionOwner, path: DataPath = ()) -> Iterator[tuple[DataPath, SectionOwner]]:
+    """An owner and those in it, with their paths."""
+    yield path, owner
+    for name, info in type(owner).model_fields.items():
+        if isinstance(inner := getattr(owner, name), SectionOwner):
+            yield from owners_in(inner, (*path, info.alias or name))
+
+
+def attach(model: BaseModel, sections: Iterable[tuple[DataPath, SpecSection]]) -> None:
+    """Give sections to their owners, which are at the paths."""
+    owners = dict(owners_in(model)) if isinstance(model, SectionOwner) else {}
+    for path, section in sections:
+        if section.NULLABLE or section != type(section)():  # one that has its defaults is as one that was left out
+            owners[path]._sections[type(section)] = section
+
+
+def dump(spec: SectionOwner) -> dict[str, Any]:
+    """A spec with its sections and all defaults, as JSON values."""
+    document: dict[str, Any] = spec.model_dump(mode="json", by_alias=True)
+    for path, owner in owners_in(spec):
+        at: Any = document
+        for key in path:
+            at = at[key]
+        for section, model in sections_of(type(owner)):
+            present = model.of(owner) if model.NULLABLE else model.or_default(owner)
+            values = present and present.model_dump(mode="json", by_alias=True)
+            at |= (values or {}) if section.inline else {section.keys[0]: values}
+        at |= owner.unread
+    return document
+
+
+def read_stored(
+    document: Mapping[str, Any], model: type[Owner], at: tuple[str, ...] = (), gone: Collection[str] = ()
+) -> Owner:
+    """The spec of a stored run, or a part of it. Keys of plugins that are not installed are kept as they are.
+
+    Args:
+        document: Its JSON values.
+        model: Its class.
+        at: Where the part is in the spec.
+        gone: Paths of keys that other packages had added, which are not installed.
+
+    Raises:
+        ValidationError: with the errors of all sections.
+    """
+    rest, parts = split(document, model)
+    unread = _take_unread(rest, model, at, gone)
+    errors: list[InitErrorDetails] = []
+    spec = _read(rest, model, (), errors)
+    sections: list[tuple[DataPath, SpecSection]] = []
+    for part in parts:
+        if not part.is_null and (section := _read(part.body, part.model, part.path, errors)) is not None:
+            sections.append((part.owner, section))
+    if spec is None or errors:
+        raise ValidationError.from_exception_data(model.__name__, errors)
+    attach(spec, sections)
+    for path, owner in owners_in(spec):
+        owner._unread.update(unread.get(path, {}))
+    return spec
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def _read(document: Any, model: type[Model], at: DataPath, errors: list[InitErrorDetails]) -> Model | None:
+    """Validate a part; its errors are added to `errors`."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            kind: Any = PydanticCustomError(detail["type"], detail["msg"], detail.get("ctx"))
+            errors.append(InitErrorDetails(type=kind, loc=(*at, *detail["loc"]), input=detail["input"]))
+        return None
+
+
+def _take_unread(
+    rest: dict[str, Any], model: type[BaseModel], at: tuple[str, ...], gone: Collection[str], path: DataPath = ()
+) -> dict[DataPath, dict[str, Any]]:
+    """Take the keys of plugins that are not installed out of a document, in place: path of the owner -> its keys."""
+    places = {key: ".".join([*at, *map(str, path), key]) for key in rest}
+    names = [key for key, place in places.items() if place in gone or plugin.missing("sections", place)]
+    unread: dict[DataPath, dict[str, Any]] = {path: {key: rest.pop(key) for key in names}} if names else {}
+    for key, inner in _inner_owners(model):
+        if isinstance(rest.get(key), dict):
+            unread |= _take_unread(rest[key], inner, at, gone, (*path, key))
+    return unread
+
+
+def written(spec: SectionOwner) -> frozenset[str]:
+    """Names of the plugins whose sections a spec has."""
+    uses = {_use(section) for _, owner in owners_in(spec) for section in owner._sections}
+    plugins = plugin.installed().plugins.values()
+    return frozenset(face.name for face in plugins if any(section.use in uses for section in face.sections))
+
+
+def used_plugins(spec: SectionOwner) -> frozenset[str]:
+    """Names of the plugins of which a spec has a section, or a class in one of its unions."""
+    uses = {_use(model) for model in _classes(spec)}
+    points = {
+        face.name: {use for point in plugin.POINTS for use in getattr(face, point).values()}
+        for face in plugin.installed().plugins.values()
+    }
+    return written(spec) | frozenset(name for name, named in points.items() if not uses.isdisjoint(named))
+
+
+def _use(model: type[BaseModel]) -> str:
+    return f"{model.__module__}:{model.__qualname__}"
+
+
+def _classes(part: Any) -> Iterator[type[BaseModel]]:
+    """The classes of all parts of a spec."""
+    if isinstance(part, list | tuple):
+        for inner in part:
+            yield from _classes(inner)
+    elif isinstance(part, Mapping):
+        yield from _classes([*part.values()])
+    elif isinstance(part, BaseModel):
+        yield type(part)
+        yield from _classes([getattr(part, name) for name in type(part).model_fields])
