@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import BudgetError
-from engine.notices.notifier import Notifier
-from engine.notices.watch import Watch
+from engine.plugins.notices.notifier import Notifier
+from engine.plugins.notices.watch import Watch
 
 if TYPE_CHECKING:
     from engine.runner.run import RunResult

@@ -26,8 +26,8 @@ import torch
 from engine.drivers.session import of_driver
 from engine.errors import BudgetError, EngineError, TrainError
 from engine.masking import mask_values
-from engine.notices.notifier import Notifier
-from engine.notices.watch import Watch
+from engine.plugins.notices.notifier import Notifier
+from engine.plugins.notices.watch import Watch
 from engine.runner.spending import open_budget
 from engine.schemas.sections import dump
 from engine.train.batch_log import BatchLog, BatchRecord

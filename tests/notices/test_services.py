@@ -23,8 +23,8 @@ from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult, LoginPassword
 
 from engine.errors import NoticeError
-from engine.notices import robots
-from engine.notices.notifier import Notifier
+from engine.plugins.notices import robots
+from engine.plugins.notices.notifier import Notifier
 from engine.schemas.notify import NotifySpec
 
 apprise = pytest.importorskip("apprise")

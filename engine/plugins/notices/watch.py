@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from engine.notices.notifier import Notifier
+    from engine.plugins.notices.notifier import Notifier
     from engine.schemas.notify import NotifySpec
 
 POLL = 1.0

@@ -21,8 +21,8 @@ import structlog
 from pydantic_core import to_json
 
 from engine.masking import mask_credentials
-from engine.notices.channels import Channel, Event, channels_of
-from engine.notices.history import NoticeHistory
+from engine.plugins.notices.channels import Channel, Event, channels_of
+from engine.plugins.notices.history import NoticeHistory
 
 if TYPE_CHECKING:
     from engine.schemas.notify import NotifySpec

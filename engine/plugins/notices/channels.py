@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from engine.errors import NoticeError
 from engine.masking import remember
-from engine.notices.robots import Request, Robot, post, robot_of, send
+from engine.plugins.notices.robots import Request, Robot, post, robot_of, send
 
 if TYPE_CHECKING:
     from engine.schemas.notify import NotifySpec
@@ -115,7 +115,7 @@ def _send_by_robot(variable: str, request: Request, robot: Robot, seconds: float
 
 
 def service(variable: str, environ: Mapping[str, str], seconds: float) -> Channel:
-    """A channel that sends the text to the service whose URL is in a variable: by `engine.notices.robots` or by apprise.
+    """A channel that sends the text to the service whose URL is in a variable: by `engine.plugins.notices.robots` or by apprise.
 
     Raises:
         NoticeError: apprise is not installed, or does not know the URL.
