@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from engine.plugins.notices.spec import NotifySpec
 from engine.schemas.agent import AgentSpec
 from engine.schemas.backend import BackendSpec, LocalBackendSpec
 from engine.schemas.base import Contract
@@ -16,7 +17,6 @@ from engine.schemas.generation import SamplingParams
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.machine import MachineSpec
 from engine.schemas.model import ModelSpec
-from engine.schemas.notify import NotifySpec
 from engine.schemas.prompt import PromptField, PromptMessage, RecoverSpec
 from engine.schemas.reward_spec import RewardsSpec
 from engine.schemas.role import UserSpec

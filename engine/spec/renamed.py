@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from engine.plugins.notices.spec import NotifySpec
 from engine.schemas.backend import SGLangBackendSpec
-from engine.schemas.notify import NotifySpec
 from engine.schemas.train import LoraSpec, MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.diagnostic import show_path
 from engine.spec.places import locate

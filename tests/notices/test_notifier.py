@@ -18,8 +18,8 @@ import structlog
 from engine.errors import NoticeError
 from engine.masking import remember
 from engine.plugins.notices.notifier import Notifier
+from engine.plugins.notices.spec import NoticeBudget, NotifySpec
 from engine.plugins.notices.watch import Watch
-from engine.schemas.notify import NoticeBudget, NotifySpec
 from engine.spec.entry import EntryError
 
 

@@ -25,7 +25,7 @@ from aiosmtpd.smtp import AuthResult, LoginPassword
 from engine.errors import NoticeError
 from engine.plugins.notices import robots
 from engine.plugins.notices.notifier import Notifier
-from engine.schemas.notify import NotifySpec
+from engine.plugins.notices.spec import NotifySpec
 
 apprise = pytest.importorskip("apprise")
 

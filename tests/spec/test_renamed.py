@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from written_specs import save_spec
 
 from engine.errors import StoreError
+from engine.plugins.notices.spec import NotifySpec
 from engine.schemas.backend import SGLangBackendSpec
-from engine.schemas.notify import NotifySpec
 from engine.schemas.train import LoraSpec, MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.load import load_spec, read_spec
 from engine.spec.places import fields_by_key

@@ -27,7 +27,7 @@ from engine.masking import remember
 from engine.plugins.notices.robots import Request, Robot, post, robot_of, send
 
 if TYPE_CHECKING:
-    from engine.schemas.notify import NotifySpec
+    from engine.plugins.notices.spec import NotifySpec
 
 Event = dict[str, Any]
 """`kind`, `run`, `time` (seconds since 1970), `text` (one sentence), and the fields that the caller adds."""

@@ -25,7 +25,7 @@ from engine.plugins.notices.channels import Channel, Event, channels_of
 from engine.plugins.notices.history import NoticeHistory
 
 if TYPE_CHECKING:
-    from engine.schemas.notify import NotifySpec
+    from engine.plugins.notices.spec import NotifySpec
 
 log = structlog.get_logger(__name__)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from engine.plugins.notices.notifier import Notifier
-    from engine.schemas.notify import NotifySpec
+    from engine.plugins.notices.spec import NotifySpec
 
 POLL = 1.0
 """Seconds between two looks at the budget."""
