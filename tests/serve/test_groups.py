@@ -17,7 +17,7 @@ from serve_kit import ROOT, TOKEN, ask, content, read, serving, unpacked, writte
 
 from engine.client import ServeError, Sums
 from engine.errors import StoreError, TrainError
-from engine.runner.noticed import RunNotices
+from engine.plugins.notices.run import RunNotices
 from engine.serve.groups import refuse_unserved
 from engine.serve.http import Call
 from engine.serve.wire import wire_schema

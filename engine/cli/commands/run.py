@@ -274,7 +274,7 @@ async def drive(
     from engine.cli.reports.run_drivers import drive_many, is_sharded
     from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
-    from engine.runner.noticed import RunNotices
+    from engine.plugins.notices.run import RunNotices
     from engine.runner.overlong import fitting_tasks
     from engine.runner.run import Runner
     from engine.store.private import private_file

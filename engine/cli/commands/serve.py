@@ -153,7 +153,7 @@ async def _serve(
     from engine.cli.reports.progress import ticking
     from engine.cli.reports.report import Panel, print_summary
     from engine.cli.stopping import stop_on_signals
-    from engine.runner.noticed import RunNotices
+    from engine.plugins.notices.run import RunNotices
     from engine.runner.overlong import fitting_tasks
     from engine.runner.run import Runner
     from engine.serve.episodes import EpisodeService

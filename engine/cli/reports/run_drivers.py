@@ -142,7 +142,7 @@ async def drive_many(
     from engine.cli.stopping import stop_on_signals
     from engine.drivers.run import Fleet, run_drivers
     from engine.masking import mask_credentials
-    from engine.runner.noticed import RunNotices
+    from engine.plugins.notices.run import RunNotices
     from engine.runner.overlong import fitting_tasks
     from engine.runner.stats import Live, Summary
     from engine.store.private import private_file
