@@ -33,7 +33,8 @@ UNFINISHED = "check.unfinished"
 
 def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
-    from engine.validate import (  # noqa: F401  (importing them registers their rules)
+    from engine.plugins.notices import rules as notify
+    from engine.validate import (
         adapters,
         agents,
         backend,
@@ -50,7 +51,6 @@ def all_rules() -> list[Rule]:
         machine,
         model,
         no_effect,
-        notify,
         people,
         prompts,
         read_names,
