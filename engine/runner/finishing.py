@@ -10,11 +10,11 @@ from engine.store.codec import write_trajectory
 
 if TYPE_CHECKING:
     from engine.episode import Episode
+    from engine.plugins.traces.writer import TraceWriter
     from engine.runner.guarded import EpisodeGuard
     from engine.schemas.trajectory import Trajectory
     from engine.store.codec import Ending
     from engine.store.store import RunStore
-    from engine.traces.writer import TraceWriter
 
 FINISHING = 64
 """Maximum number of trajectories in memory that wait to be written; each is several times as large as its episode."""

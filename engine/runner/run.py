@@ -29,6 +29,7 @@ from engine.deadline import PausableClocks
 from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
 from engine.executor import RestartNeededError, never_built, until_end
 from engine.factory import EpisodeFactory
+from engine.plugins.traces.writer import TraceWriter
 from engine.runner.causes import Causes, Verdict, places
 from engine.runner.crew import rare_collections, run_crew
 from engine.runner.finishing import Finisher
@@ -42,7 +43,6 @@ from engine.store.images import stored_images
 from engine.store.store import episode_id_of
 from engine.store.tool_schemas import ToolSchemas
 from engine.store.upkeep.fork import shared_entries
-from engine.traces.writer import TraceWriter
 from engine.validate.drivers import refuse_many
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from command_line import engine_here, trajectories_of
 from written_specs import save_spec, scripted_spec
 
 from engine.masking import remember
+from engine.plugins.traces import writer
 from engine.schemas.traces import TracesSpec
 from engine.store import RunStore, list_runs
-from engine.traces import writer
 
 pytest.importorskip("opentelemetry.sdk")
 from google.protobuf.json_format import ParseDict

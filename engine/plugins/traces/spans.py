@@ -33,6 +33,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 
 import engine
 from engine.masking import mask, mask_values
+from engine.plugins.traces.content import Replies, message_json, result_json
 from engine.schemas.journal import (
     AgentRecord,
     CondenseRecord,
@@ -47,7 +48,6 @@ from engine.schemas.journal import (
     UserRecord,
 )
 from engine.schemas.message import Message
-from engine.traces.content import Replies, message_json, result_json
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -158,7 +158,7 @@ class TraceWriter:
         self._problem = problem
 
     def _write_spans(self, spans: Sequence[ReadableSpan]) -> None:
-        from engine.traces.spans import otlp_json
+        from engine.plugins.traces.spans import otlp_json
 
         _append(self._files / "spans.jsonl", otlp_json(spans))
 
@@ -176,7 +176,7 @@ def _append(file: Path, line: Any) -> None:
 
 def _builder(spec: EpisodeSpec) -> Callable[[Trajectory, Sequence[Any], int], list[ReadableSpan]]:
     try:
-        from engine.traces.spans import SpanBuilder, Traced
+        from engine.plugins.traces.spans import SpanBuilder, Traced
     except ImportError as error:
         raise _missing(error) from None
     builder = SpanBuilder(spec)
