@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from engine.plugins.notices.spec import NotifySpec
+from engine.plugins.traces.spec import TracesSpec
 from engine.schemas.agent import AgentSpec
 from engine.schemas.backend import BackendSpec, LocalBackendSpec
 from engine.schemas.base import Contract
@@ -22,7 +23,6 @@ from engine.schemas.reward_spec import RewardsSpec
 from engine.schemas.role import UserSpec
 from engine.schemas.sections import SectionOwner
 from engine.schemas.tasks import TasksSpec
-from engine.schemas.traces import TracesSpec
 from engine.schemas.train import TrainSpec
 
 

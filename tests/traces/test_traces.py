@@ -20,7 +20,7 @@ from written_specs import save_spec, scripted_spec
 
 from engine.masking import remember
 from engine.plugins.traces import writer
-from engine.schemas.traces import TracesSpec
+from engine.plugins.traces.spec import TracesSpec
 from engine.store import RunStore, list_runs
 
 pytest.importorskip("opentelemetry.sdk")
