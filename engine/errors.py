@@ -18,8 +18,6 @@
     ├── VariableError        an environment variable has a value that cannot be used
     ├── ReplayError          replaying a journal gives other transitions than it records
     ├── FailingError         the first episodes of a run all failed in the same way: the run stops
-    ├── NoticeError          a channel of `notify` cannot work
-    ├── TraceError           traces cannot be written: a package or the run's folder is missing
     ├── AuditError           rows of another framework cannot be read
     └── TrainError           training cannot start or must stop
 
@@ -208,20 +206,6 @@ class ReplayError(EngineError):
     """Replaying a journal gives other transitions than it records."""
 
     kind = "replay_error"
-
-
-class NoticeError(EngineError):
-    """A channel of `notify` cannot work: a variable is not set, or a command or a package is missing."""
-
-    kind = "notice_setup"
-    blame: Blame = "spec"
-
-
-class TraceError(EngineError):
-    """Traces cannot be written: a package is missing, or the folder cannot be created."""
-
-    kind = "trace_setup"
-    blame: Blame = "spec"
 
 
 class AuditError(EngineError):

@@ -2,10 +2,12 @@
 
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "doctor": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("doctor",)},
+    "notices": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("notify",)},
     "scenarios": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "commands": ("test",),
         "schemas": ("scenarios",),
     },
+    "traces": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("traces",)},
     "view": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("view",)},
 }

@@ -24,7 +24,9 @@ from typing import Any, Generic, TypeVar
 GROUP = "episode_engine.plugins"
 OFF = "ENGINE_PLUGINS_OFF"
 """Environment variable: names of plugins that are left out, separated by commas; `*`: all; `strangers`: those of other packages."""
-HOOKS = frozenset({"examine_file", "record_scenario"})
+HOOKS = frozenset(
+    {"examine_file", "observe_episodes", "observe_run", "observe_training", "record_scenario", "spec_facts"}
+)
 """The names of all hooks. Each is a `Hook` beside the code that calls it."""
 OWNERS = frozenset({"", "limits", "train"})
 """The parts of the spec to which plugins may add keys: paths of the `SectionOwner` classes."""

@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.plugins.notices.spec import NotifySpec
-from engine.plugins.traces.spec import TracesSpec
 from engine.schemas.agent import AgentSpec
 from engine.schemas.backend import BackendSpec, LocalBackendSpec
 from engine.schemas.base import Contract
@@ -99,10 +97,6 @@ class EpisodeSpec(SectionOwner):
     """Where environment, tools, users, scorer and actions of the spec's own run, unless they say so themselves: `thread`
     (when left out) or `process`."""
     rollout: RolloutSpec = Field(default_factory=RolloutSpec)
-    notify: NotifySpec = Field(default_factory=NotifySpec)
-    """Where notices of runs, evaluations and trainings go, and which events send one."""
-    traces: TracesSpec = Field(default_factory=TracesSpec)
-    """Traces of ended episodes, of runs, evaluations and trainings."""
     train: TrainSpec | None = None
     """The settings of `engine train`; other commands ignore them."""
 

@@ -1,8 +1,8 @@
 """Sections of a spec: keys that plugins add.
 
-    class NotifySpec(SpecSection): ...     # named by the face: Section(keys=("notify",), use="…:NotifySpec")
-    NotifySpec.of(spec)                    # NotifySpec | None
-    NotifySpec.or_default(spec)            # NotifySpec
+    class WeatherSpec(SpecSection): ...     # named by the face: Section(keys=("weather",), use="…:WeatherSpec")
+    WeatherSpec.section_of(spec)            # WeatherSpec | None
+    WeatherSpec.or_default(spec)            # WeatherSpec
 
 The class of the part that has the keys, a `SectionOwner`, does not name them: a section is validated by its own class at its own
 place, and given to its owner.
@@ -50,7 +50,7 @@ class SpecSection(Contract):
     """Old key -> new key."""
 
     @classmethod
-    def of(cls, owner: SectionOwner) -> Self | None:
+    def section_of(cls, owner: SectionOwner) -> Self | None:
         """The section of this class; None if it was left out."""
         section = owner._sections.get(cls)
         return section if isinstance(section, cls) else None
@@ -58,7 +58,7 @@ class SpecSection(Contract):
     @classmethod
     def or_default(cls, owner: SectionOwner) -> Self:
         """The section of this class, or its defaults."""
-        return cls.of(owner) or cls()
+        return cls.section_of(owner) or cls()
 
     @classmethod
     def adapt_json_schema(cls, definitions: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ def dump(spec: SectionOwner) -> dict[str, Any]:
         for key in path:
             at = at[key]
         for section, model in sections_of(type(owner)):
-            present = model.of(owner) if model.NULLABLE else model.or_default(owner)
+            present = model.section_of(owner) if model.NULLABLE else model.or_default(owner)
             values = present and present.model_dump(mode="json", by_alias=True)
             at |= (values or {}) if section.inline else {section.keys[0]: values}
         at |= owner.unread

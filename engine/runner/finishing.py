@@ -1,8 +1,9 @@
-"""How the end of an episode is written: the trajectory in one commit, and its traces."""
+"""How the end of an episode is written: the trajectory in one commit, which observers are told."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.errors import StoreError
@@ -10,8 +11,8 @@ from engine.store.codec import write_trajectory
 
 if TYPE_CHECKING:
     from engine.episode import Episode
-    from engine.plugins.traces.writer import TraceWriter
     from engine.runner.guarded import EpisodeGuard
+    from engine.runner.observers import EpisodeObserver
     from engine.schemas.trajectory import Trajectory
     from engine.store.codec import Ending
     from engine.store.store import RunStore
@@ -28,14 +29,14 @@ class Finisher:
 
     Args:
         store: The run's store.
-        traces: Where traces are written, if they are.
+        observers: They are told of each stored episode.
         guard: Compares rows with the chat template; None if the backend does not report the exact ids of prompts and replies,
             so that no row is trained on.
     """
 
-    def __init__(self, store: RunStore, traces: TraceWriter | None, guard: EpisodeGuard | None) -> None:
+    def __init__(self, store: RunStore, observers: Sequence[EpisodeObserver], guard: EpisodeGuard | None) -> None:
         self._store = store
-        self._traces = traces
+        self._observers = observers
         self._guard = guard
         self._waiting = asyncio.Semaphore(FINISHING)
 
@@ -69,8 +70,8 @@ class Finisher:
                 if judged is not trajectory:
                     trajectory, written = judged, write_trajectory(judged)
             await self._store.finish(trajectory, ending, written)
-            if self._traces is not None:
-                self._traces.add(trajectory)
+            for observer in self._observers:
+                observer.episode_ended(trajectory)
         except StoreError:
             raise
         except Exception:

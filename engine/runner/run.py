@@ -29,11 +29,11 @@ from engine.deadline import PausableClocks
 from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
 from engine.executor import RestartNeededError, never_built, until_end
 from engine.factory import EpisodeFactory
-from engine.plugins.traces.writer import TraceWriter
 from engine.runner.causes import Causes, Verdict, places
 from engine.runner.crew import rare_collections, run_crew
 from engine.runner.finishing import Finisher
 from engine.runner.guarded import EpisodeGuard
+from engine.runner.observers import episode_observers
 from engine.runner.source import Episodes, InOrder, unfinished
 from engine.runner.spending import paying
 from engine.runner.stats import Live, Summary
@@ -131,10 +131,10 @@ class Runner:
             clocks=self._clocks,
         )
         self._tool_schemas = ToolSchemas(store.folder)
-        self._traces = TraceWriter(spec, store.folder, store.header) if spec.traces.active else None
+        self._observers = episode_observers(loaded, store)
         self.guard = EpisodeGuard(format, loaded, store.folder) if backend.declared.exact_ids else None
         """Judges ended episodes; None where no row is trained on, because its exact ids are not known."""
-        self._finisher = Finisher(store, self._traces, self.guard)
+        self._finisher = Finisher(store, self._observers, self.guard)
         self._shared_budget = budget
         self._elsewhere = programs
         self.budget: Budget | None = None
@@ -341,8 +341,8 @@ class Runner:
             for outage in outages:
                 outage.clocks.remove(self._clocks)
             self._workers.close()
-            if self._traces is not None:
-                await asyncio.to_thread(self._traces.close)
+            for observer in self._observers:
+                await asyncio.to_thread(observer.close)
             self.role_stats = self._roles.stats()
             await self._roles.close()
 

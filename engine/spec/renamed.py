@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from engine.plugins.notices.spec import NotifySpec
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.train import LoraSpec, MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.diagnostic import show_path
@@ -39,7 +38,6 @@ RENAMED: Mapping[type[BaseModel], Mapping[str, str]] = {
     },
     LoraSpec: {"targets": "target_modules"},
     WeightSyncSpec: {"via": "method", "pause": "pause_generation"},
-    NotifySpec: {"stall": "stall_timeout"},
 }
 """Class of a section -> old key -> new key; it also holds for the classes that inherit from it. A plugin's class has them as `RENAMED`."""
 

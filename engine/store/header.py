@@ -158,9 +158,14 @@ class RunHeader(Contract):
         """The spec's section `rewards`."""
         return dict(self._filled(self.spec, strict=False).get("rewards") or {})
 
-    def _refuse_without(self, gone: Mapping[str, RunPlugin]) -> None:
-        """Refuse to run episodes of a spec without a plugin that it uses. Raises: StoreError."""
-        for name, plugin in gone.items():
+    @property
+    def _gone(self) -> dict[str, RunPlugin]:
+        """Those of `plugins` that are not installed."""
+        return {name: plugin for name, plugin in self.plugins.items() if name not in installed().plugins}
+
+    def need_plugins(self) -> None:
+        """Refuse to run or replay episodes without a plugin that the spec uses. Raises: StoreError."""
+        for name, plugin in self._gone.items():
             if plugin.used:
                 fix = plugin.install or REINSTALL
                 raise StoreError(f"{self.run_id}: its spec uses the plugin `{name}`, which is not installed: {fix}")
@@ -189,12 +194,13 @@ class RunHeader(Contract):
         from engine.spec.load import LoadedSpec
         from engine.spec.renamed import renamed_keys
 
-        gone = {name: plugin for name, plugin in self.plugins.items() if name not in installed().plugins}
         if strict:
-            self._refuse_without(gone)
+            self.need_plugins()
         stored = self._filled(self.spec, strict=strict)
         try:
-            spec = read_stored(stored, EpisodeSpec, gone=[key for plugin in gone.values() for key in plugin.sections])
+            spec = read_stored(
+                stored, EpisodeSpec, gone=[key for plugin in self._gone.values() for key in plugin.sections]
+            )
         except (ValueError, TypeError) as error:
             renamed = renamed_keys(error, EpisodeSpec) if isinstance(error, ValidationError) else []
             if renamed:

@@ -27,8 +27,6 @@ ALLOWED = (
     "train.eval",
     "train.eval.*",
     "train.checkpoints.*",
-    "notify.*",
-    "traces.*",
     "train.report_to",
     "train.tracking.*",
     "train.memory.*",

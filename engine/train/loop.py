@@ -24,10 +24,9 @@ import structlog
 import torch
 
 from engine.drivers.session import of_driver
-from engine.errors import BudgetError, EngineError, TrainError
+from engine.errors import EngineError
 from engine.masking import mask_values
-from engine.plugins.notices.notifier import Notifier
-from engine.plugins.notices.watch import Watch
+from engine.runner.observers import TrainingObservers
 from engine.runner.spending import open_budget
 from engine.schemas.sections import dump
 from engine.train.batch_log import BatchLog, BatchRecord
@@ -131,10 +130,7 @@ class TrainingLoop(ABC):
         self._seconds: dict[str, float] = {}
         self._pushed: dict[str, float] = {}
         """Metrics of the step's push of weights."""
-        self._notifier = Notifier(self.spec.notify, folder.name, "training", folder=folder, base=loaded.base)
-        self._stall = Watch(
-            self._notifier, self.spec.notify, lambda: {"step": self._state.step}, tokens=lambda: self._sampled_tokens()
-        )
+        self._observers = TrainingObservers(loaded, folder)
         self._format: ChatFormat
         self._backend: Backend
         self._learner: Learner
@@ -149,19 +145,15 @@ class TrainingLoop(ABC):
             EngineError: the backend, the store or the evaluation failed.
         """
         try:
-            with self._stall:
+            with self._observers.watch(lambda: self._state.step, lambda: self._sampled_tokens()):
                 result = await self._run_prepared(stop)
             if not result.interrupted:
-                await self._notifier.notify("finished", step=result.steps, **_notified_metrics(result.last))
+                await self._observers.ended(result.steps, result.last)
             return result
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            diverged = isinstance(error, TrainError) and error.kind == "diverged"
-            kind, words = "diverged" if diverged else "failed", str(error)
-            if isinstance(error, BudgetError):
-                kind, words = "budget", words.partition("\n")[0]  # the state that was saved differs at each resume
-            await self._notifier.notify(kind, step=self._state.step, reason=f"{type(error).__name__}: {words}")
+            await self._observers.failed(error, self._state.step)
             raise
         finally:
             if self._budget is not None:
@@ -297,8 +289,3 @@ class TrainingLoop(ABC):
         self._metrics.write(step, values)
         if self._on_step is not None:
             self._on_step(step, values)
-
-
-def _notified_metrics(values: Mapping[str, float]) -> dict[str, float]:
-    names = ("reward/mean", "eval/reward")
-    return {name.replace("/", "_"): value for name, value in values.items() if name in names}

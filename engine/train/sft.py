@@ -160,7 +160,7 @@ class SftTrainer(TrainingLoop):
             self._seconds.clear()
             self._pushed.clear()
             self._write_line(state.step, values)
-            self._stall.tick()
+            self._observers.progressed()
             result.first, result.last = result.first or values, values
 
     async def _step(self) -> dict[str, float]:

@@ -183,7 +183,7 @@ class Trainer(TrainingLoop):
         rollout = self.spec.rollout
 
         def ended(trajectory: Trajectory) -> None:
-            self._stall.tick()
+            self._observers.progressed()
             runner.count(trajectory)
 
         return BatchCollector(
@@ -215,7 +215,7 @@ class Trainer(TrainingLoop):
             values = await self._step(batch, collector)
             if warning := missing.add(batch):
                 log.warning(warning, step=state.step)
-                await self._notifier.notify("no_signal", step=state.step, reason=warning)
+                await self._observers.lacks_signal(state.step, warning)
             result.missing_signal = missing.summary
             result.interrupted = stop is not None and stop.is_set()
             if not result.interrupted:
@@ -236,7 +236,7 @@ class Trainer(TrainingLoop):
             self._seconds.clear()
             self._pushed.clear()
             self._write_line(state.step, values)
-            self._stall.tick()
+            self._observers.progressed()
             result.first, result.last = result.first or values, values
             result.resumed.update({name: int(values[name]) for name in _RESUMED if name in values})
 

@@ -136,11 +136,11 @@ def problems(folder: Path, more: str, overrides: tuple[str, ...] = ()) -> list[s
 def test_sections_are_read_by_their_own_classes(strange: Strange, tmp_path: Path) -> None:
     spec = load_spec(spec_file(tmp_path, USES)).spec
     module = sys.modules["strange_sections"]
-    assert module.Weather.of(spec).wind == 4
-    assert module.Paces.of(spec.limits).rest == "monday"
+    assert module.Weather.section_of(spec).wind == 4
+    assert module.Paces.section_of(spec.limits).rest == "monday"
     assert spec.limits.assistant_turns == 2
     assert spec.train is not None
-    assert module.Maybe.of(spec.train).size == 1
+    assert module.Maybe.section_of(spec.train).size == 1
     assert written(spec) == used_plugins(spec) == {"strange"}
     assert pickle.loads(pickle.dumps(spec)) == spec == spec.model_copy()
 
@@ -148,10 +148,10 @@ def test_sections_are_read_by_their_own_classes(strange: Strange, tmp_path: Path
 def test_a_section_that_was_left_out_has_its_defaults(strange: Strange, tmp_path: Path) -> None:
     spec = load_spec(spec_file(tmp_path, "train: {maybe: null}\n")).spec
     module = sys.modules["strange_sections"]
-    assert module.Weather.of(spec) is None
+    assert module.Weather.section_of(spec) is None
     assert module.Weather.or_default(spec).wind == 3
     assert spec.train is not None
-    assert module.Maybe.of(spec.train) is None
+    assert module.Maybe.section_of(spec.train) is None
     assert not written(spec)
     assert load_spec(spec_file(tmp_path, "weather: {wind: 3}\ntrain: {maybe: null}\n")).spec == spec
 
@@ -182,7 +182,7 @@ def test_errors_of_all_parts_have_their_positions_in_the_order_of_the_file(stran
 def test_text_of_an_override_is_read_as_text_in_a_section(strange: Strange, tmp_path: Path) -> None:
     spec = load_spec(spec_file(tmp_path, USES), ("weather.name=12", "limits.rest=1")).spec
     module = sys.modules["strange_sections"]
-    assert (module.Weather.of(spec).name, module.Paces.of(spec.limits).rest) == ("12", "1")
+    assert (module.Weather.section_of(spec).name, module.Paces.section_of(spec.limits).rest) == ("12", "1")
 
 
 def test_a_key_of_a_missing_plugin_is_one_error_that_says_what_to_install(

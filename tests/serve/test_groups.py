@@ -17,7 +17,6 @@ from serve_kit import ROOT, TOKEN, ask, content, read, serving, unpacked, writte
 
 from engine.client import ServeError, Sums
 from engine.errors import StoreError, TrainError
-from engine.plugins.notices.run import RunNotices
 from engine.serve.groups import refuse_unserved
 from engine.serve.http import Call
 from engine.serve.wire import wire_schema
@@ -283,19 +282,6 @@ async def test_a_store_that_fills_up_ends_the_stream_with_the_error_and_loses_no
         _, lines = await ask(address, "/groups", asked)
     assert again == {line["group"]["number"]: line["group"] for line in lines if "group" in line}
     assert [again[group["number"]] for group in sent] == sent
-
-
-async def test_a_service_that_waits_for_a_request_does_not_stall(tmp_path: Path) -> None:
-    async with serving(written(tmp_path)) as (service, _):
-        runner = service._runs._runner
-        notices = RunNotices(service._loaded, service._runs._store)
-        for busy in (True, False):
-            watch = notices.watch(runner.live, runner.summary, lambda busy=busy: busy)  # type: ignore[misc]
-            watch.check()
-            watch._last -= 1e9
-            watch.check()
-            assert watch._told is busy
-        assert not service.busy
 
 
 ALONE = """

@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from written_specs import save_spec
 
 from engine.errors import StoreError
-from engine.plugins.notices.spec import NotifySpec
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.train import LoraSpec, MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.load import load_spec, read_spec
@@ -26,7 +25,6 @@ SPEC: dict[str, Any] = {
     "tasks": {"source": "inline", "rows": [{"question": "1 + 1"}]},
     "backend": {"kind": "sglang", "urls": ["http://127.0.0.1:30000"]},
     "train": {"lora": {}, "memory": {}, "weight_sync": {}},
-    "notify": {},
 }
 PLACES: dict[type[BaseModel], tuple[str, ...]] = {
     SGLangBackendSpec: ("backend",),
@@ -34,7 +32,6 @@ PLACES: dict[type[BaseModel], tuple[str, ...]] = {
     MemorySpec: ("train", "memory"),
     LoraSpec: ("train", "lora"),
     WeightSyncSpec: ("train", "weight_sync"),
-    NotifySpec: ("notify",),
 }
 KEYS = [(owner, old, new) for owner, keys in RENAMED.items() if owner in PLACES for old, new in keys.items()]
 

@@ -73,6 +73,7 @@ async def _replay(run: str, episode: str | None, out: Path) -> tuple[list[Replay
     from engine.tokens.loading import load_format
 
     store = RunStore.open(find_run(run, out=out), readonly=True)
+    store.header.need_plugins()
     loaded = store.header.loaded_spec()
     replayer = Replayer(loaded, load_format(loaded.spec.model, loaded.base), store)
     try:

@@ -274,7 +274,7 @@ async def drive(
     from engine.cli.reports.run_drivers import drive_many, is_sharded
     from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
-    from engine.plugins.notices.run import RunNotices
+    from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
     from engine.runner.run import Runner
     from engine.store.private import private_file
@@ -288,9 +288,9 @@ async def drive(
     backend = open_backend(loaded, chat_format)
     backend.logs = store.folder / "servers"
     stop = asyncio.Event()
-    notices = RunNotices(loaded, store)
+    observers = RunObservers(loaded, store)
     with stop_on_signals(stop, f"To finish it: engine run --resume {store.folder}"):
-        async with notices.of_errors():
+        async with observers.of_errors():
             try:
                 await backend.start()
                 console.print(
@@ -301,11 +301,11 @@ async def drive(
                 if again:
                     console.print(f"{len(await store.begin_again(again))} failed episodes are run again")
                 began = time.perf_counter()
-                with notices.watch(runner.live, runner.summary):
+                with observers.watch(runner.live, runner.summary):
                     result = await _with_progress(runner, stop, console, quiet=quiet)
             finally:
                 await backend.close()
-        await notices.of_result(result)
+        await observers.of_result(result)
     told = backend.stats() | ({"played": runner.role_stats} if runner.role_stats else {})
     try:
         report = private_file(store.folder / "backend.json")

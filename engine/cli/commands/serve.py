@@ -153,7 +153,7 @@ async def _serve(
     from engine.cli.reports.progress import ticking
     from engine.cli.reports.report import Panel, print_summary
     from engine.cli.stopping import stop_on_signals
-    from engine.plugins.notices.run import RunNotices
+    from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
     from engine.runner.run import Runner
     from engine.serve.episodes import EpisodeService
@@ -176,9 +176,9 @@ async def _serve(
 
     lost = [episode for episode, status in store.statuses().items() if status == "running"]
     programs = ServedPrograms() if groups is None else None
-    notices = RunNotices(loaded, store)
+    observers = RunObservers(loaded, store)
     with stop_on_signals(stop, f"To continue: {again}"):
-        async with notices.of_errors():
+        async with observers.of_errors():
             try:
                 await backend.start()
                 training = groups is not None
@@ -237,7 +237,7 @@ async def _serve(
                         echo(f"Serving {loaded.spec.name} at {address}; Ctrl-C ends it.")
                         panel = Panel(runner.live, runner.summary)
                         with (
-                            notices.watch(runner.live, runner.summary, lambda: episodes.busy),
+                            observers.watch(runner.live, runner.summary, lambda: episodes.busy),
                             nullcontext() if quiet else ticking(panel.line, echo),
                         ):
                             await stop.wait()

@@ -142,7 +142,7 @@ async def drive_many(
     from engine.cli.stopping import stop_on_signals
     from engine.drivers.run import Fleet, run_drivers
     from engine.masking import mask_credentials
-    from engine.plugins.notices.run import RunNotices
+    from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
     from engine.runner.stats import Live, Summary
     from engine.store.private import private_file
@@ -157,7 +157,7 @@ async def drive_many(
         kept = np.asarray([at for at, task in enumerate(tasks) if task.id in chosen])
     fleet = Fleet(Live(total=len(fitting) * rollout.samples_per_task), Summary())
     stop = asyncio.Event()
-    notices = RunNotices(loaded, store)
+    observers = RunObservers(loaded, store)
 
     def ready() -> None:
         console.print(
@@ -167,9 +167,9 @@ async def drive_many(
         fleet.live.began = time.perf_counter()
 
     with stop_on_signals(stop, f"To finish it: engine run --resume {store.folder}"):
-        async with notices.of_errors():
+        async with observers.of_errors():
             work = run_drivers(loaded, fitting, kept, store, fleet, stop=stop, keep_going=keep_going, ready=ready)
-            with notices.watch(fleet.live, fleet.summary):
+            with observers.watch(fleet.live, fleet.summary):
                 panel = DriversPanel(fleet)
                 if quiet:
                     found = await work
@@ -182,7 +182,7 @@ async def drive_many(
                             found = await work
                     finally:
                         echo(panel.line())
-        await notices.of_result(found.result)
+        await observers.of_result(found.result)
     report = private_file(store.folder / "backend.json")
     report.write_text(mask_credentials(json.dumps({"drivers": found.told}, indent=2, default=str)) + "\n")
     store.close("interrupted" if found.result.summary.episodes < fleet.live.total else "done")

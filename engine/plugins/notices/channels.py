@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from engine.errors import NoticeError
 from engine.masking import remember
+from engine.plugins.notices.errors import NoticeError
 from engine.plugins.notices.robots import Request, Robot, post, robot_of, send
 
 if TYPE_CHECKING:

@@ -1,10 +1,11 @@
-"""Rules about `notify` and `traces`."""
+"""Rules about `notify`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from engine.plugins.notices.spec import NotifySpec
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 
@@ -12,7 +13,7 @@ from engine.validate.registry import Finding, rule
 @rule("notify.no-effect", "warning", "an option of `notify` has no effect in this combination")
 def notify_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """Options without a channel, channels without an event, options of events that send nothing, and events that cannot occur."""
-    notify = ctx.spec.notify
+    notify = NotifySpec.or_default(ctx.spec)
     found: list[tuple[str, str]] = []
     if not notify.has_channel:
         why = "no channel is set (`webhook_env`, `services_env`, `command` or `use`)"
@@ -46,7 +47,7 @@ def _never_sent(ctx: CheckContext, kind: str) -> str | None:
         return "only a training diverges, and the spec has no `train`"
     if kind == "no_signal" and (spec.train is None or not spec.train.samples_episodes):
         return "only a training on its own episodes can lack a learning signal, and the spec has none"
-    budget = spec.notify.budget
+    budget = NotifySpec.or_default(spec).budget
     amounts = budget is not None and (budget.tokens is not None or budget.time is not None)
     if kind == "budget" and not amounts and spec.rollout.max_cost is None:
         return "neither `notify.budget` nor `rollout.max_cost` gives an amount"
@@ -56,31 +57,6 @@ def _never_sent(ctx: CheckContext, kind: str) -> str | None:
 @rule("notify.no-package", "info", "the package that sends notices to services is not installed")
 def notify_no_package(ctx: CheckContext) -> Iterator[Finding]:
     """apprise, for `notify.services_env`."""
-    if ctx.spec.notify.services_env and find_spec("apprise") is None:
+    if NotifySpec.or_default(ctx.spec).services_env and find_spec("apprise") is None:
         message = "`apprise` is not installed, and `notify.services_env` needs it"
         yield Finding(message, ("notify", "services_env"), "pip install 'episode-engine[notify]'", key=True)
-
-
-@rule("traces.no-effect", "warning", "an option of `traces` has no effect in this combination")
-def traces_no_effect(ctx: CheckContext) -> Iterator[Finding]:
-    """`of` and `content` where nothing, or no span, is written."""
-    traces = ctx.spec.traces
-    found: list[tuple[str, str]] = []
-    if not traces.active:
-        found.append(("of", "no trace is written (`otlp`, `spans` or `episodes`)"))
-    if not traces.makes_spans:
-        found.append(("content", "no spans are written (`otlp` or `spans`); `episodes` always has the messages"))
-    for key, why in found:
-        if ctx.written("traces", key):
-            yield Finding(
-                f"`traces.{key}` has no effect: {why}", ("traces", key), "remove it, or set one of them", key=True
-            )
-
-
-@rule("traces.no-package", "info", "the packages that write spans are not installed")
-def traces_no_package(ctx: CheckContext) -> Iterator[Finding]:
-    """OpenTelemetry, for `traces.otlp` and `traces.spans`."""
-    if ctx.spec.traces.makes_spans and find_spec("opentelemetry") is None:
-        key = "otlp" if ctx.spec.traces.otlp is not None else "spans"
-        message = "`opentelemetry-sdk` is not installed, and spans need it"
-        yield Finding(message, ("traces", key), "pip install 'episode-engine[otel]'", key=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import BudgetError
 from engine.plugins.notices.notifier import Notifier
+from engine.plugins.notices.spec import NotifySpec
 from engine.plugins.notices.watch import Watch
 
 if TYPE_CHECKING:
@@ -18,14 +18,7 @@ if TYPE_CHECKING:
 
 
 class RunNotices:
-    """Sends the notices that `notify` of the spec asks for. A run that a signal stops sends none.
-
-    notices = RunNotices(loaded, store)
-    async with notices.of_errors():
-        with notices.watch(runner.live, runner.summary):
-            result = await runner.run()
-    await notices.of_result(result)
-    """
+    """Sends the notices that `notify` of the spec asks for. It is a `RunObserver`."""
 
     def __init__(self, loaded: LoadedSpec, store: RunStore) -> None:
         """
@@ -33,19 +26,14 @@ class RunNotices:
             NoticeError: a channel cannot work.
         """
         what = "evaluation" if store.header.evaluation else "run"
-        self._spec = loaded.spec.notify
+        self._spec = NotifySpec.or_default(loaded.spec)
         self._notifier = Notifier(self._spec, store.run_id, what, folder=store.folder, base=loaded.base)
 
-    @asynccontextmanager
-    async def of_errors(self) -> AsyncIterator[None]:
-        """Send `failed` if the block raises an error, and let the error pass."""
-        try:
-            yield
-        except Exception as error:
-            await self._notifier.notify("failed", reason=f"{type(error).__name__}: {error}")
-            raise
+    async def failed(self, error: Exception) -> None:
+        """Send `failed`."""
+        await self._notifier.notify("failed", reason=f"{type(error).__name__}: {error}")
 
-    def watch(self, live: Live, summary: Summary, busy: Callable[[], bool] = lambda: True) -> Watch:
+    def watch(self, live: Live, summary: Summary, busy: Callable[[], bool]) -> Watch:
         """The thread that sends `stalled` and `budget` while episodes run, by their counts.
 
         Args:
@@ -62,11 +50,9 @@ class RunNotices:
             waits_for="no reply and no finished episode",
         )
 
-    async def of_result(self, result: RunResult) -> None:
+    async def ended(self, result: RunResult) -> None:
         """Send `finished`, or `failed` if the run failed as a whole."""
         counts = _counts(result.summary)
-        if result.interrupted:
-            return
         if (stopped := result.stopped) is not None:
             kind = "budget" if isinstance(stopped, BudgetError) else "failed"
             await self._notifier.notify(kind, reason=f"{type(stopped).__name__}: {stopped}", **counts)
@@ -95,3 +81,8 @@ def _counts(summary: Summary) -> dict[str, Any]:
 def _sentence(summary: Summary) -> str:
     failed = f", {summary.causes.failures} failed" if summary.causes.failures else ""
     return f"{summary.episodes} episodes, {summary.solved} solved{failed}, mean reward {summary.mean_reward:.3f}"
+
+
+def observe(loaded: LoadedSpec, store: RunStore) -> RunNotices:
+    """The hook `observe_run`."""
+    return RunNotices(loaded, store)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import ClassVar, Literal, get_args
 
 from pydantic import Field
 
 from engine.schemas.base import Contract, Seconds
+from engine.schemas.sections import SpecSection
 
 NoticeKind = Literal["failed", "stalled", "diverged", "no_signal", "finished", "budget"]
 """The events that can send a notice."""
@@ -21,8 +23,10 @@ class NoticeBudget(Contract):
     """Time since the launch of the command."""
 
 
-class NotifySpec(Contract):
+class NotifySpec(SpecSection):
     """Notices of `engine run`, `engine eval` and `engine train`: where they go, and which events send one."""
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"stall": "stall_timeout"}
 
     webhook_env: str | None = None
     """Name of the environment variable that holds a URL. Notices are POSTed to it as JSON (`text` and the event's fields)."""

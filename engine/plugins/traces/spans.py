@@ -34,6 +34,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 import engine
 from engine.masking import mask, mask_values
 from engine.plugins.traces.content import Replies, message_json, result_json
+from engine.plugins.traces.spec import TracesSpec
 from engine.schemas.journal import (
     AgentRecord,
     CondenseRecord,
@@ -94,7 +95,7 @@ class SpanBuilder:
             for name in ("temperature", "top_p", "top_k")
             if name not in spec.backend.lacking
         } | {"gen_ai.request.max_tokens": spec.sampling.max_new_tokens}
-        self._content = spec.traces.content
+        self._content = TracesSpec.or_default(spec).content
         self._ids = _DerivedIds()
         self._ended = _Collected()
         provider = TracerProvider(

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from engine.schemas.base import Contract
+from engine.schemas.sections import SpecSection
 
 
-class TracesSpec(Contract):
+class TracesSpec(SpecSection):
     """Traces of ended episodes: as OpenTelemetry spans and as lines of JSON. They are written from the journal, beside the episodes that run."""
 
     of: Literal["all", "failed"] = "all"

@@ -21,8 +21,9 @@ from urllib.parse import urlsplit
 import structlog
 from pydantic_core import to_json
 
-from engine.errors import TraceError
 from engine.masking import mask_credentials, mask_values, remember
+from engine.plugins.traces.errors import TraceError
+from engine.plugins.traces.spec import TracesSpec
 from engine.store.private import private_file, private_folder
 from engine.store.reader import RunReader
 
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.trajectory import Trajectory
+    from engine.spec.load import LoadedSpec
     from engine.store.header import RunHeader
+    from engine.store.store import RunStore
 
 log = structlog.get_logger(__name__)
 
@@ -48,10 +51,10 @@ _HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 
 
 class TraceWriter:
-    """Writes and sends traces of ended episodes as `traces` of a spec says.
+    """Writes and sends traces of ended episodes as `traces` of a spec says. It is an `EpisodeObserver`.
 
         writer = TraceWriter(spec, store.folder, store.header)
-        writer.add(trajectory)      # after the episode is stored
+        writer.episode_ended(trajectory)      # after the episode is stored
         writer.close()
 
     Args:
@@ -64,24 +67,24 @@ class TraceWriter:
     """
 
     def __init__(self, spec: EpisodeSpec, folder: Path, header: RunHeader) -> None:
-        self._traces = spec.traces
+        self._traces = TracesSpec.or_default(spec)
         self._reader = RunReader(folder, header)
         self._files = folder / FOLDER
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._send = _collector(spec.traces.otlp) if spec.traces.otlp is not None else None
-        self._builder = _builder(spec) if spec.traces.makes_spans else None
+        self._send = _collector(self._traces.otlp) if self._traces.otlp is not None else None
+        self._builder = _builder(spec) if self._traces.makes_spans else None
         self._failures = 0
         self._unsent = 0
         self._problem = ""
         self._closing = False
         self._thread: threading.Thread | None = None
-        if spec.traces.spans or spec.traces.episodes:
+        if self._traces.spans or self._traces.episodes:
             try:
                 private_folder(self._files, exist_ok=True)
             except OSError as error:
                 raise TraceError(f"the folder of the traces {self._files} cannot be created: {error}") from error
 
-    def add(self, trajectory: Trajectory) -> None:
+    def episode_ended(self, trajectory: Trajectory) -> None:
         """Trace an episode that is stored. Takes about a microsecond."""
         if trajectory.outcome.failure is not None or self._traces.of == "all":
             self.add_id(trajectory.episode_id)
@@ -167,6 +170,12 @@ class TraceWriter:
         plain = json.loads(to_json(replace(trajectory, branches=[]), inf_nan_mode="strings", fallback=str))
         del plain["branches"]
         _append(self._files / f"{name}.jsonl", mask_values(plain))
+
+
+def observe(loaded: LoadedSpec, store: RunStore) -> TraceWriter | None:
+    """The hook `observe_episodes`."""
+    active = TracesSpec.or_default(loaded.spec).active
+    return TraceWriter(loaded.spec, store.folder, store.header) if active else None
 
 
 def _append(file: Path, line: Any) -> None:

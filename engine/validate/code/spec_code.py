@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.actions.facts import ACTIONS, SCORERS
+from engine.spec.added import Called, spec_facts
 from engine.spec.diagnostic import DataPath
 from engine.spec.entry import EntryError
 from engine.spec.near import near_or_known, nearest_name
@@ -77,29 +78,14 @@ def fits_the_calls(ctx: CheckContext) -> Iterator[Finding]:
             yield from _function(ctx, function, call)
 
 
-class Called(NamedTuple):
-    """A function of the spec, and how the engine calls it."""
-
-    use: str
-    arguments: tuple[str, ...]
-    """What the engine gives."""
-    with_: Mapping[str, Any]
-    """What the spec gives."""
-    path: DataPath
-    """Position of `use`."""
-    path_with: DataPath
-    """Position of `with`."""
-    may_be_class: bool = False
-
-
 def called(ctx: CheckContext) -> Iterator[Called]:
     """The functions that make tasks, bonuses and notices."""
     for at, source in each_source(ctx):
         tasks = source.spec.tasks
         if tasks.source == "python" and tasks.use:
             yield Called(tasks.use, (), tasks.with_, (*at, "use"), (*at, "with"), True)
-    if (use := ctx.spec.notify.use) is not None:
-        yield Called(use, ("event",), {}, ("notify", "use"), ("notify", "with"))
+    for facts in spec_facts(ctx.spec):
+        yield from facts.called
     train = ctx.spec.train
     if train is None:
         return

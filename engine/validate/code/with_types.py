@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from engine.spec.added import Called
 from engine.spec.annotations import (
     RESET,
     REWARDS,
@@ -26,7 +27,7 @@ from engine.spec.near import short
 from engine.spec.source import Definition
 from engine.validate.code.code_context import NamedEntry
 from engine.validate.code.code_facts import Method, ReadCode
-from engine.validate.code.spec_code import Called, actions, called
+from engine.validate.code.spec_code import actions, called
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 

@@ -13,10 +13,14 @@ import yaml
 from command_line import engine_here
 from written_specs import save_spec
 
+from engine.plugins.notices.run import RunNotices
+from engine.runner.stats import Live, Summary
 from engine.spec.load import load_spec
+from engine.store.header import RunHeader
+from engine.store.store import RunStore
 from engine.validate import check_spec
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 SPEC: dict[str, Any] = {
     "spec": "episode/v1",
     "name": "noticed",
@@ -110,6 +114,18 @@ def test_a_channel_that_fails_does_not_change_the_run(noticed: Noticed) -> None:
     code, out, err = engine_here("run", spec, cwd=noticed.folder)
     assert code == 0, err
     assert "3 episodes" in out
+
+
+def test_a_run_without_running_episodes_does_not_stall(noticed: Noticed) -> None:
+    loaded = load_spec(noticed.write())
+    with RunStore.create(noticed.folder / "runs", RunHeader.of(loaded)) as store:
+        notices = RunNotices(loaded, store)
+    for busy in (True, False):
+        watch = notices.watch(Live(total=1), Summary(), lambda busy=busy: busy)  # type: ignore[misc]
+        watch.check()
+        watch._last -= 1e9
+        watch.check()
+        assert watch._told is busy
 
 
 @pytest.mark.parametrize("page", ["notices.md", "traces.md"])

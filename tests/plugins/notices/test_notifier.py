@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import structlog
 
-from engine.errors import NoticeError
 from engine.masking import remember
+from engine.plugins.notices.errors import NoticeError
 from engine.plugins.notices.notifier import Notifier
 from engine.plugins.notices.spec import NoticeBudget, NotifySpec
 from engine.plugins.notices.watch import Watch

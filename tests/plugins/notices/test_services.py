@@ -22,8 +22,8 @@ import structlog
 from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult, LoginPassword
 
-from engine.errors import NoticeError
 from engine.plugins.notices import robots
+from engine.plugins.notices.errors import NoticeError
 from engine.plugins.notices.notifier import Notifier
 from engine.plugins.notices.spec import NotifySpec
 

@@ -20,7 +20,8 @@ from written_specs import save_spec, scripted_spec
 
 from engine.masking import remember
 from engine.plugins.traces import writer
-from engine.plugins.traces.spec import TracesSpec
+from engine.schemas.episode import EpisodeSpec
+from engine.schemas.sections import read_stored
 from engine.store import RunStore, list_runs
 
 pytest.importorskip("opentelemetry.sdk")
@@ -32,7 +33,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from slow_cases import slow_after
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ADD = {"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
 
 
@@ -304,12 +305,12 @@ def test_a_collector_that_is_not_there_is_one_warning_without_its_secrets(
     folder = place.run({})
     structlog.reset_defaults()
     with structlog.testing.capture_logs() as logs:
-        traces = TracesSpec(otlp="http://me:hunter2-pass@127.0.0.1:9")
+        traces = {"otlp": "http://me:hunter2-pass@127.0.0.1:9"}
         with RunStore.open(folder, readonly=True) as store:
-            spec = store.header.loaded_spec().spec.model_copy(update={"traces": traces})
+            spec = read_stored(store.header.spec | {"traces": traces}, EpisodeSpec)
             made = writer.TraceWriter(spec, folder, store.header)
             for trajectory in store.trajectories():
-                made.add(trajectory)
+                made.episode_ended(trajectory)
             made.close()
     (entry,) = [each for each in logs if each["event"].startswith("traces are incomplete")]
     assert (entry["log_level"], entry["episodes"]) == ("warning", 1)

@@ -1,0 +1,36 @@
+"""Rules about `traces`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from engine.plugins.traces.spec import TracesSpec
+from engine.validate.context import CheckContext
+from engine.validate.registry import Finding, rule
+
+
+@rule("traces.no-effect", "warning", "an option of `traces` has no effect in this combination")
+def traces_no_effect(ctx: CheckContext) -> Iterator[Finding]:
+    """`of` and `content` where nothing, or no span, is written."""
+    traces = TracesSpec.or_default(ctx.spec)
+    found: list[tuple[str, str]] = []
+    if not traces.active:
+        found.append(("of", "no trace is written (`otlp`, `spans` or `episodes`)"))
+    if not traces.makes_spans:
+        found.append(("content", "no spans are written (`otlp` or `spans`); `episodes` always has the messages"))
+    for key, why in found:
+        if ctx.written("traces", key):
+            yield Finding(
+                f"`traces.{key}` has no effect: {why}", ("traces", key), "remove it, or set one of them", key=True
+            )
+
+
+@rule("traces.no-package", "info", "the packages that write spans are not installed")
+def traces_no_package(ctx: CheckContext) -> Iterator[Finding]:
+    """OpenTelemetry, for `traces.otlp` and `traces.spans`."""
+    traces = TracesSpec.or_default(ctx.spec)
+    if traces.makes_spans and find_spec("opentelemetry") is None:
+        key = "otlp" if traces.otlp is not None else "spans"
+        message = "`opentelemetry-sdk` is not installed, and spans need it"
+        yield Finding(message, ("traces", key), "pip install 'episode-engine[otel]'", key=True)

@@ -1,0 +1,162 @@
+"""What watches runs, their episodes and trainings from outside: the observers of plugins.
+
+An observer never raises into the work that it watches once it is made, and delays it by no more than a deadline of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from engine.plugin import Hook
+from engine.schemas.sections import written
+
+if TYPE_CHECKING:
+    from engine.runner.run import RunResult
+    from engine.runner.stats import Live, Summary
+    from engine.schemas.trajectory import Trajectory
+    from engine.spec.load import LoadedSpec
+    from engine.store.store import RunStore
+
+
+class RunObserver(Protocol):
+    """Watches a run, an evaluation or a service."""
+
+    def watch(self, live: Live, summary: Summary, busy: Callable[[], bool]) -> AbstractContextManager[object]:
+        """Watch the counters while episodes run; `busy` says whether one runs."""
+        ...
+
+    async def failed(self, error: Exception) -> None:
+        """The run could not begin or go on."""
+        ...
+
+    async def ended(self, result: RunResult) -> None:
+        """The run is over, and no signal stopped it."""
+        ...
+
+
+class EpisodeObserver(Protocol):
+    """Watches the episodes that one `Runner` runs."""
+
+    def episode_ended(self, trajectory: Trajectory) -> None:
+        """An episode is stored."""
+        ...
+
+    def close(self) -> None:
+        """No more episodes end. Called in a thread."""
+        ...
+
+
+class TrainingObserver(Protocol):
+    """Watches a training."""
+
+    def watch(self, step: Callable[[], int], tokens: Callable[[], int]) -> AbstractContextManager[object]:
+        """Watch the counters of a training: the step, and the tokens that were sampled since the launch."""
+        ...
+
+    def progressed(self) -> None:
+        """An episode or a step is finished."""
+        ...
+
+    async def lacks_signal(self, step: int, reason: str) -> None:
+        """For several steps, no group had a learning signal."""
+        ...
+
+    async def failed(self, error: Exception, step: int) -> None:
+        """It stopped by an error."""
+        ...
+
+    async def ended(self, step: int, metrics: Mapping[str, float]) -> None:
+        """It reached its last step, which has these metrics."""
+        ...
+
+
+OBSERVE_RUN: Hook[Callable[[LoadedSpec, RunStore], RunObserver | None]] = Hook("observe_run")
+"""Makes the observer of a run; None if the spec asks for none. It may raise EngineError: then the run does not begin."""
+OBSERVE_EPISODES: Hook[Callable[[LoadedSpec, RunStore], EpisodeObserver | None]] = Hook("observe_episodes")
+"""The same for the episodes of a `Runner`, of which a run, a training or a driver has one."""
+OBSERVE_TRAINING: Hook[Callable[[LoadedSpec, Path], TrainingObserver | None]] = Hook("observe_training")
+"""The same for a training in a folder."""
+
+
+class RunObservers:
+    """The observers of one run. A run that a signal stops is not reported.
+
+    observers = RunObservers(loaded, store)
+    async with observers.of_errors():
+        with observers.watch(runner.live, runner.summary):
+            result = await runner.run()
+    await observers.of_result(result)
+    """
+
+    def __init__(self, loaded: LoadedSpec, store: RunStore) -> None:
+        made = [make(loaded, store) for make in OBSERVE_RUN.all(written(loaded.spec))]
+        self._observers = [observer for observer in made if observer is not None]
+
+    @asynccontextmanager
+    async def of_errors(self) -> AsyncIterator[None]:
+        """Report an error that the block raises, and let it pass."""
+        try:
+            yield
+        except Exception as error:
+            for observer in self._observers:
+                await observer.failed(error)
+            raise
+
+    @contextmanager
+    def watch(self, live: Live, summary: Summary, busy: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Watch the counters while the block runs."""
+        with ExitStack() as stack:
+            for observer in self._observers:
+                stack.enter_context(observer.watch(live, summary, busy))
+            yield
+
+    async def of_result(self, result: RunResult) -> None:
+        """Report the end."""
+        if not result.interrupted:
+            for observer in self._observers:
+                await observer.ended(result)
+
+
+def episode_observers(loaded: LoadedSpec, store: RunStore) -> list[EpisodeObserver]:
+    """The observers of the episodes of one `Runner`."""
+    made = [make(loaded, store) for make in OBSERVE_EPISODES.all(written(loaded.spec))]
+    return [observer for observer in made if observer is not None]
+
+
+class TrainingObservers:
+    """The observers of one training, see `TrainingObserver`."""
+
+    def __init__(self, loaded: LoadedSpec, folder: Path) -> None:
+        made = [make(loaded, folder) for make in OBSERVE_TRAINING.all(written(loaded.spec))]
+        self._observers = [observer for observer in made if observer is not None]
+
+    @contextmanager
+    def watch(self, step: Callable[[], int], tokens: Callable[[], int]) -> Iterator[None]:
+        """Watch the counters while the block runs."""
+        with ExitStack() as stack:
+            for observer in self._observers:
+                stack.enter_context(observer.watch(step, tokens))
+            yield
+
+    def progressed(self) -> None:
+        """An episode or a step is finished."""
+        for observer in self._observers:
+            observer.progressed()
+
+    async def lacks_signal(self, step: int, reason: str) -> None:
+        """For several steps, no group had a learning signal."""
+        for observer in self._observers:
+            await observer.lacks_signal(step, reason)
+
+    async def failed(self, error: Exception, step: int) -> None:
+        """It stopped by an error."""
+        for observer in self._observers:
+            await observer.failed(error, step)
+
+    async def ended(self, step: int, metrics: Mapping[str, float]) -> None:
+        """It reached its last step."""
+        for observer in self._observers:
+            await observer.ended(step, metrics)
