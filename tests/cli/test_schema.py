@@ -19,6 +19,7 @@ from engine.cli.reference import reference
 from engine.cli.schema_words import EXAMPLES
 from engine.schemas.episode import EpisodeSpec
 from engine.spec.load import read_spec
+from engine.spec.places import fields_by_key
 
 ROOT = Path(__file__).parents[2]
 
@@ -188,7 +189,7 @@ def test_a_spec_that_extends_another_may_leave_out_what_is_there(validator: Any)
 
 def test_every_key_of_a_spec_has_words_for_the_editor() -> None:
     document = json.loads(documents()["episode"])
-    assert set(document["properties"]) == {*EpisodeSpec.model_fields, "extends"}
+    assert set(document["properties"]) == {*fields_by_key(EpisodeSpec), "extends"}
     limits = document["$defs"]["LimitsSpec"]["properties"]
     assert limits["user_turns"]["description"] == "Maximum number of answers of the user."
     assert limits["user_turns"]["default"] == 8
