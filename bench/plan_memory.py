@@ -124,9 +124,9 @@ def main() -> None:
     if options.worker is not None:
         work(options.worker)
         return
+    from engine.plugins.plan.plan import plan_memory
     from engine.spec.load import load_spec
     from engine.tokens.tiny_lm import build
-    from engine.train.plan import plan_memory
 
     with tempfile.TemporaryDirectory() as folder:
         shape = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 7, "num_attention_heads": 12}

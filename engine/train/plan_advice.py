@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
+from engine.plugins.plan.plan import MemoryPlan, plan_memory, size_of
 from engine.spec.diagnostic import DataPath, Diagnostic
-from engine.train.plan import MemoryPlan, plan_memory, size_of
 from engine.train.setup import train_spec_of
 from engine.validate.alarm import deadline
 from engine.validate.model_files import model_files

@@ -13,8 +13,8 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from engine.plugins.plan.plan import MemoryPlan
     from engine.schemas.train import TrainSpec
-    from engine.train.plan import MemoryPlan
 
 _WORDS = {
     "weights": "weights",
@@ -44,9 +44,9 @@ def plan_training(
     Exits with status 1 if memory is given and a step, or the longest row, does not fit.
     """
     from engine.errors import EngineError
+    from engine.plugins.plan.plan import plan_memory, size_of
     from engine.schemas.base import parse_bytes
     from engine.spec.load import load_spec
-    from engine.train.plan import plan_memory, size_of
     from engine.train.setup import train_spec_of
     from engine.validate.train import FLOAT32_ON_GPU
 

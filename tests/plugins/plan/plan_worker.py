@@ -1,4 +1,4 @@
-"""Measures what `engine.train.plan` plans: the bytes of living tensors in one process of several, over real steps.
+"""Measures what `engine.plugins.plan.plan` plans: the bytes of living tensors in one process of several, over real steps.
 
 python plan_worker.py SPEC...         # or by torchrun; each process writes SPEC.<rank>.json
 """

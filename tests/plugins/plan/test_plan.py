@@ -17,9 +17,9 @@ import pytest
 import tiny_moe
 from written_specs import save_spec
 
+from engine.plugins.plan.plan import plan_memory
 from engine.spec.load import LoadedSpec, load_spec
 from engine.train import plan_advice
-from engine.train.plan import plan_memory
 from engine.train.plan_advice import row_findings
 
 sys.path.append(str(Path(__file__).parent))
