@@ -102,7 +102,7 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
         found += mask_all(check_trainer(loaded, options.trainer), loaded.variables)
     sources = {mask_name(file, loaded.variables): text for file, text in loaded.sources.items()}
     if loaded.spec.train is not None and loaded.spec.train.plan is not None:
-        from engine.train.plan_advice import row_findings  # imports torch
+        from engine.plugins.plan.plan_advice import row_findings  # imports torch
 
         found += mask_all(row_findings(loaded, options.seconds / 2), loaded.variables)
     everything = [*problems, *found, *_unplayed(path)]

@@ -17,10 +17,10 @@ import pytest
 import tiny_moe
 from written_specs import save_spec
 
+from engine.plugins.plan import plan_advice
 from engine.plugins.plan.plan import plan_memory
+from engine.plugins.plan.plan_advice import row_findings
 from engine.spec.load import LoadedSpec, load_spec
-from engine.train import plan_advice
-from engine.train.plan_advice import row_findings
 
 sys.path.append(str(Path(__file__).parent))
 from plan_worker import IMAGES
