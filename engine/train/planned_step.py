@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.errors import TrainError
+from engine.plugins.plan.planned_images import PlannedImages, planned_row
 from engine.tokens.catalogue import resolve_model
 from engine.train.allocated_bytes import AllocatedBytes
 from engine.train.critic import Critic
@@ -23,7 +24,6 @@ from engine.train.distributed import RunForward, ShardedProcessGroup
 from engine.train.logprobs import CPU_BLOCK_ELEMENTS
 from engine.train.optimizers import MasterWeights, local_of
 from engine.train.packing import Pack, pack_rows
-from engine.train.planned_images import PlannedImages, planned_row
 from engine.train.policy import Policy
 from engine.train.setup import critic_model
 from engine.train.sizes_only import SizesOnly, experts_in_any_dtype
