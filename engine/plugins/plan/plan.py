@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from engine.errors import TrainError
 from engine.plugins.plan.planned_images import PlannedImages, image_tokens, largest_images
+from engine.plugins.plan.planned_step import StepBytes, simulate
 from engine.tokens.loading import load_format
-from engine.train.planned_step import StepBytes, simulate
 from engine.train.setup import train_spec_of
 
 if TYPE_CHECKING:
