@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from engine.errors import TrainError
 from engine.plugins.plan.planned_images import PlannedImages, planned_row
+from engine.plugins.plan.sizes_only import SizesOnly, experts_in_any_dtype
 from engine.tokens.catalogue import resolve_model
 from engine.train.allocated_bytes import AllocatedBytes
 from engine.train.critic import Critic
@@ -26,7 +27,6 @@ from engine.train.optimizers import MasterWeights, local_of
 from engine.train.packing import Pack, pack_rows
 from engine.train.policy import Policy
 from engine.train.setup import critic_model
-from engine.train.sizes_only import SizesOnly, experts_in_any_dtype
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
