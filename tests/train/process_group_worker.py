@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from engine.plugins.plan.allocated_bytes import AllocatedBytes
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.credit import GaeCredit, TurnReturnCredit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
-from engine.train.allocated_bytes import AllocatedBytes
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.critic import Critic
 from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_process_group

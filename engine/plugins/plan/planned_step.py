@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.errors import TrainError
+from engine.plugins.plan.allocated_bytes import AllocatedBytes
 from engine.plugins.plan.planned_images import PlannedImages, planned_row
 from engine.plugins.plan.sizes_only import SizesOnly, experts_in_any_dtype
 from engine.tokens.catalogue import resolve_model
-from engine.train.allocated_bytes import AllocatedBytes
 from engine.train.critic import Critic
 from engine.train.distributed import RunForward, ShardedProcessGroup
 from engine.train.logprobs import CPU_BLOCK_ELEMENTS

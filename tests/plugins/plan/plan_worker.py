@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from PIL import Image
 
+from engine.plugins.plan.allocated_bytes import AllocatedBytes
 from engine.plugins.plan.planned_images import PlannedImages
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.reward import RewardEvent
 from engine.spec.load import load_spec
 from engine.tokens.loading import load_format
-from engine.train.allocated_bytes import AllocatedBytes
 from engine.train.distributed import join_process_group
 from engine.train.setup import learner_of
 
