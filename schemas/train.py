@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from engine.plugins.plan.spec import PlanSpec
 from engine.schemas.base import Contract, Seconds
 from engine.schemas.credit import CreditMethod
 from engine.schemas.critic import CriticSpec
 from engine.schemas.loss import CrossEntropyLoss, DrGrpoLoss, LossSpec
-from engine.schemas.plan import PlanSpec
 from engine.schemas.sections import SectionOwner
 from engine.schemas.sft import SftDataSpec
 from engine.schemas.train_eval import TrainEvalSpec
