@@ -109,7 +109,7 @@ def train(
     console = make_console(soft_wrap=True)
     folder: Path | None = None
     if plan:
-        from engine.cli.reports.train_plan import plan_training
+        from engine.plugins.plan.command import plan_training
 
         plan_training(
             console,
