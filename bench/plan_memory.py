@@ -1,4 +1,4 @@
-"""The resident memory of processes that train, beside the plan of `engine train --plan`.
+"""The resident memory of processes that train, beside the plan of `engine plan`.
 
     python bench/plan_memory.py                 # 1, 2 and 4 processes on this machine; a model of 47 million parameters in float32
 

@@ -3,6 +3,12 @@
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "doctor": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("doctor",)},
     "notices": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("notify",)},
+    "plan": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "sections": ("train.plan",),
+        "commands": ("plan",),
+        "old_options": ("train --plan", "train --processes", "train --memory", "train --images", "train --image-size"),
+    },
     "scenarios": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "commands": ("test",),

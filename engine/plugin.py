@@ -25,7 +25,15 @@ GROUP = "episode_engine.plugins"
 OFF = "ENGINE_PLUGINS_OFF"
 """Environment variable: names of plugins that are left out, separated by commas; `*`: all; `strangers`: those of other packages."""
 HOOKS = frozenset(
-    {"examine_file", "observe_episodes", "observe_run", "observe_training", "record_scenario", "spec_facts"}
+    {
+        "examine_file",
+        "observe_episodes",
+        "observe_run",
+        "observe_training",
+        "record_scenario",
+        "slow_findings",
+        "spec_facts",
+    }
 )
 """The names of all hooks. Each is a `Hook` beside the code that calls it."""
 OWNERS = frozenset({"", "limits", "train"})
@@ -74,6 +82,8 @@ class Plugin:
     """Command of the command line -> function with typer's annotations; `import NAME`: a command of the group `import`."""
     schemas: Entries = field(default_factory=dict)
     """Name of a JSON Schema file of `engine schema`, without its ending -> data class."""
+    old_options: Entries = field(default_factory=dict)
+    """Option that a command of the core had, as `train --plan` -> the command line that replaces it, for the message about it."""
     rules: tuple[str, ...] = ()
     """Modules that register rules of `engine validate`; their pages are in the folder `pages` beside the module."""
     hooks: Entries = field(default_factory=dict)

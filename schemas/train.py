@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.plugins.plan.spec import PlanSpec
 from engine.schemas.base import Contract, Seconds
 from engine.schemas.credit import CreditMethod
 from engine.schemas.critic import CriticSpec
@@ -331,8 +330,6 @@ class TrainSpec(SectionOwner):
     """Train a LoRA adapter. If not set, all weights are trained."""
     memory: MemorySpec = Field(default_factory=MemorySpec)
     """How much memory one update may take."""
-    plan: PlanSpec | None = None
-    """The machine that the memory is planned for; nothing is planned if not set."""
     asynchrony: AsynchronySpec = Field(default_factory=AsynchronySpec)
     """Asynchronous rollouts."""
     weight_sync: WeightSyncSpec = Field(default_factory=WeightSyncSpec)

@@ -51,9 +51,19 @@ def _briefly(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             echo(f"`{error.filename}` is too long for the name of a file or folder; give a shorter one", err=True)
             raise typer.Exit(2) from None
+        if option := getattr(error, "option_name", None):
+            _refuse_old(" ".join([*error.ctx.command_path.split()[1:], option]))  # type: ignore[attr-defined]
         if isinstance(words := getattr(error, "message", None), str) and hasattr(error, "format_message"):
             error.message = brief(words)  # type: ignore[attr-defined]
         raise
+
+
+def _refuse_old(option: str) -> None:
+    """Say what replaced an option that the core had, such as `train --plan`, and exit. Nothing is done for another unknown option."""
+    new = plugin.entries("old_options").get(option)
+    if (words := f"write `{new}`" if new else plugin.missing("old_options", option)) is not None:
+        echo(f"there is no option `engine {option}`: {words}", err=True)
+        raise typer.Exit(2)
 
 
 app = typer.Typer(

@@ -162,7 +162,7 @@ def min_group(ctx: CheckContext) -> Iterator[Finding]:
 def precision(ctx: CheckContext) -> Iterator[Finding]:
     """`train.precision: float32` with a CUDA device, or planned for a GPU."""
     for train in _train(ctx):
-        cuda = train.device.startswith("cuda") or (train.plan is not None and train.device != "cpu")
+        cuda = train.device.startswith("cuda") or (ctx.written("train", "plan") and train.device != "cpu")
         if cuda and train.precision_on("cuda") == "float32":
             yield Finding(FLOAT32_ON_GPU, ("train", "precision"), "remove it, or write `mixed`")
 

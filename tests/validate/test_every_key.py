@@ -212,7 +212,7 @@ ALWAYS = {
     "train.freeze": "a pattern without effect is refused when the model is loaded (test_policy.py)",
     **{f"train.lora.{key}": "every update of an adapter" for key in ("rank", "alpha", "dropout", "target_modules")},
     **{f"train.memory.{key}": "memory of every update" for key in ("max_tokens_per_microbatch", "logits_chunk_elements", "gradient_checkpointing")},
-    **{f"train.plan.{key}": "the plan of `engine train --plan` and `engine validate`" for key in ("gpu_memory", "processes", "images", "image_size")},
+    **{f"train.plan.{key}": "the plan of `engine plan` and `engine validate`" for key in ("gpu_memory", "processes", "images", "image_size")},
     **{f"train.checkpoints.{key}": "checkpoints of every training" for key in ("every", "keep", "grace")},
     "train.eval.metric": "selects the best checkpoint",
     **{f"train.eval.sets.{key}": "of one evaluation" for key in ("tasks", "every", "limit", "samples", "sampling")},

@@ -63,35 +63,6 @@ def train(
         bool, typer.Option("--keep-going", help="Continue if the first 16 episodes all fail with one cause.")
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, no progress.")] = False,
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Print the memory of each process at the peak of a step, and load nothing.")
-    ] = False,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="With --plan: the number of processes. Default: that of `train.plan`, else 1."
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="With --plan: memory of a GPU, such as 80GB. Prints the longest row that fits, and exits with 1 if a step does not. "
-            "Default: that of `train.plan`.",
-        ),
-    ] = None,
-    images: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="With --plan: images of a micro-batch. Default: `limits.images`, else 1."
-        ),
-    ] = None,
-    image_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WxH", help="With --plan: size of these images, such as 1280x720. Default: as large as fits."
-        ),
-    ] = None,
 ) -> None:
     """Train the spec's model on its own episodes, or with `train.kind: sft` on episodes that were exported.
 
@@ -108,23 +79,6 @@ def train(
     configure_logging()
     console = make_console(soft_wrap=True)
     folder: Path | None = None
-    if plan:
-        from engine.plugins.plan.command import plan_training
-
-        plan_training(
-            console,
-            spec,
-            list(overrides or ()),
-            processes=processes,
-            memory=memory,
-            images=images,
-            image_size=image_size,
-        )
-        return
-    if any(each is not None for each in (processes, memory, images, image_size)):
-        wrong_usage(
-            "--processes, --memory, --images and --image-size belong to --plan; the launcher sets the number of processes of a training"
-        )
     try:
         from engine.train.distributed import join_process_group
 

@@ -8,16 +8,17 @@ first one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.cli.validate.report import Report, excerpts_of, one_line, pack, unpack
 from engine.integrations.trainers.check import check_trainer
 from engine.plugin import Hook, missing
+from engine.schemas.sections import written
 from engine.spec.access import Access
 from engine.spec.diagnostic import Diagnostic, Origin, Severity
-from engine.spec.load import UNREADABLE, read_spec
+from engine.spec.load import UNREADABLE, LoadedSpec, read_spec
 from engine.spec.masking import mask_all, mask_name
 from engine.validate import all_rules
 from engine.validate.budget import over_budget
@@ -47,6 +48,8 @@ EXAMINE_FILE = Hook("examine_file")
 
 The arguments are the file, the overrides of `--set`, and the files that may be opened. Nothing is run.
 """
+SLOW_FINDINGS: Hook[Callable[[LoadedSpec, float], Iterable[Diagnostic]]] = Hook("slow_findings")
+"""Findings in a spec that import torch or another library, in at most so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +104,8 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
     if options.trainer is not None and sound:
         found += mask_all(check_trainer(loaded, options.trainer), loaded.variables)
     sources = {mask_name(file, loaded.variables): text for file, text in loaded.sources.items()}
-    if loaded.spec.train is not None and loaded.spec.train.plan is not None:
-        from engine.plugins.plan.plan_advice import row_findings  # imports torch
-
-        found += mask_all(row_findings(loaded, options.seconds / 2), loaded.variables)
+    for slow_findings in SLOW_FINDINGS.all(written(loaded.spec)):
+        found += mask_all(slow_findings(loaded, options.seconds / 2), loaded.variables)
     everything = [*problems, *found, *_unplayed(path)]
     return _report(Report(str(path), everything, worst=worst, skipped=skipped), sources, access)
 

@@ -1,5 +1,25 @@
-"""The memory of a training, by kind, before anything is loaded: `engine plan`."""
+"""The memory of a training, by kind, before anything is loaded.
 
-from engine.plugin import Plugin
+spec.py             the section `train.plan`
+command.py          `engine plan`
+plan.py             the plan; planned_step.py: a step with tensors without content (sizes_only.py, allocated_bytes.py), planned_images.py
+plan_advice.py      whether the longest row of a spec fits, for `engine validate`
+"""
 
-PLUGIN = Plugin(name="plan", about="Plans the memory of a training before anything is loaded")
+from engine.plugin import Plugin, Section
+
+PLUGIN = Plugin(
+    name="plan",
+    about="Plans the memory of a training before anything is loaded",
+    sections=(Section(owner="train", keys=("plan",), use="engine.plugins.plan.spec:PlanSpec"),),
+    commands={"plan": "engine.plugins.plan.command:plan"},
+    old_options={
+        "train --plan": "engine plan SPEC",
+        "train --processes": "engine plan SPEC --processes N",
+        "train --memory": "engine plan SPEC --memory SIZE",
+        "train --images": "engine plan SPEC --images N",
+        "train --image-size": "engine plan SPEC --image-size WxH",
+    },
+    rules=("engine.plugins.plan.rules",),
+    hooks={"slow_findings": "engine.plugins.plan.plan_advice:row_findings"},
+)

@@ -1,9 +1,9 @@
-"""`engine train --plan`: the memory of a training, by kind, before anything is loaded."""
+"""`engine plan`: the memory of a training, by kind, before anything is loaded."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,8 +11,6 @@ from engine.cli.exits import ERROR, wrong_usage
 from engine.terminal import echo
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from engine.plugins.plan.plan import MemoryPlan
     from engine.schemas.train import TrainSpec
 
@@ -29,29 +27,47 @@ _WORDS = {
 }
 
 
-def plan_training(
-    console: Console,
-    spec: Path | None,
-    overrides: list[str],
-    *,
-    processes: int | None,
-    memory: str | None,
-    images: int | None,
-    image_size: str | None,
+def plan(
+    spec: Annotated[Path, typer.Argument(help="The spec.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Set a value of the spec: `train.memory.offload=all`."),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="The number of processes. Default: that of `train.plan`, else 1."),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory of a GPU, such as 80GB. Prints the longest row that fits, and exits with 1 if a step does not. "
+            "Default: that of `train.plan`.",
+        ),
+    ] = None,
+    images: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Images of a micro-batch. Default: `limits.images`, else 1."),
+    ] = None,
+    image_size: Annotated[
+        str | None,
+        typer.Option(metavar="WxH", help="Size of these images, such as 1280x720. Default: as large as fits."),
+    ] = None,
 ) -> None:
-    """Print the plan of a spec. What is None is that of `train.plan`.
+    """Print the memory of each process of a training at the peak of a step, and load nothing.
 
-    Exits with status 1 if memory is given and a step, or the longest row, does not fit.
+    Exit status: 0; 1 when the spec is not valid, or memory is given and a step, or the longest row, does not fit; 2 when the command
+    line is wrong.
     """
+    from engine.cli.console import make_console
     from engine.errors import EngineError
     from engine.plugins.plan.plan import plan_memory, size_of
+    from engine.plugins.plan.spec import PlanSpec
     from engine.schemas.base import parse_bytes
     from engine.spec.load import load_spec
     from engine.train.setup import train_spec_of
     from engine.validate.train import FLOAT32_ON_GPU
 
-    if spec is None:
-        wrong_usage("--plan needs a spec")
     try:
         most = None if memory is None else int(parse_bytes(memory))
     except ValueError as error:
@@ -61,24 +77,25 @@ def plan_training(
     except ValueError as error:
         wrong_usage(f"--image-size: {error}")
     try:
-        loaded = load_spec(spec, overrides)
+        loaded = load_spec(spec, overrides or ())
         train = train_spec_of(loaded)
-        if train.plan is not None:
-            processes, most = processes or train.plan.processes, most or train.plan.gpu_memory
-            images = images or train.plan.images
-            size = size or (None if train.plan.image_size is None else size_of(train.plan.image_size))
+        if (machine := PlanSpec.section_of(train)) is not None:
+            processes, most = processes or machine.processes, most or machine.gpu_memory
+            images = images or machine.images
+            size = size or (None if machine.image_size is None else size_of(machine.image_size))
         gpu = most is not None and train.device != "cpu"
-        plan = plan_memory(loaded, processes=processes or 1, gpu=gpu, images=images, image_size=size)
+        planned = plan_memory(loaded, processes=processes or 1, gpu=gpu, images=images, image_size=size)
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(ERROR) from None
-    for line in plan_lines(plan, gpu=gpu):
+    console = make_console(soft_wrap=True)
+    for line in plan_lines(planned, gpu=gpu):
         console.print(line)
-    if gpu and plan.precision == "float32":
+    if gpu and planned.precision == "float32":
         console.print(FLOAT32_ON_GPU, style="yellow")
     if most is None:
         return
-    fits, lines = fit_lines(plan, train, most)
+    fits, lines = fit_lines(planned, train, most)
     for line in lines:
         console.print(line, style=None if fits else "red")
     if not fits:

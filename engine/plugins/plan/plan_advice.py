@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
 from engine.plugins.plan.plan import MemoryPlan, plan_memory, size_of
+from engine.plugins.plan.spec import PlanSpec
 from engine.spec.diagnostic import DataPath, Diagnostic
 from engine.train.setup import train_spec_of
 from engine.validate.alarm import deadline
@@ -49,10 +50,9 @@ def row_findings(loaded: LoadedSpec, seconds: float) -> Iterator[Diagnostic]:
 
     It takes at most `seconds`: a plan of a model with many layers may take a minute on a busy machine. A model whose files are not here is not planned; another rule reports it. No weight is read.
     """
-    if loaded.spec.train is None or loaded.spec.train.plan is None:
-        return
-    wanted, files = loaded.spec.train.plan, model_files(loaded)
-    if files is None or not files.config:
+    wanted = None if loaded.spec.train is None else PlanSpec.section_of(loaded.spec.train)
+    files = None if wanted is None else model_files(loaded)
+    if wanted is None or files is None or not files.config:
         return
     try:
         train = train_spec_of(loaded)
@@ -70,7 +70,7 @@ def row_findings(loaded: LoadedSpec, seconds: float) -> Iterator[Diagnostic]:
         return
     except TimeoutError:
         message = f"the memory of a step was not planned within {seconds:g} s"
-        fix = "run `engine train SPEC --plan`, which has no time limit, or set --timeout"
+        fix = "run `engine plan SPEC`, which has no time limit, or set --timeout"
         yield _finding(loaded, message, ("train", "plan"), fix)
         return
     longest, memory = plan.longest_row(wanted.gpu_memory), size_words(wanted.gpu_memory)

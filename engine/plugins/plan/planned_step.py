@@ -222,7 +222,7 @@ def _planned(processes: int) -> Iterator[_PlannedProcessGroup]:
 
     if dist.is_initialized():
         raise TrainError(
-            "the memory of a training is planned by one process: run `engine train --plan` without a launcher",
+            "the memory of a training is planned by one process: run `engine plan` without a launcher",
             kind="train_setup",
         )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from engine.schemas.base import Bytes, Contract
+from engine.schemas.base import Bytes
+from engine.schemas.sections import SpecSection
 
 ImageSize = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$")]
 """Width and height in pixels: `1280x720`."""
 
 
-class PlanSpec(Contract):
-    """The machine that a training is planned for. `engine train --plan` and `engine validate` read it; a training does not."""
+class PlanSpec(SpecSection):
+    """The machine that a training is planned for. `engine plan` and `engine validate` read it; a training does not."""
+
+    NULLABLE: ClassVar[bool] = True
 
     gpu_memory: Bytes
     """Memory of one GPU. `engine validate` warns if the longest row does not fit (`train.plan`)."""

@@ -1,4 +1,4 @@
-"""`engine train --plan`: the memory of a training, planned and measured."""
+"""`engine plan`: the memory of a training, planned and measured."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from written_specs import save_spec
 from engine.plugins.plan import plan_advice
 from engine.plugins.plan.plan import plan_memory
 from engine.plugins.plan.plan_advice import row_findings
+from engine.schemas.sections import dump
 from engine.spec.load import LoadedSpec, load_spec
 
 sys.path.append(str(Path(__file__).parent))
@@ -160,20 +161,20 @@ def test_the_command_says_what_fits_and_what_makes_it_smaller(spec: Any) -> None
     from engine.cli.main import app
 
     path = spec()
-    told = CliRunner().invoke(app, ["train", str(path), "--plan", "--memory", "1GB"])
+    told = CliRunner().invoke(app, ["plan", str(path), "--memory", "1GB"])
     assert told.exit_code == 0, told.output
     assert "Memory of the process at the peak of a step, with a micro-batch of one row of 300 tokens" in told.output
     assert "5.24 MB  weights" in told.output
     assert "10.49 MB  AdamW's moments" in told.output
     assert "Precision: float32, on a CPU" in told.output
-    on_gpu = ["train", str(path), "--plan", "--memory", "1GB", "--set", "train.device=auto"]
+    on_gpu = ["plan", str(path), "--memory", "1GB", "--set", "train.device=auto"]
     told = CliRunner().invoke(app, on_gpu)
     assert "Precision: mixed, on a GPU" in told.output
     assert "TF32" not in told.output
     told = CliRunner().invoke(app, [*on_gpu, "--set", "train.precision=float32"])
     assert "Precision: float32" in told.output
     assert "without its tensor cores (TF32 is off)" in " ".join(told.output.split())
-    command = ["train", str(path), "--plan", "--processes", "2", "--memory", "35.5MB", "--set"]
+    command = ["plan", str(path), "--processes", "2", "--memory", "35.5MB", "--set"]
     told = CliRunner().invoke(app, [*command, "limits.episode_tokens=280"])
     assert told.exit_code == 1
     assert "Memory of each of 2 processes" in told.output
@@ -181,9 +182,26 @@ def test_the_command_says_what_fits_and_what_makes_it_smaller(spec: Any) -> None
     told = CliRunner().invoke(app, [*command, "limits.episode_tokens=1000"])
     assert told.exit_code == 1
     assert "verl (`ulysses_sequence_parallel_size`)" in told.output.replace("\n", " ")
-    for wrong in (["--memory", "1GB"], ["--plan", "--memory", "much"]):
-        assert CliRunner().invoke(app, ["train", str(path), *wrong]).exit_code == 2
-    assert CliRunner().invoke(app, ["train", "--plan"]).exit_code == 2
+    for wrong in (["--memory", "much"], ["--image-size", "wide"]):
+        assert CliRunner().invoke(app, ["plan", str(path), *wrong]).exit_code == 2
+    assert CliRunner().invoke(app, ["plan"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--plan"], "there is no option `engine train --plan`: write `engine plan SPEC`"),
+        (["--memory", "1GB"], "there is no option `engine train --memory`: write `engine plan SPEC --memory SIZE`"),
+    ],
+)
+def test_the_old_options_are_refused_with_the_new_command(options: list[str], words: str) -> None:
+    from typer.testing import CliRunner
+
+    from engine.cli.main import app
+
+    told = CliRunner().invoke(app, ["train", "spec.yaml", *options])
+    assert told.exit_code == 2
+    assert words in told.output
 
 
 @pytest.mark.slow
@@ -195,7 +213,7 @@ def test_the_longest_row_is_compared_with_the_memory_of_the_spec(
 
     def planned_once(loaded: LoadedSpec, **settings: Any) -> Any:
         """The plan depends on everything but the memory that it is compared with, and takes a second."""
-        fields = loaded.spec.model_dump(mode="json")
+        fields = dump(loaded.spec)
         del fields["train"]["plan"]["gpu_memory"]
         key = json.dumps([fields, settings])
         if key not in plans:
@@ -241,15 +259,15 @@ def test_validate_plans_in_its_sandbox(spec: Any) -> None:
     assert "a micro-batch has up to 300 tokens (`train.memory.max_tokens_per_microbatch`), and 2" in " ".join(
         told.output.split()
     ), told.output
-    told = CliRunner().invoke(app, ["train", str(path), "--plan"])
+    told = CliRunner().invoke(app, ["plan", str(path)])
     assert told.exit_code == 1, told.output
     assert "Memory of each of 2 processes" in told.output
     seeing = spec(True, plan={"gpu_memory": "1GB", "images": 2, "image_size": "168x112"})
-    told = CliRunner().invoke(app, ["train", str(seeing), "--plan"])
+    told = CliRunner().invoke(app, ["plan", str(seeing)])
     assert told.exit_code == 0, told.output
     assert "a micro-batch of one row of 300 tokens with 2 images of 168 x 112 pixels:" in " ".join(told.output.split())
     assert "images: pixels, activations of the vision model" in told.output
     path = spec(plan={"gpu_memory": "35.5MB", "processes": 2})  # in the same file: the model that reads no images
-    told = CliRunner().invoke(app, ["train", str(path), "--plan", "--images", "2"])
+    told = CliRunner().invoke(app, ["plan", str(path), "--images", "2"])
     assert told.exit_code == 1, told.output
     assert "gets no images, so none can be planned" in told.output
