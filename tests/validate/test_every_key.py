@@ -14,6 +14,7 @@ from engine.errors import SpecError
 from engine.schemas.reward_spec import RewardsSpec
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
+from engine.spec.places import fields_by_key
 from engine.validate import check_spec
 
 Case = tuple[str, str]
@@ -235,8 +236,8 @@ ALWAYS = {
 
 def keys_of(model: type[BaseModel], above: str) -> list[str]:
     found: dict[str, None] = {}
-    for name, field in model.model_fields.items():
-        path = f"{above}.{field.alias or name}"
+    for name, field in fields_by_key(model).items():
+        path = f"{above}.{name}"
         below = models_in(field.annotation)
         for each in [key for model_ in below for key in keys_of(model_, path)] or [path]:
             found[each] = None

@@ -59,14 +59,8 @@ def plan(
     Exit status: 0; 1 when the spec is not valid, or memory is given and a step, or the longest row, does not fit; 2 when the command
     line is wrong.
     """
-    from engine.cli.console import make_console
-    from engine.errors import EngineError
-    from engine.plugins.plan.plan import plan_memory, size_of
-    from engine.plugins.plan.spec import PlanSpec
+    from engine.plugins.plan.plan import size_of
     from engine.schemas.base import parse_bytes
-    from engine.spec.load import load_spec
-    from engine.train.setup import train_spec_of
-    from engine.validate.train import FLOAT32_ON_GPU
 
     try:
         most = None if memory is None else int(parse_bytes(memory))
@@ -76,8 +70,28 @@ def plan(
         size = None if image_size is None else size_of(image_size)
     except ValueError as error:
         wrong_usage(f"--image-size: {error}")
+    _print_plan(spec, overrides or [], processes, most, images, size)
+
+
+def _print_plan(
+    spec: Path,
+    overrides: list[str],
+    processes: int | None,
+    most: int | None,
+    images: int | None,
+    size: tuple[int, int] | None,
+) -> None:
+    """Print the plan of a spec. What is None is that of `train.plan`."""
+    from engine.cli.console import make_console
+    from engine.errors import EngineError
+    from engine.plugins.plan.plan import plan_memory, size_of
+    from engine.plugins.plan.spec import PlanSpec
+    from engine.spec.load import load_spec
+    from engine.train.setup import train_spec_of
+    from engine.validate.train import FLOAT32_ON_GPU
+
     try:
-        loaded = load_spec(spec, overrides or ())
+        loaded = load_spec(spec, overrides)
         train = train_spec_of(loaded)
         if (machine := PlanSpec.section_of(train)) is not None:
             processes, most = processes or machine.processes, most or machine.gpu_memory
