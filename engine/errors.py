@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.schemas.trajectory import Blame
-    from engine.spec.diagnostic import Diagnostic
+    from engine.spec.text.diagnostic import Diagnostic
 
 
 class EngineError(Exception):

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from engine.errors import BackendError, ContextOverflow, EngineError, ImageError, SpecError, TrainError
-from engine.spec.diagnostic import Diagnostic, Origin
+from engine.spec.text.diagnostic import Diagnostic, Origin
 
 
 @pytest.mark.parametrize(

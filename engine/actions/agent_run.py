@@ -23,7 +23,7 @@ from engine.limits import CONTEXT, LIMITS, PROMPT_LIMITS, Limit
 from engine.rewards.ledger import REWARD
 from engine.schemas.environment import ProgramSettings
 from engine.schemas.reward import RewardEvent
-from engine.spec.entry import load_entry
+from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
     from engine.actions.ahead import AheadSampler

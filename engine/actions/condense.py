@@ -36,7 +36,7 @@ from engine.schemas.environment import Step
 from engine.schemas.journal import CondenseRecord, StepRecord
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Block, Condensation
-from engine.spec.entry import load_entry
+from engine.spec.code.entry import load_entry
 from engine.spec.template import fill, own_spans
 from engine.tokens.thread import Thread
 

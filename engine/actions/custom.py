@@ -16,7 +16,7 @@ from engine.isolation.pool import RemoteFunction
 from engine.isolation.remote import Origin, function_in
 from engine.schemas.environment import Step
 from engine.schemas.journal import StepRecord
-from engine.spec.entry import load_entry
+from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
     from engine.schemas.entry import Effects

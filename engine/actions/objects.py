@@ -22,9 +22,9 @@ from engine.isolation.pool import FunctionTool, HeldObject, Pool, RemoteFunction
 from engine.isolation.remote import Cell, Origin, RemoteObject, RemoteTool
 from engine.machine.presets import machine_of
 from engine.schemas.entry import IsolationSpec
+from engine.spec.code.entry import load_entry
+from engine.spec.code.signature import waits
 from engine.spec.conversation import tools_of
-from engine.spec.entry import load_entry
-from engine.spec.signature import waits
 from engine.storable import words_of
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.schemas.environment_spec import ToolSpec
     from engine.schemas.role import UserSpec
     from engine.schemas.trajectory import Blame
-    from engine.spec.signature import ToolShape
+    from engine.spec.code.signature import ToolShape
 
 log = structlog.get_logger(__name__)
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.backends.http.outage import Outage
     from engine.schemas.trajectory import Blame
-    from engine.spec.diagnostic import DataPath
+    from engine.spec.text.diagnostic import DataPath
     from engine.tokens.format import ChatFormat
     from engine.tokens.views import IntendedTokens
 

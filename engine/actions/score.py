@@ -20,7 +20,7 @@ from engine.isolation.remote import Origin, function_in
 from engine.schemas.environment import EpisodeView
 from engine.schemas.journal import ScoreRecord
 from engine.schemas.reward import RewardEvent
-from engine.spec.entry import load_entry
+from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
     from engine.schemas.entry import Effects

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.actions.toolbox import BoundTool, bind_tool
 from engine.errors import EngineError, SpecCodeError
-from engine.spec.entry import load_entry
+from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
     from engine.actions.base import Services

@@ -21,7 +21,7 @@ from engine.actions.workers import Workers, call_spec_code
 from engine.errors import EngineError, SpecCodeError
 from engine.isolation.remote import InvalidArguments, RemoteTool
 from engine.schemas.message import MalformedCall, ToolCall, ToolResult
-from engine.spec.signature import ToolShape, checked_arguments, explain, reply_of, shape_of
+from engine.spec.code.signature import ToolShape, checked_arguments, explain, reply_of, shape_of
 from engine.storable import message_of
 
 if TYPE_CHECKING:

@@ -215,7 +215,7 @@ def write_reply(format: ChatFormat, reply: ScriptedReply) -> list[int]:
 def _read_script(path: Path) -> Script:
     """Read a script's file: a mapping, in the same way as a spec, or a plain list of replies or cases."""
     from engine.spec.load import flatten, load_document
-    from engine.spec.tree import Place, Sequence, parse
+    from engine.spec.text.tree import Place, Sequence, parse
 
     if path.is_file():
         tree, problems = parse(path.read_text(encoding="utf-8"), Place(str(path)))

@@ -20,8 +20,8 @@ from engine.schemas.entry import IsolationSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.machine import MachineSpec
 from engine.schemas.sections import section_fields
-from engine.spec.places import bare, branches, fields_by_key, is_model, literals
-from engine.spec.problems import describe
+from engine.spec.text.places import bare, branches, fields_by_key, is_model, literals
+from engine.spec.text.problems import describe
 
 HEAD = """\
 # The spec

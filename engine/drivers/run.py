@@ -24,7 +24,7 @@ from engine.runner.stats import Live, Summary
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
-    from engine.spec.mix import TaskList
+    from engine.spec.rows.mix import TaskList
     from engine.store.store import RunStore
 
 log = structlog.get_logger(__name__)

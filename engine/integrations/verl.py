@@ -34,7 +34,7 @@ from engine.integrations.verl_modules import verl_importable
 from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
-from engine.spec.entry import load_entry
+from engine.spec.code.entry import load_entry
 
 REWARD = "interaction"
 """Name of the reward that a turn's score becomes."""

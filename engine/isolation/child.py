@@ -30,8 +30,8 @@ from pydantic import BaseModel, ValidationError
 from engine.errors import EngineError
 from engine.schemas.environment import ProgramSettings, Reset, Step, UserTurn
 from engine.schemas.reward import RewardEvent
-from engine.spec.entry import load_entry
-from engine.spec.signature import ToolShape, checked_arguments, explain, reply_of, shape_of, waits
+from engine.spec.code.entry import load_entry
+from engine.spec.code.signature import ToolShape, checked_arguments, explain, reply_of, shape_of, waits
 from engine.storable import refusal
 
 METHODS = ("reset", "program", "step", "score", "tools", "respond", "close", "__call__")

@@ -30,8 +30,8 @@ from engine.isolation.remote import (
 )
 from engine.isolation.server import IsolationError, Limits, Server, run_in_new_loop
 from engine.isolation.worker import Worker, WorkerLost
-from engine.spec.entry import EntryError
-from engine.spec.signature import ToolShape
+from engine.spec.code.entry import EntryError
+from engine.spec.code.signature import ToolShape
 
 if TYPE_CHECKING:
     from engine.schemas.entry import Effects, IsolationSpec

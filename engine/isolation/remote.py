@@ -23,8 +23,8 @@ from engine.isolation.server import Limits, Server
 from engine.isolation.worker import Worker, WorkerLost
 from engine.schemas.environment import EpisodeView, ProgramSettings, Reset, Step, ToolReply, UserTurn
 from engine.schemas.reward import RewardEvent
-from engine.spec.entry import EntryError
-from engine.spec.signature import ToolShape
+from engine.spec.code.entry import EntryError
+from engine.spec.code.signature import ToolShape
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Blame

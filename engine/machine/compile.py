@@ -17,7 +17,7 @@ from engine.errors import EngineError, GuardError, SpecError
 from engine.machine.guards import Guard
 from engine.machine.presets import ResolvedMachine, ResolvedTransition, resolve_machine
 from engine.schemas.machine import MachineSpec
-from engine.spec.diagnostic import DataPath, Diagnostic
+from engine.spec.text.diagnostic import DataPath, Diagnostic
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Blame

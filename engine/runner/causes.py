@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Blame, Failure, Trajectory
-    from engine.spec.diagnostic import DataPath
     from engine.spec.load import LoadedSpec
+    from engine.spec.text.diagnostic import DataPath
 
 FIRST = 16
 """If the first finished episodes, up to this number, all fail with one cause, the run stops."""

@@ -16,7 +16,7 @@ from engine.validate.drivers import refuse_many
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
-    from engine.spec.mix import TaskList
+    from engine.spec.rows.mix import TaskList
 
 
 def fork(source: RunReader, out: Path, turn: int, salt: int) -> tuple[LoadedSpec, TaskList, RunStore]:

@@ -9,11 +9,11 @@ import structlog
 
 from engine.errors import SpecError
 from engine.runner.prompt_lengths import PromptLengths
-from engine.spec.diagnostic import Diagnostic
+from engine.spec.text.diagnostic import Diagnostic
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
-    from engine.spec.mix import TaskList
+    from engine.spec.rows.mix import TaskList
     from engine.tokens.format import ChatFormat
 
 log = structlog.get_logger(__name__)

@@ -21,9 +21,9 @@ from engine.preparing.cache import PreparedCache, digest_of_files, digest_of_par
 from engine.preparing.processes import ALONE, Job, prepare
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.model import ModelSpec
+from engine.spec.code.entry import load_entry
+from engine.spec.code.signature import shape_of
 from engine.spec.conversation import conversation_of, tools_of
-from engine.spec.entry import load_entry
-from engine.spec.signature import shape_of
 from engine.spec.template import fill, fill_words, found_image, image_folders
 from engine.store.columns import json_text
 from engine.tokens.catalogue import prepared_folder
@@ -34,7 +34,7 @@ from engine.tokens.loading import load_format
 if TYPE_CHECKING:
     from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
-    from engine.spec.mix import TaskList
+    from engine.spec.rows.mix import TaskList
     from engine.tokens.format import ChatFormat
 
 PER_MESSAGE = 16

@@ -11,7 +11,7 @@ from engine.schemas.sections import written
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
-    from engine.spec.diagnostic import DataPath
+    from engine.spec.text.diagnostic import DataPath
 
 
 class Called(NamedTuple):

@@ -27,14 +27,14 @@ from engine.schemas.episode import EpisodeSpec
 from engine.schemas.sections import SpecSection, attach, split
 from engine.schemas.tasks import TasksSpec
 from engine.spec.access import Access
-from engine.spec.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
-from engine.spec.masking import mask_all
-from engine.spec.problems import diagnose
+from engine.spec.code.short_names import write_out
 from engine.spec.references import remember_secrets
 from engine.spec.resolve import Resolver
-from engine.spec.short_names import write_out
-from engine.spec.tree import Node, Scalar, split_lines
-from engine.spec.tree import Sequence as SequenceNode
+from engine.spec.text.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
+from engine.spec.text.masking import mask_all
+from engine.spec.text.problems import diagnose
+from engine.spec.text.tree import Node, Scalar, split_lines
+from engine.spec.text.tree import Sequence as SequenceNode
 
 Model = TypeVar("Model", bound=BaseModel)
 Place = TypeVar("Place")

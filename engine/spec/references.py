@@ -19,8 +19,8 @@ from typing import Any
 
 from engine.errors import StoreError
 from engine.masking import is_secret, mask_values, remember_variable
-from engine.spec.diagnostic import DataPath, show_path
-from engine.spec.scalars import read_scalar
+from engine.spec.text.diagnostic import DataPath, show_path
+from engine.spec.text.scalars import read_scalar
 
 VARIABLE = re.compile(r"\$(\$?)\{([^{}]*)(\}?)")
 """`${NAME}`, `${NAME:default}` and `$${`, which is a literal `${`: (escape, inside, closing brace)."""

@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.spec.access import OUTSIDE_FIX, Access, OutsideError
-from engine.spec.diagnostic import SET_FILE, Diagnostic, Origin
-from engine.spec.near import nearest_name, short
 from engine.spec.published_settings import FOLDER as PUBLISHED
 from engine.spec.published_settings import is_published_name, published_file, published_names
 from engine.spec.references import VARIABLE
-from engine.spec.scalars import read_scalar
-from engine.spec.tree import MAX_DEPTH, Mapping, Node, Place, Scalar, Sequence, parse
+from engine.spec.text.diagnostic import SET_FILE, Diagnostic, Origin
+from engine.spec.text.near import nearest_name, short
+from engine.spec.text.scalars import read_scalar
+from engine.spec.text.tree import MAX_DEPTH, Mapping, Node, Place, Scalar, Sequence, parse
 
 MAX_EXTENDS = 32
 """Longest chain of files that extend each other."""

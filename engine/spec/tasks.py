@@ -21,12 +21,12 @@ from engine.errors import SpecError
 from engine.schemas.environment import Task
 from engine.schemas.tasks import TasksSpec
 from engine.spec.conversation import RowError, conversation_of, tools_of
-from engine.spec.mix import TaskList, mixed_tasks
-from engine.spec.near import near_or_known
-from engine.spec.row_presets import preset_fields
-from engine.spec.row_sources import TASKS, fault, open_rows, row_files
-from engine.spec.row_values import find, plain
-from engine.spec.sources import Row, RowFault, Rows
+from engine.spec.rows.mix import TaskList, mixed_tasks
+from engine.spec.rows.row_presets import preset_fields
+from engine.spec.rows.row_sources import TASKS, fault, open_rows, row_files
+from engine.spec.rows.row_values import find, plain
+from engine.spec.rows.sources import Row, RowFault, Rows
+from engine.spec.text.near import near_or_known
 from engine.storable import refusal, stored_fields
 
 if TYPE_CHECKING:

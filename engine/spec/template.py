@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
 from engine.schemas.message import ContentPart, TextPart
-from engine.spec.row_values import find
+from engine.spec.rows.row_values import find
 
 if TYPE_CHECKING:
     from engine.schemas.prompt import Words

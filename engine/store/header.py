@@ -34,8 +34,8 @@ from engine.spec.references import (
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
-    from engine.spec.diagnostic import Origin
     from engine.spec.load import LoadedSpec
+    from engine.spec.text.diagnostic import Origin
 
 _PACKAGES = (
     "numpy",
@@ -190,9 +190,9 @@ class RunHeader(Contract):
                 installed; the message names it.
         """
         from engine.schemas.episode import EpisodeSpec
-        from engine.spec.diagnostic import Origin
         from engine.spec.load import LoadedSpec
-        from engine.spec.renamed import renamed_keys
+        from engine.spec.text.diagnostic import Origin
+        from engine.spec.text.renamed import renamed_keys
 
         if strict:
             self.need_plugins()

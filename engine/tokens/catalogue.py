@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
-from engine.spec.entry import is_looking
+from engine.spec.code.entry import is_looking
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

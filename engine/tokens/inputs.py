@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.preparing.cache import digest_of_files, digest_of_parts
-from engine.spec.entry import load_entry
+from engine.spec.code.entry import load_entry
 from engine.tokens.loading import model_folders
 
 if TYPE_CHECKING:

@@ -252,7 +252,7 @@ class RowBuilder:
 
 
 def _entry(bonus: BonusSpec, base: Path | None) -> Callable[..., Any]:
-    from engine.spec.entry import load_entry
+    from engine.spec.code.entry import load_entry
 
     function: Callable[..., Any] = load_entry(bonus.use, base)
     return function

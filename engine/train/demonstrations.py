@@ -26,7 +26,7 @@ import numpy as np
 import structlog
 
 from engine.errors import TrainError
-from engine.spec.sources import RowFault, Rows
+from engine.spec.rows.sources import RowFault, Rows
 from engine.store.loader import TensorFolder, images_folder, typed_row
 from engine.tokens.loading import load_format
 from engine.train.rendered_rows import rendered

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
 from engine.schemas.message import Message, ToolCall
-from engine.spec.sources import ListRows, Rows
+from engine.spec.rows.sources import ListRows, Rows
 from engine.tokens.thread import Thread
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.schemas.environment import Task
     from engine.schemas.train import TrainSpec
     from engine.schemas.trajectory import Trajectory
-    from engine.spec.mix import Mix
+    from engine.spec.rows.mix import Mix
     from engine.train.difficulty import DifficultyFilter
     from engine.train.stored import StoredEpisodes
 

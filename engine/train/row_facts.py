@@ -16,9 +16,9 @@ import numpy as np
 from engine.errors import TrainError
 from engine.preparing.cache import PreparedCache, digest_of_files, digest_of_parts
 from engine.preparing.processes import ALONE, Job, prepare
-from engine.spec.parquet_rows import ParquetRows
-from engine.spec.sources import ListRows, RowFault, Rows
-from engine.spec.text_rows import JsonlRows
+from engine.spec.rows.parquet_rows import ParquetRows
+from engine.spec.rows.sources import ListRows, RowFault, Rows
+from engine.spec.rows.text_rows import JsonlRows
 from engine.tokens.catalogue import prepared_folder
 
 if TYPE_CHECKING:

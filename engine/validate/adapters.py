@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine.schemas.adapters import AdapterFacts, ToolAdapterFacts
-from engine.spec.diagnostic import DataPath
-from engine.spec.entry import EntryError
-from engine.spec.source import read_entry
+from engine.spec.code.entry import EntryError
+from engine.spec.code.source import read_entry
+from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 
 from engine.errors import EngineError
-from engine.spec.diagnostic import DataPath, Diagnostic
 from engine.spec.load import LoadedSpec
+from engine.spec.text.diagnostic import DataPath, Diagnostic
 from engine.validate.worst_case import COSTS, WorstCase
 
 RULE = "budget.exceeded"

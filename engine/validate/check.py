@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from engine import plugin
 from engine.errors import SpecError
-from engine.spec.diagnostic import Diagnostic
-from engine.spec.masking import mask_all
+from engine.spec.text.diagnostic import Diagnostic
+from engine.spec.text.masking import mask_all
 from engine.validate.context import CheckContext
 from engine.validate.machine_context import MAX_WORK
 from engine.validate.registry import PLUGIN_OF, RULES, Rule, import_plugin_rules

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from engine.errors import SpecError
 from engine.schemas.environment import Task
 from engine.schemas.tasks import TasksSpec
-from engine.spec.diagnostic import DataPath
-from engine.spec.near import near_or_known
-from engine.spec.sources import Row
+from engine.spec.rows.sources import Row
 from engine.spec.tasks import rows_of
+from engine.spec.text.diagnostic import DataPath
+from engine.spec.text.near import near_or_known
 from engine.validate.alarm import deadline
 from engine.validate.machine_context import MachineContext
 

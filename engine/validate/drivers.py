@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import SpecError
 from engine.schemas.backend import BackendBase, LocalBackendSpec
-from engine.spec.diagnostic import DataPath, Diagnostic
+from engine.spec.text.diagnostic import DataPath, Diagnostic
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from engine.machine.guards import MAX_CHARACTERS, guard_problems
 from engine.machine.inference import Kind
 from engine.rewards.state_key import is_fact_name
-from engine.spec.diagnostic import DataPath
+from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from engine.schemas.condense import OwnCondenserSpec
 from engine.schemas.entry import IsolationSpec
-from engine.spec.diagnostic import DataPath
+from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 

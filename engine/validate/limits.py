@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.actions.facts import seconds_of
-from engine.spec.diagnostic import DataPath
+from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 from engine.validate.worst_case import COUNTS, context_bound, most_counts

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from engine.actions.facts import ACTIONS, ALWAYS
 from engine.schemas.machine import TransitionSpec
-from engine.spec.diagnostic import DataPath
-from engine.spec.near import listed
+from engine.spec.text.diagnostic import DataPath
+from engine.spec.text.near import listed
 from engine.validate.context import CheckContext, nearest
 from engine.validate.machine_context import MAX_TRANSITIONS
 from engine.validate.registry import Finding, rule

@@ -12,7 +12,7 @@ from engine.limits import COUNTERS, EPISODE_SECONDS, FIELDS, UNBOUNDED, limits_o
 from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, machine_of
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.machine import StateSpec
-from engine.spec.diagnostic import DataPath
+from engine.spec.text.diagnostic import DataPath
 from engine.validate.chart import Chart, Edge
 from engine.validate.code.code_context import CodeContext
 from engine.validate.explore import Graph, explore

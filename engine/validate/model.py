@@ -14,9 +14,9 @@ from engine.errors import EngineError, RenderError, SpecError
 from engine.limits import UNBOUNDED
 from engine.schemas.backend import BACKENDS
 from engine.schemas.model import ModelSpec
-from engine.spec.diagnostic import DataPath
 from engine.spec.tasks import rows_of, task_of
 from engine.spec.template import fill, texts_of
+from engine.spec.text.diagnostic import DataPath
 from engine.tokens.patches import patched, patches_of
 from engine.tokens.toolcalls import FORMATS
 from engine.validate.child import ChildError

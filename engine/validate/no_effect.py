@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from engine.errors import SpecError
 from engine.schemas.tasks import TasksSpec
 from engine.schemas.train import TrainSpec
-from engine.spec.diagnostic import DataPath
 from engine.spec.tasks import count_tasks
+from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.credit_reach import several_turns
 from engine.validate.registry import Finding, rule

@@ -14,7 +14,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 
 from engine import plugin
-from engine.spec.diagnostic import Severity
+from engine.spec.text.diagnostic import Severity
 
 _HEAD = re.compile(r"\A# `(?P<id>[a-z.-]+)`\n\n\*(?P<severity>error|warning|info)\*: (?P<about>.+)\n")
 _SECTION = re.compile(r"^## (.+)$", re.MULTILINE)

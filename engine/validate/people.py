@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.spec.access import OUTSIDE_FIX
-from engine.spec.diagnostic import DataPath
-from engine.spec.near import short
 from engine.spec.template import fields_of, has_field
+from engine.spec.text.diagnostic import DataPath
+from engine.spec.text.near import short
 from engine.validate.context import CheckContext, nearest
 from engine.validate.prompts import is_file, known_fields, offset_of
 from engine.validate.registry import Finding, rule

@@ -10,11 +10,11 @@ from typing import Any
 from engine.errors import SpecError
 from engine.schemas.prompt import Words
 from engine.spec.access import OUTSIDE_FIX
-from engine.spec.diagnostic import DataPath
-from engine.spec.near import short
-from engine.spec.row_sources import row_files
+from engine.spec.rows.row_sources import row_files
 from engine.spec.tasks import task_of
 from engine.spec.template import fields_of, has_field, is_reference, texts_of
+from engine.spec.text.diagnostic import DataPath
+from engine.spec.text.near import short
 from engine.validate.context import CheckContext, nearest
 from engine.validate.registry import Finding, rule
 from engine.validate.sources import each_source, for_each_source

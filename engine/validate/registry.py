@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from engine.plugin import Plugin, PluginError, guarded, installed
-from engine.spec.diagnostic import DataPath, Diagnostic, Origin, Severity
+from engine.spec.text.diagnostic import DataPath, Diagnostic, Origin, Severity
 
 if TYPE_CHECKING:
     from engine.validate.context import CheckContext

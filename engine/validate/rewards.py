@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from engine.schemas.reward import TurnAddress
 from engine.schemas.reward_spec import ReassignRule
-from engine.spec.diagnostic import DataPath
-from engine.spec.near import nearest_name
-from engine.spec.written_names import WrittenNames
+from engine.spec.code.written_names import WrittenNames
+from engine.spec.text.diagnostic import DataPath
+from engine.spec.text.near import nearest_name
 from engine.validate.chart import Place
 from engine.validate.code.code_names import code_names
 from engine.validate.context import CheckContext

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.errors import SpecError
-from engine.spec.diagnostic import Diagnostic
 from engine.spec.load import LoadedSpec
-from engine.spec.row_sources import row_files
+from engine.spec.rows.row_sources import row_files
 from engine.spec.tasks import rows_of, task_of
+from engine.spec.text.diagnostic import Diagnostic
 from engine.validate.context import CheckContext, nearest
 from engine.validate.registry import Finding, rule
 from engine.validate.sources import for_each_source

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from engine.spec.diagnostic import DataPath
+from engine.spec.text.diagnostic import DataPath
 from engine.validate.code.code_facts import ReadCode, ToolFacts
 from engine.validate.context import CheckContext, nearest
 from engine.validate.registry import Finding, rule

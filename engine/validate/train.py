@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from engine.schemas.backend import BACKENDS, kinds_that_train
 from engine.schemas.train import TrainSpec
-from engine.spec.diagnostic import DataPath
-from engine.spec.near import near_or_known, short
+from engine.spec.text.diagnostic import DataPath
+from engine.spec.text.near import near_or_known, short
 from engine.tokens.catalogue import CATALOGUE, MadeEntry
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule

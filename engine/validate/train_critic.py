@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from engine.limits import LIMITS
 from engine.schemas.train import OverlongPenalty
-from engine.spec.diagnostic import DataPath
+from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 

@@ -10,10 +10,10 @@ from pydantic import Field
 from engine.schemas.base import Contract
 from engine.schemas.generation import SamplingParams
 from engine.schemas.tasks import TasksSpec
-from engine.spec.diagnostic import DataPath
-from engine.spec.entry import EntryError
+from engine.spec.code.entry import EntryError
+from engine.spec.code.source import NotImported
 from engine.spec.load import Document, validate
-from engine.spec.source import NotImported
+from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.prompts import prompt_field, tasks_unreadable
 from engine.validate.registry import Finding, rule

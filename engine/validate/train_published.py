@@ -11,9 +11,9 @@ import yaml
 
 from engine.errors import SpecError
 from engine.schemas.train import TrainSpec
-from engine.spec.diagnostic import DataPath
 from engine.spec.published_settings import published_file, published_names
 from engine.spec.tasks import count_tasks
+from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from engine.machine.presets import ResolvedTransition
-from engine.spec.diagnostic import DataPath
+from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.logic import ALWAYS, MAX_CASES, Formula, implies, overlap
 from engine.validate.registry import Finding, rule

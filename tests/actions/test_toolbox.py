@@ -14,7 +14,7 @@ from engine.errors import EngineError, SpecCodeError
 from engine.schemas.environment import EpisodeView, Task, ToolReply
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.schemas.reward import RewardEvent
-from engine.spec.signature import read_docstring, shape_of
+from engine.spec.code.signature import read_docstring, shape_of
 
 
 def search(query: str, limit: int = 5, order: Literal["new", "old"] = "new") -> str:

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from engine.cli.main import app
 from engine.schemas.adapters import ADAPTERS, TOOL_ADAPTERS
-from engine.spec.entry import load_entry
-from engine.spec.offered import offered
+from engine.spec.code.entry import load_entry
+from engine.spec.code.offered import offered
 
 
 @pytest.fixture

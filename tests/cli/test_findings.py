@@ -91,7 +91,7 @@ def test_sarif_of_every_page_is_valid() -> None:
     """Whatever rule is broken, its page makes valid SARIF."""
     from engine.cli.validate.report import Report
     from engine.cli.validate.sarif import as_sarif
-    from engine.spec.diagnostic import Diagnostic, Origin
+    from engine.spec.text.diagnostic import Diagnostic, Origin
 
     found = [Diagnostic(rule, "error", "x", None, Origin("s.yaml", 1, 1)) for rule in page_ids()]
     document = json.loads(as_sarif([Report("s.yaml", found)]))

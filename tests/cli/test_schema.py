@@ -19,7 +19,7 @@ from engine.cli.reference import reference
 from engine.cli.schema_words import EXAMPLES
 from engine.schemas.episode import EpisodeSpec
 from engine.spec.load import read_spec
-from engine.spec.places import fields_by_key
+from engine.spec.text.places import fields_by_key
 
 ROOT = Path(__file__).parents[2]
 

@@ -339,7 +339,7 @@ def test_with_graded_answer_only_the_last_reply_is_rewarded(view: View) -> None:
 
 
 def test_the_tools_schema_asks_for_a_string_and_takes_a_number() -> None:
-    from engine.spec.signature import shape_of
+    from engine.spec.code.signature import shape_of
 
     shape = shape_of(Geo3kTool().tools()[0])
     assert shape.schema["function"] == {

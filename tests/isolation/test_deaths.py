@@ -13,7 +13,7 @@ import pytest
 
 from engine.isolation.server import IsolationError
 from engine.schemas.trajectory import Trajectory
-from engine.spec.entry import EntryError
+from engine.spec.code.entry import EntryError
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 

@@ -10,10 +10,10 @@ import structlog
 
 from engine.errors import SpecError
 from engine.runner.overlong import fitting_tasks
-from engine.spec.entry import load_entry
+from engine.spec.code.entry import load_entry
+from engine.spec.code.signature import shape_of
 from engine.spec.load import load_spec
-from engine.spec.mix import TaskList
-from engine.spec.signature import shape_of
+from engine.spec.rows.mix import TaskList
 from engine.spec.tasks import load_tasks
 from engine.tokens.loading import load_format
 from engine.validate import check_spec

@@ -19,7 +19,7 @@ from engine.errors import SpecError, StoreError
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.sections import dump, owner_classes, read_stored, used_plugins, written
 from engine.spec.load import load_spec
-from engine.spec.places import homes
+from engine.spec.text.places import homes
 from engine.store.header import RunHeader
 from engine.train.changes import check_changes
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from written_specs import save_spec
 
 from engine.schemas.model import ModelSpec
-from engine.spec.sources import ListRows
+from engine.spec.rows.sources import ListRows
 from engine.store import list_runs
 from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from engine.schemas.environment import EpisodeView
-from engine.spec.signature import DescribedTool, checked_arguments, explain, shape_of
+from engine.spec.code.signature import DescribedTool, checked_arguments, explain, shape_of
 
 SCHEMA = {
     "type": "object",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.spec.entry import EntryError, load_entry
+from engine.spec.code.entry import EntryError, load_entry
 
 
 def failure(use: str, base: Path | None = None) -> str:

@@ -6,8 +6,8 @@ import pytest
 from spec_files import GOOD, errors, load, write
 
 from engine.schemas.backend import LocalBackendSpec, ScriptedBackendSpec
-from engine.spec.diagnostic import Origin
 from engine.spec.resolve import MAX_EXTENDS
+from engine.spec.text.diagnostic import Origin
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 

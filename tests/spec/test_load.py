@@ -14,8 +14,8 @@ from spec_files import GOOD, errors, load, write
 from engine.errors import SpecError
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.limits import LimitsSpec
-from engine.spec.diagnostic import Origin
 from engine.spec.load import load_document, load_spec, read_spec
+from engine.spec.text.diagnostic import Origin
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 

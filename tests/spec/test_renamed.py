@@ -14,8 +14,8 @@ from engine.errors import StoreError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.train import LoraSpec, MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.load import load_spec, read_spec
-from engine.spec.places import fields_by_key
-from engine.spec.renamed import RENAMED, new_key
+from engine.spec.text.places import fields_by_key
+from engine.spec.text.renamed import RENAMED, new_key
 from engine.store.header import RunHeader
 
 SPEC: dict[str, Any] = {

@@ -16,13 +16,13 @@ from slow_cases import slow_but
 
 from engine.errors import SpecError
 from engine.schemas.environment import Task
-from engine.spec import parquet_rows
 from engine.spec.load import load_spec
-from engine.spec.mix import TaskList
-from engine.spec.parquet_rows import ParquetRows
-from engine.spec.sources import Rows
+from engine.spec.rows import parquet_rows
+from engine.spec.rows.mix import TaskList
+from engine.spec.rows.parquet_rows import ParquetRows
+from engine.spec.rows.sources import Rows
+from engine.spec.rows.text_rows import CsvRows, JsonlRows
 from engine.spec.tasks import load_tasks, shuffled
-from engine.spec.text_rows import CsvRows, JsonlRows
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 

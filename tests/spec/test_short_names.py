@@ -20,7 +20,7 @@ CODE = """\
 from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
-from engine.spec.signature import DescribedTool
+from engine.spec.code.signature import DescribedTool
 
 
 class Vault:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.spec.access import Access
-from engine.spec.entry import EntryError, load_entry
-from engine.spec.source import declared_events, read_entry
+from engine.spec.code.entry import EntryError, load_entry
+from engine.spec.code.source import declared_events, read_entry
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 

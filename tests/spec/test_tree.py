@@ -7,9 +7,9 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.spec.diagnostic import Diagnostic, Origin
 from engine.spec.load import Document, flatten
-from engine.spec.tree import MAX_DEPTH, Place, parse
+from engine.spec.text.diagnostic import Diagnostic, Origin
+from engine.spec.text.tree import MAX_DEPTH, Place, parse
 
 
 def read(text: str) -> tuple[Document, list[Diagnostic]]:

@@ -9,7 +9,7 @@ from spec_files import GOOD, errors, load, write
 
 from engine.schemas.backend import ScriptedBackendSpec
 from engine.schemas.limits import LimitsSpec
-from engine.spec.diagnostic import Origin
+from engine.spec.text.diagnostic import Origin
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from slow_cases import slow_after
 
-from engine.spec.tree import Place, parse
+from engine.spec.text.tree import Place, parse
 
 SPECS = Path(__file__).parents[2] / "specs"
 

@@ -17,7 +17,7 @@ from written_specs import save_spec
 
 from engine.schemas.model import ModelSpec
 from engine.spec.load import load_spec
-from engine.spec.sources import ListRows
+from engine.spec.rows.sources import ListRows
 from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
 from engine.train.demonstrations import Demonstrations

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from engine.cli.validate.examine import FAILED, STOPPED, Options, examine
 from engine.errors import SpecError
-from engine.spec.diagnostic import Diagnostic
 from engine.spec.load import read_spec
 from engine.spec.tasks import load_tasks
+from engine.spec.text.diagnostic import Diagnostic
 from engine.validate.budget import read_budget
 from engine.validate.check import BROKEN
 from engine.validate.pages import Example, Page, page_ids, page_of

@@ -14,7 +14,7 @@ from engine.errors import SpecError
 from engine.schemas.reward_spec import RewardsSpec
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
-from engine.spec.places import fields_by_key
+from engine.spec.text.places import fields_by_key
 from engine.validate import check_spec
 
 Case = tuple[str, str]

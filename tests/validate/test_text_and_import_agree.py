@@ -14,8 +14,8 @@ from slow_cases import slow_but
 
 import engine
 from engine.spec.access import Access
-from engine.spec.entry import EntryError
-from engine.spec.source import Sources
+from engine.spec.code.entry import EntryError
+from engine.spec.code.source import Sources
 from engine.validate.code.code_facts import ImportedCode, Method
 from engine.validate.code.function_code import read_code
 

@@ -13,7 +13,7 @@ from typical_mistakes import MISTAKES, Mistake, project, written
 from typical_project import PYTHON_ROWS
 
 from engine.cli.validate.examine import Options, examine
-from engine.spec.diagnostic import Diagnostic
+from engine.spec.text.diagnostic import Diagnostic
 
 ROOT = Path(__file__).parents[2]
 

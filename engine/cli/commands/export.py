@@ -339,7 +339,7 @@ def recorded_scenario(store: RunReader, episode: str, file: Path | None = None) 
 def _export_scenario(run: str, runs: Path, out: Path | None, episode: str | None) -> None:
     from engine.cli.console import make_console
     from engine.errors import EngineError
-    from engine.spec.entry import looking
+    from engine.spec.code.entry import looking
     from engine.store.find import find_run
     from engine.store.store import RunStore
 

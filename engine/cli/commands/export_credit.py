@@ -20,7 +20,7 @@ def changed_credit(store: RunReader, score: str | None, changes: list[str]) -> C
 
     from engine.errors import StoreError
     from engine.schemas.credit import CreditSpec, read_credit
-    from engine.spec.places import fields_by_key, tagged
+    from engine.spec.text.places import fields_by_key, tagged
     from engine.store.export import credit_of
 
     values = credit_of(store, score).model_dump(by_alias=True)

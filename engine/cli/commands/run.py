@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.runner.run import Runner, RunResult
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
-    from engine.spec.mix import TaskList
+    from engine.spec.rows.mix import TaskList
     from engine.store.store import RunStore
 
 

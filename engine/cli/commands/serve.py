@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from engine.drivers.rollouts import DriverRollouts
     from engine.spec.load import LoadedSpec
-    from engine.spec.mix import TaskList
+    from engine.spec.rows.mix import TaskList
     from engine.store.store import RunStore
 
 TOKEN = "EPISODE_ENGINE_TOKEN"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.drivers.run import Fleet
     from engine.runner.run import RunResult
     from engine.spec.load import LoadedSpec
-    from engine.spec.mix import TaskList
+    from engine.spec.rows.mix import TaskList
     from engine.store.store import RunStore
 
 

@@ -17,9 +17,9 @@ from engine.integrations.trainers.check import check_trainer
 from engine.plugin import Hook, missing
 from engine.schemas.sections import written
 from engine.spec.access import Access
-from engine.spec.diagnostic import Diagnostic, Origin, Severity
 from engine.spec.load import UNREADABLE, LoadedSpec, read_spec
-from engine.spec.masking import mask_all, mask_name
+from engine.spec.text.diagnostic import Diagnostic, Origin, Severity
+from engine.spec.text.masking import mask_all, mask_name
 from engine.validate import all_rules
 from engine.validate.budget import over_budget
 from engine.validate.check import check_rules, in_order

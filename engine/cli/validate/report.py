@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from engine.spec.access import Access
-from engine.spec.diagnostic import SET_FILE, Diagnostic, Origin
+from engine.spec.text.diagnostic import SET_FILE, Diagnostic, Origin
 from engine.terminal import visible, visible_json
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _line(file: str, line: int, sources: Mapping[str, str], access: Access) -> s
 
 @lru_cache(maxsize=4)
 def _lines_of(text: str) -> list[str]:
-    from engine.spec.tree import split_lines
+    from engine.spec.text.tree import split_lines
 
     return split_lines(text)
 

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from engine import __version__
 from engine.cli.validate.report import json_text, no_command, skipped_words
-from engine.spec.diagnostic import SET_FILE, Diagnostic, show_path
+from engine.spec.text.diagnostic import SET_FILE, Diagnostic, show_path
 from engine.terminal import visible
 
 if TYPE_CHECKING:

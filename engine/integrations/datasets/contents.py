@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import StoreError
 from engine.integrations.datasets.tables import Kind, Table, identity
 from engine.integrations.datasets.texts import Losses, RunTexts, View
-from engine.spec.row_values import find
+from engine.spec.rows.row_values import find
 from engine.store.columns import json_text
 from engine.store.sft_rows import unusable
 

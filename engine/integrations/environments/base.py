@@ -22,7 +22,7 @@ from engine.schemas.environment import Step
 from engine.schemas.message import ContentPart, Message, Role, TextPart, image_part
 from engine.schemas.reward import RewardEvent
 from engine.schemas.trajectory import Blame
-from engine.spec.entry import load_entry
+from engine.spec.code.entry import load_entry
 from engine.storable import refusal
 
 _importing = threading.Lock()

@@ -31,7 +31,7 @@ from engine.integrations.environments.base import AdapterError, library
 from engine.integrations.environments.mcp_connection import CLOSE_SECONDS, Connection, either_field, error_words
 from engine.schemas.environment import ToolReply
 from engine.schemas.message import ContentPart, ImagePart, TextPart
-from engine.spec.signature import DescribedTool
+from engine.spec.code.signature import DescribedTool
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")

@@ -37,7 +37,7 @@ from engine.integrations.environments.base import (
 from engine.schemas.environment import EpisodeView, Reset, Step, Task
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
-from engine.spec.signature import DescribedTool
+from engine.spec.code.signature import DescribedTool
 
 NAME = "verifiers"
 CUT = ("max_turns_reached", "timeout_reached", "max_total_completion_tokens_reached", "prompt_too_long")

@@ -31,8 +31,8 @@ from engine.schemas.environment import EpisodeView, Reset, Task, ToolReply
 from engine.schemas.message import ContentPart, TextPart, image_part
 from engine.schemas.reward import PartAddress, RewardEvent
 from engine.schemas.trajectory import Blame
-from engine.spec.entry import load_entry
-from engine.spec.signature import DescribedTool
+from engine.spec.code.entry import load_entry
+from engine.spec.code.signature import DescribedTool
 
 NAME = "verl"
 REWARD = "tool_reward"

@@ -11,7 +11,7 @@ from engine.errors import EngineError, TrainError
 from engine.integrations.trainers.capabilities import THINGS, TRAINERS
 from engine.machine.presets import machine_of
 from engine.schemas.message import ImagePart
-from engine.spec.diagnostic import DataPath, Diagnostic, Severity
+from engine.spec.text.diagnostic import DataPath, Diagnostic, Severity
 from engine.validate.model_files import model_files
 
 if TYPE_CHECKING:

@@ -202,7 +202,7 @@ def command(words: Sequence[str], seconds: float) -> Channel:
 
 def function(use: str, base: Path | None) -> Channel:
     """A channel that calls a function of the spec; a coroutine is run to its end."""
-    from engine.spec.entry import load_entry
+    from engine.spec.code.entry import load_entry
 
     found = load_entry(use, base)
 

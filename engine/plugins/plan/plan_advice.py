@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError
 from engine.plugins.plan.plan import MemoryPlan, plan_memory, size_of
 from engine.plugins.plan.spec import PlanSpec
-from engine.spec.diagnostic import DataPath, Diagnostic
+from engine.spec.text.diagnostic import DataPath, Diagnostic
 from engine.train.setup import train_spec_of
 from engine.validate.alarm import deadline
 from engine.validate.model_files import model_files

@@ -20,11 +20,11 @@ import yaml
 from engine.errors import SpecError
 from engine.plugins.scenarios.schema import Scenario, ScenarioFile
 from engine.spec.access import Access
-from engine.spec.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
 from engine.spec.load import load_document, load_spec
 from engine.spec.resolve import MAX_BYTES
-from engine.spec.sources import Row
+from engine.spec.rows.sources import Row
 from engine.spec.tasks import load_tasks, task_of
+from engine.spec.text.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
 from engine.validate import refuse_first_tasks
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from engine.plugins.scenarios.compare import Difference, compare
 from engine.plugins.scenarios.coverage import Coverage, Edge, coverage_of
 from engine.plugins.scenarios.load import ScenarioSpecs, load_scenarios, scenarios_of
 from engine.plugins.scenarios.play import THREADS, Played, play
-from engine.spec.diagnostic import Diagnostic
+from engine.spec.text.diagnostic import Diagnostic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.plugins.scenarios.load import ScenarioSet
     from engine.schemas.model import ModelSpec
     from engine.schemas.trajectory import Failure
-    from engine.spec.diagnostic import Origin
+    from engine.spec.text.diagnostic import Origin
     from engine.tokens.format import ChatFormat
 
 log = structlog.get_logger(__name__)

@@ -178,7 +178,7 @@ class Documents:
         """Return a scenario of a finished episode, which was played and passes. Imports the code that the run names, unlike all
         other documents."""
         from engine.cli.commands.export import recorded_scenario
-        from engine.spec.entry import looking
+        from engine.spec.code.entry import looking
 
         store = self.listing.store(run)
         with _PLAYING, looking([*_entry_points(store.header.spec)]):

@@ -10,7 +10,7 @@ import numpy as np
 from engine.errors import LedgerError
 from engine.rewards.credit.base import Member, Values
 from engine.schemas.credit import EntryCredit
-from engine.spec.entry import load_entry
+from engine.spec.code.entry import load_entry
 
 
 def entry(spec: EntryCredit, group: Sequence[Member], base: Path | None = None) -> list[Values]:

@@ -55,7 +55,7 @@ def tool_call_format(name: str, base: Path | None = None) -> ToolCallFormat:
         raise RenderError(
             f"model.tool_calls: {name!r} is unknown; write auto, {', '.join(FORMATS)} or package.module:Class"
         )
-    from engine.spec.entry import load_entry
+    from engine.spec.code.entry import load_entry
 
     found = load_entry(name, base)
     fix = "derive it from engine.tokens.toolcalls.ToolCallFormat and define parse(text, tools, prefix) and write(text, calls)"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from engine.spec.entry import raised_at
-from engine.spec.signature import waits
+from engine.spec.code.entry import raised_at
+from engine.spec.code.signature import waits
 from engine.storable import words_of
 from engine.validate.alarm import deadline
 from engine.validate.code.code_context import NamedEntry

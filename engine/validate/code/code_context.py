@@ -13,10 +13,10 @@ from engine.schemas.condense import OwnCondenserSpec
 from engine.schemas.entry import Entry
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.role import UserSpec
-from engine.spec.diagnostic import DataPath
-from engine.spec.entry import EntryError, load_entry
+from engine.spec.code.entry import EntryError, load_entry
+from engine.spec.code.source import NotImported, Sources
 from engine.spec.load import LoadedSpec
-from engine.spec.source import NotImported, Sources
+from engine.spec.text.diagnostic import DataPath
 from engine.validate.code.code_facts import CodeFacts, ImportedCode, ReadCode
 from engine.validate.code.function_code import read_code
 from engine.validate.work import Work, WorkLimitError

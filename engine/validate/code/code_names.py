@@ -6,9 +6,9 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from engine.spec.lineage import lineage
-from engine.spec.source import Module
-from engine.spec.written_names import ANY_NAME, WrittenNames, written_names
+from engine.spec.code.lineage import lineage
+from engine.spec.code.source import Module
+from engine.spec.code.written_names import ANY_NAME, WrittenNames, written_names
 from engine.validate.context import CheckContext
 
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from engine.spec.source import FUNCTION_EVENTS, Definition, Sources, has_yield, is_function_environment
+from engine.spec.code.source import FUNCTION_EVENTS, Definition, Sources, has_yield, is_function_environment
 from engine.validate.code.code_facts import Method, Missing, ReadCode, read_signature
 
 _GIVEN = frozenset({"task", "seed", "view"})

@@ -8,11 +8,11 @@ from typing import Any
 
 from engine.actions.facts import ACTIONS, SCORERS
 from engine.spec.added import Called, spec_facts
-from engine.spec.diagnostic import DataPath
-from engine.spec.entry import EntryError
-from engine.spec.near import near_or_known, nearest_name
-from engine.spec.short_names import names_of
-from engine.spec.source import NotImported
+from engine.spec.code.entry import EntryError
+from engine.spec.code.short_names import names_of
+from engine.spec.code.source import NotImported
+from engine.spec.text.diagnostic import DataPath
+from engine.spec.text.near import near_or_known, nearest_name
 from engine.validate.code.code_context import NamedEntry
 from engine.validate.code.code_facts import CodeFacts, Method, ReadCode
 from engine.validate.context import CheckContext, nearest

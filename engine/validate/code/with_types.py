@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.spec.added import Called
-from engine.spec.annotations import (
+from engine.spec.code.annotations import (
     RESET,
     REWARDS,
     STEP,
@@ -22,9 +22,9 @@ from engine.spec.annotations import (
     returns_wrong,
     scope_of,
 )
-from engine.spec.diagnostic import DataPath
-from engine.spec.near import short
-from engine.spec.source import Definition
+from engine.spec.code.source import Definition
+from engine.spec.text.diagnostic import DataPath
+from engine.spec.text.near import short
 from engine.validate.code.code_context import NamedEntry
 from engine.validate.code.code_facts import Method, ReadCode
 from engine.validate.code.spec_code import actions, called

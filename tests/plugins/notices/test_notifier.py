@@ -20,7 +20,7 @@ from engine.plugins.notices.errors import NoticeError
 from engine.plugins.notices.notifier import Notifier
 from engine.plugins.notices.spec import NoticeBudget, NotifySpec
 from engine.plugins.notices.watch import Watch
-from engine.spec.entry import EntryError
+from engine.spec.code.entry import EntryError
 
 
 class Hook:

@@ -10,7 +10,7 @@ from credit_kit import sealed
 from engine.errors import LedgerError
 from engine.rewards.credit import credit
 from engine.schemas.credit import EntryCredit
-from engine.spec.entry import EntryError
+from engine.spec.code.entry import EntryError
 
 HERE = Path(__file__).parent
 GROUP = [sealed(1.0, 2.0), sealed(3.0)]

@@ -17,8 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine.schemas.adapters import ADAPTERS, ADAPTERS_GROUP, TOOL_ADAPTERS, TOOL_ADAPTERS_GROUP, installed_points
-from engine.spec.short_names import GROUPS
-from engine.spec.source import is_function_environment
+from engine.spec.code.short_names import GROUPS
+from engine.spec.code.source import is_function_environment
 
 _METHODS = {"reset": "environment", "respond": "user"}
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import SpecError
 from engine.spec.access import OUTSIDE_FIX
-from engine.spec.diagnostic import DataPath, Diagnostic, Origin
-from engine.spec.entry import EntryError, load_entry
-from engine.spec.near import nearest_name, short
-from engine.spec.parquet_rows import ParquetRows
-from engine.spec.sources import DatasetRows, ListRows, Row, RowFault, Rows
-from engine.spec.text_rows import CsvRows, JsonlRows
+from engine.spec.code.entry import EntryError, load_entry
+from engine.spec.rows.parquet_rows import ParquetRows
+from engine.spec.rows.sources import DatasetRows, ListRows, Row, RowFault, Rows
+from engine.spec.rows.text_rows import CsvRows, JsonlRows
+from engine.spec.text.diagnostic import DataPath, Diagnostic, Origin
+from engine.spec.text.near import nearest_name, short
 from engine.storable import words_of
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import Any
 
 import yaml
 
-from engine.spec.diagnostic import Diagnostic, Origin
-from engine.spec.scalars import ScalarValue, read_scalar
-from engine.spec.yaml_causes import likely_cause
+from engine.spec.text.diagnostic import Diagnostic, Origin
+from engine.spec.text.scalars import ScalarValue, read_scalar
+from engine.spec.text.yaml_causes import likely_cause
 
 MAX_DEPTH = 64
 """Deepest nesting of mappings and lists."""

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.train import LoraSpec, MemorySpec, TrainSpec, WeightSyncSpec
-from engine.spec.diagnostic import show_path
-from engine.spec.places import locate
+from engine.spec.text.diagnostic import show_path
+from engine.spec.text.places import locate
 
 RENAMED: Mapping[type[BaseModel], Mapping[str, str]] = {
     SGLangBackendSpec: {"patience": "health_timeout"},

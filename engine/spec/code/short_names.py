@@ -1,6 +1,6 @@
 """Short names of what installed packages offer: `environment: {use: vault}` instead of `use: "my_package.vault:Vault"`.
 
-A package offers its parts by entry points (`engine/spec/offered.py`). A name is replaced by its entry point when a spec is read, so
+A package offers its parts by entry points (`engine/spec/code/offered.py`). A name is replaced by its entry point when a spec is read, so
 a stored run has the entry point. Only the metadata of packages is read; nothing is imported.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.errors import EngineError
 from engine.schemas.adapters import installed_points
-from engine.spec.diagnostic import DataPath
+from engine.spec.text.diagnostic import DataPath
 
 GROUPS: Mapping[str, str] = {
     "environment": "episode_engine.environments",

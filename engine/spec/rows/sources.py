@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.spec.diagnostic import Origin
+from engine.spec.text.diagnostic import Origin
 
 
 class RowFault(Exception):

@@ -21,8 +21,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from engine.spec.diagnostic import Origin
-from engine.spec.sources import Row, RowFault, Rows
+from engine.spec.rows.sources import Row, RowFault, Rows
+from engine.spec.text.diagnostic import Origin
 
 MAX_CELL = 2**27
 """Characters of one cell of a CSV file."""

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from engine.spec.diagnostic import Diagnostic, Origin
-from engine.spec.scalars import read_scalar
+from engine.spec.text.diagnostic import Diagnostic, Origin
+from engine.spec.text.scalars import read_scalar
 
 SHORT = 4
 """A value with fewer characters is masked only in messages about a value that the variable is part of."""

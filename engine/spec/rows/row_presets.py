@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.schemas.tasks import SlimeRows, VerlRows
 from engine.spec.conversation import RowError
-from engine.spec.row_values import find
+from engine.spec.rows.row_values import find
 
 
 def preset_fields(fields: Mapping[str, Any], preset: VerlRows | SlimeRows | None) -> dict[str, Any]:

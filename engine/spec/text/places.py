@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from engine.schemas.sections import section_fields
-from engine.spec.diagnostic import DataPath
+from engine.spec.text.diagnostic import DataPath
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.spec.module_text import bound_names, is_closed
-from engine.spec.source import MAX_STEPS, Definition, External, Sources, inside, last_name
+from engine.spec.code.module_text import bound_names, is_closed
+from engine.spec.code.source import MAX_STEPS, Definition, External, Sources, inside, last_name
 
 _KNOWN_BASES = frozenset(
     {

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ValidationError
 from engine.plugin import missing
 from engine.schemas.base import Bytes, Seconds
 from engine.schemas.descriptions import description_of
-from engine.spec.diagnostic import DataPath, Diagnostic, show_path
-from engine.spec.near import nearest_name, short
-from engine.spec.places import (
+from engine.spec.text.diagnostic import DataPath, Diagnostic, show_path
+from engine.spec.text.near import nearest_name, short
+from engine.spec.text.places import (
     Spot,
     bare,
     branches,
@@ -26,7 +26,7 @@ from engine.spec.places import (
     locate,
     tagged,
 )
-from engine.spec.renamed import new_key, new_place
+from engine.spec.text.renamed import new_key, new_place
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from engine.spec.access import Access
-from engine.spec.entry import EntryError
+from engine.spec.code.entry import EntryError
 
 LARGEST = 2 * 2**20
 """Maximum size of a module that is read, in bytes."""

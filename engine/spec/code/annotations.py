@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.spec.lineage import lineage
-from engine.spec.source import Alias, Definition, External, Module, Sources, last_name
+from engine.spec.code.lineage import lineage
+from engine.spec.code.source import Alias, Definition, External, Module, Sources, last_name
 
 MAX_STEPS = 12
 """Maximum nesting of an annotation."""

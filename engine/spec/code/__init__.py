@@ -1,0 +1,1 @@
+"""Code that a spec names: entry points, and modules read as text."""

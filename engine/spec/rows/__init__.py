@@ -1,0 +1,1 @@
+"""Rows of tasks: of files, data sets, code and mixes."""

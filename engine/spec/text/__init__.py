@@ -1,0 +1,1 @@
+"""Text of specs: the tree of a YAML file with its positions, findings, and what fixes them."""
