@@ -43,8 +43,8 @@ def make(options: argparse.Namespace) -> None:
 
 def page(options: argparse.Namespace) -> None:
     """Audit the rows and write the table."""
-    from engine.integrations.audit.audit import audit, read_rows, read_sampled
-    from engine.integrations.audit.rules import RULES
+    from engine.plugins.audit.audit import audit, read_rows, read_sampled
+    from engine.plugins.audit.rules import RULES
     from engine.schemas.model import ModelSpec
     from engine.tokens.loading import load_format
 

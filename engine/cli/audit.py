@@ -15,7 +15,7 @@ from engine.terminal import echo, echo_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.integrations.audit.findings import Report
+    from engine.plugins.audit.findings import Report
     from engine.schemas.model import ModelSpec
 
 _SHOWN = 5
@@ -72,9 +72,9 @@ def audit(
     in them is executed.
     """
     from engine.errors import EngineError
-    from engine.integrations.audit.audit import audit as judge
-    from engine.integrations.audit.audit import read_rows, read_sampled
     from engine.logs import configure_logging
+    from engine.plugins.audit.audit import audit as judge
+    from engine.plugins.audit.audit import read_rows, read_sampled
     from engine.tokens.loading import load_format
 
     configure_logging()
@@ -124,7 +124,7 @@ def _model(path: str, chat_template: str | None, template_kwargs: str | None) ->
 def _store(examined: Any, report: Report, model: ModelSpec, form: Any, out: Path) -> Path:
     import asyncio
 
-    from engine.integrations.audit.store import store_rows
+    from engine.plugins.audit.store import store_rows
 
     return asyncio.run(store_rows(examined, report, model, form, out)).folder
 
@@ -156,7 +156,7 @@ _STYLES = {"error": "red", "warning": "yellow", "info": "dim"}
 
 
 def _summary(report: Report, console: Console) -> None:
-    from engine.integrations.audit.rules import RULES
+    from engine.plugins.audit.rules import RULES
 
     console.print(f"{report.rows} rows of {report.framework}: {report.tokens:,} tokens, {report.trained:,} trained")
     counts = report.counts()

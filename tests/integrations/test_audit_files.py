@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from slow_cases import slow_but
 
 from engine.errors import AuditError
-from engine.integrations.audit.audit import read_rows, read_sampled
-from engine.integrations.audit.files.inert import Inert, named, read_pickle
-from engine.integrations.audit.files.open import find_files, open_document
-from engine.integrations.audit.files.tensors import plain, read_torch
-from engine.integrations.audit.frameworks import FRAMEWORKS
+from engine.plugins.audit.audit import read_rows, read_sampled
+from engine.plugins.audit.files.inert import Inert, named, read_pickle
+from engine.plugins.audit.files.open import find_files, open_document
+from engine.plugins.audit.files.tensors import plain, read_torch
+from engine.plugins.audit.frameworks import FRAMEWORKS
 
 
 class Calls:

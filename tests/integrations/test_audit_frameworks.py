@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.integrations.audit.audit import audit, read_rows, read_sampled
-from engine.integrations.audit.rows import ForeignRow, runs_of
+from engine.plugins.audit.audit import audit, read_rows, read_sampled
+from engine.plugins.audit.rows import ForeignRow, runs_of
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from slow_cases import slow_but
 
 from engine.errors import AuditError, RenderError
-from engine.integrations.audit.audit import audit
-from engine.integrations.audit.findings import Finding, Report
-from engine.integrations.audit.rows import ForeignRow
-from engine.integrations.audit.template import TemplateMarks
+from engine.plugins.audit.audit import audit
+from engine.plugins.audit.findings import Finding, Report
+from engine.plugins.audit.rows import ForeignRow
+from engine.plugins.audit.template import TemplateMarks
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import Message
 from engine.tokens.conversation import Conversation

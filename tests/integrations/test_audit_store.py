@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.cli.main import app
-from engine.integrations.audit.audit import audit
-from engine.integrations.audit.rows import ForeignRow
-from engine.integrations.audit.store import store_rows
+from engine.plugins.audit.audit import audit
+from engine.plugins.audit.rows import ForeignRow
+from engine.plugins.audit.store import store_rows
 from engine.runner.replay import Replayer
 from engine.schemas.model import ModelSpec
 from engine.store import RunStore

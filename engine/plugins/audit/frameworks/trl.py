@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from engine.errors import AuditError
-from engine.integrations.audit.files.open import Document
-from engine.integrations.audit.rows import (
+from engine.plugins.audit.files.open import Document
+from engine.plugins.audit.rows import (
     Columns,
     ForeignRow,
     Vector,

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from engine.errors import AuditError
-from engine.integrations.audit.files.open import Document
-from engine.integrations.audit.rows import Columns, ForeignRow, Vector, aligned, batch_of, ids_of, number, text_of
+from engine.plugins.audit.files.open import Document
+from engine.plugins.audit.rows import Columns, ForeignRow, Vector, aligned, batch_of, ids_of, number, text_of
 
 
 def read(document: Document) -> list[ForeignRow]:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.errors import EngineError
-from engine.integrations.audit.examine import Examined, Reply
-from engine.integrations.audit.findings import Severity
+from engine.plugins.audit.examine import Examined, Reply
+from engine.plugins.audit.findings import Severity
 from engine.schemas.generation import FinishReason, Generation
 from engine.tokens.conversation import Conversation
 

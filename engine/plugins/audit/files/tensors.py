@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import AuditError
-from engine.integrations.audit.files.inert import Inert, inside, read_pickle
+from engine.plugins.audit.files.inert import Inert, inside, read_pickle
 
 MAX_DEPTH = 64
 """Maximum nesting of lists, dicts and objects."""

@@ -8,9 +8,9 @@ from math import isfinite
 
 import numpy as np
 
-from engine.integrations.audit.examine import Examined
-from engine.integrations.audit.findings import Finding
-from engine.integrations.audit.rules.base import Evidence, finding_of, first_difference
+from engine.plugins.audit.examine import Examined
+from engine.plugins.audit.findings import Finding
+from engine.plugins.audit.rules.base import Evidence, finding_of, first_difference
 
 
 def reward_unseen(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:

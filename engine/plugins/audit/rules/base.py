@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.integrations.audit.examine import Examined, Sampled
-from engine.integrations.audit.findings import Finding, Severity
+from engine.plugins.audit.examine import Examined, Sampled
+from engine.plugins.audit.findings import Finding, Severity
 
 
 @dataclass(frozen=True, slots=True)

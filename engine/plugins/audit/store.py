@@ -28,9 +28,9 @@ from engine.actions.base import EpisodeObjects
 from engine.actions.workers import Workers
 from engine.backends.replay import ReplayBackend
 from engine.factory import EpisodeFactory
-from engine.integrations.audit.episodes import next_record, records_of, with_own_tokens
-from engine.integrations.audit.examine import Examined
-from engine.integrations.audit.findings import Report
+from engine.plugins.audit.episodes import next_record, records_of, with_own_tokens
+from engine.plugins.audit.examine import Examined
+from engine.plugins.audit.findings import Report
 from engine.schemas.environment import Reset, Step, Task
 from engine.schemas.journal import JournalEntry
 from engine.spec.load import load_spec

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.integrations.audit.examine import Examined
-from engine.integrations.audit.files.inert import Inert
-from engine.integrations.audit.rows import ForeignRow, Vector
+from engine.plugins.audit.examine import Examined
+from engine.plugins.audit.files.inert import Inert
+from engine.plugins.audit.rows import ForeignRow, Vector
 from engine.schemas.environment import Reset, Step
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.journal import FailureRecord, GenerationRecord, Record, ResetRecord, ScoreRecord, StepRecord

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from engine.integrations.audit.examine import Examined, Reply, Sampled
-from engine.integrations.audit.findings import Finding, Severity
-from engine.integrations.audit.rules.base import Evidence, finding_of, first_difference, quoted
+from engine.plugins.audit.examine import Examined, Reply, Sampled
+from engine.plugins.audit.findings import Finding, Severity
+from engine.plugins.audit.rules.base import Evidence, finding_of, first_difference, quoted
 
 
 def retokenized(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.errors import AuditError
-from engine.integrations.audit.files.inert import Inert
+from engine.plugins.audit.files.inert import Inert
 from engine.schemas.base import Struct
 
 Vector = np.ndarray

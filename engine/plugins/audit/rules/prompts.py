@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from engine.errors import EngineError
-from engine.integrations.audit.bridges import bridge_differences
-from engine.integrations.audit.examine import Examined
-from engine.integrations.audit.findings import Finding
-from engine.integrations.audit.rules.base import Evidence, finding_of, first_difference
+from engine.plugins.audit.bridges import bridge_differences
+from engine.plugins.audit.examine import Examined
+from engine.plugins.audit.findings import Finding
+from engine.plugins.audit.rules.base import Evidence, finding_of, first_difference
 
 
 def prompt_not_template(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:

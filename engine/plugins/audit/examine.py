@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.errors import EngineError
-from engine.integrations.audit.rows import ForeignRow, Vector, runs_of
-from engine.integrations.audit.template import TemplateMarks
+from engine.plugins.audit.rows import ForeignRow, Vector, runs_of
+from engine.plugins.audit.template import TemplateMarks
 from engine.schemas.message import Message
 from engine.schemas.prompt import PromptField
 from engine.spec.conversation import RowError, conversation_of

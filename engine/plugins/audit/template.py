@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from engine.errors import EngineError
-from engine.integrations.audit.rows import Vector
+from engine.plugins.audit.rows import Vector
 from engine.schemas.message import Message, Role
 from engine.tokens.format import ChatFormat
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.integrations.audit.examine import Examined
-from engine.integrations.audit.findings import Finding
-from engine.integrations.audit.rules.base import Evidence
-from engine.integrations.audit.rules.batch import mixed_group, no_versions, reward_unseen
-from engine.integrations.audit.rules.prompts import prompt_not_template
-from engine.integrations.audit.rules.tokens import closing_trained, missing_eos, observation_trained, retokenized
+from engine.plugins.audit.examine import Examined
+from engine.plugins.audit.findings import Finding
+from engine.plugins.audit.rules.base import Evidence
+from engine.plugins.audit.rules.batch import mixed_group, no_versions, reward_unseen
+from engine.plugins.audit.rules.prompts import prompt_not_template
+from engine.plugins.audit.rules.tokens import closing_trained, missing_eos, observation_trained, retokenized
 
 __all__ = ["RULES", "Evidence", "Rule"]
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.errors import AuditError
-from engine.integrations.audit.files.inert import Inert, named
-from engine.integrations.audit.files.open import Document
-from engine.integrations.audit.files.tensors import array_of, plain, read_torch
-from engine.integrations.audit.rows import Columns, ForeignRow, Vector, aligned, batch_of, ids_of, number, size_of
+from engine.plugins.audit.files.inert import Inert, named
+from engine.plugins.audit.files.open import Document
+from engine.plugins.audit.files.tensors import array_of, plain, read_torch
+from engine.plugins.audit.rows import Columns, ForeignRow, Vector, aligned, batch_of, ids_of, number, size_of
 
 _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 

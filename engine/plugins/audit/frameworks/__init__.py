@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from engine.integrations.audit.files.open import Document
-from engine.integrations.audit.frameworks import areal, skyrl, slime, trl, verl
-from engine.integrations.audit.rows import ForeignRow
+from engine.plugins.audit.files.open import Document
+from engine.plugins.audit.frameworks import areal, skyrl, slime, trl, verl
+from engine.plugins.audit.rows import ForeignRow
 
 
 @dataclass(frozen=True, slots=True)

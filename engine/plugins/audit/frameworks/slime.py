@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.errors import AuditError
-from engine.integrations.audit.files.open import Document
-from engine.integrations.audit.rows import Columns, ForeignRow, aligned, ids_of, messages_of, number, text_of
+from engine.plugins.audit.files.open import Document
+from engine.plugins.audit.rows import Columns, ForeignRow, aligned, ids_of, messages_of, number, text_of
 
 _FINISH: dict[str, Literal["stop", "length", "abort"]] = {
     "completed": "stop",
