@@ -94,7 +94,7 @@ app = typer.Typer(
 
 
 def _register() -> None:
-    from engine.cli.audit import audit
+    from engine.plugins.audit.command import audit
     from engine.cli.commands.compact import compact
     from engine.cli.commands.compare import compare
     from engine.cli.commands.eval import evaluate
