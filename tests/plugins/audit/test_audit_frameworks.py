@@ -1,4 +1,4 @@
-"""Files that the frameworks' own code wrote (`scripts/audit_rows.py`, in tests/data/audit), read back token by token.
+"""Files that the frameworks' own code wrote (`scripts/audit_rows.py`, in tests/plugins/audit/data), read back token by token.
 
 The scripted sampler that made them recorded every reply, so what a file trains can be compared with what was sampled.
 """
