@@ -1,6 +1,7 @@
 """What each plugin of the engine adds, for messages about one that is not installed. Written by scripts/known_plugins.py."""
 
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
+    "audit": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("audit",)},
     "doctor": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("doctor",)},
     "notices": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("notify",)},
     "plan": {

@@ -87,14 +87,12 @@ app = typer.Typer(
         "  engine export latest --format parquet        write training rows\n\n"
         "  engine rescore latest --spec other.yaml      apply other reward rules and another credit method\n\n"
         "  engine eval specs/quickstart.yaml            measure success by turn and pass@k, with intervals\n\n"
-        "  engine replay latest                         rebuild the same bytes, without a model\n\n"
-        "  engine audit rows.pkl --from verl --model M  judge training rows that another framework made"
+        "  engine replay latest                         rebuild the same bytes, without a model"
     ),
 )
 
 
 def _register() -> None:
-    from engine.plugins.audit.command import audit
     from engine.cli.commands.compact import compact
     from engine.cli.commands.compare import compare
     from engine.cli.commands.eval import evaluate
@@ -130,7 +128,6 @@ def _register() -> None:
         models,
         envs,
         template,
-        audit,
     ):
         app.command(command.__name__)(command)
     app.add_typer(import_app, name="import")

@@ -3,3 +3,11 @@
 `files/` opens files from strangers without executing anything; `frameworks/` has one reader for each framework; `rules/` has the rules, which read what `examine.py` and
 `template.py` find in a row; `store.py` writes rows into a run store.
 """
+
+from engine.plugin import Plugin
+
+PLUGIN = Plugin(
+    name="audit",
+    about="Judges training rows that verl, TRL, slime, SkyRL or AReaL made",
+    commands={"audit": "engine.plugins.audit.command:audit"},
+)

@@ -17,7 +17,7 @@ from engine.plugins.audit.rows import ForeignRow, runs_of
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
 
-DATA = Path(__file__).parent.parent / "data" / "audit"
+DATA = Path(__file__).parent / "data"
 TOKENIZERS = os.environ.get("EPISODE_ENGINE_TOKENIZERS", "")
 FILES = {
     "verl_single.pkl": "verl",
