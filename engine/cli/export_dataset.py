@@ -45,8 +45,8 @@ def export_dataset(run: str, runs: Path, out: Path | None, options: DatasetOptio
     from engine.cli.console import make_console
     from engine.cli.reports.report import dropped_words
     from engine.errors import EngineError
-    from engine.integrations.datasets.contents import TABLES, Source
-    from engine.integrations.datasets.tables import image_bytes, image_paths, write_table
+    from engine.plugins.datasets.contents import TABLES, Source
+    from engine.plugins.datasets.tables import image_bytes, image_paths, write_table
     from engine.store.find import find_run
     from engine.store.listing.finished import TURN_VARIABLES, EpisodeFilter
     from engine.store.store import RunStore
@@ -61,7 +61,7 @@ def export_dataset(run: str, runs: Path, out: Path | None, options: DatasetOptio
     try:
         with RunStore.open(find_run(run, runs), readonly=True) as store:
             if options.push is not None:
-                from engine.integrations.datasets.hub import check_push
+                from engine.plugins.datasets.hub import check_push
 
                 check_push(options.push)
             loaded = store.header.loaded_spec()
@@ -82,7 +82,7 @@ def export_dataset(run: str, runs: Path, out: Path | None, options: DatasetOptio
             if dropped := dropped_words(store):
                 console.print(dropped, style="yellow")
             if options.push is not None:
-                from engine.integrations.datasets.hub import push_file
+                from engine.plugins.datasets.hub import push_file
 
                 url = push_file(
                     path, options.push, rows=count, public=options.public, run_id=store.run_id, content=content

@@ -18,8 +18,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import StoreError
-from engine.integrations.datasets.tables import Kind, Table, identity
-from engine.integrations.datasets.texts import Losses, RunTexts, View
+from engine.plugins.datasets.tables import Kind, Table, identity
+from engine.plugins.datasets.texts import Losses, RunTexts, View
 from engine.spec.rows.row_values import find
 from engine.store.columns import json_text
 from engine.store.sft_rows import unusable
