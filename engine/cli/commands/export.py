@@ -187,7 +187,7 @@ def export(
         echo(f"error: {unused}", err=True)
         raise typer.Exit(2)
     if chosen in (Format.TRL, Format.VERL):
-        from engine.cli.export_dataset import DatasetOptions, export_dataset
+        from engine.plugins.datasets.command import DatasetOptions, export_dataset
 
         options = DatasetOptions(
             chosen, content, images or Images.BYTES, filter, turns, score, ground_truth, push, public
