@@ -2,6 +2,11 @@
 
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "audit": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("audit",)},
+    "datasets": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "options": ("export --content", "export --images", "export --ground-truth", "export --push", "export --public"),
+        "export_formats": ("trl", "verl"),
+    },
     "doctor": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("doctor",)},
     "notices": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("notify",)},
     "plan": {

@@ -84,6 +84,10 @@ class Plugin:
     """Name of a JSON Schema file of `engine schema`, without its ending -> data class."""
     old_options: Entries = field(default_factory=dict)
     """Option that a command of the core had, as `train --plan` -> the command line that replaces it, for the message about it."""
+    options: Entries = field(default_factory=dict)
+    """`COMMAND --OPTION` -> its annotation for typer, an `Annotated[…, typer.Option(…)]`; None where it is not given."""
+    export_formats: Entries = field(default_factory=dict)
+    """Value of `engine export --format` -> `engine.cli.commands.export:ExportFormat`."""
     rules: tuple[str, ...] = ()
     """Modules that register rules of `engine validate`; their pages are in the folder `pages` beside the module."""
     hooks: Entries = field(default_factory=dict)

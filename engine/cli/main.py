@@ -33,13 +33,9 @@ class _Commands(typer.core.TyperGroup):
         return _briefly(super().invoke, ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        path = [*args[:1]]
-        group = ctx
-        while group.parent is not None:
-            path.insert(0, group.info_name)
-            group = group.parent
-        if args and self.get_command(ctx, args[0]) is None and (why := plugin.missing("commands", " ".join(path))):
-            echo(f"there is no command `{' '.join(path)}`: {why}", err=True)
+        path = " ".join([_path(ctx), *args[:1]]).strip()
+        if args and self.get_command(ctx, args[0]) is None and (why := plugin.missing("commands", path)):
+            echo(f"there is no command `{path}`: {why}", err=True)
             raise typer.Exit(2)
         return super().resolve_command(ctx, args)
 
@@ -52,18 +48,24 @@ def _briefly(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
             echo(f"`{error.filename}` is too long for the name of a file or folder; give a shorter one", err=True)
             raise typer.Exit(2) from None
         if option := getattr(error, "option_name", None):
-            _refuse_old(" ".join([*error.ctx.command_path.split()[1:], option]))  # type: ignore[attr-defined]
+            _refuse_missing(f"{_path(error.ctx)} {option}")  # type: ignore[attr-defined]
         if isinstance(words := getattr(error, "message", None), str) and hasattr(error, "format_message"):
             error.message = brief(words)  # type: ignore[attr-defined]
         raise
 
 
-def _refuse_old(option: str) -> None:
-    """Say what replaced an option that the core had, such as `train --plan`, and exit. Nothing is done for another unknown option."""
+def _refuse_missing(option: str) -> None:
+    """Say what replaced an option that the core had, or which plugin has it, and exit. Nothing is done for another unknown option."""
     new = plugin.entries("old_options").get(option)
-    if (words := f"write `{new}`" if new else plugin.missing("old_options", option)) is not None:
+    words = f"write `{new}`" if new else plugin.missing("old_options", option) or plugin.missing("options", option)
+    if words is not None:
         echo(f"there is no option `engine {option}`: {words}", err=True)
         raise typer.Exit(2)
+
+
+def _path(context: Any) -> str:
+    """The words of a command, without the program: `import verl`."""
+    return str(context.command_path).removeprefix(context.find_root().command_path).strip()
 
 
 app = typer.Typer(
@@ -111,6 +113,7 @@ def _register() -> None:
     from engine.cli.commands.train import train
     from engine.cli.envs import envs
     from engine.cli.graph import graph
+    from engine.cli.options import with_options
     from engine.cli.validate.command import validate
 
     for command in (
@@ -122,7 +125,7 @@ def _register() -> None:
         serve,
         train,
         show,
-        export,
+        with_options("export", export),
         replay,
         schema,
         models,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from engine import plugin
 from engine.terminal import echo
 
 SpecPath = Annotated[Path | None, typer.Argument(help="The episode spec. With --resume the run's own spec is used.")]
@@ -43,3 +45,45 @@ def only_looks(command: Callable[..., None]) -> Callable[..., None]:
             echo(f"--import {use} had no effect: nothing needed this code", err=True)
 
     return looks
+
+
+def one_of(point: str, core: Sequence[str], help: str) -> Any:
+    """An option whose values are the core's names and those that plugins add to a point."""
+
+    def parsed(name: str) -> str:
+        names = [*core, *plugin.entries(point)]
+        if name in names:
+            return name
+        raise typer.BadParameter(plugin.missing(point, name) or f"{name!r} is not one of {', '.join(names)}")
+
+    names = [*core, *plugin.entries(point)]
+    return typer.Option(parser=parsed, metavar="|".join(names), autocompletion=lambda: names, help=help)
+
+
+def with_options(name: str, command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the options that plugins add to it. It gets them as `added`: option -> value, None if it is not given."""
+    signature = inspect.signature(command, eval_str=True)
+    core = {each: parameter for each, parameter in signature.parameters.items() if each != "added"}
+    taken = [f"{name} --{each.replace('_', '-')}" for each in core]
+    options = {
+        f"--{option}": annotation
+        for path, annotation in plugin.loaded("options", taken).items()
+        for of, _, option in [path.partition(" --")]
+        if of == name
+    }
+    variables = {option: option.removeprefix("--").replace("-", "_") for option in options}
+    parameters = core | {
+        variables[option]: inspect.Parameter(
+            variables[option], inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+        )
+        for option, annotation in options.items()
+    }
+
+    @wraps(command)
+    def called(**values: Any) -> None:
+        added = {option: values.pop(variable) for option, variable in variables.items()}
+        command(**values, added=added)
+
+    called.__dict__["__signature__"] = signature.replace(parameters=list(parameters.values()))
+    called.__annotations__ = {each: parameter.annotation for each, parameter in parameters.items()}
+    return called

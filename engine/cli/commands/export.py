@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from enum import StrEnum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 from engine import plugin
 from engine.cli.commands.export_credit import changed_credit, read_values
-from engine.cli.options import Imports, only_looks
+from engine.cli.options import Imports, one_of, only_looks
 from engine.terminal import echo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator
 
     from engine.schemas.credit import CreditSpec
     from engine.schemas.trajectory import Trajectory
@@ -39,42 +41,34 @@ RECORD_SCENARIO = plugin.Hook("record_scenario")
 """Make a scenario of a finished episode and play it; with a path, write it there. The arguments: the run, the episode, the path."""
 
 
-class Format(StrEnum):
-    """File formats."""
-
-    JSONL = "jsonl"
-    PARQUET = "parquet"
-    SFT = "sft"
-    SCENARIO = "scenario"
-    TRL = "trl"
-    VERL = "verl"
+CORE = ("jsonl", "parquet", "sft", "scenario")
+"""Formats of the core; plugins add others."""
 
 
-class Content(StrEnum):
-    """What a row of a data set is."""
+@dataclass(frozen=True)
+class ExportFormat:
+    """A format that a plugin adds."""
 
-    TURNS = "turns"
-    CONVERSATIONS = "conversations"
-    PREFERENCES = "preferences"
-    PROMPTS = "prompts"
-
-
-class Images(StrEnum):
-    """How a data set holds images."""
-
-    BYTES = "bytes"
-    PATHS = "paths"
+    write: Callable[[str, Path, Path | None, Mapping[str, Any]], None]
+    """Gets the run, the folder of runs, `--out`, and the options in `takes`: `--filter` -> its value, None if it is not given."""
+    kind: str
+    """The kind of file, for messages."""
+    suffix: str
+    takes: frozenset[str]
+    """The options that have an effect, of the core's and of the plugin's own; `--import` always has."""
 
 
 @only_looks
 def export(
     run: Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")],
     format: Annotated[
-        Format | None,
-        typer.Option(
-            help="jsonl or parquet: training rows; the default follows the suffix of --out, else jsonl. "
+        str | None,
+        one_of(
+            "export_formats",
+            CORE,
+            "jsonl or parquet: training rows; the default follows the suffix of --out, else jsonl. "
             "sft: JSON lines for supervised fine-tuning, here or with TRL. scenario: a test of one episode, for `engine test`. "
-            "trl, verl: data sets that these load."
+            "Others are formats of plugins.",
         ),
     ] = None,
     out: Annotated[
@@ -99,30 +93,6 @@ def export(
             help="With --format sft: train only turns for which this holds, also over `turn`, such as 'turn.event != \"malformed\"'.",
         ),
     ] = None,
-    content: Annotated[
-        Content | None,
-        typer.Option(
-            help="With --format trl or verl, what a row is. trl: turns (the default), conversations, preferences, prompts. verl: prompts."
-        ),
-    ] = None,
-    images: Annotated[
-        Images | None,
-        typer.Option(
-            help="With --format trl or verl: images as the bytes of their files (the default), or as paths of files beside the data set."
-        ),
-    ] = None,
-    ground_truth: Annotated[
-        str | None,
-        typer.Option(metavar="FIELD", help="With --content prompts: the task's field with its answer, also dotted."),
-    ] = None,
-    push: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ID",
-            help="Push the rows to a data set of the Hugging Face hub, `owner/name`, with the token in HF_TOKEN; a new one is private.",
-        ),
-    ] = None,
-    public: Annotated[bool, typer.Option("--public", help="With --push: a new data set is public.")] = False,
     runs: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
     trainable_only: Annotated[
         bool, typer.Option("--trainable-only", help="Leave out rows that are not trainable.")
@@ -143,6 +113,7 @@ def export(
         ),
     ] = None,
     imports: Imports = None,
+    added: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write training rows, one per branch: ids, loss mask, log-probs, rewards and advantages by token, messages.
 
@@ -151,8 +122,6 @@ def export(
     forward pass needs for images are written to a folder beside the file, FILE.images, one file per image.
 
     With --format sft: one row per branch of the chosen episodes, with ids, masks by turn and the messages that the model was shown.
-
-    With --format trl or verl: a data set of messages, and a line for each thing that such a data set does not carry.
 
     With --format scenario: a scenario of one episode, with its replies and its result, which has passed `engine test`, so the spec's
     code runs. A file that holds scenarios of the same spec gets one more.
@@ -167,7 +136,8 @@ def export(
     from engine.store.store import RunStore
 
     configure_logging()
-    chosen = format or (Format.PARQUET if out is not None and out.suffix == ".parquet" else Format.JSONL)
+    chosen = format or ("parquet" if out is not None and out.suffix == ".parquet" else "jsonl")
+    formats = plugin.loaded("export_formats", CORE)
     given = {
         "--turns": turns,
         "--episode": episode,
@@ -176,28 +146,20 @@ def export(
         "--credit": credit,
         "--values": values,
         "--trainable-only": trainable_only,
-        "--content": content,
-        "--images": images,
-        "--ground-truth": ground_truth,
-        "--push": push,
-        "--public": public,
         "--import": imports,
+        **added,
     }
-    if unused := _without_effect(chosen, out, given):
+    if unused := _without_effect(chosen, out, given, formats):
         echo(f"error: {unused}", err=True)
         raise typer.Exit(2)
-    if chosen in (Format.TRL, Format.VERL):
-        from engine.plugins.datasets.command import DatasetOptions, export_dataset
-
-        options = DatasetOptions(
-            chosen, content, images or Images.BYTES, filter, turns, score, ground_truth, push, public
-        )
-        export_dataset(run, runs, out, options)
+    if chosen in formats:
+        taken = {option: given[option] for option in formats[chosen].takes}
+        formats[chosen].write(run, runs, out, taken)
         return
-    if chosen is Format.SCENARIO:
+    if chosen == "scenario":
         _export_scenario(run, runs, out, episode)
         return
-    if chosen is Format.SFT:
+    if chosen == "sft":
         _export_sft(run, runs, out, filter, turns, score)
         return
     try:
@@ -241,43 +203,37 @@ def export(
         )
 
 
-_ROWS = frozenset({Format.JSONL, Format.PARQUET})
-_DATASETS = frozenset({Format.TRL, Format.VERL})
-_TAKEN: dict[str, frozenset[Format]] = {
-    "--turns": frozenset({Format.SFT, Format.TRL}),
-    "--episode": frozenset({Format.SCENARIO}),
-    "--filter": _ROWS | _DATASETS | {Format.SFT},
-    "--score": _ROWS | _DATASETS | {Format.SFT},
+_ROWS = ("jsonl", "parquet")
+_TAKEN: dict[str, tuple[str, ...]] = {
+    "--turns": ("sft",),
+    "--episode": ("scenario",),
+    "--filter": (*_ROWS, "sft"),
+    "--score": (*_ROWS, "sft"),
     "--credit": _ROWS,
     "--values": _ROWS,
     "--trainable-only": _ROWS,
-    "--content": _DATASETS,
-    "--images": _DATASETS,
-    "--ground-truth": _DATASETS,
-    "--push": _DATASETS,
-    "--public": _DATASETS,
-    "--import": _ROWS | _DATASETS | {Format.SFT},
+    "--import": (*_ROWS, "sft"),
 }
-"""The formats in which an option has an effect."""
-_KINDS: dict[Format, tuple[str, tuple[str, ...]]] = {
-    Format.SFT: ("JSON lines", (".jsonl", ".json")),
-    Format.SCENARIO: ("YAML", (".yaml", ".yml")),
-    Format.TRL: ("Parquet", (".parquet",)),
-    Format.VERL: ("Parquet", (".parquet",)),
-}
+"""The formats of the core in which an option has an effect."""
+_KINDS = {"sft": ("JSON lines", (".jsonl", ".json")), "scenario": ("YAML", (".yaml", ".yml"))}
 """The kind of file that a format is, and its suffixes, if no other kind is possible."""
 
 
-def _without_effect(chosen: Format, out: Path | None, given: Mapping[str, object]) -> str | None:
+def _without_effect(
+    chosen: str, out: Path | None, given: Mapping[str, object], formats: Mapping[str, ExportFormat]
+) -> str | None:
     """Why the options do not go together; None if they do."""
     for option, value in given.items():
-        if value and chosen not in _TAKEN[option]:
-            others = " or ".join(f"--format {each}" for each in Format if each in _TAKEN[option])
+        taking = (name for name, added in formats.items() if option in added.takes or option == "--import")
+        taken = (*_TAKEN.get(option, ()), *taking)
+        if value and chosen not in taken:
+            others = " or ".join(f"--format {each}" for each in taken)
             return f"{option} has no effect with --format {chosen}; leave it out, or use {others}"
-    kind, suffixes = _KINDS.get(chosen, ("", ()))
+    kinds = _KINDS | {name: (added.kind, (added.suffix,)) for name, added in formats.items()}
+    kind, suffixes = kinds.get(chosen, ("", ()))
     if suffixes and out is not None and out.suffix not in suffixes:
         return f"--format {chosen} writes {kind}; name a file with the suffix {suffixes[0]} instead of {out.name}"
-    if chosen is Format.SCENARIO and (out is None or given["--episode"] is None):
+    if chosen == "scenario" and (out is None or given["--episode"] is None):
         return "--format scenario needs --episode ID and -o FILE.yaml; `engine show RUN` lists the episodes"
     return None
 
@@ -371,13 +327,13 @@ def _noting(rows: Iterator[Row], unchecked: list[int], refused: Counter[str]) ->
 
 
 def _write(
-    store: RunReader, chosen: Format, path: Path, rows: Iterator[Row], credit: CreditSpec, score: str | None
+    store: RunReader, chosen: str, path: Path, rows: Iterator[Row], credit: CreditSpec, score: str | None
 ) -> int:
     from engine.masking import mask
     from engine.store.export import write_jsonl
     from engine.store.parquet import write_parquet
 
-    if chosen is Format.JSONL:
+    if chosen == "jsonl":
         return write_jsonl(rows, path)
     header = store.header
     metadata = {

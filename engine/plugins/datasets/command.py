@@ -2,12 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from engine.cli.commands.export import ExportFormat
 from engine.terminal import echo
+
+
+class Content(StrEnum):
+    """What a row of a data set is."""
+
+    TURNS = "turns"
+    CONVERSATIONS = "conversations"
+    PREFERENCES = "preferences"
+    PROMPTS = "prompts"
+
+
+class Images(StrEnum):
+    """How a data set holds images."""
+
+    BYTES = "bytes"
+    PATHS = "paths"
+
+
+CONTENT = Annotated[
+    Content | None,
+    typer.Option(
+        help="With --format trl or verl, what a row is. trl: turns (the default), conversations, preferences, prompts. verl: prompts."
+    ),
+]
+IMAGES = Annotated[
+    Images | None,
+    typer.Option(
+        help="With --format trl or verl: images as the bytes of their files (the default), or as paths of files beside the data set."
+    ),
+]
+GROUND_TRUTH = Annotated[
+    str | None,
+    typer.Option(metavar="FIELD", help="With --content prompts: the task's field with its answer, also dotted."),
+]
+PUSH = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ID",
+        help="Push the rows to a data set of the Hugging Face hub, `owner/name`, with the token in HF_TOKEN; a new one is private.",
+    ),
+]
+PUBLIC = Annotated[bool | None, typer.Option("--public", help="With --push: a new data set is public.")]
 
 
 @dataclass(frozen=True)
@@ -15,8 +62,8 @@ class DatasetOptions:
     """The options of the command that data sets have."""
 
     format: str
-    content: str | None
-    images: str
+    content: Content | None
+    images: Images
     filter: str | None
     turns: str | None
     score: str | None
@@ -40,8 +87,16 @@ class DatasetOptions:
         return None
 
 
-def export_dataset(run: str, runs: Path, out: Path | None, options: DatasetOptions) -> None:
-    """Write the data set, print what it does not carry, and push it."""
+def export_dataset(form: str, run: str, runs: Path, out: Path | None, given: Mapping[str, Any]) -> None:
+    """Write the data set, print what it does not carry, and push it.
+
+    Args:
+        form: `trl` or `verl`.
+        run: A run's folder, id, or `latest`.
+        runs: The folder of runs.
+        out: The file; by default in the run's folder.
+        given: The options of the command: `--content` -> its value.
+    """
     from engine.cli.console import make_console
     from engine.cli.reports.report import dropped_words
     from engine.errors import EngineError
@@ -52,7 +107,18 @@ def export_dataset(run: str, runs: Path, out: Path | None, options: DatasetOptio
     from engine.store.store import RunStore
     from engine.tokens.loading import load_format
 
-    tables = TABLES[options.format]
+    options = DatasetOptions(
+        form,
+        given["--content"],
+        given["--images"] or Images.BYTES,
+        given["--filter"],
+        given.get("--turns"),
+        given["--score"],
+        given["--ground-truth"],
+        given["--push"],
+        bool(given["--public"]),
+    )
+    tables = TABLES[form]
     if problem := options.problem(list(tables)):
         echo(f"error: {problem}", err=True)
         raise typer.Exit(2)
@@ -91,3 +157,8 @@ def export_dataset(run: str, runs: Path, out: Path | None, options: DatasetOptio
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(2) from None
+
+
+_TAKEN = frozenset({"--filter", "--score", "--content", "--images", "--ground-truth", "--push", "--public"})
+TRL = ExportFormat(partial(export_dataset, "trl"), "Parquet", ".parquet", _TAKEN | {"--turns"})
+VERL = ExportFormat(partial(export_dataset, "verl"), "Parquet", ".parquet", _TAKEN)
