@@ -71,6 +71,21 @@ class DatasetOptions:
     push: str | None
     public: bool
 
+    @classmethod
+    def of(cls, form: str, given: Mapping[str, Any]) -> DatasetOptions:
+        """The options as they were given; verl's format has no `--turns`."""
+        return cls(
+            form,
+            given["--content"],
+            given["--images"] or Images.BYTES,
+            given["--filter"],
+            given.get("--turns"),
+            given["--score"],
+            given["--ground-truth"],
+            given["--push"],
+            bool(given["--public"]),
+        )
+
     def problem(self, known: list[str]) -> str | None:
         """Why they do not go together; None if they do."""
         content = self.content or known[0]
@@ -107,17 +122,7 @@ def export_dataset(form: str, run: str, runs: Path, out: Path | None, given: Map
     from engine.store.store import RunStore
     from engine.tokens.loading import load_format
 
-    options = DatasetOptions(
-        form,
-        given["--content"],
-        given["--images"] or Images.BYTES,
-        given["--filter"],
-        given.get("--turns"),
-        given["--score"],
-        given["--ground-truth"],
-        given["--push"],
-        bool(given["--public"]),
-    )
+    options = DatasetOptions.of(form, given)
     tables = TABLES[form]
     if problem := options.problem(list(tables)):
         echo(f"error: {problem}", err=True)
