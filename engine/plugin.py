@@ -78,6 +78,10 @@ class Plugin:
     needs: tuple[str, ...] = ()
     """Other plugins without which it is broken."""
     sections: tuple[Section, ...] = ()
+    backends: Entries = field(default_factory=dict)
+    """`backend.kind` -> its config class, a `BackendBase`."""
+    losses: Entries = field(default_factory=dict)
+    """`train.loss.kind` -> its config class, a `Loss`."""
     commands: Entries = field(default_factory=dict)
     """Command of the command line -> function with typer's annotations; `import NAME`: a command of the group `import`."""
     schemas: Entries = field(default_factory=dict)

@@ -9,7 +9,7 @@ declared here and not on the runtime class, because `engine validate` reads them
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,9 +23,9 @@ from engine.schemas.backend_servers import (
     changes_distribution,
     cuts_distribution,
 )
+from engine.schemas.open_union import OneOf
 
 __all__ = [
-    "BACKENDS",
     "AnthropicBackendSpec",
     "ApiBackendSpec",
     "BackendBase",
@@ -38,6 +38,7 @@ __all__ = [
     "ScriptedBackendSpec",
     "ServersSpec",
     "VLLMBackendSpec",
+    "backend_classes",
     "changes_distribution",
     "cuts_distribution",
     "kinds_that_train",
@@ -100,21 +101,26 @@ class ScriptedBackendSpec(BackendBase):
         return self.latency
 
 
-BackendSpec = Annotated[
-    LocalBackendSpec
-    | SGLangBackendSpec
-    | VLLMBackendSpec
-    | OpenAIBackendSpec
-    | AnthropicBackendSpec
-    | ScriptedBackendSpec,
-    Field(discriminator="kind"),
-]
+_KINDS: OneOf[BackendBase] = OneOf(
+    "backends",
+    (
+        LocalBackendSpec,
+        SGLangBackendSpec,
+        VLLMBackendSpec,
+        OpenAIBackendSpec,
+        AnthropicBackendSpec,
+        ScriptedBackendSpec,
+    ),
+)
+BackendSpec = Annotated[BackendBase, _KINDS]
 """A backend of any kind; the discriminator is `kind`."""
 
-BACKENDS: tuple[type[BackendBase], ...] = get_args(get_args(BackendSpec)[0])
-"""The config class of every kind."""
+
+def backend_classes() -> tuple[type[BackendBase], ...]:
+    """The config class of every kind, those of plugins after the core's."""
+    return _KINDS.members()
 
 
 def kinds_that_train() -> str:
     """The kinds of backends that take new weights, as text: `` `local` or `sglang` ``."""
-    return " or ".join(f"`{declared.kind_name()}`" for declared in BACKENDS if declared.trains)
+    return " or ".join(f"`{declared.kind_name()}`" for declared in backend_classes() if declared.trains)

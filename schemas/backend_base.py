@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from engine.schemas.base import Contract
 from engine.schemas.generation import SamplingParams
@@ -16,8 +16,11 @@ class BackendBase(Contract):
     """Base class of the config classes: the capabilities of a kind of backend, and the files and servers of one spec's backend.
 
     spec.backend.exact_ids                      # of this spec's backend
-    [kind.kind_name() for kind in BACKENDS if kind.trains]
+    [kind.kind_name() for kind in backend_classes() if kind.trains]
     """
+
+    if TYPE_CHECKING:
+        kind: str  # each kind has a literal of its own
 
     runtime: ClassVar[str]
     """`module:class` of the runtime class, an `engine.backends.base.Backend`."""

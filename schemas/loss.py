@@ -7,11 +7,12 @@ here because they need torch, and `engine validate` does not import it.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from engine.schemas.base import Contract
+from engine.schemas.open_union import OneOf
 
 Denominator = Literal["episode_tokens", "minibatch_tokens", "step_tokens", "constant_length", "episodes"]
 """What the sum of the token losses is divided by; `engine.train.loss_weights` has the formula of each."""
@@ -21,6 +22,9 @@ Clip = Annotated[float, Field(ge=0.0)]
 
 class Loss(Contract):
     """Base class of the losses."""
+
+    if TYPE_CHECKING:
+        kind: str  # each loss has a literal of its own
 
     formula: ClassVar[str]
     """`module:class` of the computation, a `engine.train.losses.base.PolicyLoss`."""
@@ -180,8 +184,9 @@ class CrossEntropyLoss(Loss):
     kind: Literal["cross_entropy"] = "cross_entropy"
 
 
-LossSpec = Annotated[
-    GrpoLoss | BnpoLoss | DrGrpoLoss | DapoLoss | GspoLoss | CispoLoss | SapoLoss | ReinforceLoss | PpoLoss,
-    Field(discriminator="kind"),
-]
+LOSSES: OneOf[Loss] = OneOf(
+    "losses",
+    (GrpoLoss, BnpoLoss, DrGrpoLoss, DapoLoss, GspoLoss, CispoLoss, SapoLoss, ReinforceLoss, PpoLoss),
+)
+LossSpec = Annotated[Loss, LOSSES]
 """The loss; `kind` selects it."""

@@ -19,6 +19,7 @@ from engine.schemas.descriptions import description_of
 from engine.schemas.entry import IsolationSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.machine import MachineSpec
+from engine.schemas.open_union import annotation_of
 from engine.schemas.sections import section_fields
 from engine.spec.text.places import bare, branches, fields_by_key, is_model, literals
 from engine.spec.text.problems import describe
@@ -81,9 +82,9 @@ def _sections() -> Iterator[str]:
         seen.add((place, model))
         yield _section(place, model)
         inner = [
-            (_place(place, key, info.annotation), member)
+            (_place(place, key, annotation_of(info)), member)
             for key, info in fields_by_key(model).items()
-            for member in _models(info.annotation)
+            for member in _models(annotation_of(info))
         ]
         waiting = inner + waiting
 
@@ -122,24 +123,24 @@ def _row(model: type[BaseModel], key: str, info: FieldInfo) -> str:
 
 
 def _doc(info: FieldInfo) -> str:
-    models = list(_models(info.annotation))
+    models = list(_models(annotation_of(info)))
     return " ".join((models[0].__doc__ or "").split()) if len(models) == 1 else ""
 
 
 def _type(info: FieldInfo) -> str:
     parts: list[str] = []
-    for member in branches(info.annotation):
+    for member in branches(annotation_of(info)):
         words = literals(member)
         parts.append(", ".join(f"`{word}`" for word in words) if words else describe(member))
     if any(
         "BeforeValidator" in str(item) and "parse_seconds" in str(item) for item in info.metadata
-    ) or Seconds in branches(info.annotation):
+    ) or Seconds in branches(annotation_of(info)):
         parts = ["a duration"]
-    if Bytes in branches(info.annotation):
+    if Bytes in branches(annotation_of(info)):
         parts = ["a size"]
-    if bare(info.annotation) is MachineSpec:
+    if bare(annotation_of(info)) is MachineSpec:
         parts = ["a mapping", "the name of a preset"]
-    if IsolationSpec in map(bare, branches(info.annotation)):
+    if IsolationSpec in map(bare, branches(annotation_of(info))):
         parts = ["a mapping", "`thread`, `process`"]
     text = " or ".join(dict.fromkeys(part for part in parts if part))
     bounds = [_bound(item) for item in info.metadata]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.schemas.backend import BACKENDS, BackendBase, LocalBackendSpec
+from engine.schemas.backend import BackendBase, LocalBackendSpec, backend_classes
 from engine.schemas.generation import SamplingParams
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
@@ -18,7 +18,7 @@ def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
         for name in backend.unsupported(sampling):
             kinds = [
                 kind.kind_name()
-                for kind in BACKENDS
+                for kind in backend_classes()
                 if name not in kind.unsupported_sampling and not isinstance(backend, kind)
             ]
             fix = f"remove it, or use {' or '.join(f'`kind: {kind}`' for kind in kinds)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.schemas.backend import BACKENDS
+from engine.schemas.backend import backend_classes
 from engine.tokens.experts import ExpertLayout, expert_layout
 from engine.validate.context import CheckContext
 from engine.validate.model_files import model_files
@@ -53,7 +53,7 @@ def expert_routing(ctx: CheckContext) -> Iterator[Finding]:
         f"the model chooses {layout.top_k} of {layout.experts} experts for each token, and near a tie sampler and trainer may choose "
         "different ones, so that their log-probs differ"
     )
-    kinds = " or ".join(f"`{each.kind_name()}`" for each in BACKENDS if each.reports_experts)
+    kinds = " or ".join(f"`{each.kind_name()}`" for each in backend_classes() if each.reports_experts)
     fix = (
         "set `backend.routed_experts: true`" if backend.reports_experts else f"use {kinds} with `routed_experts: true`"
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.errors import EngineError, RenderError, SpecError
 from engine.limits import UNBOUNDED
-from engine.schemas.backend import BACKENDS
+from engine.schemas.backend import backend_classes
 from engine.schemas.model import ModelSpec
 from engine.spec.tasks import rows_of, task_of
 from engine.spec.template import fill, texts_of
@@ -276,7 +276,9 @@ def images(ctx: CheckContext) -> Iterator[Finding]:
     kind = None if files is None else files.config.get("model_type")
     if not backend.takes_images:
         to = f" to the `{backend.kind_name()}` backend, which takes none"
-        kinds = [each.kind_name() for each in BACKENDS if each.takes_images and each.exact_ids and not each.scripted]
+        kinds = [
+            each.kind_name() for each in backend_classes() if each.takes_images and each.exact_ids and not each.scripted
+        ]
         fix = f"use {' or '.join(f'`kind: {kind}`' for kind in kinds)}, or leave the image out"
     elif files is None or files.sees is None or (files.sees and kind in (None, *FAMILIES)):
         return

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from engine.schemas.backend import BACKENDS, kinds_that_train
+from engine.schemas.backend import backend_classes, kinds_that_train
 from engine.schemas.train import TrainSpec
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known, short
@@ -221,7 +221,7 @@ def colocate(ctx: CheckContext) -> Iterator[Finding]:
             continue
         backend, path = ctx.spec.backend, ("train", "colocate")
         if not backend.releases_memory:
-            kinds = " or ".join(f"`{kind.kind_name()}`" for kind in BACKENDS if kind.releases_memory)
+            kinds = " or ".join(f"`{kind.kind_name()}`" for kind in backend_classes() if kind.releases_memory)
             message = f"the `{backend.kind}` backend has no servers that release memory"
             yield Finding(message, path, f"remove it, or use {kinds}")
         if getattr(backend, "router", False):

@@ -15,12 +15,12 @@ import yaml
 
 from engine.backends.base import Backend
 from engine.backends.registry import runtime_class
-from engine.schemas.backend import BACKENDS, BackendBase, kinds_that_train
+from engine.schemas.backend import BackendBase, backend_classes, kinds_that_train
 from engine.schemas.generation import SamplingParams
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 
-KINDS = pytest.mark.parametrize("declared", BACKENDS, ids=lambda declared: declared.kind_name())
+KINDS = pytest.mark.parametrize("declared", backend_classes(), ids=lambda declared: declared.kind_name())
 EXAMPLES: dict[str, str] = {
     "local": "{kind: local}",
     "sglang": '{kind: sglang, urls: ["http://127.0.0.1:30000"]}',
@@ -93,7 +93,9 @@ def test_validate_refuses_the_sampling_parameters_that_the_run_refuses(
 
 
 def test_every_unsupported_parameter_is_one_that_this_test_sets() -> None:
-    examples = [declared.model_validate(yaml.safe_load(EXAMPLES[declared.kind_name()])) for declared in BACKENDS]
+    examples = [
+        declared.model_validate(yaml.safe_load(EXAMPLES[declared.kind_name()])) for declared in backend_classes()
+    ]
     assert {name for backend in examples for name in backend.lacking} == set(VALUES)
 
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.schemas.loss import Denominator, Loss, LossSpec
+from engine.schemas.loss import LOSSES as OPEN
+from engine.schemas.loss import Denominator, Loss
 from engine.schemas.train import TrainSpec
 from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import PolicyLoss, loss_ratio, objective
 from engine.train.losses.base import implementation
 from engine.train.tokens import Tokens
 
-LOSSES: tuple[type[Loss], ...] = get_args(get_args(LossSpec)[0])
+LOSSES = OPEN.members()
 
 
 def tokens_of(ratios: list[float], rows: list[int]) -> Tokens:

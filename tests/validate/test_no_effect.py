@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from engine.schemas.loss import LossSpec
+from engine.schemas.loss import LOSSES
 from engine.schemas.tasks import TasksSpec
 from engine.spec.load import load_spec
 from engine.validate import check_spec
@@ -124,7 +124,7 @@ def test_an_option_of_train_without_effect_is_found(
 
 def test_every_key_that_acts_on_a_ratio_is_declared() -> None:
     """A key of a loss either acts with one update per batch (a length), or is in `ratio_keys`."""
-    for loss in LossSpec.__origin__.__args__:  # type: ignore[attr-defined]
+    for loss in LOSSES.members():
         assert set(loss.model_fields) - {"kind", "length"} == set(loss.ratio_keys), loss
 
 

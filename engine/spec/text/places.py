@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from engine.schemas.open_union import OneOf, annotation_of, open_union
 from engine.schemas.sections import section_fields
 from engine.spec.text.diagnostic import DataPath
 
@@ -44,7 +45,8 @@ def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def branches(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, None left out; anything else is its own single member."""
     if typing.get_origin(annotation) is typing.Annotated:
-        return branches(typing.get_args(annotation)[0])
+        opened = open_union(annotation)
+        return branches(typing.get_args(annotation)[0]) if opened is None else opened.members()
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return tuple(arg for arg in typing.get_args(annotation) if arg is not type(None))
     return (annotation,)
@@ -91,6 +93,8 @@ def discriminator_of(annotation: Any, info: FieldInfo | None) -> str | None:
         return info.discriminator
     if typing.get_origin(annotation) is typing.Annotated:
         for item in typing.get_args(annotation)[1:]:
+            if isinstance(item, OneOf):
+                return item.key
             if isinstance(item, FieldInfo) and isinstance(item.discriminator, str):
                 return item.discriminator
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):  # a union with tags, or None
@@ -118,7 +122,7 @@ def _step(spot: Spot, info: FieldInfo | None, segment: int | str) -> tuple[Spot,
     wanted = bare(spot.wanted)
     if is_model(wanted):
         field = fields_by_key(wanted).get(str(segment))
-        annotation = field.annotation if field else None
+        annotation = annotation_of(field) if field else None
         return Spot((*spot.path, segment), annotation, wanted, spot.branch), field
     origin, args = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is dict:
@@ -155,7 +159,7 @@ def _walk(model: type[BaseModel], path: tuple[str, ...], depth: int) -> Iterator
     for key, info in fields_by_key(model).items():
         if path:
             yield key, ".".join(path)
-        members = [bare(member) for member in branches(bare(info.annotation))]
+        members = [bare(member) for member in branches(bare(annotation_of(info)))]
         for member in members:
             if is_model(member) and depth < 3:
                 yield from _walk(member, (*path, key), depth + 1)

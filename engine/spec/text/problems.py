@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from engine.plugin import missing
 from engine.schemas.base import Bytes, Seconds
 from engine.schemas.descriptions import description_of
+from engine.schemas.open_union import open_union
 from engine.spec.text.diagnostic import DataPath, Diagnostic, show_path
 from engine.spec.text.near import nearest_name, short
 from engine.spec.text.places import (
@@ -180,7 +181,9 @@ def _tag(model: type[BaseModel], fault: _Fault, document: Document) -> Diagnosti
     place = (*path, key)
     value = str(fault.context["tag"])
     message = f"`{show_path(place)}` must be one of {listed}; it is {_show(_value(document, place))}"
-    return Diagnostic("spec.bad-value", "error", message, _nearest(value, tags), document.origin(place), place)
+    opened = open_union(fault.spot.wanted)
+    fix = (missing(opened.point, value) if opened else None) or _nearest(value, tags)
+    return Diagnostic("spec.bad-value", "error", message, fix, document.origin(place), place)
 
 
 def _value_error(fault: _Fault, document: Document) -> Diagnostic:

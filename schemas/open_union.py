@@ -1,0 +1,62 @@
+"""Unions whose members plugins add."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, get_args, get_origin
+
+from pydantic import Field, GetCoreSchemaHandler
+from pydantic.fields import FieldInfo
+
+from engine import plugin
+
+if TYPE_CHECKING:
+    from pydantic_core import CoreSchema
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True)
+class OneOf(Generic[M]):
+    """Metadata of an annotation: one of the core's classes, or of those that plugins add to `point`.
+
+    BackendSpec = Annotated[BackendBase, OneOf("backends", CORE)]
+
+    Pydantic gets its own tagged union of all classes, built when it is first used. So a class of a plugin may import the module
+    in which the union is written.
+    """
+
+    point: str
+    core: tuple[type[M], ...]
+    key: str = "kind"
+    """The key that decides."""
+
+    def members(self) -> tuple[type[M], ...]:
+        """The classes. Imports those of plugins; one that cannot be imported takes its plugin out."""
+        names = [str(tag) for member in self.core for tag in _tags(member, self.key)]
+        return (*self.core, *plugin.loaded(self.point, names).values())
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(Annotated[reduce(or_, self.members()), Field(discriminator=self.key)])
+
+
+def _tags(member: Any, key: str) -> Iterator[Any]:
+    """The values of a class's key."""
+    yield from get_args(member.model_fields[key].annotation)
+
+
+def open_union(annotation: Any) -> OneOf[Any] | None:
+    """The open union that an annotation is, or None in addition; None if it is none."""
+    if get_origin(annotation) is Annotated:
+        return next((mark for mark in get_args(annotation)[1:] if isinstance(mark, OneOf)), None)
+    others = [member for member in get_args(annotation) if member is not type(None)]
+    return open_union(others[0]) if len(others) == 1 and len(get_args(annotation)) == 2 else None
+
+
+def annotation_of(info: FieldInfo) -> Any:
+    """A field's annotation, with the mark of an open union, which Pydantic keeps apart."""
+    mark = next((mark for mark in info.metadata if isinstance(mark, OneOf)), None)
+    return info.annotation if mark is None else Annotated[info.annotation, mark]
