@@ -168,7 +168,7 @@ class SGLangBackendSpec(ServersSpec):
 class VLLMBackendSpec(ServersSpec):
     """vLLM servers, over their completions API with token ids: those of `urls`, or those that the run starts (`launch`)."""
 
-    runtime: ClassVar[str] = "engine.backends.vllm.client:VLLMBackend"
+    runtime: ClassVar[str] = "engine.plugins.vllm.client:VLLMBackend"
     reports_versions: ClassVar[bool] = False
     takes_images: ClassVar[bool] = False
     unsupported_sampling: ClassVar[tuple[str, ...]] = ("stop_regex", "custom_params")

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from vllm_server import EOS, VOCAB, Fault, VLLMServer, log_softmax, reply
 
 from engine.backends.servers.request import Outgoing
-from engine.backends.vllm.client import VLLMBackend
-from engine.backends.vllm.launching import launched_servers
-from engine.backends.vllm.request_body import Encoder
 from engine.errors import BackendError, ContextOverflow, OutageError
+from engine.plugins.vllm.client import VLLMBackend
+from engine.plugins.vllm.launching import launched_servers
+from engine.plugins.vllm.request_body import Encoder
 from engine.schemas.backend import LaunchSpec, VLLMBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, ImagePart, SamplingParams
 from engine.tokens.format import ChatFormat

@@ -13,8 +13,8 @@ from command_line import engine_apart
 from generate_requests import generate_request
 from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
-from engine.backends.vllm.client import VLLMBackend
 from engine.errors import BackendError
+from engine.plugins.vllm.client import VLLMBackend
 from engine.schemas.backend import LocalBackendSpec, VLLMBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec

@@ -13,11 +13,11 @@ from engine.backends.servers.attempts import OwnWeights
 from engine.backends.servers.backend import ServersBackend, servers_of
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.server import Server
-from engine.backends.vllm.checks import PATH, check_model_path, check_server, check_servers
-from engine.backends.vllm.launching import launched_servers
-from engine.backends.vllm.reply_body import decode
-from engine.backends.vllm.request_body import Encoder
 from engine.errors import BackendError
+from engine.plugins.vllm.checks import PATH, check_model_path, check_server, check_servers
+from engine.plugins.vllm.launching import launched_servers
+from engine.plugins.vllm.reply_body import decode
+from engine.plugins.vllm.request_body import Encoder
 from engine.schemas.backend import VLLMBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 

@@ -21,9 +21,9 @@ from engine.backends.servers.asking import ask, check_each, check_stop_ids, chec
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.reply import ReplyError
 from engine.backends.servers.server import Server
-from engine.backends.vllm.reply_body import decode
-from engine.backends.vllm.request_body import Encoder
 from engine.errors import BackendError, OutageError
+from engine.plugins.vllm.reply_body import decode
+from engine.plugins.vllm.request_body import Encoder
 from engine.schemas.backend import changes_distribution, cuts_distribution
 from engine.schemas.generation import GenerateRequest, SamplingParams
 
