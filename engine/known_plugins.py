@@ -22,4 +22,5 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "traces": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("traces",)},
     "view": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("view",)},
+    "vllm": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "backends": ("vllm",)},
 }

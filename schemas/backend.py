@@ -19,7 +19,6 @@ from engine.schemas.backend_servers import (
     LaunchSpec,
     ServersSpec,
     SGLangBackendSpec,
-    VLLMBackendSpec,
     changes_distribution,
     cuts_distribution,
 )
@@ -37,7 +36,6 @@ __all__ = [
     "SGLangBackendSpec",
     "ScriptedBackendSpec",
     "ServersSpec",
-    "VLLMBackendSpec",
     "backend_classes",
     "changes_distribution",
     "cuts_distribution",
@@ -106,7 +104,6 @@ _KINDS: OneOf[BackendBase] = OneOf(
     (
         LocalBackendSpec,
         SGLangBackendSpec,
-        VLLMBackendSpec,
         OpenAIBackendSpec,
         AnthropicBackendSpec,
         ScriptedBackendSpec,

@@ -48,7 +48,6 @@ WORDS: dict[str, dict[str, str]] = {
     "ImagePart": {"type": "An image, by reference."},
     "LocalBackendSpec": {"kind": "transformers in this process."},
     "SGLangBackendSpec": {"kind": "SGLang servers, over their native HTTP API."},
-    "VLLMBackendSpec": {"kind": "vLLM servers, over their completions API with token ids."},
     "ScriptedBackendSpec": {"kind": "Replies from a file, without a model."},
     "OpenAIBackendSpec": {
         "kind": "Any OpenAI-compatible chat endpoint; its rows do not train.",

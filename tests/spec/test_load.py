@@ -118,12 +118,12 @@ user: x.y:Z
     [
         (
             "backend: {kind: sglng, urls: [a]}",
-            "s.yaml:5:17: error[spec.bad-value] `backend.kind` must be one of local, sglang, vllm, openai, anthropic, scripted; it is `sglng`; "
+            "s.yaml:5:17: error[spec.bad-value] `backend.kind` must be one of local, sglang, openai, anthropic, scripted, vllm; it is `sglng`; "
             "did you mean `sglang`?",
         ),
         (
             "backend: {device: cpu}",
-            "s.yaml:5:1: error[spec.missing-key] `backend` needs `kind`; add `kind: …`, one of local, sglang, vllm, openai, anthropic, scripted",
+            "s.yaml:5:1: error[spec.missing-key] `backend` needs `kind`; add `kind: …`, one of local, sglang, openai, anthropic, scripted, vllm",
         ),
         ("backend: local", "s.yaml:5:10: error[spec.wrong-type] `backend` must be a mapping; it is `local`"),
         (

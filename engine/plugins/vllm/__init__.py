@@ -1,8 +1,17 @@
 """vLLM servers over `/v1/completions`, with token ids in both directions.
 
+spec.py          the section `backend`
 client.py        the backend
 request_body.py  the body of a request
 reply_body.py    the body of its reply, checked to the token
 checks.py        checks of the servers before the first episode, among them which log-probs they report
 launching.py     the commands that start servers
 """
+
+from engine.plugin import Plugin
+
+PLUGIN = Plugin(
+    name="vllm",
+    about="vLLM servers as the backend of a policy",
+    backends={"vllm": "engine.plugins.vllm.spec:VLLMBackendSpec"},
+)

@@ -28,7 +28,7 @@ from engine.schemas.backend import changes_distribution, cuts_distribution
 from engine.schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from engine.schemas.backend import VLLMBackendSpec
+    from engine.plugins.vllm.spec import VLLMBackendSpec
     from engine.tokens.format import ChatFormat
 
 log = structlog.get_logger(__name__)

@@ -18,7 +18,7 @@ from engine.plugins.vllm.checks import PATH, check_model_path, check_server, che
 from engine.plugins.vllm.launching import launched_servers
 from engine.plugins.vllm.reply_body import decode
 from engine.plugins.vllm.request_body import Encoder
-from engine.schemas.backend import VLLMBackendSpec
+from engine.plugins.vllm.spec import VLLMBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from engine.errors import BackendError, ContextOverflow, OutageError
 from engine.plugins.vllm.client import VLLMBackend
 from engine.plugins.vllm.launching import launched_servers
 from engine.plugins.vllm.request_body import Encoder
-from engine.schemas.backend import LaunchSpec, VLLMBackendSpec
+from engine.plugins.vllm.spec import VLLMBackendSpec
+from engine.schemas.backend import LaunchSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, ImagePart, SamplingParams
 from engine.tokens.format import ChatFormat
 

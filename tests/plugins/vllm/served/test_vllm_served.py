@@ -15,7 +15,8 @@ from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.errors import BackendError
 from engine.plugins.vllm.client import VLLMBackend
-from engine.schemas.backend import LocalBackendSpec, VLLMBackendSpec
+from engine.plugins.vllm.spec import VLLMBackendSpec
+from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
@@ -25,7 +26,7 @@ from engine.tokens.loading import load_format
 from engine.train.policy import Policy
 from engine.train.verify import recompute
 
-HERE = Path(__file__).parent
+TRAIN = Path(__file__).parents[3] / "train"
 TEMPERATURE = 0.7
 
 
@@ -48,7 +49,7 @@ def write_spec(folder: Path, model: Path, backend: dict[str, Any], **changes: An
 
 def run(spec: Path, out: Path) -> tuple[Path, str]:
     """Run a spec by the command. Returns the run's folder and what the command printed."""
-    done = engine_apart("run", spec, "--out", out, modules=[HERE.parent / "train"])
+    done = engine_apart("run", spec, "--out", out, modules=[TRAIN])
     (folder,) = out.iterdir()
     return folder, " ".join((done.stdout + done.stderr).split())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "vllm_cpu.sh"
+SCRIPT = Path(__file__).parents[4] / "scripts" / "vllm_cpu.sh"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
