@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from spec_files import GOOD, errors, load, write
