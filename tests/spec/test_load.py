@@ -15,6 +15,7 @@ from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.limits import LimitsSpec
 from engine.spec.load import load_document, load_spec, read_spec
 from engine.spec.text.diagnostic import Origin
+from examples import examples
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 
