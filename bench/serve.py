@@ -38,7 +38,7 @@ with GroupClient(sys.argv[1], "bench") as client:
 async def in_process(loaded: Any, folder: Path, groups: int, samples: int) -> tuple[float, float]:
     """(Wall seconds, CPU seconds of this process) of all groups."""
     from engine.backends.registry import open_backend
-    from engine.integrations.trainers.rollouts import TrainerRollouts
+    from engine.plugins.trainers.rollouts import TrainerRollouts
 
     rollouts = TrainerRollouts(loaded, folder, "trl", keep_going=True)
     await rollouts.start(open_backend(loaded, rollouts.format))

@@ -15,7 +15,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 from trl import GRPOConfig
 
-from engine.integrations.trainers.trl import EngineGRPOTrainer, EngineRollouts, grpo_arguments
+from engine.plugins.trainers.trl import EngineGRPOTrainer, EngineRollouts, grpo_arguments
 from engine.spec.load import load_spec
 
 SHOWN = (

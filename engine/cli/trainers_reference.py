@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from engine.integrations.trainers.capabilities import THINGS, TRAINERS
-from engine.integrations.trainers.evidence import CELLS, EVIDENCE, INSTALLED, PARTS, RESOLVED
+from engine.plugins.trainers.capabilities import THINGS, TRAINERS
+from engine.plugins.trainers.evidence import CELLS, EVIDENCE, INSTALLED, PARTS, RESOLVED
 
 _HEAD = """# Other trainers
 
@@ -15,7 +15,7 @@ the weights. What it does not carry is an error ([trainer.refused](rules/trainer
 history makes several rows of one episode.
 
 The table was read in each trainer's source in the version that is named. *ran*: the hand-over of the advantages by token was also executed, on a
-CPU, with that version. Adapters of the engine are in `engine.integrations.trainers`; the section of a trainer names its adapter, if there is one. Where there is none,
+CPU, with that version. Adapters of the engine are in `engine.plugins.trainers`; the section of a trainer names its adapter, if there is one. Where there is none,
 [data sets](exports.md) for TRL and verl hold messages, and `engine train` carries all of it. The adapters for TRL, verl, SkyRL and AReaL override methods of these
 trainers. At their import they compare names and parameters of these methods with those of the version in the table: a difference is an error that names both versions, another version
 without a difference is a warning.

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from engine.integrations.trainers.handover import Sums
-from engine.integrations.trainers.rollouts import first_of
+from engine.plugins.trainers.handover import Sums
+from engine.plugins.trainers.rollouts import first_of
 from engine.runner.run import Runner
 from engine.schemas.generation import SamplingParams
 from engine.schemas.train import TrainSpec

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from engine.errors import BackendError, EngineError, StoreError, TrainError
-from engine.integrations.trainers.check import TrainerError, check_trainer, read_trainer
-from engine.integrations.trainers.rollouts import first_of
+from engine.plugins.trainers.check import TrainerError, check_trainer, read_trainer
+from engine.plugins.trainers.rollouts import first_of
 from engine.schemas.train import TrainSpec
 from engine.serve.group_runs import GroupRuns, ReadyGroup, overridden
 from engine.serve.http import Answer, Call, JsonService, ServiceError, Stream

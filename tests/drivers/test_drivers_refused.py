@@ -11,7 +11,7 @@ from written_specs import save_spec, scripted_spec
 from engine.backends.registry import open_backend
 from engine.drivers.leases import Leases
 from engine.errors import EngineError, SpecError
-from engine.integrations.trainers.rollouts import TrainerRollouts
+from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.runner.fork import fork
 from engine.runner.run import Runner
 from engine.spec.load import load_spec

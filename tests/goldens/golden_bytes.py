@@ -199,13 +199,13 @@ def adapters(folder: Path) -> list[Record]:
     """What the adapters for other trainers make of one group: an episode with three rows, one with one, and one that failed."""
     from slime_kit import Sample
 
-    from engine.integrations.trainers.areal.handover import trajectory as areal
-    from engine.integrations.trainers.handover import Sums, one_row_each
-    from engine.integrations.trainers.rollouts import TrainerRollouts
-    from engine.integrations.trainers.skyrl.handover import generator_output
-    from engine.integrations.trainers.slime.handover import convert
-    from engine.integrations.trainers.slime.samples import samples_of
-    from engine.integrations.trainers.verl.rows import group_rows
+    from engine.plugins.trainers.areal.handover import trajectory as areal
+    from engine.plugins.trainers.handover import Sums, one_row_each
+    from engine.plugins.trainers.rollouts import TrainerRollouts
+    from engine.plugins.trainers.skyrl.handover import generator_output
+    from engine.plugins.trainers.slime.handover import convert
+    from engine.plugins.trainers.slime.samples import samples_of
+    from engine.plugins.trainers.verl.rows import group_rows
 
     spec = written_spec("adapters", folder)
     rollouts = TrainerRollouts(spec, folder / "out", "verl")
@@ -240,13 +240,13 @@ def adapters_images(folder: Path) -> list[Record]:
     """What each adapter makes of the rows with images of a group. A record has the type, shape and SHA-256 of each tensor."""
     from slime_kit import Sample
 
-    from engine.integrations.trainers.areal.handover import trajectory as areal
-    from engine.integrations.trainers.handover import HandedRow, Sums
-    from engine.integrations.trainers.rollouts import TrainerRollouts
-    from engine.integrations.trainers.skyrl.handover import generator_output
-    from engine.integrations.trainers.slime.handover import convert
-    from engine.integrations.trainers.slime.samples import samples_of
-    from engine.integrations.trainers.verl.rows import group_rows
+    from engine.plugins.trainers.areal.handover import trajectory as areal
+    from engine.plugins.trainers.handover import HandedRow, Sums
+    from engine.plugins.trainers.rollouts import TrainerRollouts
+    from engine.plugins.trainers.skyrl.handover import generator_output
+    from engine.plugins.trainers.slime.handover import convert
+    from engine.plugins.trainers.slime.samples import samples_of
+    from engine.plugins.trainers.verl.rows import group_rows
 
     spec = written_spec("adapters-images", folder)
     rollouts = TrainerRollouts(spec, folder / "out", "verl")

@@ -93,7 +93,7 @@ def write_spec(
 
 def rows_and_vision(store: Path, folder: Path) -> tuple[list[Row], Any]:
     """The trainable rows of a run store, and the model's image processing with their images in its bank."""
-    from engine.integrations.trainers.handover import images_of
+    from engine.plugins.trainers.handover import images_of
     from engine.schemas.model import ModelSpec
     from engine.store.export import export_rows
     from engine.store.store import RunStore
@@ -132,7 +132,7 @@ def own_logprobs(folder: Path, row: Row, vision: Any) -> np.ndarray:
 
 def own_checksums(row: Row, vision: Any) -> list[int]:
     """`checksum` of each image of a row by the model's own processor."""
-    from engine.integrations.trainers.handover import images_of
-    from engine.integrations.trainers.pixels import checksums_of
+    from engine.plugins.trainers.handover import images_of
+    from engine.plugins.trainers.pixels import checksums_of
 
     return checksums_of(vision.tensors([images_of(row)]))

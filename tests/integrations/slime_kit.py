@@ -25,8 +25,8 @@ import yaml
 from PIL import Image
 from sglang_cluster import OUTPUT, Call, FakeSGLang
 
-from engine.integrations.trainers.slime import advantages, convert, generate, generate_rollout
-from engine.integrations.trainers.slime.samples import origin_of
+from engine.plugins.trainers.slime import advantages, convert, generate, generate_rollout
+from engine.plugins.trainers.slime.samples import origin_of
 from engine.schemas.environment import EpisodeView, UserTurn
 from engine.schemas.model import ModelSpec
 from engine.schemas.reward import RewardEvent
@@ -35,7 +35,7 @@ from engine.store.export import export_rows
 from engine.tokens.loading import load_format
 
 __all__ = ["advantages", "convert", "generate", "generate_rollout"]
-PACKAGE = "engine.integrations.trainers.slime"
+PACKAGE = "engine.plugins.trainers.slime"
 
 
 class Rising:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import TrainError
-from engine.integrations.trainers.process_folder import ProcessFolder
-from engine.integrations.trainers.rollouts import PROCESSES, TrainerRollouts
+from engine.plugins.trainers.process_folder import ProcessFolder
+from engine.plugins.trainers.rollouts import PROCESSES, TrainerRollouts
 
 
 def test_a_folder_that_another_thread_left_is_taken_again(tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ import torch
 import vision_kit
 
 from engine.errors import BackendError, TrainError
-from engine.integrations.trainers import areal, skyrl
-from engine.integrations.trainers.areal.sampler import ArealBackend
-from engine.integrations.trainers.areal.workflow import refuse_blind
-from engine.integrations.trainers.handover import HandedRow, Sums
-from engine.integrations.trainers.pixels import Pixels
-from engine.integrations.trainers.skyrl.sampler import SkyRLBackend
+from engine.plugins.trainers import areal, skyrl
+from engine.plugins.trainers.areal.sampler import ArealBackend
+from engine.plugins.trainers.areal.workflow import refuse_blind
+from engine.plugins.trainers.handover import HandedRow, Sums
+from engine.plugins.trainers.pixels import Pixels
+from engine.plugins.trainers.skyrl.sampler import SkyRLBackend
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart
@@ -157,7 +157,7 @@ def test_the_estimator_returns_the_rewards_by_token() -> None:
 @pytest.mark.slow
 def test_the_adapters_import_no_trainer() -> None:
     code = (
-        "import sys; import engine.integrations.trainers.skyrl, engine.integrations.trainers.areal; "
+        "import sys; import engine.plugins.trainers.skyrl, engine.plugins.trainers.areal; "
         "sys.exit(bool({'skyrl', 'areal'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

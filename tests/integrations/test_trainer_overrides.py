@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engine.errors import TrainError
-from engine.integrations.trainers import library
-from engine.integrations.trainers.library import check_overrides
+from engine.plugins.trainers import library
+from engine.plugins.trainers.library import check_overrides
 
 
 class Base:
@@ -94,7 +94,7 @@ def test_another_trl_is_refused_at_import(
     change: Callable[[Any, pytest.MonkeyPatch], None], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trl = pytest.importorskip("trl")
-    from engine.integrations.trainers.trl.grpo import trainer_class
+    from engine.plugins.trainers.trl.grpo import trainer_class
 
     trainer_class()
     trainer_class.cache_clear()

@@ -14,8 +14,8 @@ import torch
 import vision_kit
 
 from engine.errors import TrainError
-from engine.integrations.trainers.handover import HandedRow, Sums
-from engine.integrations.trainers.pixels import Pixels, checksums_of, row_sum
+from engine.plugins.trainers.handover import HandedRow, Sums
+from engine.plugins.trainers.pixels import Pixels, checksums_of, row_sum
 from engine.schemas.model import ModelSpec
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format

@@ -13,9 +13,9 @@ from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.backends.registry import open_backend
 from engine.errors import TrainError
-from engine.integrations.trainers.handover import HandedRow, Sums
-from engine.integrations.trainers.loop import LoopThread
-from engine.integrations.trainers.rollouts import TrainerRollouts, first_of
+from engine.plugins.trainers.handover import HandedRow, Sums
+from engine.plugins.trainers.loop import LoopThread
+from engine.plugins.trainers.rollouts import TrainerRollouts, first_of
 
 
 def spec_of(folder: Path, model: Path) -> Path:

@@ -14,12 +14,12 @@ from scripted_sampler import ScriptedSampler
 from trainer_kit import FORGETFUL, write_spec
 
 from engine.errors import BackendError, TrainError
-from engine.integrations.trainers import skyrl
-from engine.integrations.trainers.handover import HandedRow
-from engine.integrations.trainers.rollouts import TrainerRollouts
-from engine.integrations.trainers.skyrl.experiment import EngineExperiment, TaskPrompts
-from engine.integrations.trainers.skyrl.generator import EngineEpisodes
-from engine.integrations.trainers.skyrl.sampler import SkyRLBackend
+from engine.plugins.trainers import skyrl
+from engine.plugins.trainers.handover import HandedRow
+from engine.plugins.trainers.rollouts import TrainerRollouts
+from engine.plugins.trainers.skyrl.experiment import EngineExperiment, TaskPrompts
+from engine.plugins.trainers.skyrl.generator import EngineEpisodes
+from engine.plugins.trainers.skyrl.sampler import SkyRLBackend
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.tokens.experts import ExpertLayout
@@ -209,8 +209,8 @@ def test_an_unknown_name_is_an_error() -> None:
 def test_fewer_tasks_than_a_batch_are_refused(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.integrations.trainers.skyrl.experiment.register_estimator", lambda: None)
-    monkeypatch.setattr("engine.integrations.trainers.skyrl.experiment.refuse_settings", lambda cfg, loaded: None)
+    monkeypatch.setattr("engine.plugins.trainers.skyrl.experiment.register_estimator", lambda: None)
+    monkeypatch.setattr("engine.plugins.trainers.skyrl.experiment.refuse_settings", lambda cfg, loaded: None)
     cfg = SimpleNamespace(trainer=SimpleNamespace(train_batch_size=6))
     with pytest.raises(TrainError, match=r"train_batch_size is 6, and .* has 5 tasks"):
         EngineExperiment(cfg, write_spec(tmp_path, tiny_model_dir), tmp_path / "out")

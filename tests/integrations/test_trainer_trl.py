@@ -19,9 +19,9 @@ from vision_code import MACHINE
 from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.errors import TrainError
-from engine.integrations.trainers.handover import HandedRow, Sums
-from engine.integrations.trainers.trl import EngineRollouts, grpo_arguments
-from engine.integrations.trainers.trl.handover import check_batches
+from engine.plugins.trainers.handover import HandedRow, Sums
+from engine.plugins.trainers.trl import EngineRollouts, grpo_arguments
+from engine.plugins.trainers.trl.handover import check_batches
 from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.export import export_rows
@@ -82,7 +82,7 @@ def configured(rollouts: EngineRollouts, **changes: Any) -> Any:
 
 def trainer_of(rollouts: EngineRollouts, **changes: Any) -> Any:
     pytest.importorskip("trl")
-    from engine.integrations.trainers.trl import EngineGRPOTrainer
+    from engine.plugins.trainers.trl import EngineGRPOTrainer
 
     return EngineGRPOTrainer(rollouts, configured(rollouts, **changes))
 
@@ -180,7 +180,7 @@ def test_what_is_lost_on_the_way_stops_the_training(lose: Callable[[dict[str, An
 @pytest.mark.slow
 @pytest.mark.trainers
 def test_trl_is_imported_only_for_its_trainer() -> None:
-    code = "import sys; import engine.integrations.trainers.trl; sys.exit('trl' in sys.modules)"
+    code = "import sys; import engine.plugins.trainers.trl; sys.exit('trl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

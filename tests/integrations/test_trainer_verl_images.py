@@ -20,8 +20,8 @@ from verl_gallery import spec_of
 from verl_python import call_verl, run_verl
 
 from engine.backends.sglang.images import sample_prompt
-from engine.integrations.trainers.pixels import Pixels
-from engine.integrations.trainers.verl.sampler import VerlBackend
+from engine.plugins.trainers.pixels import Pixels
+from engine.plugins.trainers.verl.sampler import VerlBackend
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart
@@ -36,7 +36,7 @@ from engine.train.packing import pack_rows
 from engine.train.policy import Policy
 
 SCRIPT = Path(__file__).parents[1] / "kit" / "verl_images.py"
-MODULES = "verl_on_cpu,engine.integrations.trainers.verl.trainer"
+MODULES = "verl_on_cpu,engine.plugins.trainers.verl.trainer"
 FORGETFUL = """\
 {%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.role == 'assistant' and not loop.last %}{{- 'Said.' }}
@@ -46,7 +46,7 @@ FORGETFUL = """\
 {%- endfor %}{% endif %}{{- '<|im_end|>\\n' }}
 {%- endfor %}{% if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 """Rewrites history, so that each turn is a row of its own."""
-LOOP = "engine.integrations.trainers.verl.agent_loop.EngineAgentLoop"
+LOOP = "engine.plugins.trainers.verl.agent_loop.EngineAgentLoop"
 RAY = pytest.mark.timeout(1200)
 """Starting verl and Ray's processes takes half a minute on quiet cores, and minutes on busy ones."""
 
@@ -222,7 +222,7 @@ import json, torch, verl
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from engine.errors import TrainError
-from engine.integrations.trainers.verl import fixes
+from engine.plugins.trainers.verl import fixes
 
 def batch(sizes):
     rows = [torch.arange(4 * size).view(4, size) + 100 * place for place, size in enumerate(sizes)]
@@ -262,7 +262,7 @@ def test_rows_of_one_length_are_repaired_and_a_process_without_the_repair_is_tol
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "")
     said, before, after = json.loads(call_verl("-c", SNIPPET).splitlines()[-1])
     assert said.startswith("rows with images need a repair of verl in each of its processes")
-    assert "export VERL_USE_EXTERNAL_MODULES=engine.integrations.trainers.verl.trainer" in said
+    assert "export VERL_USE_EXTERNAL_MODULES=engine.plugins.trainers.verl.trainer" in said
     assert before == [True, False, False, True, False, False, False, True, False, False]
     assert all(after)
 

@@ -20,8 +20,8 @@ from verl_python import config_of, run_verl
 from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.errors import TrainError
-from engine.integrations.trainers.verl.agent_loop import _OPEN, EngineAgentLoop, LoopEpisodes
-from engine.integrations.trainers.verl.tasks import write_tasks
+from engine.plugins.trainers.verl.agent_loop import _OPEN, EngineAgentLoop, LoopEpisodes
+from engine.plugins.trainers.verl.tasks import write_tasks
 from engine.store import RunStore
 from engine.store.export import export_rows
 
@@ -254,7 +254,7 @@ def case(path: Path, manager: str, workers: int, *changes: str) -> dict[str, Any
     folder = path.parent
     loop = {
         "name": "engine",
-        "_target_": "engine.integrations.trainers.verl.agent_loop.EngineAgentLoop",
+        "_target_": "engine.plugins.trainers.verl.agent_loop.EngineAgentLoop",
         "spec": str(path),
         "folder": str(folder / "out"),
     }

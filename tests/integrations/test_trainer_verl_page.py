@@ -17,10 +17,10 @@ import yaml
 from shipped_tokenizers import unpack
 from verl_python import call_verl, run_verl
 
-from engine.integrations.trainers.check import check_trainer
-from engine.integrations.trainers.verl import settings
-from engine.integrations.trainers.verl.agent_loop import EngineAgentLoop
-from engine.integrations.trainers.verl.tasks import write_tasks
+from engine.plugins.trainers.check import check_trainer
+from engine.plugins.trainers.verl import settings
+from engine.plugins.trainers.verl.agent_loop import EngineAgentLoop
+from engine.plugins.trainers.verl.tasks import write_tasks
 from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.export import export_rows

@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl_page import Solver
 
-from engine.integrations.trainers.verl.trainer import EnginePPOTrainer
+from engine.plugins.trainers.verl.trainer import EnginePPOTrainer
 
 
 class Failing(Solver):

@@ -72,7 +72,7 @@ class Run:
     def manager(self) -> Any:
         """The agent loop manager: the engine's or verl's own."""
         if self.config.trainer.v1.trainer_mode == "engine":
-            from engine.integrations.trainers.verl.manager import EngineManager
+            from engine.plugins.trainers.verl.manager import EngineManager
 
             return EngineManager.create(self.config, self._servers)
         from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
@@ -85,7 +85,7 @@ class Run:
         from tensordict import NonTensorData, NonTensorStack, TensorDict
         from transfer_queue import KVBatchMeta
 
-        from engine.integrations.trainers.verl.tasks import write_tasks
+        from engine.plugins.trainers.verl.tasks import write_tasks
 
         write_tasks(self.spec, self.folder / "tasks.parquet")
         rows = pq.read_table(self.folder / "tasks.parquet").to_pylist()

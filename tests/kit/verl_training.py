@@ -69,7 +69,7 @@ def composed(words: list[str]) -> Any:
 def refusal(spec: str, folder: str, *changes: str) -> None:
     """Print what the manager refuses, or nothing."""
     from engine.errors import EngineError
-    from engine.integrations.trainers.verl.manager import EngineManager
+    from engine.plugins.trainers.verl.manager import EngineManager
 
     message = ""
     try:
@@ -84,7 +84,7 @@ def prompts(spec: str, folder: str) -> None:
     from tensordict import NonTensorData, NonTensorStack, TensorDict
 
     from engine.errors import EngineError
-    from engine.integrations.trainers.verl.manager import EngineManager
+    from engine.plugins.trainers.verl.manager import EngineManager
 
     manager = EngineManager(configured(spec, folder), Client())
     said = {}
@@ -110,7 +110,7 @@ def step(spec: str, folder: str, data: str) -> None:
     """Run one batch: the groups, the rows in the queue, the advantages; then once more with a row that was lost."""
     import pyarrow.parquet as pq
 
-    from engine.integrations.trainers.verl.tasks import write_tasks
+    from engine.plugins.trainers.verl.tasks import write_tasks
 
     write_tasks(spec, data)
     run_batch(configured(spec, folder), Client(), pq.read_table(data).to_pylist())
@@ -132,14 +132,14 @@ def run_batch(config: Any, client: Any, rows: list[dict[str, Any]]) -> None:
     from verl.trainer.ppo.v1 import get_trainer_cls
     from verl.utils.import_utils import load_class_from_fqn
 
-    import engine.integrations.trainers.verl.trainer as registered
+    import engine.plugins.trainers.verl.trainer as registered
     from engine.errors import TrainError
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     tq.init(config.transfer_queue)
     count = len(rows)
     named = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
-    manager_class = load_class_from_fqn(named or "engine.integrations.trainers.verl.manager.EngineManager")
+    manager_class = load_class_from_fqn(named or "engine.plugins.trainers.verl.manager.EngineManager")
     manager = manager_class.create(
         config=config, llm_client=client, teacher_client=None, reward_loop_worker_handles=None
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.integrations.trainers.check import check_trainer
+from engine.plugins.trainers.check import check_trainer
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 

@@ -15,7 +15,7 @@ from rule_examples import BAD, WHOLE, findings, page, write
 from slow_cases import slow_but_each
 
 from engine.cli.validate.examine import FAILED, STOPPED, Options, examine
-from engine.integrations.trainers.check import APPROXIMATED, REFUSED, UNKNOWN
+from engine.plugins.trainers.check import APPROXIMATED, REFUSED, UNKNOWN
 from engine.validate import all_rules
 from engine.validate.check import BROKEN, MORE, UNFINISHED
 from engine.validate.pages import Page, page_ids

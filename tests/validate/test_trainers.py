@@ -11,10 +11,10 @@ from written_specs import save_spec
 
 from engine.cli.commands.schema import generated
 from engine.errors import TrainError
-from engine.integrations.trainers.capabilities import THINGS, TRAINERS
-from engine.integrations.trainers.check import check_trainer, uses
-from engine.integrations.trainers.evidence import CELLS, EVIDENCE, INSTALLED, PARTS
-from engine.integrations.trainers.rollouts import refuse_lost
+from engine.plugins.trainers.capabilities import THINGS, TRAINERS
+from engine.plugins.trainers.check import check_trainer, uses
+from engine.plugins.trainers.evidence import CELLS, EVIDENCE, INSTALLED, PARTS
+from engine.plugins.trainers.rollouts import refuse_lost
 from engine.spec.load import load_spec
 
 ROOT = Path(__file__).parents[2]

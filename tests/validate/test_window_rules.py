@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from engine.errors import SpecError, TrainError
-from engine.integrations.trainers.check import check_trainer
-from engine.integrations.trainers.rollouts import TrainerRollouts
+from engine.plugins.trainers.check import check_trainer
+from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.spec.load import LoadedSpec, load_spec
 from engine.validate import check_spec
 

@@ -119,7 +119,7 @@ def validate(
         most = read_budget(budget or ())
     except BudgetError as error:
         raise typer.BadParameter(str(error), param_hint="--budget") from error
-    from engine.integrations.trainers.check import TrainerError, read_trainer
+    from engine.plugins.trainers.check import TrainerError, read_trainer
 
     try:
         chosen = None if trainer is None else read_trainer(trainer)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.cli.validate.report import Report, excerpts_of, one_line, pack, unpack
-from engine.integrations.trainers.check import check_trainer
 from engine.plugin import Hook, missing
 from engine.schemas.sections import written
 from engine.spec.access import Access

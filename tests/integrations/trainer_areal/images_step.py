@@ -25,8 +25,8 @@ def main(spec_file: str, folder: str, tasks: str) -> None:
     from scripted_sampler import ScriptedSampler
 
     from engine.errors import TrainError
-    from engine.integrations.trainers.areal import sampler, watch, workflow_arguments
-    from engine.integrations.trainers.pixels import checksums_of
+    from engine.plugins.trainers.areal import sampler, watch, workflow_arguments
+    from engine.plugins.trainers.pixels import checksums_of
     from engine.spec.load import load_spec
 
     model = load_spec(spec_file).spec.model.path
@@ -57,7 +57,7 @@ def main(spec_file: str, folder: str, tasks: str) -> None:
     actor_config.enable_tree_training = False
     arguments = workflow_arguments(config, spec_file, folder)
     assert arguments["ranks"] == 1
-    workflow = import_from_string("engine.integrations.trainers.areal.EngineWorkflow")(**arguments)
+    workflow = import_from_string("engine.plugins.trainers.areal.EngineWorkflow")(**arguments)
 
     class Engine(ScriptedSampler):
         """What RemoteInfEngine.agenerate returns."""
@@ -160,8 +160,8 @@ def _first(batch: list[dict[str, Any]]) -> tuple[list[Any], int]:
 
 def _again(images: Any, digests: tuple[str, ...], pixels: Any) -> Any:
     """The images of a row with others in their place, whose number of patches is the same or not."""
-    from engine.integrations.trainers.areal.handover import ImageDict
-    from engine.integrations.trainers.pixels import RowImages, checksum
+    from engine.plugins.trainers.areal.handover import ImageDict
+    from engine.plugins.trainers.pixels import RowImages, checksum
 
     bank = pixels.vision.bank
     sums = tuple(checksum(bank.tensors(digest)) for digest in digests)

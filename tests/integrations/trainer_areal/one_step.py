@@ -21,8 +21,8 @@ def main(spec_file: str, folder: str) -> None:
     from scripted_sampler import ScriptedSampler
 
     from engine.errors import TrainError
-    from engine.integrations.trainers.areal import task_dataset, watch, workflow_arguments
-    from engine.integrations.trainers.areal.handover import SUMS
+    from engine.plugins.trainers.areal import task_dataset, watch, workflow_arguments
+    from engine.plugins.trainers.areal.handover import SUMS
 
     actor_config = PPOActorConfig(
         experiment_name="e", trial_name="t", path="", discount=0.0, kl_ctl=0.0, reward_bias=-0.5, reward_scaling=3.0
@@ -32,7 +32,7 @@ def main(spec_file: str, folder: str) -> None:
     )  # fmt: skip
     config = GRPOConfig(experiment_name="e", trial_name="t", actor=actor_config, rollout=rollout)
     arguments = workflow_arguments(config, spec_file, folder)
-    kind = import_from_string("engine.integrations.trainers.areal.EngineWorkflow")
+    kind = import_from_string("engine.plugins.trainers.areal.EngineWorkflow")
     assert issubclass(kind, RolloutWorkflow)
     workflow = kind(**json.loads(json.dumps(arguments)))
     assert workflow.episodes is kind(**arguments).episodes

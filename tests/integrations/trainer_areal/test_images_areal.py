@@ -12,8 +12,8 @@ import vision_kit
 from pixel_kit import WINDOW, own_checksums, own_logprobs, rows_and_vision, write_spec
 from trainer_python import run_script
 
-from engine.integrations.trainers.handover import images_of
-from engine.integrations.trainers.pixels import Pixels
+from engine.plugins.trainers.handover import images_of
+from engine.plugins.trainers.pixels import Pixels
 
 AREAL = pytest.mark.timeout(1200)
 """AReaL's imports and its start take half a minute on quiet cores, and minutes on busy ones."""

@@ -57,8 +57,8 @@ def main(spec_file: str, folder: str) -> None:
     from skyrl.train.generators.utils import prepare_generator_input
 
     from engine.errors import TrainError
-    from engine.integrations.trainers.pixels import checksums_of
-    from engine.integrations.trainers.skyrl import EnginePPOExp
+    from engine.plugins.trainers.pixels import checksums_of
+    from engine.plugins.trainers.skyrl import EnginePPOExp
     from engine.spec.load import load_spec
     from engine.tokens.images import open_pixels
 
@@ -200,8 +200,8 @@ def converted(tokenizer: Any) -> list[Any]:
     import numpy as np
     from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 
-    from engine.integrations.trainers.handover import HandedRow
-    from engine.integrations.trainers.skyrl import generator_output
+    from engine.plugins.trainers.handover import HandedRow
+    from engine.plugins.trainers.skyrl import generator_output
 
     experts = np.arange(6, dtype=np.uint8).reshape(3, 1, 2)
     row = HandedRow([5, 6], [7, 8], [1, 1], [-1.0, -1.0], np.ones(2, np.float32), experts=experts)

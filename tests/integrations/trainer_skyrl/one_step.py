@@ -26,7 +26,7 @@ def main(spec_file: str, folder: str) -> None:
     from skyrl.train.generators.utils import prepare_generator_input
 
     from engine.errors import TrainError
-    from engine.integrations.trainers.skyrl import EngineGenerator, EnginePPOExp
+    from engine.plugins.trainers.skyrl import EngineGenerator, EnginePPOExp
     from engine.spec.load import load_spec
 
     loaded = load_spec(spec_file)

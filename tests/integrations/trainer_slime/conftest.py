@@ -19,7 +19,7 @@ from slime_kit import (
     start_router,
 )
 
-from engine.integrations.trainers.slime.episodes import Episodes
+from engine.plugins.trainers.slime.episodes import Episodes
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from pixel_kit import FOUR_TURNS
 from slime_kit import Sample, assert_same, document, slime_args, start_router, stored
 from vision_code import MACHINE
 
-from engine.integrations.trainers.slime import convert, generate
-from engine.integrations.trainers.slime.episodes import Episodes
-from engine.integrations.trainers.slime.samples import origin_of
+from engine.plugins.trainers.slime import convert, generate
+from engine.plugins.trainers.slime.episodes import Episodes
+from engine.plugins.trainers.slime.samples import origin_of
 
 
 @pytest.mark.slow

@@ -19,10 +19,10 @@ from slime_kit import FakeVisionRouter, Sample, arrived, assert_same, run_router
 
 from engine.environments.geo3k import problems
 from engine.errors import TrainError
-from engine.integrations.trainers.check import check_trainer
-from engine.integrations.trainers.slime import advantages, convert, generate_rollout
-from engine.integrations.trainers.slime.episodes import Episodes
-from engine.integrations.trainers.slime.settings import refuse_arguments
+from engine.plugins.trainers.check import check_trainer
+from engine.plugins.trainers.slime import advantages, convert, generate_rollout
+from engine.plugins.trainers.slime.episodes import Episodes
+from engine.plugins.trainers.slime.settings import refuse_arguments
 from engine.spec.load import load_spec
 
 ROOT = Path(__file__).parents[3]

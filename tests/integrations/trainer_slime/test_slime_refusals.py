@@ -14,7 +14,7 @@ from slime_kit import (
 from structlog.testing import capture_logs
 
 from engine.errors import TrainError
-from engine.integrations.trainers.slime.settings import Settings, refuse_arguments, router_url
+from engine.plugins.trainers.slime.settings import Settings, refuse_arguments, router_url
 from engine.spec.load import load_spec
 
 

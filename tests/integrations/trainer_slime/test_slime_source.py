@@ -16,7 +16,7 @@ from slime_kit import (
     sampled,
 )
 
-from engine.integrations.trainers.slime import advantages, convert
+from engine.plugins.trainers.slime import advantages, convert
 
 
 @pytest.mark.slow

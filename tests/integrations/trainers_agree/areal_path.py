@@ -18,8 +18,8 @@ def main(rows_file: str, spec_file: str) -> None:
     from areal.utils.data import concat_padded_tensors
 
     from engine.errors import TrainError
-    from engine.integrations.trainers import areal as ours
-    from engine.integrations.trainers.handover import Sums
+    from engine.plugins.trainers import areal as ours
+    from engine.plugins.trainers.handover import Sums
     from engine.spec.load import load_spec
 
     rows = json.loads(Path(rows_file).read_text())

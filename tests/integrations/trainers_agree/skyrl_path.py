@@ -23,8 +23,8 @@ def main(rows_file: str, spec_file: str) -> None:
     from skyrl.train.utils.trainer_utils import validate_generator_output
 
     from engine.errors import TrainError
-    from engine.integrations.trainers import skyrl as ours
-    from engine.integrations.trainers.handover import HandedRow, Sums
+    from engine.plugins.trainers import skyrl as ours
+    from engine.plugins.trainers.handover import HandedRow, Sums
     from engine.spec.load import load_spec
 
     rows = json.loads(Path(rows_file).read_text())

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from trainer_python import run_script
 
-from engine.integrations.trainers.handover import HandedRow
-from engine.integrations.trainers.trl import EngineRollouts, grpo_arguments
+from engine.plugins.trainers.handover import HandedRow
+from engine.plugins.trainers.trl import EngineRollouts, grpo_arguments
 
 pytestmark = [pytest.mark.slow, pytest.mark.trainers]
 HERE = Path(__file__).parent
@@ -27,7 +27,7 @@ def test_trl(single: Any, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     from trl import GRPOConfig
 
-    from engine.integrations.trainers.trl import EngineGRPOTrainer
+    from engine.plugins.trainers.trl import EngineGRPOTrainer
 
     rows = {(row["task_id"], row["sample_index"]): row for row in single.rows}
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from slime_kit import Sample, arrived
 
-from engine.integrations.trainers.slime import advantages, convert
-from engine.integrations.trainers.slime.samples import origin_of, samples_of
+from engine.plugins.trainers.slime import advantages, convert
+from engine.plugins.trainers.slime.samples import origin_of, samples_of
 from engine.store import RunStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.trainers]

@@ -39,10 +39,10 @@ def _told(rows_file: str, spec_file: str) -> dict[str, Any]:
     from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
     from verl.trainer.ppo.v1 import get_trainer_cls
 
-    import engine.integrations.trainers.verl.trainer  # noqa: F401  (registers the trainer)
+    import engine.plugins.trainers.verl.trainer  # noqa: F401  (registers the trainer)
     from engine.errors import TrainError
-    from engine.integrations.trainers.verl.manager import _put
-    from engine.integrations.trainers.verl.rows import COLUMN, group_rows
+    from engine.plugins.trainers.verl.manager import _put
+    from engine.plugins.trainers.verl.rows import COLUMN, group_rows
     from engine.store import RunStore
 
     rows = json.loads(Path(rows_file).read_text())

@@ -1,0 +1,37 @@
+"""AReaL on episodes of a spec: the engine runs the episodes and gives the advantages, AReaL samples and updates the weights.
+
+    arguments = workflow_arguments(config, "spec.yaml", "runs/with-areal")
+    with PPOTrainer(config, train_dataset=task_dataset("spec.yaml")) as trainer:
+        watch(trainer.actor)
+        trainer.train(workflow="engine.plugins.trainers.areal.EngineWorkflow", workflow_kwargs=arguments)
+
+Parts: `workflow.py` runs the episodes, `sampler.py` samples with AReaL's inference engine, `handover.py` makes AReaL's tensors and compares the sums,
+`settings.py` refuses settings. Written for AReaL 1.0.4, which is imported when `EngineWorkflow` is read, or by functions when they are called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.plugins.trainers.areal.handover import check_batches, sums_of_batch, trajectory
+from engine.plugins.trainers.areal.settings import refuse_settings
+from engine.plugins.trainers.areal.workflow import task_dataset, watch, workflow_arguments
+
+__all__ = [
+    "EngineWorkflow",
+    "check_batches",
+    "refuse_settings",
+    "sums_of_batch",
+    "task_dataset",
+    "trajectory",
+    "watch",
+    "workflow_arguments",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "EngineWorkflow":
+        from engine.plugins.trainers.areal.workflow import workflow_class
+
+        return workflow_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

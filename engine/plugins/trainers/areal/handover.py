@@ -1,0 +1,159 @@
+"""What AReaL's `RolloutWorkflow` returns, with the engine's advantages, and the sums that are compared before the update.
+
+AReaL computes `advantages = rewards − values` if `actor.discount` is 0 and there is no critic, so the column `values` holds the negative advantages.
+AReaL places the reward of a row at its last token, so the value there is the reward minus the advantage, and the column `rewards` keeps the
+true reward for AReaL's logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine.errors import TrainError
+from engine.plugins.trainers.handover import Sums, images_of
+from engine.plugins.trainers.pixels import checksums_of, row_sum
+
+SUMS = ("engine_tokens", "engine_trained", "engine_advantage", "engine_images")
+"""Columns with the sums of each row, float64 [rows]: how many tokens it has, how many are trained, its sum of absolute
+advantages, and the sum over its images."""
+CHANGES = "a filter, a critic, or an overridden method that changes rows, columns or images"
+
+if TYPE_CHECKING:
+    from engine.plugins.trainers.pixels import Pixels, RowImages
+    from engine.store.export import Row
+
+
+class ImageDict(dict[str, Any]):
+    """The images of one row as the dictionary that AReaL takes: a read makes float tensors, pickles share the pixels.
+
+    A row without images has a grid of no images: AReaL computes the positions of a batch only where it finds a grid.
+    """
+
+    def __init__(self, images: RowImages) -> None:
+        super().__init__(dict.fromkeys(images or ("image_grid_thw",)))
+        self.images = images
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensors: dict[str, torch.Tensor] = dict(self.items())
+        return tensors[name]
+
+    def items(self) -> Any:
+        """All tensors by name; they are made once."""
+        return self.images.items() if self.images else {"image_grid_thw": torch.zeros(0, 3, dtype=torch.int64)}.items()
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.images,)
+
+
+def trajectory(
+    rows: Sequence[Row],
+    advantages: Sequence[np.ndarray],
+    rewards: Sequence[float],
+    *,
+    actor: Any,
+    pixels: Pixels | None = None,
+) -> dict[str, Any]:
+    """Make what `RolloutWorkflow.arun_episode` returns: the rows as tensors, padded on the right.
+
+    Args:
+        rows: The rows.
+        advantages: Their advantages, float32 [tokens] each.
+        rewards: The reward of each row's episode, for AReaL's logs.
+        actor: AReaL's `PPOActorConfig`; `reward_bias`, `reward_scaling` and `reward_clip` change the reward that AReaL places.
+        pixels: What makes the images of rows, if the model takes images. Then every trajectory has `multi_modal_input`
+            (an `ImageDict` for each row) and `mm_token_type_ids` int64 [rows, tokens]: AReaL needs the same keys in all.
+
+    Returns:
+        `input_ids` int32, `attention_mask` bool, `loss_mask` int32, `logprobs` float32, `versions` int32 (-1 on tokens that were not sampled) and
+        `values` float32, all [rows, tokens]; `rewards` float32 [rows]; the columns `SUMS`.
+    """
+    size = max(len(row["input_ids"]) for row in rows)
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    trained = [row["loss_mask"] == 1 for row in rows]
+    values = _padded([-np.where(mask, of, 0.0) for mask, of in zip(trained, advantages, strict=True)], size, 0.0)
+    values = torch.roll(values, -1, 1)  # position t holds what is of token t + 1
+    given = torch.tensor(list(rewards), dtype=torch.float32)
+    placed = torch.clip(
+        (given + actor.reward_bias) * actor.reward_scaling, max=actor.reward_clip, min=-actor.reward_clip
+    )
+    values[torch.arange(len(rows)), torch.clip(lengths - 2, min=0)] += placed
+    found: dict[str, Any] = {
+        "input_ids": _padded([row["input_ids"] for row in rows], size, 0).int(),
+        "attention_mask": torch.arange(size)[None] < lengths[:, None],
+        "loss_mask": _padded(trained, size, 0).int(),
+        "logprobs": _padded([np.where(mask, row["logprobs"], 0.0) for mask, row in zip(trained, rows, strict=True)], size, 0.0),
+        "versions": _padded([row["weight_versions"] for row in rows], size, -1).int(),
+        "values": values,
+        "rewards": given,
+    }  # fmt: skip
+    sums = [Sums.of_whole_rows([row], [of], pixels) for row, of in zip(rows, advantages, strict=True)]
+    for name, column in zip(SUMS, ("tokens", "trained", "advantages", "images"), strict=True):
+        found[name] = torch.tensor([getattr(each, column) for each in sums], dtype=torch.float64)
+    if pixels is not None:
+        found["multi_modal_input"] = [ImageDict(pixels.row(row["input_ids"], images_of(row))) for row in rows]
+        found["mm_token_type_ids"] = torch.tensor(pixels.vision.token_types(found["input_ids"].tolist()))
+    return found
+
+
+def _padded(rows: Sequence[np.ndarray], size: int, fill: float) -> torch.Tensor:
+    """float32 [rows, size]; `fill` on padding. Ids up to 2**24 are exact."""
+    found = np.full((len(rows), size), fill, np.float32)
+    for place, row in enumerate(rows):
+        found[place, : len(row)] = row
+    return torch.from_numpy(found)
+
+
+def sums_of_batch(batch: Mapping[str, torch.Tensor]) -> Sums:
+    """The sums of what `PPOActor.compute_advantages` returns, [rows, tokens], without that of the images.
+
+    `loss_mask` and `advantages` are one token to the left of `input_ids`.
+    """
+    mask = batch["loss_mask"]
+    return Sums(
+        int(batch["attention_mask"].sum()), int(mask.sum()), float((batch["advantages"].double().abs() * mask).sum())
+    )
+
+
+class Local(dict[str, Any]):
+    """A batch, or the images of a row, whose tensors on other machines are fetched when they are read."""
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return value.to_local() if hasattr(value, "to_local") else value
+
+
+def _images_of_rows(batch: Mapping[str, Any]) -> list[int]:
+    """`row_sum` of each row of AReaL's batch; none if it has not one entry of images for each row."""
+    lengths = batch["attention_mask"].sum(1).tolist()
+    shown = batch.get("multi_modal_input", [{}] * len(lengths))
+    if len(shown) != len(lengths):
+        return []
+    images = [checksums_of(each.images if isinstance(each, ImageDict) else Local(each)) for each in shown]
+    return [row_sum(row[:size], each) for row, size, each in zip(batch["input_ids"], lengths, images, strict=True)]
+
+
+def check_batches(batches: Sequence[dict[str, Any]]) -> None:
+    """Compare what AReaL's loss will read, a batch for each group, with the columns `SUMS`, and remove these.
+
+    Raises:
+        TrainError: kind `handover`: the sums differ, or a batch has no sums because another workflow made it.
+    """
+    fetched = [Local(batch) for batch in batches]
+    missing = sorted({name for batch in batches for name in SUMS if name not in batch})
+    if missing:
+        raise TrainError(
+            f"AReaL's batch has no column {', '.join(missing)}: it was not made by the engine's workflow, or a filter dropped columns; "
+            "no update is made with it",
+            kind="handover",
+        )
+    handed = [sum(float(batch[name].sum()) for batch in fetched) for name in SUMS[:3]]
+    other = sum(batch["engine_images"].tolist() != _images_of_rows(batch) for batch in fetched)  # row by row
+    theirs = Sums.total([*map(sums_of_batch, fetched), Sums(0, 0, 0.0, other)])
+    Sums(int(handed[0]), int(handed[1]), handed[2]).check(theirs, "AReaL", CHANGES)
+    for batch in batches:
+        for name in SUMS:
+            del batch[name]

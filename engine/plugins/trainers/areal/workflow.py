@@ -1,0 +1,247 @@
+"""Runs the episodes of AReaL's rollouts: its `RolloutWorkflow`. One call is one group.
+
+AReaL makes a workflow for each submission, so the episodes of a folder are opened once in a process. Each process has a folder of its own,
+because a run store has one writer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from engine.errors import EngineError, TrainError
+from engine.plugins.trainers.areal.handover import check_batches, trajectory
+from engine.plugins.trainers.areal.sampler import ArealBackend
+from engine.plugins.trainers.areal.settings import refuse_settings
+from engine.plugins.trainers.library import check_overrides, imports_of
+from engine.plugins.trainers.process_folder import ProcessFolder
+from engine.plugins.trainers.rollouts import TrainerRollouts
+from engine.spec.load import load_spec
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
+    from engine.store.export import Row
+
+log = structlog.get_logger(__name__)
+_REWARD = ("reward_bias", "reward_scaling", "reward_clip")
+"""AReaL's settings of `actor` that change the reward that it places."""
+_OPEN: dict[tuple[Path, Path], Episodes] = {}
+
+
+class Episodes:
+    """The episodes of a spec in this process, on the loop of AReaL's workflow executor.
+
+    Args:
+        spec: The path of the spec.
+        folder: The folder of the training. The run store is `process-<n>/rollouts` in it.
+    """
+
+    def __init__(self, spec: Path, folder: Path) -> None:
+        self._own = ProcessFolder.take(folder)
+        self.folder = self._own.path
+        self.rollouts = TrainerRollouts(spec, self.folder, "areal")
+        self.rollouts.number_uses_of(self._own.number)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._started: asyncio.Task[None] | None = None
+
+    async def start(self, engine: Any) -> None:
+        """Start with the first call; the others wait for it.
+
+        Raises:
+            TrainError: kind `train_setup`: the calls are made on two loops, as by a second inference engine for evaluations.
+            EngineError: as `TrainerRollouts.start`.
+        """
+        loop = asyncio.get_running_loop()
+        if self._started is None:
+            backend = ArealBackend(engine, self.rollouts)
+            self._loop, self._started = loop, loop.create_task(self.rollouts.start(backend))
+        if self._loop is not loop:
+            raise TrainError(
+                "this workflow already runs under another inference engine of AReaL in this process; evaluate with `engine eval`",
+                kind="train_setup",
+            )
+        await asyncio.shield(self._started)
+
+    async def close(self) -> None:
+        """Close the run store and the services of the episodes, on the loop of the calls."""
+        for key in [key for key, value in _OPEN.items() if value is self]:
+            del _OPEN[key]
+        try:
+            await self.rollouts.close()
+        finally:
+            self._own.release()
+
+
+def episodes_of(spec: Path | str, folder: Path | str) -> Episodes:
+    """The episodes of a folder in this process; the first call opens them.
+
+    Raises:
+        SpecError: the spec is invalid.
+        TrainError: kind `train_setup`: the spec uses something that does not reach AReaL's loss.
+    """
+    key = (Path(spec).resolve(), Path(folder).resolve())
+    if key not in _OPEN:
+        _OPEN[key] = Episodes(*key)
+    return _OPEN[key]
+
+
+class EngineGroups:
+    """The methods of the workflow. `workflow_class` adds AReaL's RolloutWorkflow; `workflow_arguments` makes the arguments.
+
+    Args:
+        spec: The path of the spec.
+        folder: The folder of the training.
+        reward: `reward_bias`, `reward_scaling` and `reward_clip` of AReaL's `actor`.
+        ranks: Number of AReaL's training processes that take different rows.
+    """
+
+    def __init__(self, spec: str, folder: str, reward: Mapping[str, float], ranks: int = 1) -> None:
+        self.episodes = episodes_of(spec, folder)
+        self._actor = SimpleNamespace(**reward)
+        self._ranks = ranks
+
+    async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Run one group and return its rows. Returns None, which AReaL counts as rejected, if it has none (see `train.min_group`).
+
+        Args:
+            engine: AReaL's inference engine.
+            data: A row of the data set; `task` is the task's id.
+
+        Raises:
+            TrainError: kind `train_setup`: the row has no task of the spec; kind `handover`: as `refuse_blind`.
+            EngineError: as `TrainerRollouts.group`.
+        """
+        from areal import workflow_context
+        from areal.utils import stats_tracker
+
+        rollouts = self.episodes.rollouts
+        try:
+            if "task" not in data:
+                raise TrainError(
+                    "a row of AReaL's data set has no column `task`; make it with `task_dataset`", kind="train_setup"
+                )
+            await self.episodes.start(engine)
+            group = await rollouts.group(
+                str(data["task"]), rollouts.spec.rollout.samples_per_task, engine.get_version()
+            )
+        except EngineError as error:
+            log.error("the group failed; AReaL goes on without it", task=data.get("task"), error=str(error))
+            raise
+        scope = stats_tracker.get(workflow_context.stat_scope())
+        for each in group.trajectories:
+            scope.scalar(
+                reward=each.outcome.reward or 0.0, num_turns=len(each.turns), trainable=float(each.outcome.trainable)
+            )
+        if not group.rows:
+            log.warning(group.why_no_rows, task=group.task_id, faults=rollouts.faults[-3:])
+            return None
+        if rollouts.pixels is not None and self._ranks > 1:
+            refuse_blind(group.rows, self._ranks)
+        rewards = {each.episode_id: each.outcome.reward or 0.0 for each in group.trajectories}
+        return trajectory(
+            group.rows,
+            [row["advantages"] for row in group.rows],
+            [rewards[row["episode_id"]] for row in group.rows],
+            actor=self._actor,
+            pixels=rollouts.pixels,
+        )
+
+
+def refuse_blind(rows: Sequence[Row], ranks: int) -> None:
+    """Refuse rows without images where several processes train, whose parts of the vision tower wait for each other.
+
+    Raises:
+        TrainError: kind `handover`.
+    """
+    blind = next((row["episode_id"] for row in rows if not row["images"]), None)
+    if blind is not None:
+        raise TrainError(
+            f"{blind} has a row without an image, and AReaL's {ranks} training processes would wait for each other for "
+            "ever where only some of them have images; show an image in each episode, or train in one process (`fsdp:d1`)",
+            kind="handover",
+        )
+
+
+def workflow_arguments(config: Any, spec: LoadedSpec | Path | str, folder: Path | str) -> dict[str, Any]:
+    """The `workflow_kwargs` of `EngineWorkflow`, after the settings of AReaL were checked.
+
+    Args:
+        config: AReaL's `GRPOConfig` or `PPOConfig`.
+        spec: The spec, or the path of its file.
+        folder: The folder of the training.
+
+    Raises:
+        SpecError: the spec is invalid.
+        TrainError: kind `train_setup`: a setting would be lost; the message names all of them.
+    """
+    loaded = load_spec(spec) if isinstance(spec, str | Path) else spec
+    refuse_settings(config, loaded)
+    reward = {name: float(getattr(config.actor, name)) for name in _REWARD}
+    ranks = re.search(r":.*?d(\d+)", str(config.actor.backend)) or (0, 1)
+    return {
+        "spec": str(Path(loaded.path).resolve()),
+        "folder": str(Path(folder).resolve()),
+        "reward": reward,
+        "ranks": int(ranks[1]),
+    }
+
+
+def watch(actor: Any) -> None:
+    """Compare the sums of each batch right after AReaL's actor has computed advantages. Later calls for one actor do nothing.
+
+    AReaL gives each of the returned groups the images of all groups; before the comparison each gets its own again.
+
+    A batch whose sums differ raises TrainError (kind `handover`) out of `compute_advantages`, so no update is made with it.
+
+    Args:
+        actor: AReaL's actor, an engine or a controller: `trainer.actor`. What a controller holds on other machines is fetched.
+    """
+    compute: Callable[..., Any] = actor.compute_advantages
+    if getattr(compute, "watched", False):
+        return
+
+    @wraps(compute)
+    def watched(data: Any, *args: Any, **kwargs: Any) -> Any:
+        batches = compute(data, *args, **kwargs)
+        for batch, group in zip(batches, data, strict=True):
+            if "multi_modal_input" in group:
+                batch["multi_modal_input"] = group["multi_modal_input"]
+        check_batches(batches)
+        return batches
+
+    watched.watched = True  # type: ignore[attr-defined]
+    actor.compute_advantages = watched
+
+
+def task_dataset(spec: LoadedSpec | Path | str) -> Any:
+    """The data set of a spec's tasks for AReaL: a `datasets.Dataset` with the column `task`.
+
+    Raises:
+        SpecError: the spec is invalid, or its tasks cannot be read.
+    """
+    from datasets import Dataset
+
+    from engine.spec.tasks import load_tasks
+
+    loaded = load_spec(spec) if isinstance(spec, str | Path) else spec
+    return Dataset.from_list([{"task": task.id} for task in load_tasks(loaded)])
+
+
+@cache
+def workflow_class() -> type[Any]:
+    """AReaL's RolloutWorkflow with the methods of `EngineGroups`.
+
+    Raises:
+        TrainError: kind `train_setup`: AReaL cannot be imported, or has other methods than the version that was tested.
+    """
+    with imports_of("AReaL", "'episode-engine[areal]'"):
+        from areal.api import RolloutWorkflow
+    check_overrides(EngineGroups, RolloutWorkflow, "areal", {"arun_episode": "engine, data"})
+    return type("EngineWorkflow", (EngineGroups, RolloutWorkflow), {"__doc__": EngineGroups.__doc__})

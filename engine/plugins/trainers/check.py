@@ -1,0 +1,156 @@
+"""What a spec uses, compared with what a trainer carries: `engine validate SPEC --trainer verl`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from engine.errors import EngineError, TrainError
+from engine.machine.presets import machine_of
+from engine.plugins.trainers.capabilities import THINGS, TRAINERS
+from engine.schemas.message import ImagePart
+from engine.spec.text.diagnostic import DataPath, Diagnostic, Severity
+from engine.validate.model_files import model_files
+
+if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
+    from engine.spec.load import LoadedSpec
+
+REFUSED, APPROXIMATED, UNKNOWN = "trainer.refused", "trainer.approximated", "trainer.unknown"
+_RULES: dict[str, tuple[str, Severity, str]] = {
+    "refused": (REFUSED, "error", "not carried"),
+    "approximated": (APPROXIMATED, "warning", "carried in part"),
+    "unknown": (UNKNOWN, "warning", "unknown"),
+}
+"""Rule, severity and words of each status that is a finding."""
+_ANSWERS = ("call_tools", "ask_user", "step", "condense")
+"""Actions that put tokens between those of the model."""
+
+
+class TrainerError(EngineError):
+    """A trainer that does not exist."""
+
+    kind = "trainer_error"
+    blame = "spec"
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One thing that a spec uses."""
+
+    thing: str
+    """A key of `THINGS`."""
+    path: DataPath
+    """The key of the spec that uses it."""
+    fix: str
+    """How not to use it."""
+
+
+def read_trainer(name: str) -> str:
+    """Return the name of a trainer.
+
+    Raises:
+        TrainerError: there is no such trainer.
+    """
+    if name in TRAINERS:
+        return name
+    near = get_close_matches(name, TRAINERS, n=1)
+    hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(TRAINERS)}"
+    raise TrainerError(f"there is no trainer `{name}`; {hint}")
+
+
+def check_trainer(loaded: LoadedSpec, trainer: str) -> list[Diagnostic]:
+    """Return a finding for each thing that the spec uses and the trainer does not carry exactly."""
+    known = TRAINERS[trainer]
+    found = []
+    for use in uses(loaded):
+        carried = known.things[use.thing]
+        if carried.status == "carried":
+            continue
+        rule, severity, words = _RULES[carried.status]
+        message = f"{known.title} {known.version}: {words}: {THINGS[use.thing]}; {carried.how}"
+        found.append(Diagnostic(rule, severity, message, use.fix, loaded.origin(use.path), use.path))
+    return found
+
+
+def uses(loaded: LoadedSpec) -> Iterator[Use]:
+    """Yield each thing that a spec uses, once. What only an episode shows is not among them, such as the branches of a chat template
+    that rewrites history."""
+    spec = loaded.spec
+    train, credit = spec.train, spec.rewards.credit
+    actions = {state.action for state in machine_of(spec).states.values()}
+    several = bool(actions & set(_ANSWERS)) or any(":" in (action or "") for action in actions)
+    if spec.backend.exact_ids:
+        yield Use("token_ids", ("model",), "use another trainer")
+    if several:
+        yield Use("masks", ("machine",), "use another trainer, or episodes of one turn")
+    if several and credit.uses_turn_rewards:
+        yield Use("turn_credit", ("rewards", "credit"), "use `rewards.credit: {method: outcome}`, or another trainer")
+    if credit.token_formula is not None:
+        yield Use(
+            "token_bonuses", ("rewards", "credit"), "use a credit method without values by token, or another trainer"
+        )
+    elif train is not None and train.advantage_bonuses:
+        yield Use("token_bonuses", ("train", "advantage_bonuses"), "remove the bonuses, or use another trainer")
+    if spec.condense is not None:
+        key = ("condense",) if spec.condense.keep is None else ("condense", "keep")
+        yield Use("branches", key, f"remove `{'.'.join(key)}`, or use another trainer")
+    elif "condense" in actions:
+        yield Use("branches", ("limits", "on_overflow"), "set `limits.on_overflow: end`, or use another trainer")
+    if (images := _images(loaded)) is not None:
+        yield Use("images", images, "use another trainer")
+    if spec.backend.asks_experts:
+        yield Use("expert_routing", ("backend", "routed_experts"), "remove it, or use another trainer")
+    sources = [spec.rewards.scorer is not None, bool(spec.users_by_name), spec.environment is not None]
+    if sum(sources) > 1 or spec.rewards.reassign:
+        yield Use("reward_names", ("rewards",), "read the names in the run store, or use another trainer")
+    if train is None:
+        return
+    if train.kl.in_reward:
+        yield Use("kl_in_reward", ("train", "kl", "in"), "use `train.kl.in: loss`, or `engine train`")
+    if train.rollout_correction.kind != "none":
+        yield Use(
+            "logprobs",
+            ("train", "rollout_correction"),
+            "set `train.rollout_correction: {kind: none}`, or use another trainer",
+        )
+    if train.asynchrony.max_staleness > 0:
+        yield Use("versions", ("train", "asynchrony", "max_staleness"), "set it to 0, or use another trainer")
+    path = _oversampled(spec)
+    if path is not None:
+        yield Use("oversampling", path, "turn it off, or use another trainer")
+
+
+def _images(loaded: LoadedSpec) -> DataPath | None:
+    """The key that shows that the model is shown images, or that it is made for them; None if none does."""
+    spec = loaded.spec
+    if spec.model.max_images is not None:
+        return ("model", "max_images")
+    for number, message in enumerate(spec.messages):
+        if not isinstance(message.content, str) and any(isinstance(part, ImagePart) for part in message.content):
+            return ("prompt", number)
+    own = spec.conversation
+    if own is not None and own.images is not None and "images" in own.model_fields_set:
+        return ("prompt", "images")
+    files = model_files(loaded)
+    return ("model", "path") if files is not None and files.sees else None
+
+
+def _oversampled(spec: EpisodeSpec) -> DataPath | None:
+    train = spec.train
+    if train is None:
+        return None
+    if train.asynchrony.oversample > 1.0:
+        return ("train", "asynchrony", "oversample")
+    if train.difficulty is not None:
+        return ("train", "difficulty")
+    return ("train", "dynamic_sampling") if train.dynamic_sampling else None
+
+
+def refuse(loaded: LoadedSpec, trainer: str, problems: Mapping[str, bool]) -> None:
+    """Raise TrainError of kind `train_setup` that names the problems which are so, each with what to change."""
+    named = [text for text, refused in problems.items() if refused]
+    if named:
+        raise TrainError(f"{loaded.path}: with {trainer}, change these: " + "; ".join(named), kind="train_setup")

@@ -1,0 +1,199 @@
+"""A row as a prompt and a completion, and the four sums that are compared on both sides of a hand-over to a trainer.
+
+Invariant: a batch is trained on only if it has as many tokens, as many trained tokens, the same sum of absolute
+advantages and the same images in each row as the rows of the engine that it was made from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+from engine.errors import TrainError
+
+if TYPE_CHECKING:
+    from engine.plugins.trainers.pixels import Pixels
+    from engine.store.export import Row
+    from engine.train.batches import Batch
+
+SeveralRows = Literal["refuse", "leave_out"]
+"""What happens to an episode with several rows under a trainer that takes one for each prompt. `refuse`: the training stops. `leave_out`: its
+tokens are not trained, and are counted. Its rewards stay in the baseline of its group."""
+_TOLERANCE = 1e-6
+"""Relative difference of two sums of absolute advantages that is rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedRow:
+    """One row as most trainers take it: a prompt, and a completion that begins with the first trained token."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    mask: list[int]
+    """1 on sampled tokens that are trained, 0 on observations, [completion]."""
+    logprobs: list[float]
+    """The sampler's log-probs; 0.0 on observations, [completion]."""
+    advantages: np.ndarray
+    """The engine's advantages; 0.0 on observations, float32 [completion]."""
+    images: tuple[str, ...] = ()
+    """Digests of the images, in order."""
+    experts: np.ndarray | None = None
+    """Those of the first tokens, [tokens, layers, top_k]; None without `backend.routed_experts`."""
+
+    @classmethod
+    def of(cls, row: Row, advantages: np.ndarray) -> HandedRow:
+        """Cut a training row in front of its first trained token. `advantages`: float32 [tokens]."""
+        trained = row["loss_mask"] == 1
+        start = int(trained.argmax())
+        return cls(
+            row["input_ids"][:start].tolist(),
+            row["input_ids"][start:].tolist(),
+            trained[start:].astype(int).tolist(),
+            np.where(trained, row["logprobs"], 0.0)[start:].tolist(),
+            np.where(trained, advantages, 0.0).astype(np.float32)[start:],
+            images_of(row),
+            row.get("routed_experts"),
+        )
+
+    @classmethod
+    def empty(cls, token: int) -> HandedRow:
+        """The row of an episode that is not trained on, for trainers that need one row for each prompt. It has no trained token.
+
+        Args:
+            token: An id of the model's vocabulary, such as the padding.
+        """
+        return cls([token], [token], [0], [0.0], np.zeros(1, np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The sums of a batch."""
+
+    tokens: int
+    """Tokens of prompts and completions, without padding."""
+    trained: int
+    """Tokens in the loss."""
+    advantages: float
+    """Sum of the absolute advantages of the tokens in the loss."""
+    images: int = 0
+    """Sum of `row_sum` over the rows (`pixels.py`): another one if an image is lost, changed, or shown in another
+    place or row."""
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[HandedRow], pixels: Pixels | None = None) -> Sums:
+        """The sums of what the engine hands over. `pixels`: None for a model without images."""
+        return cls(
+            sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows),
+            sum(sum(row.mask) for row in rows),
+            sum(float(np.abs(row.advantages.astype(np.float64)).sum()) for row in rows),
+            sum(pixels.sum([*row.prompt_ids, *row.completion_ids], row.images) for row in rows if pixels is not None),
+        )
+
+    @classmethod
+    def of_whole_rows(cls, rows: Sequence[Row], advantages: Sequence[np.ndarray], pixels: Pixels | None = None) -> Sums:
+        """As `of_rows`, of rows that are handed over uncut, with the advantages of each, [tokens]."""
+        masks = [row["loss_mask"] == 1 for row in rows]
+        return cls(
+            sum(len(row["input_ids"]) for row in rows),
+            sum(int(mask.sum()) for mask in masks),
+            sum(float(np.abs(of[mask].astype(np.float64)).sum()) for of, mask in zip(advantages, masks, strict=True)),
+            sum(pixels.sum(row["input_ids"], images_of(row)) for row in rows if pixels is not None),
+        )
+
+    @classmethod
+    def total(cls, parts: Iterable[Sums]) -> Sums:
+        """The sums of several batches together."""
+        return cls(*map(sum, zip((0, 0, 0.0, 0), *map(astuple, parts), strict=True)))
+
+    def check(self, theirs: Sums, trainer: str, changes: str) -> None:
+        """Compare the engine's sums with those of what a trainer's loss reads. `changes`: what may have changed them.
+
+        Raises:
+            TrainError: kind `handover`: they differ, so a part of the rows was lost or changed on the way.
+        """
+        apart = abs(self.advantages - theirs.advantages)
+        same = (self.tokens, self.trained, self.images) == (theirs.tokens, theirs.trained, theirs.images)
+        if same and apart <= _TOLERANCE * max(1.0, self.advantages):
+            return
+        images = "the same" if self.images == theirs.images else "lost, changed, or in another order or row"
+        raise TrainError(
+            f"{trainer}'s batch is not what the engine handed over; no update is made with it. "
+            f"Tokens: {self.tokens} handed over, {theirs.tokens} in the batch; trained tokens: {self.trained}, {theirs.trained}; "
+            f"sum of |advantage|: {self.advantages:.6g}, {theirs.advantages:.6g}; images: {images}. "
+            f"Remove what changes the batch ({changes})",
+            kind="handover",
+        )
+
+
+def images_of(row: Row) -> tuple[str, ...]:
+    """The digests of a row's images, in order."""
+    return tuple(image["image"] for image in row["images"])
+
+
+def groups_of(prompts: Sequence[str], samples: int, fix: str) -> list[str]:
+    """The task id of each group of a trainer's prompts: task ids, each repeated `samples` times in a row.
+
+    Raises:
+        TrainError: kind `train_setup`: the prompts are not groups.
+    """
+    if len(prompts) % samples or any(prompts[at] != prompts[at - at % samples] for at in range(len(prompts))):
+        raise TrainError(
+            f"the batch of {len(prompts)} prompts is not made of groups of {samples}: the advantages of a group need all of its "
+            f"episodes; {fix}",
+            kind="train_setup",
+        )
+    return list(prompts[::samples])
+
+
+class Placed(NamedTuple):
+    """One row for each prompt."""
+
+    rows: list[HandedRow]
+    """In the trainer's order: all samples of the first group, then those of the second."""
+    empty: int
+    """How many of them have no trained token."""
+    left_out: int
+    """Sampled tokens that are not trained because their episode has several rows."""
+
+
+def one_row_each(
+    batch: Batch,
+    advantages: Sequence[np.ndarray],
+    groups: int,
+    samples: int,
+    *,
+    trainer: str,
+    several: SeveralRows,
+    leave_out: str,
+) -> Placed:
+    """Place the rows of a batch, at least one, for a trainer that takes one for each prompt.
+
+    `advantages`: of `batch.rows`, float32 [tokens] each; `leave_out`: how a user chooses it, for the message.
+
+    Raises:
+        TrainError: kind `handover`: an episode has several rows, and `several` is `refuse`.
+    """
+    rows = batch.rows
+    numbers = [group.number for group in batch.used for _ in group.rows]
+    places = [(number, row["sample_index"]) for number, row in zip(numbers, rows, strict=True)]
+    counts = Counter(places)
+    placed: dict[tuple[int, int], HandedRow] = {}
+    left_out = 0
+    for place, row, values in zip(places, rows, advantages, strict=True):
+        if counts[place] == 1:
+            placed[place] = HandedRow.of(row, values)
+        elif several == "leave_out":
+            left_out += int(row["loss_mask"].sum())
+        else:
+            raise TrainError(
+                f"{row['episode_id']} has {counts[place]} rows, and {trainer} takes one for each prompt. Use a chat template that does not "
+                f"rewrite history, leave such episodes out with `{leave_out}`, or train with `engine train`, which takes all rows",
+                kind="handover",
+            )
+    none = HandedRow.empty(int(rows[0]["input_ids"][0]))
+    found = [placed.get((number, sample), none) for number in range(groups) for sample in range(samples)]
+    return Placed(found, groups * samples - len(placed), left_out)

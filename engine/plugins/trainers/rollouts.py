@@ -1,0 +1,239 @@
+"""Runs groups of episodes of a spec for the trainer of another library. Each adapter adds a backend over its trainer's sampler.
+
+The episodes are in a run store (`engine show`, `engine view`, `engine replay`). They have the ids that `engine train` gives: the second use of task
+`t` is `t~1`, and a later launch in the same folder continues these numbers. Where several processes share a folder, see `number_uses_of`.
+
+Invariant: a group is whole. All of its episodes have ended before its rows are made, because they are each other's baseline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import structlog
+
+from engine.errors import TrainError
+from engine.plugins.trainers.capabilities import TRAINERS
+from engine.plugins.trainers.check import check_trainer
+from engine.plugins.trainers.pixels import Pixels
+from engine.runner.overlong import fitting_tasks
+from engine.runner.run import Runner
+from engine.schemas.train import TrainSpec
+from engine.spec.load import LoadedSpec, load_spec
+from engine.spec.tasks import load_tasks
+from engine.store.training import open_rollouts
+from engine.tokens.catalogue import resolve_model
+from engine.tokens.loading import load_format
+from engine.train.batches import Batch, Group, RowBuilder, whitened_advantages
+from engine.validate import refuse_first_tasks
+from engine.validate.drivers import refuse_many
+
+if TYPE_CHECKING:
+    from engine.backends.base import Backend
+    from engine.schemas.environment import Task
+    from engine.schemas.trajectory import Trajectory
+
+log = structlog.get_logger(__name__)
+
+PROCESSES = 1000
+"""Processes that may share a folder, at most."""
+
+
+class TrainerRollouts:
+    """The episodes of a spec, for one trainer. All coroutines run on the loop on which `start` ran.
+
+    >>> rollouts = TrainerRollouts("spec.yaml", "runs/with-verl", "verl")
+    >>> await rollouts.start(backend)
+    >>> group = await rollouts.group("task-1", samples=8, version=0)
+
+    Args:
+        spec: The spec, or the path of its file.
+        folder: The folder of the training; the run store is `rollouts` in it.
+        trainer: The trainer's name in `TRAINERS`.
+        keep_going: Do not stop if the first episodes all fail with one cause.
+
+    Raises:
+        SpecError: the spec is invalid.
+        TrainError: kind `train_setup`: the spec uses something that does not reach the trainer's loss.
+    """
+
+    def __init__(
+        self, spec: LoadedSpec | Path | str, folder: Path | str, trainer: str, *, keep_going: bool = False
+    ) -> None:
+        self.loaded = spec if isinstance(spec, LoadedSpec) else load_spec(spec)
+        self.spec = self.loaded.spec
+        self.train = self.spec.train or TrainSpec()
+        self.folder = Path(folder)
+        refuse_many(self.loaded, f"the adapter for {trainer}")
+        refuse_lost(self.loaded, trainer)
+        model = self.spec.model
+        self.model_folder = resolve_model(model.path, model.revision, self.loaded.base)
+        self.format = load_format(model, self.loaded.base)
+        self.pixels = None if self.format.vision is None else Pixels(self.format.vision, self.model_folder)
+        """What makes the images of rows; None for a model without images."""
+        every = load_tasks(self.loaded)
+        refuse_first_tasks(self.loaded, every)
+        self._tasks = {task.id: task for task in fitting_tasks(every, self.loaded, self.format)}
+        self._rows = RowBuilder(self.spec, self.train, self.loaded.base)
+        self._keep_going = keep_going
+        self._uses: dict[str, int] = {}
+        self._first_use, self._use_step = 0, 1
+        self._services = AsyncExitStack()
+        self._runner: Runner
+        self._alive: asyncio.Semaphore
+        self.faults: list[str] = []
+        """Episodes that the engine itself could not finish, newest last."""
+
+    def number_uses_of(self, process: int) -> None:
+        """Give uses of a task numbers that no other process of the folder gives: `process`, `process` + 1000, …
+
+        Processes share no counter, and equal ids would have equal seeds.
+
+        Raises:
+            TrainError: kind `train_setup`: there are too many processes.
+        """
+        if process >= PROCESSES:
+            raise TrainError(f"more than {PROCESSES} processes run episodes in one folder", kind="train_setup")
+        self._first_use, self._use_step = process, PROCESSES
+
+    @property
+    def tasks(self) -> list[str]:
+        """The ids of the tasks, in order."""
+        return list(self._tasks)
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence that spec and model allow, in tokens."""
+        return min((value for value in (self.format.context, self.spec.model.context) if value), default=None)
+
+    async def start(self, backend: Backend) -> None:
+        """Start the backend and open the run store.
+
+        Raises:
+            BackendError: the backend cannot serve this spec.
+            StoreError: the run store cannot be opened.
+        """
+        await backend.start()
+        self._services.push_async_callback(backend.close)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        store = open_rollouts(self.folder, self.loaded)
+        self._services.callback(store.close)
+        for task_id in {episode_id.rpartition("/")[0] for episode_id in store.statuses()}:
+            name, _, use = task_id.rpartition("~")
+            known, number = (name, int(use)) if name in self._tasks and use.isdecimal() else (task_id, 0)
+            self._uses[known] = max(self._uses.get(known, 0), number + self._use_step)
+        self._runner = Runner(self.loaded, [], self.format, backend, store, keep_going=self._keep_going, training=True)
+        rollout = self.spec.rollout
+        self._alive = asyncio.Semaphore(rollout.live_episodes or 2 * rollout.concurrency)
+        await self._services.enter_async_context(self._runner.serving())
+
+    async def close(self) -> None:
+        """Close the run store, the backend and the services of the episodes. Later calls do nothing."""
+        await self._services.aclose()
+
+    async def group(self, task_id: str, samples: int, version: int, number: int = 0) -> Group:
+        """Run the episodes of one group and build its training rows, which may be none.
+
+        `version`: of the weights that the backend samples with now; `number`: the group's number in its batch.
+
+        Raises:
+            TrainError: kind `train_setup`: there is no such task, or a bonus function returned an invalid value.
+            LedgerError: the credit method cannot be computed.
+            EngineError: as `Runner.episode_or_none`.
+        """
+        return await self._group(self._used(task_id), samples, version, number)
+
+    async def batch(self, task_ids: Sequence[str], samples: int, version: int) -> Batch:
+        """Run one group for each task. Groups without rows are in `left_out`: nothing of them is handed over.
+
+        Raises:
+            TrainError: as `group`; kind `no_data`: no episode can be trained on.
+            EngineError: as `group`.
+        """
+        tasks = [self._used(each) for each in task_ids]
+        self.faults.clear()
+        try:
+            async with asyncio.TaskGroup() as running:
+                works = [
+                    running.create_task(self._group(task, samples, version, number))
+                    for number, task in enumerate(tasks)
+                ]
+        except BaseExceptionGroup as several:
+            raise first_of(several) from None
+        batch = Batch(version)
+        for work in works:
+            made = work.result()
+            (batch.used if made.rows else batch.left_out).append(made)
+        if not batch.used:
+            raise batch.no_data(self.faults)
+        return batch
+
+    def advantages(self, batch: Batch) -> list[np.ndarray]:
+        """The advantages of `batch.rows` as `engine train` gives them to its loss, float32 [tokens] each."""
+        rows = batch.rows
+        return (
+            whitened_advantages(rows) if self.train.advantage_norm == "batch" else [row["advantages"] for row in rows]
+        )
+
+    def _used(self, task_id: str) -> Task:
+        """The task of a group, with an id that no episode of this folder has."""
+        if task_id not in self._tasks:
+            raise TrainError(
+                f"{task_id!r} is not a task of {self.loaded.path}; the trainer's data set must hold the ids of the spec's tasks",
+                kind="train_setup",
+            )
+        use = self._uses.get(task_id, self._first_use)
+        self._uses[task_id] = use + self._use_step
+        task = self._tasks[task_id]
+        return task.model_copy(update={"id": f"{task_id}~{use}"}) if use else task
+
+    async def _group(self, task: Task, samples: int, version: int, number: int) -> Group:
+        self._runner.live.total += samples
+        try:
+            async with asyncio.TaskGroup() as running:
+                works = [running.create_task(self._episode(task, sample)) for sample in range(samples)]
+        except BaseExceptionGroup as several:
+            raise first_of(several) from None
+        ended = [each for work in works if (each := work.result()) is not None]
+        return self._rows.group(number, task.id, version, ended, samples=samples)
+
+    async def _episode(self, task: Task, sample: int) -> Trajectory | None:
+        """Run an episode. Returns None if the engine itself failed; the other episodes continue."""
+        async with self._alive:
+            trajectory = await self._runner.episode_or_none(task, sample, self.faults)
+        if trajectory is not None:
+            self._runner.count(trajectory)
+        return trajectory
+
+
+def refuse_lost(loaded: LoadedSpec, trainer: str) -> None:
+    """Refuse what does not reach the loss of a trainer of `TRAINERS`, and log what reaches it in part.
+
+    Raises:
+        TrainError: kind `train_setup`; the message names all of it.
+    """
+    found = check_trainer(loaded, trainer)
+    lost = [each for each in found if each.severity == "error"]
+    if lost:
+        listed = "\n".join(f"{each.message}; {each.fix}" for each in lost)
+        raise TrainError(f"{loaded.path}: {listed}", kind="train_setup")
+    credit = loaded.spec.rewards.credit
+    if credit.needs_values:
+        raise TrainError(
+            f"{loaded.path}: `{credit.method}` needs a critic, and {TRAINERS[trainer].title} gives the engine no values; "
+            "use `rewards.credit: {method: turn_return}`, or `engine train`",
+            kind="train_setup",
+        )
+    for each in found:
+        log.warning("carried in part", reason=each.message, fix=each.fix)
+
+
+def first_of(several: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first exception of a group of exceptions, which may be nested."""
+    first = several.exceptions[0]
+    return first_of(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,45 @@
+"""SkyRL on episodes of a spec: the engine runs the episodes and gives the advantages, SkyRL samples and updates the weights.
+
+    cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.algorithm.advantage_estimator=engine", …])
+    EnginePPOExp(cfg, "spec.yaml", "runs/with-skyrl").run()
+
+Parts: `experiment.py` has the experiment and the trainer, `generator.py` runs the episodes, `sampler.py` samples with SkyRL's inference engines,
+`handover.py` makes SkyRL's batch and compares its sums, `settings.py` refuses settings. Written for SkyRL 0.3.0, which is imported when
+`EnginePPOExp` or `EngineGenerator` is read, or by functions when they are called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.plugins.trainers.skyrl.handover import (
+    ESTIMATOR,
+    generator_output,
+    identity_advantages,
+    register_estimator,
+    sums_of_batch,
+)
+from engine.plugins.trainers.skyrl.settings import refuse_settings
+
+__all__ = [
+    "ESTIMATOR",
+    "EngineGenerator",
+    "EnginePPOExp",
+    "generator_output",
+    "identity_advantages",
+    "refuse_settings",
+    "register_estimator",
+    "sums_of_batch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "EnginePPOExp":
+        from engine.plugins.trainers.skyrl.experiment import experiment_class
+
+        return experiment_class()
+    if name == "EngineGenerator":
+        from engine.plugins.trainers.skyrl.generator import generator_class
+
+        return generator_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

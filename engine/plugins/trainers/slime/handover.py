@@ -1,0 +1,238 @@
+"""slime's converter and advantage function, and the sums that are compared on both sides of each.
+
+`convert` runs in slime's rollout manager, `advantages` in each process of the training, possibly on another machine. slime forwards a fixed list of
+columns; `rewards` holds the advantages of each row, and `prompt`, which slime forwards and never fills, the sums.
+
+Invariant: a batch is trained on only if its tokens, trained tokens and sum of absolute advantages are those of the engine's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.errors import TrainError
+from engine.plugins.trainers.handover import HandedRow, Sums
+from engine.plugins.trainers.slime.samples import origin_of
+
+_CHANGES = "a hook of slime that changes or drops samples or columns"
+
+
+def convert(args: Any, samples: Sequence[Any]) -> dict[str, list[Any]]:
+    """Make slime's training data of samples: `--custom-convert-samples-to-train-data-path`.
+
+    The advantages are computed here, because only here all episodes of a group are at hand.
+
+    Args:
+        args: slime's arguments, with `engine_spec` and `global_batch_size`.
+        samples: All samples of the rollout, flat.
+
+    Returns:
+        Columns of slime's list, one entry for each sample. `rewards`: the engine's advantages, float32 tensors [response].
+
+    Raises:
+        TrainError: kind `handover`: a sample was not made by the engine's functions, a row of an episode is missing, the number of episodes is no
+            multiple of `global_batch_size`, or the columns are not what the engine has.
+        SpecError: the spec is invalid.
+    """
+    rows, built = _rows(args, samples)
+    data: dict[str, list[Any]] = {
+        "tokens": [sample.tokens for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "rewards": [],
+        "raw_reward": [float(sample.reward) for sample in samples],
+        "truncated": [int(sample.status == type(sample).Status.TRUNCATED) for sample in samples],
+        "sample_indices": [sample.index for sample in samples],
+        "rollout_ids": [sample.index if sample.rollout_id is None else sample.rollout_id for sample in samples],
+        "loss_masks": [],
+        "rollout_log_probs": [sample.rollout_log_probs for sample in samples],
+        "source_names": [(sample.metadata or {}).get("source_name", "unknown") for sample in samples],
+    }
+    for sample, row in zip(samples, rows, strict=True):
+        length = sample.response_length
+        mask = [0] * length if row is None else row.mask
+        data["loss_masks"].append(mask)
+        values = np.zeros(length, np.float32) if row is None else row.advantages
+        data["rewards"].append(torch.from_numpy(np.where(np.array(mask) == 1, values, 0.0).astype(np.float32)))
+    masked: dict[Any, int] = {}
+    for number, mask in zip(data["rollout_ids"], data["loss_masks"], strict=True):
+        masked[number] = masked.get(number, 0) + sum(mask)
+    data["rollout_mask_sums"] = [masked[number] for number in data["rollout_ids"]]
+    if any(sample.multimodal_train_inputs is not None for sample in samples):
+        data["multimodal_train_inputs"] = [sample.multimodal_train_inputs for sample in samples]
+    if getattr(args, "use_rollout_routing_replay", False):
+        data["rollout_routed_experts"] = [_experts(sample) for sample in samples]
+    _refuse_remainder(args, len(masked))
+    own = Sums.of_rows(built)
+    per_row = [
+        _sums(tokens, mask, advantages)
+        for tokens, mask, advantages in zip(data["tokens"], data["loss_masks"], data["rewards"], strict=True)
+    ]
+    whole = Sums(*(sum(getattr(each, name) for each in per_row) for name in ("tokens", "trained", "advantages")))
+    own.check(whole, "slime", _CHANGES)
+    totals = [float(whole.tokens), float(whole.trained), whole.advantages]
+    data["prompt"] = [[float(each.tokens), float(each.trained), each.advantages, *totals] for each in per_row]
+    return data
+
+
+def _rows(args: Any, samples: Sequence[Any]) -> tuple[list[HandedRow | None], list[HandedRow]]:
+    """The engine's row of each sample, None for samples that are not trained; and all rows to train, built from the episodes.
+
+    Groups with fewer trainable episodes than `train.min_group` are not trained.
+    """
+    from engine.plugins.trainers.slime.settings import Settings
+    from engine.schemas.train import TrainSpec
+    from engine.spec.load import load_spec
+    from engine.train.batches import RowBuilder, whitened_advantages
+
+    loaded = load_spec(Settings.read(args).spec)
+    train = loaded.spec.train or TrainSpec()
+    origins = [origin_of(sample) for sample in samples]
+    foreign = [sample.index for sample, origin in zip(samples, origins, strict=True) if origin is None]
+    if foreign:
+        raise TrainError(
+            f"samples {foreign[:8]} of slime's batch were not made by the engine's generate or rollout function, so they have no advantages",
+            kind="handover",
+        )
+    groups: dict[str, dict[str, Any]] = {}
+    for origin in origins:
+        if origin is not None and (ended := origin.trajectory) is not None:
+            groups.setdefault(ended.task_id, {})[ended.episode_id] = ended
+    builder = RowBuilder(loaded.spec, train, loaded.base)
+    samples_per_task = loaded.spec.rollout.samples_per_task
+    whole = [list(group.values()) for group in groups.values()]
+    rows = [row for group in whole if not builder.is_small(group, samples_per_task) for row in builder.rows(group)]
+    values = whitened_advantages(rows) if train.advantage_norm == "batch" else [row["advantages"] for row in rows]
+    made = {
+        (row["episode_id"], row["branch"]): HandedRow.of(row, value) for row, value in zip(rows, values, strict=True)
+    }
+    found: list[HandedRow | None] = []
+    for sample, origin in zip(samples, origins, strict=True):
+        assert origin is not None
+        ended = origin.trajectory
+        row = None if ended is None else made.pop((ended.episode_id, origin.branch), None)
+        if row is not None and not sample.remove_sample:
+            if sample.tokens != [*row.prompt_ids, *row.completion_ids]:
+                raise TrainError(
+                    f"sample {sample.index} has other tokens than row {origin.branch} of its episode; remove the hook that changes samples",
+                    kind="handover",
+                )
+            found.append(_from(row, origin.start))
+        else:
+            found.append(None)
+    if made:
+        episode, branch = next(iter(made))
+        raise TrainError(
+            f"{len(made)} rows have no sample in slime's batch, the first is row {branch} of {episode}; remove the hook that drops samples",
+            kind="handover",
+        )
+    return found, [row for row in found if row is not None]
+
+
+def _from(row: HandedRow, start: int) -> HandedRow:
+    """The row with a completion that begins at `start`, which is before its first trained token if a part of the row is masked."""
+    front = row.prompt_ids[start:]
+    if not front:
+        return row
+    zeros = [0] * len(front)
+    return HandedRow(
+        row.prompt_ids[:start],
+        [*front, *row.completion_ids],
+        [*zeros, *row.mask],
+        [*map(float, zeros), *row.logprobs],
+        np.concatenate([np.zeros(len(front), np.float32), row.advantages]),
+        row.images,
+    )
+
+
+def _sums(tokens: Any, mask: Any, advantages: torch.Tensor) -> Sums:
+    """The sums of one row as slime has it; rows without trained tokens count nothing."""
+    trained = torch.as_tensor(mask, device="cpu")
+    count = int(trained.sum())
+    if not count:
+        return Sums(0, 0, 0.0)
+    return Sums(len(tokens), count, float((advantages.cpu().double().abs() * trained).sum()))
+
+
+def _experts(sample: Any) -> Any:
+    found = sample.rollout_routed_experts
+    if found is None or len(found) != len(sample.tokens) - 1:
+        raise TrainError(
+            f"--use-rollout-routing-replay needs the experts of {len(sample.tokens) - 1} tokens of sample {sample.index}, and it has "
+            f"{0 if found is None else len(found)}; set `backend.routed_experts`, or remove the flag",
+            kind="handover",
+        )
+    return found
+
+
+def _refuse_remainder(args: Any, episodes: int) -> None:
+    size = getattr(args, "global_batch_size", None)
+    if size and episodes % size:
+        raise TrainError(
+            f"slime would drop {episodes % size} of {episodes} episodes: their number is not a multiple of --global-batch-size {size}",
+            kind="handover",
+        )
+
+
+def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
+    """Set `advantages` and `returns` to the engine's: slime's `--custom-advantage-function-path`.
+
+    With context parallelism each process gets its part. slime calls this on the last pipeline stage only.
+
+    Args:
+        args: slime's arguments.
+        rollout_data: The rows of this process, as slime's `_get_rollout_data` has them.
+
+    Raises:
+        TrainError: kind `handover`: `convert` did not make the rows, or a row or the whole batch lost something on the way.
+    """
+    from megatron.core import mpu
+    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+
+    told = rollout_data.pop("prompt", None)
+    rewards, masks = rollout_data["rewards"], rollout_data["loss_masks"]
+    if told is None or not all(isinstance(each, torch.Tensor) and each.dim() == 1 for each in rewards):
+        raise TrainError(
+            "the rewards of slime's batch are not the engine's advantages by token; use "
+            "--custom-convert-samples-to-train-data-path engine.plugins.trainers.slime.convert",
+            kind="handover",
+        )
+    lengths = list(zip(rollout_data["total_lengths"], rollout_data["response_lengths"], strict=True))
+    parts = []
+    here, sliced = torch.zeros(3, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    for at, (values, mask, (total, response)) in enumerate(zip(rewards, masks, lengths, strict=True)):
+        if len(values) != response or len(mask) != response or len(rollout_data["tokens"][at]) != total:
+            raise TrainError(
+                f"row {at} of slime's batch has {len(values)} advantages, {len(mask)} masks and {len(rollout_data['tokens'][at])} tokens for "
+                f"a response of {response} in {total} tokens",
+                kind="handover",
+            )
+        tokens, trained, size = told[at][:3]
+        found = _sums(rollout_data["tokens"][at], mask, values)
+        Sums(int(tokens), int(trained), size).check(found, "slime", _CHANGES)
+        here += torch.tensor([found.tokens, found.trained, found.advantages], dtype=torch.float64)
+        part = slice_log_prob_with_cp(values.to(mask.device, torch.float32), total, response)
+        parts.append(part)
+        sliced += (part.cpu().double().abs() * slice_log_prob_with_cp(mask, total, response).cpu()).sum()
+    if parts:
+        device = masks[0].device
+        tokens, trained, size = told[0][3:]
+        ranks = _added(here.to(device), mpu, with_context_parallel=False)
+        slices = _added(sliced.to(device), mpu, with_context_parallel=True)
+        whole = Sums(int(tokens), int(trained), size)
+        whole.check(Sums(int(ranks[0]), int(ranks[1]), float(ranks[2])), "slime", _CHANGES)
+        whole.check(Sums(int(tokens), int(trained), float(slices[0])), "slime", "slicing with context parallelism")
+    rollout_data["advantages"] = parts
+    rollout_data["returns"] = list(parts)
+
+
+def _added(value: torch.Tensor, mpu: Any, *, with_context_parallel: bool) -> torch.Tensor:
+    """The sum over the processes that hold the batch."""
+    if mpu.get_data_parallel_world_size(with_context_parallel=with_context_parallel) > 1:
+        torch.distributed.all_reduce(
+            value, group=mpu.get_data_parallel_group(with_context_parallel=with_context_parallel)
+        )
+    return value

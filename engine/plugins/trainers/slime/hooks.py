@@ -1,0 +1,165 @@
+"""slime's `generate` and `generate_rollout`, over episodes of a spec. The prompt of a sample is the id of its task."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import TrainError
+from engine.plugins.trainers.slime.episodes import Episodes
+from engine.plugins.trainers.slime.samples import origin_of
+from engine.plugins.trainers.slime.settings import Settings
+from engine.train.batches import ZERO_ADVANTAGE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.schemas.trajectory import Trajectory
+
+
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
+    """Run one episode: slime's `--custom-generate-function-path`.
+
+    Args:
+        args: slime's arguments, with `engine_spec` and `engine_folder`.
+        sample: slime's sample; its prompt is the id of a task.
+        sampling_params: slime's parameters. The spec's are used, and must have the same temperature.
+        evaluation: Whether the episode is of an evaluation.
+
+    Returns:
+        A sample, or with `engine_rows: several` a list of samples of one `rollout_id`.
+
+    Raises:
+        TrainError: kind `train_setup`: the temperatures differ, or as `Episodes`; kind `handover`: the episode has several rows.
+        EngineError: as `Episodes.samples`.
+    """
+    episodes = await asyncio.to_thread(Episodes.of, args)
+    given, own = sampling_params.get("temperature"), episodes.spec.sampling.temperature
+    if given is not None and given != own:
+        raise TrainError(
+            f"slime asks for temperature {given:g}, and {episodes.loaded.path} samples with {own:g}; make them equal",
+            kind="train_setup",
+        )
+    made = await asyncio.wrap_future(episodes.submit(episodes.samples(sample, evaluation=evaluation)))
+    if Settings.read(args).rows == "several":
+        return made
+    if len(made) > 1:
+        origin = origin_of(made[0])
+        assert origin is not None
+        assert origin.trajectory is not None
+        raise TrainError(
+            f"{origin.trajectory.episode_id} has {len(made)} rows, and slime cannot mix samples with lists of samples: write "
+            "`engine_rows: several` into the file of --custom-config-path, or use the rollout function, which needs no setting",
+            kind="handover",
+        )
+    return made[0]
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Run the episodes of one rollout: slime's `--rollout-function-path`.
+
+    With `train.dynamic_sampling`, groups in which every advantage is 0 or that have fewer trainable episodes than `train.min_group` are replaced by other
+    groups, `train.max_sampling_rounds` times.
+
+    Args:
+        args: slime's arguments, with `engine_spec` and `engine_folder`.
+        rollout_id: slime's number of the rollout.
+        data_source: Gives groups of samples.
+        evaluation: Run the tasks of `args.eval_datasets` instead.
+
+    Returns:
+        slime's `RolloutFnTrainOutput`: `rollout_batch_size` groups of samples, or of lists of samples if any episode has several rows. For an evaluation
+        `RolloutFnEvalOutput`.
+
+    Raises:
+        TrainError: kind `train_setup`: a group is not `n_samples_per_prompt` samples of one task, there is no evaluation data, or as `Episodes`.
+        EngineError: as `Episodes.samples`.
+    """
+    from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+
+    episodes = Episodes.of(args)
+    if evaluation:
+        return RolloutFnEvalOutput(data=_evaluated(args, episodes))
+    wanted, size = args.rollout_batch_size, args.n_samples_per_prompt
+    train = episodes.train
+    rounds = train.max_sampling_rounds if train.dynamic_sampling else 1
+    kept: list[list[list[Any]]] = []
+    equal: list[list[list[Any]]] = []
+    sampled = too_small = 0
+    for _ in range(rounds):
+        groups = data_source.get_samples(wanted - len(kept))
+        for group in groups:
+            if len(group) != size or len({str(sample.prompt) for sample in group}) != 1:
+                raise TrainError(
+                    f"a group of slime's data source is not {size} samples of one task: {[sample.prompt for sample in group]}",
+                    kind="train_setup",
+                )
+        sampled += len(groups)
+        for made in episodes.submit(_run(episodes, groups)).result():
+            ended = _trajectories(made)
+            small = episodes.rows.is_small(ended, size)
+            too_small += small
+            replaced = train.dynamic_sampling and (small or _without_signal(episodes, ended))
+            (equal if replaced else kept).append(made)
+        if len(kept) >= wanted or not groups:
+            break
+    filled = equal[: wanted - len(kept)]
+    handed = [*kept, *filled]
+    several = any(len(rows) > 1 for group in handed for rows in group)
+    samples = [[rows if several else rows[0] for rows in group] for group in handed]
+    metrics = {
+        "engine/groups_sampled": sampled,
+        "engine/groups_replaced": len(equal) - len(filled),
+        "engine/groups_without_signal": len(filled),
+        "engine/groups_small": too_small,
+        "engine/untrained_episodes": sum(rows[0].remove_sample for group in handed for rows in group),
+    }
+    return RolloutFnTrainOutput(samples=samples, metrics=metrics)
+
+
+async def _run(episodes: Episodes, groups: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
+    return [
+        list(group)
+        for group in await asyncio.gather(
+            *(asyncio.gather(*(episodes.samples(sample) for sample in group)) for group in groups)
+        )
+    ]
+
+
+def _trajectories(group: Sequence[Sequence[Any]]) -> list[Trajectory]:
+    """The finished episodes of a group of samples."""
+    origins = [origin_of(rows[0]) for rows in group]
+    return [origin.trajectory for origin in origins if origin is not None and origin.trajectory is not None]
+
+
+def _without_signal(episodes: Episodes, ended: Sequence[Trajectory]) -> bool:
+    """Whether every advantage of a group is 0."""
+    return all(abs(row["advantages"]).max(initial=0.0) <= ZERO_ADVANTAGE for row in episodes.rows.rows(ended))
+
+
+def _evaluated(args: Any, episodes: Episodes) -> dict[str, dict[str, list[Any]]]:
+    from slime.utils.data import read_file
+    from slime.utils.types import Sample
+
+    datasets = getattr(args, "eval_datasets", None)
+    if not datasets:
+        raise TrainError("slime's arguments name no evaluation data (--eval-prompt-data)", kind="train_setup")
+    found = {}
+    for dataset in datasets:
+        samples = [
+            Sample(index=at, prompt=row[dataset.input_key])
+            for at, row in enumerate(
+                row for row in read_file(dataset.path) for _ in range(dataset.n_samples_per_eval_prompt)
+            )
+        ]
+
+        async def run(samples: list[Any] = samples) -> list[list[Any]]:
+            return await asyncio.gather(*(episodes.samples(sample, evaluation=True) for sample in samples))
+
+        firsts = [rows[0] for rows in episodes.submit(run()).result()]
+        found[dataset.name] = {
+            "rewards": [sample.reward for sample in firsts],
+            "truncated": [sample.status == Sample.Status.TRUNCATED for sample in firsts],
+            "samples": firsts,
+        }
+    return found

@@ -1,0 +1,178 @@
+"""Runs the episodes of TRL's batches: the `rollout_func` of a GRPOTrainer.
+
+Each call gets the task ids of one generation batch and runs `num_generations` episodes of each task, with the trainer's present weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from engine.errors import TrainError
+from engine.plugins.trainers.handover import HandedRow, SeveralRows, Sums, groups_of, one_row_each
+from engine.plugins.trainers.loop import LoopThread
+from engine.plugins.trainers.rollouts import TrainerRollouts
+from engine.schemas.backend import LocalBackendSpec
+from engine.spec.load import LoadedSpec, load_spec
+
+if TYPE_CHECKING:
+    from engine.plugins.trainers.trl.sampler import SharedBackend
+    from engine.train.batches import Batch
+
+
+class EngineRollouts:
+    """The episodes of a spec for a trainer in this process. Close it after the training, or use it as a context manager.
+
+    >>> with EngineRollouts("spec.yaml", "runs/with-trl") as rollouts:
+    ...     EngineGRPOTrainer(rollouts, args).train()
+
+    Args:
+        spec: The spec, or the path of its file. Its backend must be `local`: the sampler uses the trainer's own model.
+        folder: The folder of the training; the run store is `rollouts` in it.
+        keep_going: Do not stop if the first episodes all fail with one cause.
+        several_rows: What happens to an episode with several rows, since TRL takes one for each prompt. `refuse`: the training stops.
+            `leave_out`: its tokens are not trained; `trl/left_out_tokens` counts them. Its rewards stay in the baseline of its group.
+
+    Raises:
+        SpecError: the spec is invalid.
+        TrainError: kind `train_setup`: the spec uses something that does not reach TRL's loss.
+    """
+
+    def __init__(
+        self,
+        spec: LoadedSpec | Path | str,
+        folder: Path | str,
+        *,
+        keep_going: bool = False,
+        several_rows: SeveralRows = "refuse",
+    ) -> None:
+        self.loaded = spec if isinstance(spec, LoadedSpec) else load_spec(spec)
+        self._several_rows = several_rows
+        backend = self.loaded.spec.backend
+        if not isinstance(backend, LocalBackendSpec):
+            raise TrainError(
+                f"{self.loaded.path}: a `{backend.kind}` backend does not sample with TRL's model; use `backend: {{kind: local}}`",
+                kind="train_setup",
+            )
+        self._backend_spec = backend
+        self._episodes = TrainerRollouts(self.loaded, folder, "trl", keep_going=keep_going)
+        self.folder = self._episodes.folder
+        self.model_folder = self._episodes.model_folder
+        self.format = self._episodes.format
+        self._loop = LoopThread()
+        self._backend: SharedBackend | None = None
+        self._model: Any = None
+        self.handed: list[HandedRow] = []
+        """The rows of the newest call, one for each prompt."""
+        self.sums = Sums(0, 0, 0.0)
+        """Their sums; that of the images is the trainer's."""
+        self.version = -1
+        """The weight version of the newest call: the number of TRL's updates before it."""
+        self.metrics: dict[str, float] = {}
+        """Metrics of the newest call, under the names of `engine train`."""
+
+    @property
+    def tasks(self) -> list[str]:
+        """The ids of the tasks, in order."""
+        return self._episodes.tasks
+
+    def __call__(self, prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        """Run the episodes of a generation batch. TRL calls this as `rollout_func`.
+
+        Args:
+            prompts: Task ids, each repeated `num_generations` times in a row.
+            trainer: The trainer; its model samples.
+
+        Raises:
+            TrainError: kind `train_setup`: the prompts are not groups of this spec's tasks, or the model was exchanged; kind
+                `handover`: an episode has several rows; kind `no_data`: no episode can be trained on.
+            EngineError: as `Runner.episode`.
+        """
+        samples: int = trainer.num_generations
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        backend = self._backend or self._make_backend(model)
+        if model is not self._model:
+            raise TrainError("the trainer has another model than at its first batch", kind="train_setup")
+        self.version = trainer.state.global_step
+        groups = groups_of(prompts, samples, "make `generation_batch_size` a multiple of `num_generations`")
+        with backend.lent():
+            if self._backend is None:
+                self._loop.call(self._episodes.start(backend))
+                self._backend = backend
+            self._loop.call(backend.weights_changed(self.version))
+            batch = self._loop.call(self._episodes.batch(groups, samples, self.version))
+        self.metrics = batch.metrics(tuple(self.loaded.spec.tasks.mix or ()))
+        ended = {
+            (group.number, each.sample_index): each
+            for group in (*batch.used, *batch.left_out)
+            for each in group.trajectories
+        }
+        self.handed = self._handed(batch, len(groups), samples)
+        self.sums = Sums.of_rows(self.handed)
+        slots = [ended.get((number, sample)) for number in range(len(groups)) for sample in range(samples)]
+        return {
+            "prompt_ids": [row.prompt_ids for row in self.handed],
+            "completion_ids": [row.completion_ids for row in self.handed],
+            "logprobs": [row.logprobs for row in self.handed],
+            "env_mask": [row.mask for row in self.handed],
+            "engine_reward": [None if each is None else each.outcome.reward for each in slots],
+        }
+
+    def _handed(self, batch: Batch, groups: int, samples: int) -> list[HandedRow]:
+        """One row for each prompt, in TRL's order."""
+        placed = one_row_each(
+            batch,
+            self._episodes.advantages(batch),
+            groups,
+            samples,
+            trainer="TRL",
+            several=self._several_rows,
+            leave_out='EngineRollouts(…, several_rows="leave_out")',
+        )
+        self.metrics["trl/left_out_tokens"] = float(placed.left_out)
+        self.metrics["trl/empty_rows"] = float(placed.empty)
+        return placed.rows
+
+    def mean_length(self) -> float:
+        """The mean number of trained tokens of an episode in the training's first batch, which the folder keeps for later launches.
+
+        Raises:
+            OSError, ValueError: the folder's file cannot be read or written.
+        """
+        file = self.folder / "loss_length.json"
+        if not file.exists():
+            counts = [sum(row.mask) for row in self.handed]
+            trained = [count for count in counts if count]
+            file.write_text(json.dumps(sum(trained) / max(len(trained), 1)), encoding="utf-8")
+        return float(json.loads(file.read_text(encoding="utf-8")))
+
+    def _make_backend(self, model: Any) -> SharedBackend:
+        from engine.plugins.trainers.trl.sampler import SharedBackend
+
+        self._model = model
+        return SharedBackend(
+            model,
+            self.model_folder,
+            self.format.decode,
+            self._backend_spec,
+            vocab=self.format.vocab_size,
+            context=self._episodes.context,
+            vision=self.format.vision,
+        )
+
+    def close(self) -> None:
+        """Close the run store and the services of the episodes. Later calls do nothing."""
+        if not self._loop.running:
+            return
+        try:
+            self._loop.call(self._episodes.close())
+        finally:
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
