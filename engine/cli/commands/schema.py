@@ -23,7 +23,7 @@ def generated() -> dict[Path, str]:
     from engine.cli.json_schema import documents
     from engine.cli.reference import reference
     from engine.cli.rows_reference import rows_reference
-    from engine.cli.trainers_reference import trainers_reference
+    from engine.plugins.trainers.reference import trainers_reference
 
     files = {SCHEMAS / f"{name}.schema.json": text for name, text in documents().items()}
     return {**files, REFERENCE: reference(), ROWS: rows_reference(), TRAINERS: trainers_reference()}
