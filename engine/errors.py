@@ -226,3 +226,9 @@ class TrainError(EngineError):
     def __init__(self, message: str, *, kind: str) -> None:
         self.kind = kind
         super().__init__(message)
+
+
+def first_of(several: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first exception of a group of exceptions, which may be nested."""
+    first = several.exceptions[0]
+    return first_of(first) if isinstance(first, BaseExceptionGroup) else first

@@ -21,6 +21,11 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "schemas": ("scenarios",),
     },
     "traces": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("traces",)},
+    "trainers": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "docs": ("trainers",),
+        "trainers": ("trl", "verl", "verl_agent_loop", "slime", "skyrl", "areal", "prime_rl", "rllm", "tinker", "art"),
+    },
     "view": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("view",)},
     "vllm": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "backends": ("vllm",)},
 }

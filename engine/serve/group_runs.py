@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from engine.plugins.trainers.handover import Sums
-from engine.plugins.trainers.rollouts import first_of
+from engine.errors import first_of
 from engine.runner.run import Runner
 from engine.schemas.generation import SamplingParams
 from engine.schemas.train import TrainSpec
@@ -197,10 +196,9 @@ class GroupRuns:
             }
             for each in trajectories
         ]
-        sums = Sums.of_whole_rows(rows, [row["advantages"] for row in rows])
         about = {
             "rows": len(rows),
-            "sums": {"tokens": sums.tokens, "trained": sums.trained, "advantages": sums.advantages},
+            "sums": _sums(rows),
             "episodes": episodes,
             "signal": any(float(abs(row["advantages"]).max(initial=0.0)) > ZERO_ADVANTAGE for row in rows),
             "left_out": None if rows else "too_few_episodes" if small else "no_rows",
@@ -230,6 +228,17 @@ class GroupRuns:
             self.done.add(episode)
             runner.count(trajectory)
         return trajectory
+
+
+def _sums(rows: Sequence[Row]) -> dict[str, float]:
+    """Tokens, trained tokens, and the sum of the absolute advantages of the trained ones, which a client compares with its own."""
+    trained = [row["loss_mask"] == 1 for row in rows]
+    advantages = [row["advantages"][mask].astype(float) for row, mask in zip(rows, trained, strict=True)]
+    return {
+        "tokens": sum(len(row["input_ids"]) for row in rows),
+        "trained": sum(int(mask.sum()) for mask in trained),
+        "advantages": sum(float(abs(of_row).sum()) for of_row in advantages),
+    }
 
 
 def _key(sampling: Mapping[str, Any]) -> bytes:

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from engine.errors import BackendError, EngineError, StoreError, TrainError
-from engine.plugins.trainers.check import TrainerError, check_trainer, read_trainer
-from engine.plugins.trainers.rollouts import first_of
+from engine.errors import BackendError, EngineError, StoreError, TrainError, first_of
 from engine.schemas.train import TrainSpec
 from engine.serve.group_runs import GroupRuns, ReadyGroup, overridden
 from engine.serve.http import Answer, Call, JsonService, ServiceError, Stream
@@ -26,6 +24,7 @@ from engine.serve.request_log import GroupRequest, RequestLog
 from engine.serve.wire import ARROW, ArrowWriter, JsonWriter, WireWriter
 from engine.storable import words_of
 from engine.validate import check_spec
+from engine.validate.trainers import TrainerError, trainer_of
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
@@ -76,8 +75,8 @@ def refuse_unserved(loaded: LoadedSpec, trainer: str | None = None) -> None:
     }
     found = [text for text, refused in problems.items() if refused]
     if trainer is not None:
-        name = read_trainer(trainer)
-        found += [f"{each.message}; {each.fix}" for each in check_trainer(loaded, name) if each.severity == "error"]
+        unmet = trainer_of(trainer).findings(loaded)
+        found += [f"{each.message}; {each.fix}" for each in unmet if each.severity == "error"]
     if found:
         raise TrainError(f"{loaded.path}: " + "\n".join(found), kind="serve_setup")
 

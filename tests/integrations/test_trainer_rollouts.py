@@ -12,10 +12,10 @@ import yaml
 from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.backends.registry import open_backend
-from engine.errors import TrainError
+from engine.errors import TrainError, first_of
 from engine.plugins.trainers.handover import HandedRow, Sums
 from engine.plugins.trainers.loop import LoopThread
-from engine.plugins.trainers.rollouts import TrainerRollouts, first_of
+from engine.plugins.trainers.rollouts import TrainerRollouts
 
 
 def spec_of(folder: Path, model: Path) -> Path:

@@ -8,14 +8,13 @@ from typing import Annotated
 
 import typer
 
-from engine.plugin import missing
+from engine.plugin import loaded, missing
 from engine.terminal import echo
 
 UP_TO_DATE, OUT_OF_DATE = 0, 1
 SCHEMAS = Path("schemas/json")
 REFERENCE = Path("docs/spec.md")
 ROWS = Path("docs/rows.md")
-TRAINERS = Path("docs/trainers.md")
 
 
 def generated() -> dict[Path, str]:
@@ -23,10 +22,10 @@ def generated() -> dict[Path, str]:
     from engine.cli.json_schema import documents
     from engine.cli.reference import reference
     from engine.cli.rows_reference import rows_reference
-    from engine.plugins.trainers.reference import trainers_reference
 
     files = {SCHEMAS / f"{name}.schema.json": text for name, text in documents().items()}
-    return {**files, REFERENCE: reference(), ROWS: rows_reference(), TRAINERS: trainers_reference()}
+    pages = {Path("docs") / f"{name}.md": page() for name, page in loaded("docs").items()}
+    return {**files, REFERENCE: reference(), ROWS: rows_reference(), **pages}
 
 
 def stale(root: Path) -> Iterator[Path]:
@@ -51,7 +50,7 @@ def schema(
         bool, typer.Option("--check", help="Write nothing; exit with 1 when a file is out of date.")
     ] = False,
 ) -> None:
-    """Write schemas/json/*.schema.json, docs/spec.md, docs/rows.md and docs/trainers.md from the data classes.
+    """Write schemas/json/*.schema.json, docs/spec.md, docs/rows.md and the pages of plugins, such as docs/trainers.md, from the data classes.
 
     In a YAML file that begins with `# yaml-language-server: $schema=…/episode.schema.json`, editors show completion and
     errors.

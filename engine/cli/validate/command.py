@@ -119,14 +119,15 @@ def validate(
         most = read_budget(budget or ())
     except BudgetError as error:
         raise typer.BadParameter(str(error), param_hint="--budget") from error
-    from engine.plugins.trainers.check import TrainerError, read_trainer
+    from engine.validate.trainers import TrainerError, trainer_of
 
     try:
-        chosen = None if trainer is None else read_trainer(trainer)
+        if trainer is not None:
+            trainer_of(trainer)
     except TrainerError as error:
         raise typer.BadParameter(str(error), param_hint="--trainer") from error
     folders = tuple(allowed or ())
-    options = Options(tuple(overrides or ()), worst, most, imports, folders, timeout, chosen)
+    options = Options(tuple(overrides or ()), worst, most, imports, folders, timeout, trainer)
     reports, printed = examine_all(list(find_specs(specs, folders)), options)
     for line in printed:
         echo(line, err=True)

@@ -25,6 +25,7 @@ from engine.validate.check import check_rules, in_order
 from engine.validate.child import Child, ChildError, can_fork, refuse_outside
 from engine.validate.context import CheckContext
 from engine.validate.templates import close_child, set_deadline
+from engine.validate.trainers import trainer_of
 from engine.validate.worst_case import worst_case
 
 SECONDS = 60.0
@@ -101,7 +102,7 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
         worst = worst_case(CheckContext(loaded))
         found += mask_all(over_budget(loaded, worst, options.budget), loaded.variables)
     if options.trainer is not None and sound:
-        found += mask_all(check_trainer(loaded, options.trainer), loaded.variables)
+        found += mask_all(trainer_of(options.trainer).findings(loaded), loaded.variables)
     sources = {mask_name(file, loaded.variables): text for file, text in loaded.sources.items()}
     for slow_findings in SLOW_FINDINGS.all(written(loaded.spec)):
         found += mask_all(slow_findings(loaded, options.seconds / 2), loaded.variables)

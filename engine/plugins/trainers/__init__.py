@@ -1,2 +1,23 @@
 """Other trainers: what each carries of a spec (`capabilities.py`), what a spec uses (`check.py`), and what all adapters share: groups of
 episodes (`rollouts.py`), rows and sums of the hand-over (`handover.py`), a loop in a thread (`loop.py`)."""
+
+from engine.plugin import Plugin
+
+PLUGIN = Plugin(
+    name="trainers",
+    about="Other trainers: TRL, verl, slime, SkyRL and AReaL train on the engine's episodes",
+    trainers={
+        "trl": "engine.plugins.trainers.capabilities:TRL",
+        "verl": "engine.plugins.trainers.capabilities:VERL",
+        "verl_agent_loop": "engine.plugins.trainers.capabilities:VERL_AGENT_LOOP",
+        "slime": "engine.plugins.trainers.capabilities:SLIME",
+        "skyrl": "engine.plugins.trainers.capabilities:SKYRL",
+        "areal": "engine.plugins.trainers.capabilities:AREAL",
+        "prime_rl": "engine.plugins.trainers.capabilities:PRIME_RL",
+        "rllm": "engine.plugins.trainers.capabilities:RLLM",
+        "tinker": "engine.plugins.trainers.capabilities:TINKER",
+        "art": "engine.plugins.trainers.capabilities:ART",
+    },
+    docs={"trainers": "engine.plugins.trainers.reference:trainers_reference"},
+    rules=("engine.plugins.trainers.check",),
+)

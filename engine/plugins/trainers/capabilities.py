@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from engine.spec.diagnostic import Diagnostic
+    from engine.spec.load import LoadedSpec
 
 Status = Literal["carried", "approximated", "refused", "unknown"]
 """`carried`: exactly. `approximated`: something of it is lost. `refused`: it does not arrive. `unknown`: nobody has looked."""
@@ -58,6 +62,12 @@ class Trainer:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "things", {**self.things, "kl_in_reward": _KL_IN_REWARD})
+
+    def findings(self, loaded: LoadedSpec) -> list[Diagnostic]:
+        """Return a finding for each thing that the spec uses and the trainer does not carry exactly."""
+        from engine.plugins.trainers.check import findings_of
+
+        return findings_of(loaded, self)
 
 
 def _yes(how: str) -> Carried:
@@ -243,222 +253,230 @@ replaced by a scripted client. verl computes in float32 and divides by the stand
 1e-6, where the engine gives 0: 0.056 for eight rewards of 0.7.
 """
 
+TRL = Trainer(
+    "TRL GRPOTrainer",
+    "1.16.0",
+    True,
+    "`engine.plugins.trainers.trl`: the trainer's model is the backend of a `rollout_func`, and a subclass whose `_generate_and_score_completions` sets the advantages",
+    {
+        "token_ids": _yes("`prompt_ids` and `completion_ids` of `rollout_func`"),
+        "masks": _yes("`env_mask`, if the trainer has neither `tools` nor `environment_factory`"),
+        "logprobs": _partly(
+            "`old_per_token_logps` are the sampler's, so the clipped ratio is relative to the sampler; `train.rollout_correction` is not applied"
+        ),
+        "versions": _no("a row has no weight versions; the run store has them"),
+        "turn_credit": _yes("the subclass gives advantages [batch, tokens]; `_compute_loss` takes them"),
+        "token_bonuses": _yes("as `turn_credit`"),
+        "branches": _no(
+            "there is one row for each prompt that the trainer asks for; an episode with several rows stops the training, or is left out and counted"
+        ),
+        "images": _partly("models of Qwen's families, Idefics3 and SmolVLM, without a KL penalty"),
+        "reward_names": _partly("metrics of TRL's log (`reward/<name>`); the loss reads advantages"),
+        "oversampling": _partly("each prompt needs a row: a group without signal stays, with advantage 0"),
+        "expert_routing": _no("TRL has no routing replay"),
+    },
+    notes=_TRL_NOTES,
+)
+VERL = Trainer(
+    "verl",
+    "0.9.1 (V1 trainer)",
+    True,
+    "`engine.plugins.trainers.verl`: an agent loop manager that writes TransferQueue rows with a column of advantages, and a registered trainer that reads it",
+    {
+        "token_ids": _yes("`prompts` and `responses` of the manager's rows"),
+        "masks": _yes("`response_mask`"),
+        "logprobs": _yes("`rollout_log_probs`"),
+        "versions": _partly("`min_global_steps` and `max_global_steps` of a row; not by token"),
+        "turn_credit": _yes("a column and a registered trainer, or `rm_scores` by token and an estimator"),
+        "token_bonuses": _yes("as `turn_credit`"),
+        "branches": _yes("one row each, by the index in the key"),
+        "images": _yes("`multi_modal_inputs` and `position_ids` with four lines; models of Qwen-VL's families"),
+        "reward_names": _partly("`extra_fields` for metrics, the same keys in all rows; the loss reads one sum"),
+        "oversampling": _partly(
+            f"{_GROUPS_BEFORE}; in sync mode, a group with a failed episode trains without it unless `sampler.sync_refill_failed_groups` is set"
+        ),
+        "expert_routing": _yes("`routed_experts`, which verl's Megatron and VeOmni engines read; FSDP is refused"),
+    },
+    notes=_VERL_NOTES,
+)
+VERL_AGENT_LOOP = Trainer(
+    "verl with its own agent loop manager",
+    "0.9.1",
+    True,
+    "`engine.plugins.trainers.verl.agent_loop`: an agent loop by YAML (`_target_`); verl forms the groups and computes the advantages from one reward for each episode",
+    {
+        "token_ids": _yes("`prompt_ids` and `response_ids` of `AgentLoopOutput`"),
+        "masks": _yes("`response_mask`"),
+        "logprobs": _yes("`response_logprobs`"),
+        "versions": _partly("`min_global_steps` and `max_global_steps` of a row; not by token"),
+        "turn_credit": _no(
+            "an agent loop returns one reward, which verl gives to all tokens; `turn_scores` reach no loss. The engine's manager (`verl`) carries it"
+        ),
+        "token_bonuses": _no("as `turn_credit`"),
+        "branches": _partly(
+            "one `AgentLoopOutput` each in the V1 trainer with `adv_estimator=grpo`; otherwise the prompt fails with an error that names the episode"
+        ),
+        "images": _yes("as `verl`, in the V1 trainer"),
+        "reward_names": _partly("`reward_extra_info` of the V1 trainer, for metrics; the loss reads the sum"),
+        "oversampling": _no(
+            "the loop runs single episodes; set `train.dynamic_sampling: false`, and use verl's `algorithm.filter_groups`"
+        ),
+        "expert_routing": _yes("as `verl`: `routed_experts` of `AgentLoopOutput`"),
+    },
+    notes=_VERL_LOOP_NOTES,
+)
+SLIME = Trainer(
+    "slime",
+    "624b824a8 (0.3.1)",
+    True,
+    "`engine.plugins.trainers.slime`: a rollout function (or a generate function), a converter and an advantage function, by slime's options",
+    {
+        "token_ids": _yes("`Sample.tokens`"),
+        "masks": _yes("`Sample.loss_mask`"),
+        "logprobs": _partly(
+            "every row has them; the loss uses them only with `--use-rollout-logprobs` or `--use-tis`, and the engine refuses `train.rollout_correction` without `--use-tis`"
+        ),
+        "versions": _no("`weight_versions` are on the samples and are not given to the training"),
+        "turn_credit": _yes("`rewards` as a tensor by token in the converter, read by the advantage function"),
+        "token_bonuses": _yes("as `turn_credit`"),
+        "branches": _yes("a list of samples with one `rollout_id`; the converter replaces slime's normalisation"),
+        "images": _yes("`multimodal_train_inputs`"),
+        "reward_names": _partly("`raw_reward` holds the sum; `metadata` does not reach the training"),
+        "oversampling": _yes(
+            f"{_GROUPS_BEFORE}; by the rollout function (`train.dynamic_sampling`), or with the generate function by slime's filter"
+        ),
+        "expert_routing": _yes("`rollout_routed_experts`: the column of a row, for one token less than `tokens`"),
+    },
+    notes=_SLIME_NOTES,
+)
+SKYRL = Trainer(
+    "SkyRL",
+    "0.3.0",
+    True,
+    "`engine.plugins.trainers.skyrl`: a subclass of `BasePPOExp` with a `GeneratorInterface` that runs the episodes, and a registered advantage estimator that returns the rewards by token",
+    {
+        "token_ids": _yes("`prompt_token_ids` and `response_ids`"),
+        "masks": _yes("`loss_masks`; the estimator sees observations too, so advantages are 0 there"),
+        "logprobs": _partly("`rollout_logprobs` are used only with `off_policy_correction`"),
+        "versions": _no("staleness is counted by the step at which an episode began"),
+        "turn_credit": _yes("rewards by token, which the registered estimator returns as advantages"),
+        "token_bonuses": _yes("as `turn_credit`"),
+        "branches": _no("one row for each prompt; in step-wise mode all rows get the number of the last one"),
+        "images": _yes(
+            "`pixel_values` and `image_grid_thw`, sampled with `mm_features`; Qwen's families, images in each trained row or in none, not together with experts"
+        ),
+        "reward_names": _partly("`env_metrics` and `rollout_metrics`; its own reward metrics are sums of advantages"),
+        "oversampling": _partly(f"{_GROUPS_BEFORE}: `zero_variance_filter` is ignored with rewards by token"),
+        "expert_routing": _yes("`rollout_expert_indices`, which its Megatron workers read; FSDP is refused"),
+    },
+    notes=_SKYRL_NOTES,
+)
+AREAL = Trainer(
+    "AReaL",
+    "1.0.4",
+    True,
+    "`engine.plugins.trainers.areal`: a `RolloutWorkflow` whose column `values` holds the negative advantages, with `actor.discount: 0`, no norms, no critic and `kl_ctl: 0`",
+    {
+        "token_ids": _yes("`input_ids`"),
+        "masks": _yes("`loss_mask`"),
+        "logprobs": _yes("`logprobs`"),
+        "versions": _yes("`versions`"),
+        "turn_credit": _yes("the column `values`; the last token is equal to within one rounding"),
+        "token_bonuses": _yes("as `turn_credit`"),
+        "branches": _yes("several rows in what the workflow returns"),
+        "images": _yes("`multi_modal_input`, `mm_token_type_ids`; SGLang 0.5.23 or newer; Qwen's families"),
+        "reward_names": _partly("`rewards` has one number for each row"),
+        "oversampling": _partly(f"{_GROUPS_BEFORE}: `should_accept_fn` accepts episodes and not groups"),
+        "expert_routing": _no("no trainer of AReaL reads them; `return_routed_experts` gives them to workflows"),
+    },
+    notes=_AREAL_NOTES,
+)
+PRIME_RL = Trainer(
+    "prime-rl",
+    "559b44772 (0.8.0)",
+    False,
+    "files of `MicroBatch` for its trainer, without its orchestrator",
+    {
+        "token_ids": _yes("`token_ids`"),
+        "masks": _yes("`mask`"),
+        "logprobs": _yes("`logprobs`"),
+        "versions": _no("a sample has temperatures by token and no weight versions"),
+        "turn_credit": _yes("`advantages` by token"),
+        "token_bonuses": _yes("`advantages` by token"),
+        "branches": _yes("a sample each"),
+        "images": _yes("`mm_kwargs`"),
+        "reward_names": _no("a sample has no rewards"),
+        "oversampling": _yes(_GROUPS_BEFORE),
+        "expert_routing": _yes("`routed_experts`"),
+    },
+)
+RLLM = Trainer(
+    "rLLM",
+    "9beb6e0f2 (0.3.0.pre)",
+    False,
+    "`Step.advantage` as a list, with `rllm.algorithm.use_precomputed_advantage: true`",
+    {
+        "token_ids": _yes("`prompt_ids` and `response_ids` of a step"),
+        "masks": _yes("a step is a prompt and a response, so observations are in prompts"),
+        "logprobs": _yes("`Step.logprobs`"),
+        "versions": _partly("`Step.weight_version`: one for each step"),
+        "turn_credit": _yes("`Step.advantage`; overwritten without the setting; zeros if its length differs"),
+        "token_bonuses": _yes("`Step.advantage` as a list"),
+        "branches": _yes("steps"),
+        "images": _partly("only through its verl backend"),
+        "reward_names": _partly("a step has one reward"),
+        "oversampling": _UNKNOWN,
+        "expert_routing": _UNKNOWN,
+    },
+)
+TINKER = Trainer(
+    "tinker",
+    "tinker-cookbook 0.6.1",
+    False,
+    "a `Datum` for each row; training needs the hosted service",
+    {
+        "token_ids": _yes("`ModelInput` and `target_tokens`"),
+        "masks": _yes("`mask`"),
+        "logprobs": _yes("`logprobs`"),
+        "versions": _no("a `Datum` has no weight versions"),
+        "turn_credit": _yes("`advantages` by token"),
+        "token_bonuses": _yes("`advantages` by token"),
+        "branches": _yes("a `Datum` each"),
+        "images": _yes("`ImageChunk`"),
+        "reward_names": _partly("metrics of your own; a `Datum` has no rewards"),
+        "oversampling": _yes(_GROUPS_BEFORE),
+        "expert_routing": _UNKNOWN,
+    },
+)
+ART = Trainer(
+    "ART",
+    "openpipe-art 0.5.18",
+    False,
+    "`Trajectory` objects",
+    {
+        "token_ids": _no("the conversation is rendered and tokenised again"),
+        "masks": _partly("found in the text that is rendered again"),
+        "logprobs": _partly("only where the choices of the API have them"),
+        "versions": _partly("the first and the last policy version of a trajectory"),
+        "turn_credit": _no("a trajectory has one advantage"),
+        "token_bonuses": _no("a trajectory has one advantage"),
+        "branches": _partly("`additional_histories`, which share the advantage"),
+        "images": _no("trajectories hold text"),
+        "reward_names": _partly("`metrics`; the loss reads `reward`"),
+        "oversampling": _UNKNOWN,
+        "expert_routing": _no("trajectories have no routing"),
+    },
+)
 TRAINERS: Mapping[str, Trainer] = {
-    "trl": Trainer(
-        "TRL GRPOTrainer",
-        "1.16.0",
-        True,
-        "`engine.plugins.trainers.trl`: the trainer's model is the backend of a `rollout_func`, and a subclass whose `_generate_and_score_completions` sets the advantages",
-        {
-            "token_ids": _yes("`prompt_ids` and `completion_ids` of `rollout_func`"),
-            "masks": _yes("`env_mask`, if the trainer has neither `tools` nor `environment_factory`"),
-            "logprobs": _partly(
-                "`old_per_token_logps` are the sampler's, so the clipped ratio is relative to the sampler; `train.rollout_correction` is not applied"
-            ),
-            "versions": _no("a row has no weight versions; the run store has them"),
-            "turn_credit": _yes("the subclass gives advantages [batch, tokens]; `_compute_loss` takes them"),
-            "token_bonuses": _yes("as `turn_credit`"),
-            "branches": _no(
-                "there is one row for each prompt that the trainer asks for; an episode with several rows stops the training, or is left out and counted"
-            ),
-            "images": _partly("models of Qwen's families, Idefics3 and SmolVLM, without a KL penalty"),
-            "reward_names": _partly("metrics of TRL's log (`reward/<name>`); the loss reads advantages"),
-            "oversampling": _partly("each prompt needs a row: a group without signal stays, with advantage 0"),
-            "expert_routing": _no("TRL has no routing replay"),
-        },
-        notes=_TRL_NOTES,
-    ),
-    "verl": Trainer(
-        "verl",
-        "0.9.1 (V1 trainer)",
-        True,
-        "`engine.plugins.trainers.verl`: an agent loop manager that writes TransferQueue rows with a column of advantages, and a registered trainer that reads it",
-        {
-            "token_ids": _yes("`prompts` and `responses` of the manager's rows"),
-            "masks": _yes("`response_mask`"),
-            "logprobs": _yes("`rollout_log_probs`"),
-            "versions": _partly("`min_global_steps` and `max_global_steps` of a row; not by token"),
-            "turn_credit": _yes("a column and a registered trainer, or `rm_scores` by token and an estimator"),
-            "token_bonuses": _yes("as `turn_credit`"),
-            "branches": _yes("one row each, by the index in the key"),
-            "images": _yes("`multi_modal_inputs` and `position_ids` with four lines; models of Qwen-VL's families"),
-            "reward_names": _partly("`extra_fields` for metrics, the same keys in all rows; the loss reads one sum"),
-            "oversampling": _partly(
-                f"{_GROUPS_BEFORE}; in sync mode, a group with a failed episode trains without it unless `sampler.sync_refill_failed_groups` is set"
-            ),
-            "expert_routing": _yes("`routed_experts`, which verl's Megatron and VeOmni engines read; FSDP is refused"),
-        },
-        notes=_VERL_NOTES,
-    ),
-    "verl_agent_loop": Trainer(
-        "verl with its own agent loop manager",
-        "0.9.1",
-        True,
-        "`engine.plugins.trainers.verl.agent_loop`: an agent loop by YAML (`_target_`); verl forms the groups and computes the advantages from one reward for each episode",
-        {
-            "token_ids": _yes("`prompt_ids` and `response_ids` of `AgentLoopOutput`"),
-            "masks": _yes("`response_mask`"),
-            "logprobs": _yes("`response_logprobs`"),
-            "versions": _partly("`min_global_steps` and `max_global_steps` of a row; not by token"),
-            "turn_credit": _no(
-                "an agent loop returns one reward, which verl gives to all tokens; `turn_scores` reach no loss. The engine's manager (`verl`) carries it"
-            ),
-            "token_bonuses": _no("as `turn_credit`"),
-            "branches": _partly(
-                "one `AgentLoopOutput` each in the V1 trainer with `adv_estimator=grpo`; otherwise the prompt fails with an error that names the episode"
-            ),
-            "images": _yes("as `verl`, in the V1 trainer"),
-            "reward_names": _partly("`reward_extra_info` of the V1 trainer, for metrics; the loss reads the sum"),
-            "oversampling": _no(
-                "the loop runs single episodes; set `train.dynamic_sampling: false`, and use verl's `algorithm.filter_groups`"
-            ),
-            "expert_routing": _yes("as `verl`: `routed_experts` of `AgentLoopOutput`"),
-        },
-        notes=_VERL_LOOP_NOTES,
-    ),
-    "slime": Trainer(
-        "slime",
-        "624b824a8 (0.3.1)",
-        True,
-        "`engine.plugins.trainers.slime`: a rollout function (or a generate function), a converter and an advantage function, by slime's options",
-        {
-            "token_ids": _yes("`Sample.tokens`"),
-            "masks": _yes("`Sample.loss_mask`"),
-            "logprobs": _partly(
-                "every row has them; the loss uses them only with `--use-rollout-logprobs` or `--use-tis`, and the engine refuses `train.rollout_correction` without `--use-tis`"
-            ),
-            "versions": _no("`weight_versions` are on the samples and are not given to the training"),
-            "turn_credit": _yes("`rewards` as a tensor by token in the converter, read by the advantage function"),
-            "token_bonuses": _yes("as `turn_credit`"),
-            "branches": _yes("a list of samples with one `rollout_id`; the converter replaces slime's normalisation"),
-            "images": _yes("`multimodal_train_inputs`"),
-            "reward_names": _partly("`raw_reward` holds the sum; `metadata` does not reach the training"),
-            "oversampling": _yes(
-                f"{_GROUPS_BEFORE}; by the rollout function (`train.dynamic_sampling`), or with the generate function by slime's filter"
-            ),
-            "expert_routing": _yes("`rollout_routed_experts`: the column of a row, for one token less than `tokens`"),
-        },
-        notes=_SLIME_NOTES,
-    ),
-    "skyrl": Trainer(
-        "SkyRL",
-        "0.3.0",
-        True,
-        "`engine.plugins.trainers.skyrl`: a subclass of `BasePPOExp` with a `GeneratorInterface` that runs the episodes, and a registered advantage estimator that returns the rewards by token",
-        {
-            "token_ids": _yes("`prompt_token_ids` and `response_ids`"),
-            "masks": _yes("`loss_masks`; the estimator sees observations too, so advantages are 0 there"),
-            "logprobs": _partly("`rollout_logprobs` are used only with `off_policy_correction`"),
-            "versions": _no("staleness is counted by the step at which an episode began"),
-            "turn_credit": _yes("rewards by token, which the registered estimator returns as advantages"),
-            "token_bonuses": _yes("as `turn_credit`"),
-            "branches": _no("one row for each prompt; in step-wise mode all rows get the number of the last one"),
-            "images": _yes(
-                "`pixel_values` and `image_grid_thw`, sampled with `mm_features`; Qwen's families, images in each trained row or in none, not together with experts"
-            ),
-            "reward_names": _partly(
-                "`env_metrics` and `rollout_metrics`; its own reward metrics are sums of advantages"
-            ),
-            "oversampling": _partly(f"{_GROUPS_BEFORE}: `zero_variance_filter` is ignored with rewards by token"),
-            "expert_routing": _yes("`rollout_expert_indices`, which its Megatron workers read; FSDP is refused"),
-        },
-        notes=_SKYRL_NOTES,
-    ),
-    "areal": Trainer(
-        "AReaL",
-        "1.0.4",
-        True,
-        "`engine.plugins.trainers.areal`: a `RolloutWorkflow` whose column `values` holds the negative advantages, with `actor.discount: 0`, no norms, no critic and `kl_ctl: 0`",
-        {
-            "token_ids": _yes("`input_ids`"),
-            "masks": _yes("`loss_mask`"),
-            "logprobs": _yes("`logprobs`"),
-            "versions": _yes("`versions`"),
-            "turn_credit": _yes("the column `values`; the last token is equal to within one rounding"),
-            "token_bonuses": _yes("as `turn_credit`"),
-            "branches": _yes("several rows in what the workflow returns"),
-            "images": _yes("`multi_modal_input`, `mm_token_type_ids`; SGLang 0.5.23 or newer; Qwen's families"),
-            "reward_names": _partly("`rewards` has one number for each row"),
-            "oversampling": _partly(f"{_GROUPS_BEFORE}: `should_accept_fn` accepts episodes and not groups"),
-            "expert_routing": _no("no trainer of AReaL reads them; `return_routed_experts` gives them to workflows"),
-        },
-        notes=_AREAL_NOTES,
-    ),
-    "prime_rl": Trainer(
-        "prime-rl",
-        "559b44772 (0.8.0)",
-        False,
-        "files of `MicroBatch` for its trainer, without its orchestrator",
-        {
-            "token_ids": _yes("`token_ids`"),
-            "masks": _yes("`mask`"),
-            "logprobs": _yes("`logprobs`"),
-            "versions": _no("a sample has temperatures by token and no weight versions"),
-            "turn_credit": _yes("`advantages` by token"),
-            "token_bonuses": _yes("`advantages` by token"),
-            "branches": _yes("a sample each"),
-            "images": _yes("`mm_kwargs`"),
-            "reward_names": _no("a sample has no rewards"),
-            "oversampling": _yes(_GROUPS_BEFORE),
-            "expert_routing": _yes("`routed_experts`"),
-        },
-    ),
-    "rllm": Trainer(
-        "rLLM",
-        "9beb6e0f2 (0.3.0.pre)",
-        False,
-        "`Step.advantage` as a list, with `rllm.algorithm.use_precomputed_advantage: true`",
-        {
-            "token_ids": _yes("`prompt_ids` and `response_ids` of a step"),
-            "masks": _yes("a step is a prompt and a response, so observations are in prompts"),
-            "logprobs": _yes("`Step.logprobs`"),
-            "versions": _partly("`Step.weight_version`: one for each step"),
-            "turn_credit": _yes("`Step.advantage`; overwritten without the setting; zeros if its length differs"),
-            "token_bonuses": _yes("`Step.advantage` as a list"),
-            "branches": _yes("steps"),
-            "images": _partly("only through its verl backend"),
-            "reward_names": _partly("a step has one reward"),
-            "oversampling": _UNKNOWN,
-            "expert_routing": _UNKNOWN,
-        },
-    ),
-    "tinker": Trainer(
-        "tinker",
-        "tinker-cookbook 0.6.1",
-        False,
-        "a `Datum` for each row; training needs the hosted service",
-        {
-            "token_ids": _yes("`ModelInput` and `target_tokens`"),
-            "masks": _yes("`mask`"),
-            "logprobs": _yes("`logprobs`"),
-            "versions": _no("a `Datum` has no weight versions"),
-            "turn_credit": _yes("`advantages` by token"),
-            "token_bonuses": _yes("`advantages` by token"),
-            "branches": _yes("a `Datum` each"),
-            "images": _yes("`ImageChunk`"),
-            "reward_names": _partly("metrics of your own; a `Datum` has no rewards"),
-            "oversampling": _yes(_GROUPS_BEFORE),
-            "expert_routing": _UNKNOWN,
-        },
-    ),
-    "art": Trainer(
-        "ART",
-        "openpipe-art 0.5.18",
-        False,
-        "`Trajectory` objects",
-        {
-            "token_ids": _no("the conversation is rendered and tokenised again"),
-            "masks": _partly("found in the text that is rendered again"),
-            "logprobs": _partly("only where the choices of the API have them"),
-            "versions": _partly("the first and the last policy version of a trajectory"),
-            "turn_credit": _no("a trajectory has one advantage"),
-            "token_bonuses": _no("a trajectory has one advantage"),
-            "branches": _partly("`additional_histories`, which share the advantage"),
-            "images": _no("trajectories hold text"),
-            "reward_names": _partly("`metrics`; the loss reads `reward`"),
-            "oversampling": _UNKNOWN,
-            "expert_routing": _no("trajectories have no routing"),
-        },
-    ),
+    "trl": TRL,
+    "verl": VERL,
+    "verl_agent_loop": VERL_AGENT_LOOP,
+    "slime": SLIME,
+    "skyrl": SKYRL,
+    "areal": AREAL,
+    "prime_rl": PRIME_RL,
+    "rllm": RLLM,
+    "tinker": TINKER,
+    "art": ART,
 }
 """The trainers by the name that `--trainer` takes."""

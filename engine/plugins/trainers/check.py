@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from engine.errors import EngineError, TrainError
+from engine.errors import TrainError
 from engine.machine.presets import machine_of
-from engine.plugins.trainers.capabilities import THINGS, TRAINERS
+from engine.plugins.trainers.capabilities import THINGS, TRAINERS, Trainer
 from engine.schemas.message import ImagePart
 from engine.spec.text.diagnostic import DataPath, Diagnostic, Severity
 from engine.validate.model_files import model_files
@@ -29,13 +28,6 @@ _ANSWERS = ("call_tools", "ask_user", "step", "condense")
 """Actions that put tokens between those of the model."""
 
 
-class TrainerError(EngineError):
-    """A trainer that does not exist."""
-
-    kind = "trainer_error"
-    blame = "spec"
-
-
 @dataclass(frozen=True, slots=True)
 class Use:
     """One thing that a spec uses."""
@@ -48,22 +40,13 @@ class Use:
     """How not to use it."""
 
 
-def read_trainer(name: str) -> str:
-    """Return the name of a trainer.
-
-    Raises:
-        TrainerError: there is no such trainer.
-    """
-    if name in TRAINERS:
-        return name
-    near = get_close_matches(name, TRAINERS, n=1)
-    hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(TRAINERS)}"
-    raise TrainerError(f"there is no trainer `{name}`; {hint}")
-
-
 def check_trainer(loaded: LoadedSpec, trainer: str) -> list[Diagnostic]:
+    """The findings of a trainer of `TRAINERS`, by its name."""
+    return findings_of(loaded, TRAINERS[trainer])
+
+
+def findings_of(loaded: LoadedSpec, known: Trainer) -> list[Diagnostic]:
     """Return a finding for each thing that the spec uses and the trainer does not carry exactly."""
-    known = TRAINERS[trainer]
     found = []
     for use in uses(loaded):
         carried = known.things[use.thing]

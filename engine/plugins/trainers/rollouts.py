@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import structlog
 
-from engine.errors import TrainError
+from engine.errors import TrainError, first_of
 from engine.plugins.trainers.capabilities import TRAINERS
 from engine.plugins.trainers.check import check_trainer
 from engine.plugins.trainers.pixels import Pixels
@@ -231,9 +231,3 @@ def refuse_lost(loaded: LoadedSpec, trainer: str) -> None:
         )
     for each in found:
         log.warning("carried in part", reason=each.message, fix=each.fix)
-
-
-def first_of(several: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first exception of a group of exceptions, which may be nested."""
-    first = several.exceptions[0]
-    return first_of(first) if isinstance(first, BaseExceptionGroup) else first
