@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
+from engine.moved_names import current
 from engine.spec.access import Access
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -108,12 +109,12 @@ def _place(module: str, use: str, base: Path | None) -> str:
 
 
 def parse_entry(use: str) -> tuple[str, list[str]]:
-    """`package.module:Class.method` -> the module, and the names of the attribute.
+    """`package.module:Class.method` -> the module, and the names of the attribute. An old name of the engine's is read as the new one.
 
     Raises:
         EntryError: it is not of that form.
     """
-    module, colon, attribute = use.partition(":")
+    module, colon, attribute = current(use).partition(":")
     parts = attribute.split(".")
     if not colon or not all(part.isidentifier() for part in [*module.split("."), *parts]):
         raise EntryError(f"`{use}` is no entry point; write `package.module:Name`")
