@@ -90,7 +90,7 @@ _GROUPS_BEFORE = (
 
 _TRL_NOTES = """\
 The adapter, its arguments beside TRL's, and what remains exact: [from TRL](from-trl.md). Run with TRL 1.16.0 on a CPU by
-`tests/integrations/test_trainer_trl.py`: the loss of a batch of two turns equals the value that is computed by hand from the stored rows to 1e-6 (`grpo`, `dr_grpo`,
+`tests/plugins/trainers/test_trainer_trl.py`: the loss of a batch of two turns equals the value that is computed by hand from the stored rows to 1e-6 (`grpo`, `dr_grpo`,
 `dapo`); a tiny Qwen2.5-VL, Idefics3 and SmolVLM with images between their replies make two steps, with the log-probs of a plain pass of transformers without placeholders of images to 1e-5; a batch that lost something on
 the way makes no update.
 
@@ -119,11 +119,11 @@ generate function, the rollout function (also as the evaluation's) and the conve
 router and the flags, and gives the converter samples of the engine. `build_dp_schedule`, `tensorize_rollout_data_for_training` and `slice_log_prob_with_cp` of that commit ran on the
 converter's columns, with a stand-in of Megatron's parallel state and one or two processes of context parallelism: the advantages are the engine's, bit for bit. An episode with four images in four turns (the
 processor of a tiny Qwen2.5-VL, a server that replies the same ids) is one sample with the tensors of its row. All by
-`SLIME_SOURCE=…/slime pytest -m slow tests/integrations/trainer_slime`. 64 episodes that `engine train` trained on (48 with one row, 16 with two), through converter and advantage function: the same
-advantages by token to 1e-6 (`pytest -m slow tests/integrations/trainers_agree/test_agree_slime.py`). slime's Megatron loss was read and not run: it needs GPUs.
+`SLIME_SOURCE=…/slime pytest -m slow tests/plugins/trainers/trainer_slime`. 64 episodes that `engine train` trained on (48 with one row, 16 with two), through converter and advantage function: the same
+advantages by token to 1e-6 (`pytest -m slow tests/plugins/trainers/trainers_agree/test_agree_slime.py`). slime's Megatron loss was read and not run: it needs GPUs.
 """
 
-_AGREE = "`tests/integrations/trainers_agree`: 64 recorded episodes (48 with one row in groups of different sizes, 16 with two rows)"
+_AGREE = "`tests/plugins/trainers/trainers_agree`: 64 recorded episodes (48 with one row in groups of different sizes, 16 with two rows)"
 
 _SKYRL_NOTES = f"""\
 Users start from `EnginePPOExp`, a subclass of SkyRL's `BasePPOExp`. The data set is the spec's tasks, so `data.train_data` is not read. A start script:
@@ -164,7 +164,7 @@ Experts: `backend.routed_experts` with `generator.inference_engine.enable_return
 `trainer.policy.megatron_config.moe_enable_routing_replay=true`; not with images, because SkyRL's endpoint for experts drops them. SkyRL's batch function takes the experts as lists of numbers: about 100 MB for
 10,000 tokens of 48 layers and 8 experts.
 
-Ran with SkyRL 0.3.0 on a CPU (`SKYRL_PYTHON=… pytest -m slow tests/integrations/trainer_skyrl`): the experiment, its data loader, `prepare_generator_input`, `RayPPOTrainer.generate`,
+Ran with SkyRL 0.3.0 on a CPU (`SKYRL_PYTHON=… pytest -m slow tests/plugins/trainers/trainer_skyrl`): the experiment, its data loader, `prepare_generator_input`, `RayPPOTrainer.generate`,
 `validate_generator_output`, `postprocess_generator_output`, `convert_to_training_input` and `compute_advantages_and_returns`, on 12 episodes of two turns whose client is scripted: ids,
 log-probs and advantages by token are those of the run store to 1e-6. With images in the prompt, a tool's result and a user's turn: `HFModelWrapper` and `PolicyWorkerBase` compute the log-probs of `engine train` to 1e-5 on
 tensors that are equal bit for bit, and a step changes the vision tower. The same last four functions on the 48 episodes with one row of {_AGREE}.
@@ -199,7 +199,7 @@ A row without an image has a grid of no images, so batches without images get po
 transformers 5.3, the newest that AReaL allows, multiplies the time of Qwen2.5-VL's images by `tokens_per_second`, which model servers do not: the adapter refuses it until `vision_config.tokens_per_second` is 1 in
 the model's `config.json` (it is used for videos otherwise). Set `rollout.check_trajectory_format=false`. AReaL trains without the experts of its sampler, so `backend.routed_experts` is refused.
 
-Ran with AReaL 1.0.4 on a CPU (`AREAL_PYTHON=… pytest -m slow tests/integrations/trainer_areal`): the workflow by its import path, `WorkflowExecutor.rollout_batch` with its check of
+Ran with AReaL 1.0.4 on a CPU (`AREAL_PYTHON=… pytest -m slow tests/plugins/trainers/trainer_areal`): the workflow by its import path, `WorkflowExecutor.rollout_batch` with its check of
 trajectories, and `PPOActor.compute_advantages` with a reward that AReaL scales and shifts, on 12 episodes of two turns whose inference engine is scripted and is updated inside each reply, with
 one row and with two rows for each episode: ids, log-probs, weight versions and advantages by token are those of the run store to 1e-6. With images in the prompt, a tool's result and a user's turn, and without any:
 `FSDPPPOActor` with gloo computes the log-probs of `engine train` to 1e-5 on tensors that are equal bit for bit, and `ppo_update` changes the vision tower. `check_trajectory_format`, `concat_padded_tensors` and
@@ -213,9 +213,9 @@ AReaL does not report the prompt that its servers computed on, and sends them no
 
 _VERL_NOTES = f"""\
 The adapter, its files beside verl's, its settings and what is refused: [from verl](from-verl.md), whose example (tool, YAML, spec and settings of the command) ran with verl's configuration and its data set
-(`tests/integrations/test_trainer_verl_page.py`). Install `cachetools` too: verl 0.9.1 imports it and does not require it; the extra `verl` of the engine has it.
+(`tests/plugins/trainers/test_trainer_verl_page.py`). Install `cachetools` too: verl 0.9.1 imports it and does not require it; the extra `verl` of the engine has it.
 
-Run with verl 0.9.1 on a CPU by `tests/integrations/test_trainer_verl.py`: real configuration, TransferQueue on a local Ray, the registered trainer's `_compute_advantage`, and verl's padding rows; the
+Run with verl 0.9.1 on a CPU by `tests/plugins/trainers/test_trainer_verl.py`: real configuration, TransferQueue on a local Ray, the registered trainer's `_compute_advantage`, and verl's padding rows; the
 servers are replaced by a scripted client. The advantages by token are those of the stored rows to 1e-6, and a batch that lost a row is an error before an update. The rows, verl's
 padding and `_compute_advantage` also ran on all of {_AGREE}: the advantages that `engine train` trained on, by token to 1e-6. `verl.trainer.main_ppo` with the settings of the page made
 two steps on a CPU, with stand-ins for its servers and its actor (`test_trainer_verl_page.py`): task runner, data loader, replay buffer, padding, advantages and metrics are verl's own; versions count up, a
@@ -246,7 +246,7 @@ prompt has, and gives an episode without others its raw reward. An episode that 
 stops. The older trainer pads: `prompt_length` and `response_length` must hold the longest row. The update is verl's own, so the sums of both sides are not compared. Each worker has a run store of
 its own, `process-<n>/rollouts` in the folder; `engine show` and `engine view` read each of them.
 
-Run with verl 0.9.1 on a CPU by `tests/integrations/test_trainer_verl_loop.py`: `AgentLoopManagerTQ` and its workers on a local Ray with the real TransferQueue, and the V1 trainer's
+Run with verl 0.9.1 on a CPU by `tests/plugins/trainers/test_trainer_verl_loop.py`: `AgentLoopManagerTQ` and its workers on a local Ray with the real TransferQueue, and the V1 trainer's
 `_compute_advantage`, on 12 episodes of two turns, half of them with two rows (`grpo`; `rloo` on the others): ids, masks, log-probs and rewards are those of the run stores, and the advantages those of
 the spec's credit to 1e-6; a group whose user fails is a failed prompt without rows. `AgentLoopManager` (DataProto) with two workers: the same values, padded. The servers are
 replaced by a scripted client. verl computes in float32 and divides by the standard deviation plus 1e-6, so a group of equal rewards that are no binary fractions has advantages of rounding errors over

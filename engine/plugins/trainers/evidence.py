@@ -53,7 +53,7 @@ def _scripted(how: str, *tests: str) -> Evidence:
     return Evidence("scripted", how, tests)
 
 
-_IT = "tests/integrations/"
+_IT = "tests/plugins/trainers/"
 _AGREE = _IT + "trainers_agree/test_agree.py"
 _TRL = _IT + "test_trainer_trl.py"
 _VERL, _LOOP = _IT + "test_trainer_verl.py", _IT + "test_trainer_verl_loop.py"

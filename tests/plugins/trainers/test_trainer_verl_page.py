@@ -25,7 +25,7 @@ from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.export import export_rows
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "from-verl.md").read_text()
 
 

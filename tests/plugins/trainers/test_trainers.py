@@ -17,7 +17,7 @@ from engine.plugins.trainers.evidence import CELLS, EVIDENCE, INSTALLED, PARTS
 from engine.plugins.trainers.rollouts import refuse_lost
 from engine.spec.load import load_spec
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PLAIN: dict[str, Any] = {
     "spec": "episode/v1",
     "name": "plain",

@@ -25,7 +25,7 @@ from engine.plugins.trainers.slime.episodes import Episodes
 from engine.plugins.trainers.slime.settings import refuse_arguments
 from engine.spec.load import load_spec
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PAGE = (ROOT / "docs" / "from-slime.md").read_text()
 BATCH = {"rollout_batch_size": 2, "global_batch_size": 16}
 

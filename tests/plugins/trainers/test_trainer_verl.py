@@ -28,7 +28,7 @@ from engine.store import RunStore
 from engine.store.export import export_rows
 from engine.tokens.vision_families import QwenFamily, TiledFamily
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def verl_step(*words: str) -> Any:

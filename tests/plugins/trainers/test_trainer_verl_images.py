@@ -35,7 +35,7 @@ from engine.tokens.loading import load_format
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
 
-SCRIPT = Path(__file__).parents[1] / "kit" / "verl_images.py"
+SCRIPT = Path(__file__).parents[2] / "kit" / "verl_images.py"
 MODULES = "verl_on_cpu,engine.plugins.trainers.verl.trainer"
 FORGETFUL = """\
 {%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}

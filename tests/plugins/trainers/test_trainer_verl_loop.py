@@ -25,7 +25,7 @@ from engine.plugins.trainers.verl.tasks import write_tasks
 from engine.store import RunStore
 from engine.store.export import export_rows
 
-SCRIPT = Path(__file__).parents[1] / "kit" / "verl_agent_loop.py"
+SCRIPT = Path(__file__).parents[2] / "kit" / "verl_agent_loop.py"
 
 
 class Servers:
