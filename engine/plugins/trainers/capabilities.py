@@ -65,9 +65,18 @@ class Trainer:
 
     def findings(self, loaded: LoadedSpec) -> list[Diagnostic]:
         """Return a finding for each thing that the spec uses and the trainer does not carry exactly."""
-        from engine.plugins.trainers.check import findings_of
+        from engine.plugins.trainers.check import RULE_OF, uses
+        from engine.spec.diagnostic import Diagnostic
 
-        return findings_of(loaded, self)
+        found = []
+        for use in uses(loaded):
+            carried = self.things[use.thing]
+            if carried.status == "carried":
+                continue
+            rule, severity, words = RULE_OF[carried.status]
+            message = f"{self.title} {self.version}: {words}: {THINGS[use.thing]}; {carried.how}"
+            found.append(Diagnostic(rule, severity, message, use.fix, loaded.origin(use.path), use.path))
+        return found
 
 
 def _yes(how: str) -> Carried:

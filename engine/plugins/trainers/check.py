@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import TrainError
 from engine.machine.presets import machine_of
-from engine.plugins.trainers.capabilities import THINGS, TRAINERS, Trainer
+from engine.plugins.trainers.capabilities import TRAINERS
 from engine.schemas.message import ImagePart
 from engine.spec.text.diagnostic import DataPath, Diagnostic, Severity
 from engine.validate.model_files import model_files
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 REFUSED, APPROXIMATED, UNKNOWN = "trainer.refused", "trainer.approximated", "trainer.unknown"
-_RULES: dict[str, tuple[str, Severity, str]] = {
+RULE_OF: dict[str, tuple[str, Severity, str]] = {
     "refused": (REFUSED, "error", "not carried"),
     "approximated": (APPROXIMATED, "warning", "carried in part"),
     "unknown": (UNKNOWN, "warning", "unknown"),
@@ -42,20 +42,7 @@ class Use:
 
 def check_trainer(loaded: LoadedSpec, trainer: str) -> list[Diagnostic]:
     """The findings of a trainer of `TRAINERS`, by its name."""
-    return findings_of(loaded, TRAINERS[trainer])
-
-
-def findings_of(loaded: LoadedSpec, known: Trainer) -> list[Diagnostic]:
-    """Return a finding for each thing that the spec uses and the trainer does not carry exactly."""
-    found = []
-    for use in uses(loaded):
-        carried = known.things[use.thing]
-        if carried.status == "carried":
-            continue
-        rule, severity, words = _RULES[carried.status]
-        message = f"{known.title} {known.version}: {words}: {THINGS[use.thing]}; {carried.how}"
-        found.append(Diagnostic(rule, severity, message, use.fix, loaded.origin(use.path), use.path))
-    return found
+    return TRAINERS[trainer].findings(loaded)
 
 
 def uses(loaded: LoadedSpec) -> Iterator[Use]:

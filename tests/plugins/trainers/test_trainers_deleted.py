@@ -6,7 +6,12 @@ from pathlib import Path
 
 from one_deleted import ROOT, copy_without, engine, python
 
-USERS = ("engine.cli.validate", "engine.cli.validate_examine", "engine.serve.groups", "engine.cli.schema")
+USERS = (
+    "engine.cli.validate.command",
+    "engine.cli.validate.examine",
+    "engine.serve.groups",
+    "engine.cli.commands.schema",
+)
 
 
 def test_other_commands_work_without_it(tmp_path: Path) -> None:
