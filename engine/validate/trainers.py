@@ -9,8 +9,8 @@ from engine import plugin
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
-    from engine.spec.diagnostic import Diagnostic
     from engine.spec.load import LoadedSpec
+    from engine.spec.text.diagnostic import Diagnostic
 
 
 class TrainerFacts(Protocol):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from engine.spec.diagnostic import Diagnostic
     from engine.spec.load import LoadedSpec
+    from engine.spec.text.diagnostic import Diagnostic
 
 Status = Literal["carried", "approximated", "refused", "unknown"]
 """`carried`: exactly. `approximated`: something of it is lost. `refused`: it does not arrive. `unknown`: nobody has looked."""
@@ -66,7 +66,7 @@ class Trainer:
     def findings(self, loaded: LoadedSpec) -> list[Diagnostic]:
         """Return a finding for each thing that the spec uses and the trainer does not carry exactly."""
         from engine.plugins.trainers.check import RULE_OF, uses
-        from engine.spec.diagnostic import Diagnostic
+        from engine.spec.text.diagnostic import Diagnostic
 
         found = []
         for use in uses(loaded):
