@@ -7,9 +7,9 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
-from engine.spec.code.entry import load_entry
 
 from engine.moved_names import MOVED, MovedModules, current, new_module
+from engine.spec.code.entry import load_entry
 
 
 @pytest.mark.parametrize("old", MOVED)
