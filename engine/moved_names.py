@@ -6,11 +6,40 @@ Only the standard library is imported here, because `engine/__init__.py` imports
 from __future__ import annotations
 
 MOVED: dict[str, str] = {
+    "engine.backends.vllm": "engine.plugins.vllm",
     "engine.checks": "engine.validate",
+    "engine.cli.audit": "engine.plugins.audit.command",
+    "engine.cli.validate_examine": "engine.cli.validate.examine",
     "engine.doctor": "engine.plugins.doctor",
+    "engine.integrations.audit": "engine.plugins.audit",
+    "engine.integrations.datasets": "engine.plugins.datasets",
     "engine.integrations.trainers": "engine.plugins.trainers",
+    "engine.notices": "engine.plugins.notices",
     "engine.scenarios": "engine.plugins.scenarios",
+    "engine.schemas.notify": "engine.plugins.notices.spec",
+    "engine.schemas.plan": "engine.plugins.plan.spec",
+    "engine.schemas.scenario": "engine.plugins.scenarios.schema",
+    "engine.schemas.traces": "engine.plugins.traces.spec",
+    "engine.spec.diagnostic": "engine.spec.text.diagnostic",
+    "engine.store.fork": "engine.store.upkeep.fork",
+    "engine.traces": "engine.plugins.traces",
+    "engine.train.folder": "engine.store.training",
+    "engine.train.plan": "engine.plugins.plan.plan",
     "engine.view": "engine.plugins.view",
+    "engine.view.advantages": "engine.store.listing.advantages",
+    "engine.view.compare": "engine.runner.compare",
+    "engine.view.episode": "engine.store.listing.episode",
+    "engine.view.filters": "engine.store.listing.filters",
+    "engine.view.heads": "engine.store.listing.heads",
+    "engine.view.index": "engine.store.listing.index",
+    "engine.view.listing": "engine.store.listing.listing",
+    "engine.view.logs": "engine.store.listing.logs",
+    "engine.view.rows": "engine.store.listing.rows",
+    "engine.view.sources": "engine.store.listing.sources",
+    "engine.view.texts": "engine.store.listing.texts",
+    "engine.view.tokens": "engine.store.listing.tokens",
+    "engine.view.training": "engine.store.listing.training",
+    "engine.view.unfinished": "engine.store.listing.unfinished",
 }
 """Old -> new: a module, or a package with all that is in it; `module:object` for one object."""
 
@@ -41,13 +70,14 @@ def current(use: str) -> str:
 
 
 class MovedModules:
-    """The last finder of `sys.meta_path`: it answers only for modules of `MOVED` and for packages that only had such modules."""
+    """The last finder of `sys.meta_path`. It answers only for modules of `MOVED` and for packages that only had such modules."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Raises: ModuleNotFoundError: the module moved."""
         if not name.startswith("engine."):
             return
+        parts = ", ".join(f"`{old}` is `{new}`" for old, new in MOVED.items() if old.startswith(f"{name}."))
         if (new := new_module(name)) is not None:
-            raise ModuleNotFoundError(f"`{name}` is `{new}` now", name=name)
-        if inside := [f"`{old}` is `{new}`" for old, new in MOVED.items() if old.startswith(f"{name}.")]:
-            raise ModuleNotFoundError(f"there is no `{name}`; of what was in it, {', '.join(inside)} now", name=name)
+            raise ModuleNotFoundError(f"`{name}` is `{new}` now" + (f"; {parts}" if parts else ""), name=name)
+        if parts:
+            raise ModuleNotFoundError(f"there is no `{name}`; of what was in it, {parts} now", name=name)
