@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,6 @@ from engine.cli.validate.report import as_text, pack, unpack
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.train import TrainSpec
 from engine.spec.load import read_spec
-from examples import examples
 
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 SPEC = """\

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from spec_files import GOOD, errors, load, write
@@ -15,7 +16,6 @@ from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.limits import LimitsSpec
 from engine.spec.load import load_document, load_spec, read_spec
 from engine.spec.text.diagnostic import Origin
-from examples import examples
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 

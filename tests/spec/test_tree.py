@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.spec.load import Document, flatten
 from engine.spec.text.diagnostic import Diagnostic, Origin
 from engine.spec.text.tree import MAX_DEPTH, Place, parse
-from examples import examples
 
 
 def read(text: str) -> tuple[Document, list[Diagnostic]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -27,7 +28,6 @@ from engine.tokens.loading import load_format
 from engine.tokens.pixel_pool import PixelsAhead
 from engine.tokens.vision import Vision
 from engine.tokens.vision_sizes import TiledSizes
-from examples import examples
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SETTINGS: dict[str, dict[str, Any]] = {

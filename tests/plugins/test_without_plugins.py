@@ -1,0 +1,102 @@
+"""The engine without each of its plugins, and without all: what does not use one works, and what names it is told what to install."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from one_deleted import OWN, copy_without, python
+from written_specs import Spec, save_spec, scripted_spec
+
+from engine.known_plugins import KNOWN
+from engine.plugin import installed
+
+NAMING: dict[str, Spec] = {
+    "notices": {"notify": {"to": [{"kind": "command", "run": "true"}]}},
+    "plan": {"train": {"plan": {}}},
+    "traces": {"traces": {}},
+    "vllm": {"backend": {"kind": "vllm", "urls": ["http://127.0.0.1:9"]}},
+}
+"""Plugin -> keys of a spec that name it. What commands name it is in `KNOWN`."""
+IMPORTS = "engine.plugins.{}"
+
+
+def request(names: list[str], folder: Path, tokenizer: Path) -> dict[str, Any]:
+    """The commands that work without the plugins, and then one for each thing of them that can be named."""
+    plain = scripted_spec("plain", tokenizer, ["Done."], tool_calls=None) | {"machine": "single_turn"}
+    valid = str(save_spec(folder / "plain.yaml", plain))
+    commands = [["--help"], ["validate", valid], ["run", valid, "--quiet", "--out", str(folder / "runs")]]
+    for name in names:
+        commands += [command.split() for command in KNOWN[name].get("commands", ())]
+        if name in NAMING:
+            commands.append(["validate", str(save_spec(folder / f"{name}.yaml", plain | NAMING[name]))])
+    needing = {other for other, plugin in installed().plugins.items() if set(names) & set(plugin.needs)}
+    return {"skipped": [IMPORTS.format(name) for name in {*names, *needing}], "commands": commands}
+
+
+def answers(names: list[str], copy: Path, folder: Path, tokenizer: Path, off: str = "") -> Any:
+    asked = request(names, folder, tokenizer)
+    script = str(Path(__file__).parent / "without_plugins.py")
+    done = python(copy, script, json.dumps(asked), str(copy), at=folder, off=off)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(names: list[str], found: Any) -> None:
+    assert found["unimportable"] == {}
+    for code, text in found["answers"][:3]:
+        assert (code, "check.plugin" in text) == (0, False), text
+    named = iter(found["answers"][3:])
+    for name in names:
+        told = f"it belongs to the plugin `{name}`, which is not installed: {KNOWN[name]['install'][0]}"
+        for _ in KNOWN[name].get("commands", ()):
+            code, text = next(named)
+            assert (code, told in text) == (2, True), text
+        if name in NAMING:
+            code, text = next(named)
+            assert (code, text.count("error["), told in text) == (1, 1, True), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN)
+def test_without_its_folder(name: str, tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    copy = copy_without([name], tmp_path / "copy")
+    check([name], answers([name], copy, tmp_path, tiny_tokenizer_dir))
+
+
+@pytest.mark.slow
+def test_without_any_folder(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    copy = copy_without(OWN, tmp_path / "copy")
+    check(OWN, answers(OWN, copy, tmp_path, tiny_tokenizer_dir))
+
+
+@pytest.mark.slow
+def test_all_left_out_by_the_variable(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    copy = copy_without([], tmp_path / "copy")
+    check(OWN, answers(OWN, copy, tmp_path, tiny_tokenizer_dir, off="*"))
+
+
+@pytest.mark.slow
+def test_an_import_of_a_plugin_by_the_core_is_found(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    copy = copy_without(["doctor"], tmp_path / "copy")
+    with (copy / "engine" / "deadline.py").open("a") as module:
+        module.write("\n\ndef late() -> None: ...\n\n\nimport engine.plugins.doctor\n")
+    asked = request(["doctor"], tmp_path, tiny_tokenizer_dir) | {"commands": []}
+    done = python(copy, str(Path(__file__).parent / "without_plugins.py"), json.dumps(asked), str(copy), at=tmp_path)
+    assert done.returncode != 0 or "engine.deadline" in json.loads(done.stdout.splitlines()[-1])["unimportable"]
+
+
+def test_every_plugin_can_be_named() -> None:
+    named = {name for name, adds in KNOWN.items() if {"commands", "export_formats", "trainers"} & adds.keys()}
+    assert set(OWN) == named | set(NAMING) == set(KNOWN)
+
+
+def test_no_module_of_the_core_names_a_plugin() -> None:
+    root = Path(sys.modules["engine"].__file__ or "").parent
+    files = [file for file in root.rglob("*.py") if "plugins" not in file.relative_to(root).parts]
+    assert [
+        file for file in files if "import engine.plugins" in (text := file.read_text()) or "from engine.plugins" in text
+    ] == []
