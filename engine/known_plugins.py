@@ -9,6 +9,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "doctor": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("doctor",)},
     "notices": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("notify",)},
+    "pictures": {"install": ("pip install --force-reinstall --no-deps episode-engine",)},
     "plan": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "sections": ("train.plan",),
