@@ -41,9 +41,9 @@ def graph(
     """
     from engine.actions.facts import events_of
     from engine.errors import EngineError
-    from engine.machine.draw import svg
     from engine.machine.graph import mermaid
     from engine.machine.presets import machine_of
+    from engine.plugins.pictures.draw import svg
     from engine.spec.load import load_spec
 
     try:

@@ -1,4 +1,4 @@
-"""What a picture of a machine shows, and the picture as Mermaid; `engine.machine.draw` draws the same as SVG.
+"""What a picture of a machine shows, and the picture as Mermaid; `engine.plugins.pictures.draw` draws the same as SVG.
 
 Transitions between the same two states share an edge, in the order in which they are tried. Transitions that all states
 share (usually `limit` and `failed`) are drawn once, from a box for any state.

@@ -20,8 +20,8 @@ import orjson
 
 from engine.actions.facts import events_of
 from engine.errors import EngineError, StoreError
-from engine.machine.draw import svg
 from engine.machine.presets import machine_of
+from engine.plugins.pictures.draw import svg
 from engine.plugins.view.group import group_document
 from engine.runner.compare import compare_runs
 from engine.store.export import export_rows

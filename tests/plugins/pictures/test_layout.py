@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.machine.draw import svg
 from engine.machine.layout import Box, Layout, LayoutError, Link, lay_out
+from engine.plugins.pictures.draw import svg
 from engine.schemas.machine import MachineSpec
 
 
@@ -76,7 +76,7 @@ def test_it_all_lies_inside_the_picture(layout: Layout) -> None:
 
 def test_every_process_draws_the_same_picture() -> None:
     code = (
-        "from engine.machine.draw import svg; from engine.schemas.machine import MachineSpec; "
+        "from engine.plugins.pictures.draw import svg; from engine.schemas.machine import MachineSpec; "
         "print(svg(MachineSpec(preset='tools_and_user')))"
     )
     other = subprocess.run(
