@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.machine.layout import Box, Layout, LayoutError, Link, lay_out
 from engine.plugins.pictures.draw import svg
+from engine.plugins.pictures.layout import Box, Layout, LayoutError, Link, lay_out
 from engine.schemas.machine import MachineSpec
 
 
