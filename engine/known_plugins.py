@@ -9,7 +9,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "doctor": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("doctor",)},
     "notices": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("notify",)},
-    "pictures": {"install": ("pip install --force-reinstall --no-deps episode-engine",)},
+    "pictures": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "graph_formats": ("svg",)},
     "plan": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "sections": ("train.plan",),

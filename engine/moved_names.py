@@ -14,6 +14,8 @@ MOVED: dict[str, str] = {
     "engine.integrations.audit": "engine.plugins.audit",
     "engine.integrations.datasets": "engine.plugins.datasets",
     "engine.integrations.trainers": "engine.plugins.trainers",
+    "engine.machine.draw": "engine.plugins.pictures.draw",
+    "engine.machine.layout": "engine.plugins.pictures.layout",
     "engine.notices": "engine.plugins.notices",
     "engine.scenarios": "engine.plugins.scenarios",
     "engine.schemas.notify": "engine.plugins.notices.spec",

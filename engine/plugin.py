@@ -88,6 +88,8 @@ class Plugin:
     """Name of a JSON Schema file of `engine schema`, without its ending -> data class."""
     old_options: Entries = field(default_factory=dict)
     """Option that a command of the core had, as `train --plan` -> the command line that replaces it, for the message about it."""
+    graph_formats: Entries = field(default_factory=dict)
+    """Value of `engine graph --format` -> function that draws a machine, as `engine.machine.graph.mermaid`; also the suffix of its files."""
     options: Entries = field(default_factory=dict)
     """`COMMAND --OPTION` -> its annotation for typer, an `Annotated[…, typer.Option(…)]`; None where it is not given."""
     export_formats: Entries = field(default_factory=dict)

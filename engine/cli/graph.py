@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine import plugin
+from engine.cli.options import one_of
 from engine.terminal import echo
 
 if TYPE_CHECKING:
     from collections import Counter
 
 
-class GraphFormat(StrEnum):
-    """The format of the picture."""
-
-    MERMAID = "mermaid"
-    SVG = "svg"
-
-
 def graph(
     spec: Annotated[Path, typer.Argument(help="The episode spec.")],
     format: Annotated[
-        GraphFormat | None, typer.Option(help="The default follows the suffix of --out, else mermaid.")
+        str | None, one_of("graph_formats", ["mermaid"], "The default follows the suffix of --out, else mermaid.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of to the terminal.")] = None,
     overrides: Annotated[
@@ -43,7 +37,6 @@ def graph(
     from engine.errors import EngineError
     from engine.machine.graph import mermaid
     from engine.machine.presets import machine_of
-    from engine.plugins.pictures.draw import svg
     from engine.spec.load import load_spec
 
     try:
@@ -54,8 +47,8 @@ def graph(
         echo(str(error), err=True)
         raise typer.Exit(1) from None
     if format is None:
-        format = GraphFormat.SVG if out is not None and out.suffix == ".svg" else GraphFormat.MERMAID
-    draw = svg if format is GraphFormat.SVG else mermaid
+        format = "mermaid" if out is None else _format_of(out)
+    draw = mermaid if format == "mermaid" else plugin.load(plugin.entries("graph_formats")[format])
     try:
         text = draw(machine, counts, events_of(machine))
     except EngineError as error:
@@ -70,6 +63,16 @@ def graph(
     except OSError as error:
         echo(f"cannot write {out}: {error.strerror}", err=True)
         raise typer.Exit(1) from None
+
+
+def _format_of(out: Path) -> str:
+    """The format that a file's suffix names; mermaid for a suffix that names none. Raises: typer.BadParameter."""
+    name = out.suffix.removeprefix(".")
+    if name in plugin.entries("graph_formats"):
+        return name
+    if (why := plugin.missing("graph_formats", name)) is not None:
+        raise typer.BadParameter(why, param_hint="--out")
+    return "mermaid"
 
 
 def _counts(run: str, out: Path) -> Counter[tuple[str, str, str]]:

@@ -90,7 +90,11 @@ def test_an_import_of_a_plugin_by_the_core_is_found(tmp_path: Path, tiny_tokeniz
 
 
 def test_every_plugin_can_be_named() -> None:
-    named = {name for name, adds in KNOWN.items() if {"commands", "export_formats", "trainers"} & adds.keys()}
+    named = {
+        name
+        for name, adds in KNOWN.items()
+        if {"commands", "export_formats", "graph_formats", "trainers"} & adds.keys()
+    }
     assert set(OWN) == named | set(NAMING) == set(KNOWN)
 
 

@@ -5,4 +5,5 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="pictures",
     about="Draws state machines as SVG",
+    graph_formats={"svg": "engine.plugins.pictures.draw:svg"},
 )
