@@ -38,6 +38,7 @@ import torch
 from engine.rewards.credit import Member, credit_tokens
 from engine.rewards.ledger import Ledger, SealedLedger
 from engine.schemas.credit import ComparedCredit, CreditSpec, EntryCredit, read_credit
+from engine.schemas.loss import LOSSES
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.train.loss_weights import token_loss_weights
@@ -216,7 +217,7 @@ def share(found: Pair, true: Pair) -> Pair:
 
 def losses() -> list[Any]:
     """Every loss of `train.loss`, with its defaults."""
-    return [each() for each in get_args(TrainSpec.model_fields["loss"].annotation)]
+    return [declared() for declared in LOSSES.members()]
 
 
 def loss_of(kind: str) -> Any:

@@ -11,6 +11,7 @@ from slow_cases import slow_but_each
 from test_no_effect import GROUP, HEAD, JUDGE, SERVER, TRANSFER, USER
 
 from engine.errors import SpecError
+from engine.schemas.open_union import annotation_of, open_union
 from engine.schemas.reward_spec import RewardsSpec
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
@@ -238,13 +239,15 @@ def keys_of(model: type[BaseModel], above: str) -> list[str]:
     found: dict[str, None] = {}
     for name, field in fields_by_key(model).items():
         path = f"{above}.{name}"
-        below = models_in(field.annotation)
+        below = models_in(annotation_of(field))
         for each in [key for model_ in below for key in keys_of(model_, path)] or [path]:
             found[each] = None
     return list(found)
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
+    if (opened := open_union(annotation)) is not None:
+        return list(opened.members())
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, BaseModel) else []
     return [model for part in get_args(annotation) for model in models_in(part)]

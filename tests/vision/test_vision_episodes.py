@@ -202,12 +202,11 @@ async def test_each_branch_holds_exactly_its_images(make_spec: Any, run_spec: An
 async def test_a_file_of_rows_has_each_image_once_beside_it(
     make_spec: Any, run_spec: Any, tmp_path: Path, vlm: Any, format: str
 ) -> None:
-    from engine.cli.commands.export import Format
     from engine.tokens.loading import load_format
 
     ran = await run_spec(make_spec("qwen2_5_vl", **GALLERY))
     path = tmp_path / f"out.{format}"
-    export(str(ran.store.folder), Format(format), path)
+    export(str(ran.store.folder), format, path)
     names = sorted(file.name for file in images_folder(path).iterdir())
     assert names == sorted(f"{digest.removeprefix('sha256:')}.safetensors" for digest in set(ALL))
     fresh = load_format(ran.loaded.spec.model, ran.loaded.base).vision  # without the run
