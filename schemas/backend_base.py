@@ -20,7 +20,7 @@ class BackendBase(Contract):
     """
 
     if TYPE_CHECKING:
-        kind: str  # each kind has a literal of its own
+        kind: str = ""  # each kind has a literal of its own
 
     runtime: ClassVar[str]
     """`module:class` of the runtime class, an `engine.backends.base.Backend`."""

@@ -24,7 +24,7 @@ class Loss(Contract):
     """Base class of the losses."""
 
     if TYPE_CHECKING:
-        kind: str  # each loss has a literal of its own
+        kind: str = ""  # each loss has a literal of its own
 
     formula: ClassVar[str]
     """`module:class` of the computation, a `engine.train.losses.base.PolicyLoss`."""
