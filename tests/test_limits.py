@@ -124,7 +124,7 @@ def test_a_limit_that_is_added_is_known_everywhere(tmp_path: Path) -> None:
     skip = shutil.ignore_patterns("__pycache__")
     for name in ("engine", "schemas", "environments", "docs"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=skip)
-    add(tree / "schemas/limits.py", "class LimitsSpec(Contract):", "    turn_tokens: int", FIELD)
+    add(tree / "schemas/limits.py", "class LimitsSpec(", "    turn_tokens: int", FIELD)
     add(tree / "engine/limits.py", "LIMITS: tuple", '    Limit("turn_tokens"', ENTRY)
     folder = tmp_path / "project"
     folder.mkdir()
