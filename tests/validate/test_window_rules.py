@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from engine.errors import SpecError, TrainError
-from engine.plugins.trainers.check import check_trainer
+from engine.plugins.trainers.capabilities import TRAINERS
 from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.spec.load import LoadedSpec, load_spec
 from engine.validate import check_spec
@@ -111,7 +111,7 @@ def test_trainers_that_take_one_row_for_each_prompt_refuse_windows(
     """By `engine validate --trainer`, and where their adapters start."""
     spec = loaded(tmp_path, condense, CONDENSES)
     rules = {
-        name: [item.rule for item in check_trainer(spec, name) if item.path == path]
+        name: [item.rule for item in TRAINERS[name].findings(spec) if item.path == path]
         for name in ("trl", "skyrl", "verl", "areal", "slime")
     }
     assert rules == {"trl": ["trainer.refused"], "skyrl": ["trainer.refused"], "verl": [], "areal": [], "slime": []}

@@ -283,7 +283,8 @@ def recorded_scenario(store: RunReader, episode: str, file: Path | None = None) 
     """Make a scenario of a finished episode, play it, and write it to a file if one is given.
 
     Raises:
-        EngineError: the plugin is not installed, or the scenario does not have the recorded result.
+        StoreError: the plugin is not installed.
+        EngineError: the scenario does not have the recorded result.
     """
     from engine.errors import StoreError
 

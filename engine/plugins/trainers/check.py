@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from engine.errors import TrainError
 from engine.machine.presets import machine_of
-from engine.plugins.trainers.capabilities import TRAINERS
 from engine.schemas.message import ImagePart
-from engine.spec.text.diagnostic import DataPath, Diagnostic, Severity
+from engine.spec.text.diagnostic import DataPath, Severity
 from engine.validate.model_files import model_files
 
 if TYPE_CHECKING:
@@ -38,11 +37,6 @@ class Use:
     """The key of the spec that uses it."""
     fix: str
     """How not to use it."""
-
-
-def check_trainer(loaded: LoadedSpec, trainer: str) -> list[Diagnostic]:
-    """The findings of a trainer of `TRAINERS`, by its name."""
-    return TRAINERS[trainer].findings(loaded)
 
 
 def uses(loaded: LoadedSpec) -> Iterator[Use]:

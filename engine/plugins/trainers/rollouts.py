@@ -19,7 +19,6 @@ import structlog
 
 from engine.errors import TrainError, first_of
 from engine.plugins.trainers.capabilities import TRAINERS
-from engine.plugins.trainers.check import check_trainer
 from engine.plugins.trainers.pixels import Pixels
 from engine.runner.overlong import fitting_tasks
 from engine.runner.run import Runner
@@ -217,7 +216,7 @@ def refuse_lost(loaded: LoadedSpec, trainer: str) -> None:
     Raises:
         TrainError: kind `train_setup`; the message names all of it.
     """
-    found = check_trainer(loaded, trainer)
+    found = TRAINERS[trainer].findings(loaded)
     lost = [each for each in found if each.severity == "error"]
     if lost:
         listed = "\n".join(f"{each.message}; {each.fix}" for each in lost)

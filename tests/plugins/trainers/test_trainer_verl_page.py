@@ -17,7 +17,7 @@ import yaml
 from shipped_tokenizers import unpack
 from verl_python import call_verl, run_verl
 
-from engine.plugins.trainers.check import check_trainer
+from engine.plugins.trainers.capabilities import TRAINERS
 from engine.plugins.trainers.verl import settings
 from engine.plugins.trainers.verl.agent_loop import EngineAgentLoop
 from engine.plugins.trainers.verl.tasks import write_tasks
@@ -74,8 +74,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_spec_fits_and_the_loop_has_the_keys_of_the_page(place: Path) -> None:
     loaded = load_spec(place / "spec.yaml")
-    assert not [each for each in check_trainer(loaded, "verl") if each.severity == "error"]
-    found = check_trainer(loaded, "verl_agent_loop")
+    assert not [each for each in TRAINERS["verl"].findings(loaded) if each.severity == "error"]
+    found = TRAINERS["verl_agent_loop"].findings(loaded)
     assert [each.path for each in found if each.severity == "error"] == [("rewards", "credit")]
     (keys,) = yaml.safe_load(blocks("yaml")[2])
     assert keys.pop("_target_") == f"{EngineAgentLoop.__module__}.{EngineAgentLoop.__qualname__}"

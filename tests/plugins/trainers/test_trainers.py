@@ -12,7 +12,7 @@ from written_specs import save_spec
 from engine.cli.commands.schema import generated
 from engine.errors import TrainError
 from engine.plugins.trainers.capabilities import THINGS, TRAINERS
-from engine.plugins.trainers.check import check_trainer, uses
+from engine.plugins.trainers.check import uses
 from engine.plugins.trainers.evidence import CELLS, EVIDENCE, INSTALLED, PARTS
 from engine.plugins.trainers.rollouts import refuse_lost
 from engine.spec.load import load_spec
@@ -135,8 +135,8 @@ def test_findings_are_exactly_what_is_not_carried(tmp_path: Path) -> None:
             for use in uses(loaded)
             if trainer.things[use.thing].status != "carried"
         ]
-        assert [(item.rule, item.path) for item in check_trainer(loaded, name)] == expected
-    assert [item.rule for item in check_trainer(loaded, "areal")] == []
+        assert [(item.rule, item.path) for item in TRAINERS[name].findings(loaded)] == expected
+    assert [item.rule for item in TRAINERS["areal"].findings(loaded)] == []
 
 
 @pytest.mark.parametrize("trainer", list(TRAINERS))
@@ -145,7 +145,7 @@ def test_no_trainer_gets_advantages_without_the_penalty_that_the_spec_puts_into_
 ) -> None:
     used(tmp_path, train=TRAIN | {"kl": {"coefficient": 0.1, "in": "reward"}})
     loaded = load_spec(tmp_path / "spec.yaml")
-    refused = [item.path for item in check_trainer(loaded, trainer) if item.severity == "error"]
+    refused = [item.path for item in TRAINERS[trainer].findings(loaded) if item.severity == "error"]
     assert ("train", "kl", "in") in refused
     with pytest.raises(TrainError, match=r"a KL penalty in the reward; .* use `train.kl.in: loss`, or `engine train`"):
         refuse_lost(loaded, trainer)

@@ -19,7 +19,7 @@ from slime_kit import FakeVisionRouter, Sample, arrived, assert_same, run_router
 
 from engine.environments.geo3k import problems
 from engine.errors import TrainError
-from engine.plugins.trainers.check import check_trainer
+from engine.plugins.trainers.capabilities import TRAINERS
 from engine.plugins.trainers.slime import advantages, convert, generate_rollout
 from engine.plugins.trainers.slime.episodes import Episodes
 from engine.plugins.trainers.slime.settings import refuse_arguments
@@ -57,7 +57,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_spec_and_the_flags_fit(place: Path, flags: dict[str, Any]) -> None:
     spec = load_spec(place / "spec.yaml")
-    assert not [each for each in check_trainer(spec, "slime") if each.severity == "error"]
+    assert not [each for each in TRAINERS["slime"].findings(spec) if each.severity == "error"]
     refuse_arguments(SimpleNamespace(**flags), spec)
     with pytest.raises(TrainError, match="--n-samples-per-prompt"):
         refuse_arguments(SimpleNamespace(**flags | {"n_samples_per_prompt": 4}), spec)
