@@ -141,7 +141,11 @@ class Move:
 
     def _link(self, page: str, link: str) -> str:
         """A relative link of a page, which may have moved itself, to a target that may have moved."""
-        old_page = str(self.old / PurePosixPath(page).relative_to(self.new)) if page.startswith(str(self.new)) else page
+        old_page = (
+            str(self.old / PurePosixPath(page).relative_to(self.new))
+            if PurePosixPath(page).is_relative_to(self.new)
+            else page
+        )
         target = os.path.normpath(PurePosixPath(old_page).parent / link)
         if target != str(self.old) and target not in self.files and page == old_page:
             return link
@@ -194,7 +198,7 @@ class Move:
     def _unsure(self, path: str, text: str) -> list[str]:
         """What this script does not rewrite."""
         notes = []
-        if path.startswith(str(self.new)) and path.endswith(".py") and re.search(r"\b__file__\b", text):
+        if PurePosixPath(path).is_relative_to(self.new) and path.endswith(".py") and re.search(r"\b__file__\b", text):
             notes.append(f"{path}: uses __file__, whose folder is another one now")
         parent = (dotted(self.old) or "").rpartition(".")[0]
         if parent and path.endswith(".py"):

@@ -17,6 +17,7 @@ from command_line import engine_output
 from engine.cli.json_schema import CONTRACTS, documents
 from engine.cli.reference import reference
 from engine.cli.schema_words import EXAMPLES
+from engine.plugin import entries
 from engine.schemas.episode import EpisodeSpec
 from engine.spec.load import read_spec
 from engine.spec.text.places import fields_by_key
@@ -44,7 +45,7 @@ def validator() -> jsonschema.Draft202012Validator:
 def test_every_schema_is_one() -> None:
     for text in documents().values():
         jsonschema.Draft202012Validator.check_schema(json.loads(text))
-    assert sorted(documents()) == sorted([*CONTRACTS, "episode"])
+    assert sorted(documents()) == sorted([*CONTRACTS, "episode", *entries("schemas")])
 
 
 def test_files_are_written_once_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
