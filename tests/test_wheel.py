@@ -203,7 +203,8 @@ def test_explain(installed: Installed) -> None:
     page = (ROOT / "docs" / "rules" / "guard.parse.md").read_text(encoding="utf-8")
     assert (done.returncode, done.stdout.rstrip()) == (0, page.rstrip()), done.stderr
     every = installed.run("engine", "explain").stdout.splitlines()
-    assert [line.split()[0] for line in every] == sorted(file.stem for file in (ROOT / "docs" / "rules").glob("*.md"))
+    pages = [*(ROOT / "docs" / "rules").glob("*.md"), *(ROOT / "engine" / "plugins").glob("*/pages/*.md")]
+    assert [line.split()[0] for line in every] == sorted(page.stem for page in pages)
 
 
 def test_mypy_resolves_the_contracts(installed: Installed) -> None:
