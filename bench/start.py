@@ -24,7 +24,8 @@ COMMANDS = {
 def cpu(checkout: Path, arguments: list[str]) -> float:
     """CPU seconds of one process with the engine of a checkout."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    variables = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "0"}
+    variables = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    variables["PYTHONPATH"] = str(checkout)
     subprocess.run([sys.executable, *arguments], env=variables, cwd=checkout, stdout=subprocess.DEVNULL, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

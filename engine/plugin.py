@@ -121,14 +121,26 @@ class Installed:
     """The faces of broken ones, for messages about what they would add."""
 
     def leave_out(self, name: str, error: Exception) -> None:
-        """Take a plugin that fails out, with everything that it adds."""
+        """Take a plugin that fails out, with everything that it adds, and those that need it."""
         if (face := self.plugins.pop(name, None)) is not None:
             self.left_out[name] = face
-        self.broken[name] = str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
+        self.broken[name] = _words(error)
+        self.leave_out_needing()
+
+    def leave_out_needing(self) -> None:
+        """Take plugins out that need one which is not there."""
+        for plugin in list(self.plugins.values()):
+            lacking = [need for need in plugin.needs if need not in self.plugins]
+            if lacking and plugin.name in self.plugins:
+                self.leave_out(plugin.name, PluginError(f"it needs the plugin `{lacking[0]}`, which is not there"))
 
 
 class PluginError(Exception):
     """A plugin cannot be used; the text says why."""
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
 
 
 @cache
@@ -140,19 +152,14 @@ def installed() -> Installed:
         own = package is None
         if "*" in off or name in off or (not own and "strangers" in off):
             continue
-        found.packages[name] = package or "episode-engine"
+        found.packages[name] = package or f"episode-engine {import_module('engine').__version__}"
         try:
             if name in found.plugins or name in found.broken:
                 raise PluginError(f"a plugin `{name}` is there already")
             found.plugins[name] = _checked(name, load(use), found.plugins.values())
         except Exception as error:  # noqa: BLE001  (a package of somebody else must not stop the engine)
-            if name not in found.plugins:
-                found.leave_out(name, error)
-            else:  # the first of the two stays
-                found.broken[f"{name} ({package})"] = str(error)
-    for plugin in list(found.plugins.values()):
-        if lacking := [need for need in plugin.needs if need not in found.plugins]:
-            found.leave_out(plugin.name, PluginError(f"it needs the plugin `{lacking[0]}`, which is not installed"))
+            found.broken[f"{name} ({package})" if name in found.plugins else name] = _words(error)
+    found.leave_out_needing()
     return found
 
 
@@ -174,7 +181,7 @@ def _checked(name: str, face: Any, others: Collection[Plugin]) -> Plugin:
     if face.name != name:
         raise PluginError(f"its face has the name `{face.name}`, its entry point `{name}`")
     if unknown := sorted(set(face.hooks) - HOOKS):
-        raise PluginError(f"there is no hook `{unknown[0]}`; the hooks are {', '.join(sorted(HOOKS)) or 'none'}")
+        raise PluginError(f"there is no hook `{unknown[0]}`; the hooks are {', '.join(sorted(HOOKS))}")
     if strange := sorted({section.owner for section in face.sections} - OWNERS):
         raise PluginError(f"no keys can be added to `{strange[0]}` of the spec; they can be added to {_owner_words()}")
     for other in others:

@@ -1,4 +1,4 @@
 """The engine's own plugins: a folder each, with its face (`PLUGIN`), code, schemas, rules, commands and page in one place.
 
-A folder may be deleted. What a spec then lacks is told by name, with what to install.
+A folder may be deleted. A spec that uses the plugin then gets one error, which names the plugin and the command that installs it.
 """

@@ -1,4 +1,4 @@
-"""How the end of an episode is written: the trajectory in one commit, which observers are told."""
+"""Writes the end of an episode: the trajectory in one commit, and then the calls of the observers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Finisher:
 
     Args:
         store: The run's store.
-        observers: They are told of each stored episode.
+        observers: Their `episode_ended` is called with each stored trajectory.
         guard: Compares rows with the chat template; None if the backend does not report the exact ids of prompts and replies,
             so that no row is trained on.
     """

@@ -227,13 +227,13 @@ def _plugins(spec: EpisodeSpec) -> dict[str, RunPlugin]:
     plugins: dict[str, RunPlugin] = {}
     for name, face in present.plugins.items():
         package, _, number = present.packages[name].partition(" ")
-        adds = names_of(face)
+        adds, own = names_of(face), package == "episode-engine"
         plugins[name] = RunPlugin(
             package=package,
-            version=number or engine.__version__,
+            version=number,
             used=name in used,
-            sections=list(adds.get("sections", ())) if number else [],
-            install=face.install if number else "",
+            sections=list(adds.get("sections", ())) if not own else [],
+            install=face.install if not own else "",
         )
     return plugins
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from engine import plugin
 from engine.actions.facts import events_of
 from engine.errors import EngineError, StoreError
 from engine.machine.presets import machine_of
-from engine.plugins.pictures.draw import svg
 from engine.plugins.view.group import group_document
 from engine.runner.compare import compare_runs
 from engine.store.export import export_rows
@@ -208,9 +208,11 @@ class Documents:
 
     def machine(self, run: str) -> Document:
         """Return the picture of a run's machine as SVG; None with the reason if it cannot be drawn."""
+        if (draw := plugin.loaded("graph_formats").get("svg")) is None:
+            return {"svg": None, "problem": plugin.missing("graph_formats", "svg")}
         try:
             machine = machine_of(self.listing.store(run).loaded_spec().spec)
-            return {"svg": svg(machine, None, events_of(machine)), "problem": None}
+            return {"svg": draw(machine, None, events_of(machine)), "problem": None}
         except EngineError as error:
             return {"svg": None, "problem": str(error)}
 

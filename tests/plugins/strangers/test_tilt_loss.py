@@ -103,7 +103,10 @@ BROKEN = {
         "No module named 'no_module'",
     ),
     "rules": ("PLUGIN = Plugin(name='rules', about='', rules=('no_rules',))", "No module named 'no_rules'"),
-    "needs": ("PLUGIN = Plugin(name='needs', about='', needs=('absent',))", "it needs the plugin `absent`"),
+    "needs": (
+        "PLUGIN = Plugin(name='needs', about='', needs=('absent',))",
+        "it needs the plugin `absent`, which is not there",
+    ),
 }
 
 
