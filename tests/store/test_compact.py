@@ -218,7 +218,8 @@ async def test_engines_without_the_table_refuse_a_compacted_run(tmp_path: Path) 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from engine.store import compact as module, database
+from engine.store import database
+from engine.store.upkeep import compact as module
 
 folder, steps, groups = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 opened = database.connect_writer
