@@ -24,7 +24,6 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "traces": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("traces",)},
     "trainers": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
-        "docs": ("trainers",),
         "trainers": ("trl", "verl", "verl_agent_loop", "slime", "skyrl", "areal", "prime_rl", "rllm", "tinker", "art"),
     },
     "view": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("view",)},

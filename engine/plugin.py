@@ -94,8 +94,6 @@ class Plugin:
     """`COMMAND --OPTION` -> its annotation for typer, an `Annotated[…, typer.Option(…)]`; None where it is not given."""
     export_formats: Entries = field(default_factory=dict)
     """Value of `engine export --format` -> `engine.cli.commands.export:ExportFormat`."""
-    docs: Entries = field(default_factory=dict)
-    """Page of `docs/` that `engine schema` writes, without its ending -> function that returns its text."""
     trainers: Entries = field(default_factory=dict)
     """Trainer of `--trainer` -> object with `findings(loaded)`: see `engine.validate.trainers.TrainerFacts`."""
     rules: tuple[str, ...] = ()

@@ -11,10 +11,10 @@ from typing import Any
 import jsonschema
 import pytest
 from pydantic import ValidationError
+from spec_page import spec_page
 
 from engine import plugin
 from engine.cli.json_schema import episode_schema
-from engine.cli.reference import reference
 from engine.errors import SpecError, StoreError
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.sections import dump, owner_classes, read_stored, used_plugins, written
@@ -277,7 +277,7 @@ def test_the_json_schema_and_the_page_have_the_keys(strange: Strange) -> None:
         {"train": {"maybe": {}}},
     ):
         assert not validator.is_valid(document | wrong), wrong
-    page = reference()
+    page = spec_page()
     assert "| `weather` | a mapping | `{}` | Weather during a run. |" in page
     assert "| `steps_a_day` | a whole number | `7` | Steps a day. |" in page
     assert "## `train.maybe`" in page

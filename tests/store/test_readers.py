@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rows_page import rows_page
 from slow_cases import slow_after
 
-from engine.cli.rows_reference import rows_reference
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
 from engine.schemas.reward import Posting
 from engine.schemas.trajectory import Failure, Outcome
@@ -133,4 +133,5 @@ async def test_both_formats_are_read_back_alike(files: dict[str, Path]) -> None:
 
 def test_every_column_has_a_type_and_a_meaning() -> None:
     assert list(describe_types()) == list(MEANINGS)
-    assert all(f"| `{name}` |" in rows_reference() for name in MEANINGS)
+    page = rows_page()
+    assert all(f"| `{name}` |" in page for name in MEANINGS)

@@ -1,4 +1,4 @@
-"""`engine schema`: write the JSON Schema files and the references of specs and rows from the data classes."""
+"""`engine schema`: write the JSON Schema files from the data classes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,18 @@ from typing import Annotated
 
 import typer
 
-from engine.plugin import loaded, missing
+from engine.plugin import missing
 from engine.terminal import echo
 
 UP_TO_DATE, OUT_OF_DATE = 0, 1
 SCHEMAS = Path("schemas/json")
-REFERENCE = Path("docs/spec.md")
-ROWS = Path("docs/rows.md")
 
 
 def generated() -> dict[Path, str]:
     """Return the content of every generated file, by its path relative to the project."""
     from engine.cli.json_schema import documents
-    from engine.cli.reference import reference
-    from engine.cli.rows_reference import rows_reference
 
-    files = {SCHEMAS / f"{name}.schema.json": text for name, text in documents().items()}
-    pages = {Path("docs") / f"{name}.md": page() for name, page in loaded("docs").items()}
-    return {**files, REFERENCE: reference(), ROWS: rows_reference(), **pages}
+    return {SCHEMAS / f"{name}.schema.json": text for name, text in documents().items()}
 
 
 def stale(root: Path) -> Iterator[Path]:
@@ -43,14 +37,12 @@ def stale(root: Path) -> Iterator[Path]:
 
 
 def schema(
-    root: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="Folder that schemas/json and docs are under.")
-    ] = Path(),
+    root: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder that schemas/json is under.")] = Path(),
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; exit with 1 when a file is out of date.")
     ] = False,
 ) -> None:
-    """Write schemas/json/*.schema.json, docs/spec.md, docs/rows.md and the pages of plugins, such as docs/trainers.md, from the data classes.
+    """Write schemas/json/*.schema.json from the data classes.
 
     In a YAML file that begins with `# yaml-language-server: $schema=…/episode.schema.json`, editors show completion and
     errors.

@@ -18,6 +18,5 @@ PLUGIN = Plugin(
         "tinker": "engine.plugins.trainers.capabilities:TINKER",
         "art": "engine.plugins.trainers.capabilities:ART",
     },
-    docs={"trainers": "engine.plugins.trainers.reference:trainers_reference"},
     rules=("engine.plugins.trainers.check",),
 )

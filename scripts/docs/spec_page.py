@@ -27,7 +27,7 @@ from engine.spec.text.problems import describe
 HEAD = """\
 # The spec
 
-<!-- Written by `engine schema` from the data classes in schemas/. Edit those, then run it again. -->
+<!-- Written by `python scripts/docs` from the data classes in schemas/. Edit those, then run it again. -->
 
 An episode is declared in one YAML file. This page lists every key; `engine validate` checks a file against it,
 and editors do so with a first line of `# yaml-language-server: $schema=…/schemas/json/episode.schema.json`.
@@ -65,7 +65,7 @@ They may read:
 """
 
 
-def reference() -> str:
+def spec_page() -> str:
     """Return the page."""
     parts = [HEAD, "".join(_sections()), _actions(), _presets(), _limits(), _guards(), _rules()]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
