@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from engine.schemas.base import Contract
 
@@ -322,7 +322,7 @@ CreditSpec = Annotated[
 ]
 """How turn rewards become advantages; `method` selects the method."""
 
-_CREDIT: TypeAdapter[CreditSpec] = TypeAdapter(CreditSpec)
+_CREDIT: TypeAdapter[CreditSpec] = TypeAdapter(CreditSpec, config=ConfigDict(defer_build=True))
 
 default_credit = TurnReturnCredit
 """Makes the method of a spec that names none."""

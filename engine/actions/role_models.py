@@ -27,7 +27,6 @@ from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import Message
 from engine.schemas.role import RoleSpec
 from engine.spec.load import LoadedSpec
-from engine.tokens.loading import load_format
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
@@ -239,6 +238,8 @@ class RoleModels:
             EngineError: a model cannot be loaded, or a backend cannot serve it.
             TrainError: kind `train_setup`: a role with `weights: frozen` would have the weights that are trained.
         """
+        from engine.tokens.loading import load_format  # `engine validate` imports this module and needs no tokenizer
+
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
             for path, (name, part, blame) in self._declared.items():

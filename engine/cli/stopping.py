@@ -14,7 +14,6 @@ run: code in C that never releases the interpreter's lock blocks them too.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import contextlib
 import os
@@ -23,8 +22,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from engine.cli.exits import INTERRUPTED, TERMINATED
+
+if TYPE_CHECKING:
+    import asyncio
 
 GRACE_SECONDS = 20.0
 """Maximum duration of a clean stop after SIGTERM."""
@@ -51,6 +54,8 @@ def stop_on_signals(stop: asyncio.Event, hint: str = "", grace: float | None = N
         hint: How to continue after an immediate exit, which prints it.
         grace: Maximum seconds of a clean stop after SIGTERM. Default: `GRACE_SECONDS`.
     """
+    import asyncio
+
     loop = asyncio.get_running_loop()
     seconds = GRACE_SECONDS if grace is None else grace
     _received.clear()

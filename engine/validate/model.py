@@ -270,6 +270,9 @@ def stop_in_token(ctx: CheckContext) -> Iterator[Finding]:
 @rule("model.images", "error", "images are shown to a model that takes none")
 def images(ctx: CheckContext) -> Iterator[Finding]:
     """Image parts of `prompt` and `recover`, for a text model or a model whose image format the engine does not support."""
+    shown = list(_shown_images(ctx))
+    if not shown:
+        return
     from engine.tokens.vision_families import FAMILIES
 
     backend, files = ctx.spec.backend, _files(ctx)
@@ -290,6 +293,12 @@ def images(ctx: CheckContext) -> Iterator[Finding]:
             if files.sees
             else "take a vision-language model, or leave the image out"
         )
+    for path in shown:
+        yield Finding(f"an image is shown{to}", path, fix)
+
+
+def _shown_images(ctx: CheckContext) -> Iterator[DataPath]:
+    """Where `prompt` and `recover` show an image."""
     words: list[tuple[DataPath, Any]] = [
         (("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.messages)
     ]
@@ -298,7 +307,7 @@ def images(ctx: CheckContext) -> Iterator[Finding]:
         if isinstance(value, list):
             for below, _ in texts_of(value):
                 if below and below[-1] == "image":
-                    yield Finding(f"an image is shown{to}", (*path, *below), fix)
+                    yield (*path, *below)
 
 
 @rule("model.context", "warning", "the spec's context is larger than the model's")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from dataclasses import asdict
 from enum import StrEnum
@@ -56,6 +55,8 @@ def evaluate(
     a LoRA adapter is merged into a copy of the spec's model. The exit status is as for `engine run`; a run that failed as
     a whole has no estimates.
     """
+    import asyncio
+
     from engine.cli.commands.run import print_stopped
     from engine.cli.console import make_console
     from engine.cli.reports.report import sources_table
@@ -132,6 +133,8 @@ def _other_model(console: Console, spec: Path, changes: list[str], model: str) -
         TrainError: The path holds no model.
         BackendError: The spec's servers sample with another model, or cannot be reached.
     """
+    import asyncio
+
     given = Path(model).expanduser()
     if not given.is_dir():
         return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +34,8 @@ def replay(
     With --from-turn K a new run is made instead: each episode begins with the old journal's entries before turn K
     and continues with the backend. An episode without a turn K is copied unchanged.
     """
+    import asyncio
+
     from engine.cli.console import make_console
     from engine.errors import EngineError
     from engine.logs import configure_logging

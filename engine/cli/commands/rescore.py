@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,6 +31,8 @@ def rescore(
     be applied to an episode, or that would have led to another event, is a failure of that episode's score. Runs code that the run
     names, as `engine replay` does.
     """
+    import asyncio
+
     from engine.cli.console import make_console
     from engine.errors import EngineError
     from engine.logs import configure_logging

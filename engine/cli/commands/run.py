@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from engine.cli.options import Limit, Out, Overrides, Resume, SpecPath
 from engine.terminal import echo
 
 if TYPE_CHECKING:
+    import asyncio
+
     from rich.console import Console
 
     from engine.runner.run import Runner, RunResult
@@ -139,6 +140,7 @@ def _conclude(
     keep_going: bool = False,
 ) -> None:
     """Run a run to its end, print the result, and exit with its status."""
+    import asyncio
 
     from engine.cli.stopping import interrupted
     from engine.errors import EngineError
@@ -269,6 +271,8 @@ async def drive(
         again: Episodes that failed with one of these blames are run again.
         keep_going: See `Runner`.
     """
+    import asyncio
+
     from engine.backends.registry import open_backend
     from engine.cli.reports.report import print_summary
     from engine.cli.reports.run_drivers import drive_many, is_sharded

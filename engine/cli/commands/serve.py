@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 from pathlib import Path
@@ -63,6 +62,8 @@ def serve(
     Exit status: 130 after Ctrl-C; 143 after SIGTERM; 1 when the spec is invalid or an episode could not be finished; 2 when the command line is
     wrong or the port is in use; 3 when no server can be reached.
     """
+    import asyncio
+
     from engine.cli.commands.run import prepare
     from engine.cli.console import make_console
     from engine.cli.stopping import interrupted
@@ -145,6 +146,7 @@ async def _serve(
     quiet: bool,
 ) -> list[str]:
     """Serve until a signal; the episodes that the engine could not finish."""
+    import asyncio
     from contextlib import nullcontext
 
     from engine.agents.served import ServedPrograms

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from pathlib import Path
@@ -71,6 +70,8 @@ def train(
     when the training cannot start or continue; 2 when the command line is wrong; 3 when no server can be reached at the start, none
     replies for `backend.wait`, the training has cost `rollout.max_cost`, or the first 16 episodes all fail with one cause; 130 after Ctrl-C; 143 after SIGTERM.
     """
+    import asyncio
+
     from engine.cli.console import make_console
     from engine.errors import BudgetError, EngineError, FailingError
     from engine.logs import configure_logging
@@ -210,6 +211,8 @@ def _check(console: Console, loaded: LoadedSpec) -> None:
 async def _train(
     loaded: LoadedSpec, folder: Path, process_group: ProcessGroup, console: Console, *, quiet: bool, keep_going: bool
 ) -> TrainResult:
+    import asyncio
+
     from engine.cli.reports.train_panel import TrainPanel, shown
     from engine.cli.stopping import stop_on_signals
     from engine.train.setup import train_spec_of
