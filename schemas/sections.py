@@ -40,6 +40,30 @@ class SectionOwner(Contract):
         """Keys of a stored run whose plugins are not installed, with their values."""
         return self._unread
 
+    @property
+    def sections(self) -> Mapping[type[SpecSection], SpecSection]:
+        """The sections that it has, by their classes."""
+        return self._sections
+
+    def with_sections(self, sections: Mapping[type[SpecSection], SpecSection]) -> Self:
+        """A copy with these sections besides its others."""
+        copy = self.model_copy()
+        copy._sections = self._sections | dict(sections)
+        return copy
+
+    def value_of(self, key: str) -> Any:
+        """The value of a key: of its class, or of an inline section. Raises: KeyError: no such key."""
+        if key in type(self).model_fields:
+            return getattr(self, key)
+        return getattr(_inline(type(self), key).or_default(self), key)
+
+    def with_value(self, key: str, value: Any) -> Self:
+        """A copy in which a key has another value; see `value_of`. The value is not validated. Raises: KeyError: no such key."""
+        if key in type(self).model_fields:
+            return self.model_copy(update={key: value})
+        model = _inline(type(self), key)
+        return self.with_sections({model: model.or_default(self).model_copy(update={key: value})})
+
 
 class SpecSection(Contract):
     """Base of the sections that plugins add."""
@@ -110,6 +134,14 @@ def sections_of(
                 if section.owner == owner.OWNER and (keys is None or any(key in keys for key in section.keys))
             ]
     return sections
+
+
+def _inline(owner: type[SectionOwner], key: str) -> type[SpecSection]:
+    """The class of the inline section that has a key. Raises: KeyError."""
+    for section, model in sections_of(owner, (key,)):
+        if section.inline:
+            return model
+    raise KeyError(key)
 
 
 def _class_of(section: plugin.Section, owner: type[SectionOwner]) -> type[SpecSection]:

@@ -20,6 +20,7 @@ from engine.drivers.feed import Feed
 from engine.drivers.leases import Answer, Lease
 from engine.errors import EngineError, StoreError
 from engine.schemas.base import Contract
+from engine.schemas.sections import SectionOwner
 
 if TYPE_CHECKING:
     from engine.runner.run import Runner
@@ -145,7 +146,7 @@ def of_driver(loaded: LoadedSpec, drivers: int, slot: int) -> LoadedSpec:
 
 
 def _divided(part: Any, share: Callable[[int], int]) -> Any:
-    """A copy of a part of a spec, with the limits in it divided."""
+    """A copy of a part of a spec, with the limits in it and in its sections divided."""
     if isinstance(part, dict):
         return {name: _divided(value, share) for name, value in part.items()}
     if isinstance(part, list):
@@ -158,7 +159,11 @@ def _divided(part: Any, share: Callable[[int], int]) -> Any:
         new = share(value) if name in DIVIDED and value is not None else _divided(value, share)
         if new is not value and new != value:
             changed[name] = new
-    return part.model_copy(update=changed) if changed else part
+    divided = part.model_copy(update=changed) if changed else part
+    if not isinstance(divided, SectionOwner):
+        return divided
+    sections = {model: _divided(section, share) for model, section in divided.sections.items()}
+    return divided.with_sections(sections) if sections != divided.sections else divided
 
 
 def prepare_process(setup: Setup) -> None:

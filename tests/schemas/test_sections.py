@@ -15,6 +15,7 @@ from spec_page import spec_page
 
 from engine import plugin
 from engine.cli.json_schema import episode_schema
+from engine.drivers.session import of_driver
 from engine.errors import SpecError, StoreError
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.sections import dump, owner_classes, read_stored, used_plugins, written
@@ -154,6 +155,26 @@ def test_a_section_that_was_left_out_has_its_defaults(strange: Strange, tmp_path
     assert module.Maybe.section_of(spec.train) is None
     assert not written(spec)
     assert load_spec(spec_file(tmp_path, "weather: {wind: 3}\ntrain: {maybe: null}\n")).spec == spec
+
+
+def test_a_key_of_an_inline_section_is_read_and_changed_as_one_of_its_owner(strange: Strange, tmp_path: Path) -> None:
+    limits = load_spec(spec_file(tmp_path, USES)).spec.limits
+    keys = ("assistant_turns", "rest", "steps_a_day")
+    assert [limits.value_of(key) for key in keys] == [2, "monday", 7]
+    changed = limits.with_value("assistant_turns", 3).with_value("steps_a_day", 8)
+    assert [changed.value_of(key) for key in keys] == [3, "monday", 8]
+    assert [limits.value_of(key) for key in keys] == [2, "monday", 7]
+    for call in (limits.value_of, lambda key: limits.with_value(key, 1)):
+        with pytest.raises(KeyError, match="weather"):
+            call("weather")
+
+
+def test_a_driver_has_its_part_of_a_limit_in_a_section(strange: Strange, tmp_path: Path) -> None:
+    strange.installed(MODULE.replace("wind: int", "workers: int"))
+    loaded = load_spec(spec_file(tmp_path, "weather: {workers: 9}\n"))
+    module = sys.modules["strange_sections"]
+    assert module.Weather.section_of(of_driver(loaded, 3, 0).spec).workers == 3
+    assert module.Weather.section_of(loaded.spec).workers == 9
 
 
 def test_the_class_of_a_section_that_is_not_written_is_not_imported(strange: Strange, tmp_path: Path) -> None:
