@@ -96,6 +96,8 @@ class Plugin:
     """Value of `engine export --format` -> `engine.cli.commands.export:ExportFormat`."""
     trainers: Entries = field(default_factory=dict)
     """Trainer of `--trainer` -> object with `findings(loaded)`: see `engine.validate.trainers.TrainerFacts`."""
+    trackers: Entries = field(default_factory=dict)
+    """Value of `train.report_to` -> class of a tracker: see `engine.plugins.report.trackers.Tracker`."""
     rules: tuple[str, ...] = ()
     """Modules that register rules of `engine validate`; their pages are in the folder `pages` beside the module."""
     hooks: Entries = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Unions whose members plugins add."""
+"""Unions whose members plugins add, and names that they add."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
@@ -43,6 +43,24 @@ class OneOf(Generic[M]):
         return handler.generate_schema(Annotated[reduce(or_, self.members()), Field(discriminator=self.key)])
 
 
+@dataclass(frozen=True)
+class NameOf:
+    """Metadata of a string's annotation: one of the core's names, or of those that plugins add to `point`.
+
+    Tracker = Annotated[str, NameOf("trackers")]
+    """
+
+    point: str
+    core: tuple[str, ...] = ()
+
+    def literal(self) -> Any:
+        """The `Literal` of all names."""
+        return Literal[(*self.core, *plugin.entries(self.point))]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler.generate_schema(self.literal())
+
+
 def _tags(member: Any, key: str) -> Iterator[Any]:
     """The values of a class's key."""
     yield from get_args(member.model_fields[key].annotation)
@@ -56,7 +74,13 @@ def open_union(annotation: Any) -> OneOf[Any] | None:
     return open_union(others[0]) if len(others) == 1 and len(get_args(annotation)) == 2 else None
 
 
+def open_name(annotation: Any) -> NameOf | None:
+    """The name of a point that an annotation is; None if it is none."""
+    marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return next((mark for mark in marks if isinstance(mark, NameOf)), None)
+
+
 def annotation_of(info: FieldInfo) -> Any:
-    """A field's annotation, with the mark of an open union, which Pydantic keeps apart."""
-    mark = next((mark for mark in info.metadata if isinstance(mark, OneOf)), None)
+    """A field's annotation, with the mark of an open union or name, which Pydantic keeps apart."""
+    mark = next((mark for mark in info.metadata if isinstance(mark, OneOf | NameOf)), None)
     return info.annotation if mark is None else Annotated[info.annotation, mark]

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from engine.schemas.open_union import OneOf, annotation_of, open_union
+from engine.schemas.open_union import OneOf, annotation_of, open_name, open_union
 from engine.schemas.sections import section_fields
 from engine.spec.text.diagnostic import DataPath
 
@@ -45,6 +45,8 @@ def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def branches(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, None left out; anything else is its own single member."""
     if typing.get_origin(annotation) is typing.Annotated:
+        if (name := open_name(annotation)) is not None:
+            return (name.literal(),)
         opened = open_union(annotation)
         return branches(typing.get_args(annotation)[0]) if opened is None else opened.members()
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from engine.plugin import missing
 from engine.schemas.base import Bytes, Seconds
 from engine.schemas.descriptions import description_of
-from engine.schemas.open_union import open_union
+from engine.schemas.open_union import open_name, open_union
 from engine.spec.text.diagnostic import DataPath, Diagnostic, show_path
 from engine.spec.text.near import nearest_name, short
 from engine.spec.text.places import (
@@ -214,9 +214,14 @@ def _wrong(faults: list[_Fault], document: Document) -> Diagnostic:
     if faults[0].spot.key:
         shown = f"the key {shown}"
     message = f"{shown} must be {', or '.join(expected)}; it is {_show(value)}"
-    fix = _nearest(str(value), options) if options and isinstance(value, str) else None
+    fix = _name_fix(faults[0].spot.wanted, value, options) if options and isinstance(value, str) else None
     fix = fix or _type_fix(faults, value, str(path[-1]) if path else "")
     return Diagnostic(rule, "error", message, fix, document.origin(path, key=faults[0].spot.key), path)
+
+
+def _name_fix(wanted: Any, value: str, options: list[str]) -> str | None:
+    name = open_name(wanted)
+    return (missing(name.point, value) if name is not None else None) or _nearest(value, options)
 
 
 def _expected(fault: _Fault) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from engine.schemas.backend import SGLangBackendSpec
+from engine.schemas.sections import sections_of
 from engine.schemas.train import LoraSpec, MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.text.diagnostic import show_path
 from engine.spec.text.places import locate
@@ -29,7 +30,6 @@ RENAMED: Mapping[type[BaseModel], Mapping[str, str]] = {
         "entropy": "entropy_coefficient",
         "bonuses": "advantage_bonuses",
         "weights": "weight_sync",
-        "report": "report_to",
     },
     MemorySpec: {
         "micro_tokens": "max_tokens_per_microbatch",
@@ -52,7 +52,9 @@ def new_place(owner: type[BaseModel] | None, key: str) -> str | None:
 
 def new_key(owner: type[BaseModel] | None, key: str) -> str | None:
     """The key that replaced `key` in a section of the class `owner`; None if `key` was not renamed."""
-    inherited: tuple[Any, ...] = owner.__mro__ if owner is not None else ()
+    if owner is None:
+        return None
+    inherited: tuple[Any, ...] = (*owner.__mro__, *(model for section, model in sections_of(owner) if section.inline))
     renamed = ({**RENAMED.get(each, {}), **vars(each).get("RENAMED", {})} for each in inherited)
     return next((keys[key] for keys in renamed if key in keys), None)
 
