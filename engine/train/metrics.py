@@ -26,8 +26,8 @@ from engine.errors import StoreError
 from engine.store.training import METRICS
 
 if TYPE_CHECKING:
+    from engine.plugins.report.trackers import Sink
     from engine.schemas.train import TrackingSpec
-    from engine.train.sinks import Sink
 
 log = structlog.get_logger(__name__)
 
@@ -73,7 +73,7 @@ class MetricsLog:
         Raises:
             TrainError: Kind `train_setup`: a tracker of `report_to` is not installed or could not start.
         """
-        from engine.train.sinks import open_sink
+        from engine.plugins.report.trackers import open_sink
 
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS
@@ -144,7 +144,7 @@ class MetricsLog:
         """Make a tracker show these lines and no other steps."""
         progress, sink = self._progress[name], self._sinks[name]
         if progress["sent"] > step and not sink.truncate(step):
-            from engine.train.sinks import discard_run_id, open_sink
+            from engine.plugins.report.trackers import discard_run_id, open_sink
 
             sink.close()
             discard_run_id(name, self._folder)

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import StoreError, TrainError
+from engine.plugins.report import trackers as sinks
 from engine.schemas.train import TrackingSpec
-from engine.train import sinks
 from engine.train.metrics import CUT, MetricsLog, read_metrics, series
 
 
