@@ -16,6 +16,11 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "commands": ("plan",),
         "old_options": ("train --plan", "train --processes", "train --memory", "train --images", "train --image-size"),
     },
+    "report": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "sections": ("train.report_to", "train.tracking"),
+        "trackers": ("tensorboard", "trackio", "wandb", "mlflow"),
+    },
     "scenarios": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "commands": ("test",),

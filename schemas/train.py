@@ -218,19 +218,6 @@ class CheckpointsSpec(Contract):
     `--resume` without sampling."""
 
 
-class TrackingSpec(Contract):
-    """How a training is named in the trackers of `report_to`. A key that is set wins over the tracker's environment variable."""
-
-    project: str | None = Field(default=None, min_length=1)
-    """Project of Weights & Biases and trackio, experiment of MLflow. Default: their environment variable, else `episode-engine`."""
-    name: str | None = Field(default=None, min_length=1)
-    """Name of the run. Default: the training's name."""
-    group: str | None = Field(default=None, min_length=1)
-    """Weights & Biases: group of the run."""
-    tags: list[str] = Field(default_factory=list)
-    """Weights & Biases: tags of the run. MLflow: tags with an empty value."""
-
-
 Precision = Literal["float32", "mixed", "bfloat16"]
 
 
@@ -253,13 +240,9 @@ class TrainSpec(SectionOwner):
             "freeze",
             "lora",
             "memory",
-            "plan",
             "weight_sync",
             "checkpoints",
             "eval",
-            "notify",
-            "report_to",
-            "tracking",
         ]
     )
     """The keys that `kind: sft` reads; `weight_sync` only with `eval`."""
@@ -341,10 +324,6 @@ class TrainSpec(SectionOwner):
     """Checkpoints."""
     eval: TrainEvalSpec | None = None
     """Evaluation during training; none if not set."""
-    report_to: list[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = Field(default_factory=list)
-    """Trackers that get the metrics in addition to the training's `metrics.jsonl`."""
-    tracking: TrackingSpec = Field(default_factory=TrackingSpec)
-    """Project, name, group and tags of the training in these trackers."""
 
     @model_validator(mode="after")
     def _has_its_data(self) -> Self:

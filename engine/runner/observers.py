@@ -1,12 +1,12 @@
 """What watches runs, their episodes and trainings from outside: the observers of plugins.
 
-An observer never raises into the work that it watches once it is made, and delays it by no more than a deadline of its own.
+An observer never raises into the work that it watches once this has begun, and delays it by no more than a deadline of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,28 +49,36 @@ class EpisodeObserver(Protocol):
         ...
 
 
-class TrainingObserver(Protocol):
-    """Watches a training."""
+class TrainingObserver:
+    """Watches a training. A subclass defines what it needs."""
 
     def watch(self, step: Callable[[], int], tokens: Callable[[], int]) -> AbstractContextManager[object]:
         """Watch the counters of a training: the step, and the tokens that were sampled since the launch."""
-        ...
+        return nullcontext()
+
+    def began(self) -> None:
+        """The training has its model and its folder, with an opened `metrics.jsonl`. Raises: EngineError: it must not go on."""
+
+    def continued(self, step: int) -> None:
+        """The next step is the one after this; later lines of `metrics.jsonl` have been removed."""
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A line of `metrics.jsonl` is written; step 0 is the evaluation before the first step."""
 
     def progressed(self) -> None:
         """An episode or a step is finished."""
-        ...
 
     async def lacks_signal(self, step: int, reason: str) -> None:
         """For several steps, no group had a learning signal."""
-        ...
 
     async def failed(self, error: Exception, step: int) -> None:
         """It stopped by an error."""
-        ...
 
     async def ended(self, step: int, metrics: Mapping[str, float]) -> None:
         """It reached its last step, which has these metrics."""
-        ...
+
+    def close(self) -> None:
+        """No more calls follow."""
 
 
 OBSERVE_RUN: Hook[Callable[[LoadedSpec, RunStore], RunObserver | None]] = Hook("observe_run")
@@ -141,6 +149,21 @@ class TrainingObservers:
                 stack.enter_context(observer.watch(step, tokens))
             yield
 
+    def began(self) -> None:
+        """The training has its model and its folder. Raises: EngineError: an observer cannot work."""
+        for observer in self._observers:
+            observer.began()
+
+    def continued(self, step: int) -> None:
+        """The next step is the one after this."""
+        for observer in self._observers:
+            observer.continued(step)
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A line of metrics is written."""
+        for observer in self._observers:
+            observer.stepped(step, metrics)
+
     def progressed(self) -> None:
         """An episode or a step is finished."""
         for observer in self._observers:
@@ -160,3 +183,8 @@ class TrainingObservers:
         """It reached its last step."""
         for observer in self._observers:
             await observer.ended(step, metrics)
+
+    def close(self) -> None:
+        """No more calls follow."""
+        for observer in self._observers:
+            observer.close()

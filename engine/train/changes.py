@@ -27,8 +27,6 @@ ALLOWED = (
     "train.eval",
     "train.eval.*",
     "train.checkpoints.*",
-    "train.report_to",
-    "train.tracking.*",
     "train.memory.*",
     "train.weight_sync.*",
     "limits.*_seconds",

@@ -25,10 +25,8 @@ import torch
 
 from engine.drivers.session import of_driver
 from engine.errors import EngineError
-from engine.masking import mask_values
 from engine.runner.observers import TrainingObservers
 from engine.runner.spending import open_budget
-from engine.schemas.sections import dump
 from engine.train.batch_log import BatchLog, BatchRecord
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
@@ -156,6 +154,7 @@ class TrainingLoop(ABC):
             await self._observers.failed(error, self._state.step)
             raise
         finally:
+            self._observers.close()
             if self._budget is not None:
                 self._budget.close()
 
@@ -178,8 +177,17 @@ class TrainingLoop(ABC):
         else:
             self._state = await asyncio.to_thread(self._checkpoints.read, resumed, self._learner)
             self._newest_checkpoint = resumed
-        config = mask_values(dump(self.spec))
-        self._metrics = MetricsLog(self.folder, self.train.report_to, self.folder.name, config, self.train.tracking)
+        self._metrics = MetricsLog(self.folder)
+        try:
+            self._observers.began()
+        except BaseException:
+            self._metrics.close()
+            raise
+
+    def _continue_metrics(self) -> None:
+        """Remove metrics after the step from which the training goes on."""
+        self._metrics.truncate(self._state.step)
+        self._observers.continued(self._state.step)
 
     @contextlib.asynccontextmanager
     async def _saving(self, result: TrainResult) -> AsyncIterator[None]:
@@ -287,5 +295,6 @@ class TrainingLoop(ABC):
     def _write_line(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of a step and report them."""
         self._metrics.write(step, values)
+        self._observers.stepped(step, values)
         if self._on_step is not None:
             self._on_step(step, values)

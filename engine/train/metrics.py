@@ -1,12 +1,6 @@
-"""Metrics of a training run: `metrics.jsonl`, one JSON object per step, and copies in trackers.
+"""Metrics of a training run: `metrics.jsonl`, one JSON object per step.
 
-Invariants:
-- After `write` returns, the line survives a crash of the process or the machine. Opening the file removes an incomplete last
-  line.
-- After `truncate`, each tracker shows the lines of the file, including those that an earlier process did not send because it was
-  killed. A step never has two values in a tracker: if sent steps must be removed and the tracker cannot remove them, a new run
-  is started in the tracker with the lines that remain.
-
+After `write` returns, the line survives a crash of the process or the machine. Opening the file removes an incomplete last line.
 This module does not interpret the values.
 """
 
@@ -18,30 +12,24 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
 from engine.errors import StoreError
 from engine.store.training import METRICS
 
-if TYPE_CHECKING:
-    from engine.plugins.report.trackers import Sink
-    from engine.schemas.train import TrackingSpec
-
 log = structlog.get_logger(__name__)
 
 CUT = "metrics.cut.jsonl"
 """Lines that were removed because the run was resumed from an earlier step."""
-TRACKERS = "trackers.json"
-"""Progress of each tracker: the newest step that was sent to it, and the number of its run."""
 _RESERVED = frozenset({"step", "time"})
 
 
 class MetricsLog:
     """Writes the metrics of a run, one line per step.
 
-        log = MetricsLog(folder, ["tensorboard"], "arithmetic-1", config)
+        log = MetricsLog(folder)
         log.write(1, {"reward/mean": 0.4, "loss": 0.02})
         log.truncate(0)     # resumed from the checkpoint after step 0: moves later lines to `metrics.cut.jsonl`
         log.close()
@@ -50,50 +38,20 @@ class MetricsLog:
     is null.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        report: Sequence[str] = (),
-        run: str = "",
-        config: Mapping[str, Any] | None = None,
-        tracking: TrackingSpec | None = None,
-        *,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
         """Open the metrics in `folder`, or continue them.
 
         Args:
             folder: The run's folder; made if it does not exist.
-            report: Trackers that get the values in addition: `tensorboard`, `trackio`, `wandb`, `mlflow`.
-            run: The run's name in the trackers.
-            config: The run's configuration, shown in the trackers.
-            tracking: Project, name, group and tags of the run in the trackers.
             clock: Seconds since 1970.
-
-        Raises:
-            TrainError: Kind `train_setup`: a tracker of `report_to` is not installed or could not start.
         """
-        from engine.plugins.report.trackers import open_sink
-
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS
         self._folder = folder
         self._clock = clock
-        self._sinks: dict[str, Sink] = {}
-        self._run = (tracking.name if tracking is not None else None) or run or folder.name
-        self._tracking = tracking
-        self._config = dict(config or {})
-        self._progress: dict[str, dict[str, int]] = {}
-        """By tracker: `sent`, the newest step that was sent to it, and `run`, the number of its run."""
-        self._silent: set[str] = set()
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             self._drop_incomplete_line()
-            newest = max((int(line["step"]) for _, line in _lines(self.path)), default=-1)
-            known = json.loads(stored.read_text()) if (stored := folder / TRACKERS).exists() else {}
-            for name in report:
-                self._progress[name] = known.get(name, {"sent": newest, "run": 1})
-                self._sinks[name] = open_sink(name, folder, self._name_of(name), self._config, tracking)
         except BaseException:
             self.close()
             raise
@@ -111,12 +69,9 @@ class MetricsLog:
             name: value if math.isfinite(value) else None for name, value in numbers.items()
         }
         _append(self._file, [json.dumps(line)])
-        for name in self._sinks:
-            self._send(name, step, numbers)
-        self._store_progress()
 
     def truncate(self, step: int) -> int:
-        """Remove the lines after `step`, from which the run continues, and send trackers the lines that they lack.
+        """Remove the lines after `step`, from which the run continues.
 
         Removed lines are first appended to `metrics.cut.jsonl`, so a crash loses none (it may write some twice).
 
@@ -134,70 +89,10 @@ class MetricsLog:
             finally:
                 os.close(side)
             self._replace(kept)
-        lines = [json.loads(text) for text in kept]
-        for name in self._sinks:
-            self._synchronise(name, step, lines)
-        self._store_progress()
         return len(gone)
 
-    def _synchronise(self, name: str, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Make a tracker show these lines and no other steps."""
-        progress, sink = self._progress[name], self._sinks[name]
-        if progress["sent"] > step and not sink.truncate(step):
-            from engine.plugins.report.trackers import discard_run_id, open_sink
-
-            sink.close()
-            discard_run_id(name, self._folder)
-            progress["run"] += 1
-            progress["sent"] = -1
-            self._sinks[name] = open_sink(name, self._folder, self._name_of(name), self._config, self._tracking)
-        # Steps that were buffered when the process was killed are sent again, with the same values.
-        sent = min(progress["sent"], step) - (sink.buffers and bool(progress.get("open")))
-        for line in lines:
-            if line["step"] > sent:
-                values = {
-                    key: math.nan if value is None else value for key, value in line.items() if key not in _RESERVED
-                }
-                self._send(name, line["step"], values)
-
-    def _send(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """Send values to a tracker. A failure is logged once per tracker."""
-        try:
-            self._sinks[name].write(step, values)
-            self._progress[name]["sent"] = step
-        except Exception as error:  # noqa: BLE001  a lost tracker must not end the training
-            if name not in self._silent:
-                self._silent.add(name)
-                log.warning(
-                    "metrics could not be sent to a tracker; they are in the file",
-                    sink=name,
-                    file=str(self.path),
-                    reason=repr(error),
-                )
-
-    def _name_of(self, name: str) -> str:
-        """Name of a tracker's run: the training's name, with a number from the second run on."""
-        number = self._progress[name]["run"]
-        return self._run if number == 1 else f"{self._run}-{number}"
-
-    def _store_progress(self, *, closed: bool = False) -> None:
-        if not self._progress:
-            return
-        state = {name: {**progress, "open": int(not closed)} for name, progress in self._progress.items()}
-        draft = self._folder / f".{TRACKERS}"
-        draft.write_text(json.dumps(state))
-        draft.replace(self._folder / TRACKERS)
-
     def close(self) -> None:
-        """Close the file and the trackers. Later calls do nothing."""
-        sinks, self._sinks = self._sinks, {}
-        if sinks:
-            self._store_progress(closed=True)
-        for name, sink in sinks.items():
-            try:
-                sink.close()
-            except Exception as error:  # noqa: BLE001  all metrics are in the file
-                log.warning("a tracker could not be closed", sink=name, reason=repr(error))
+        """Close the file. Later calls do nothing."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -239,6 +134,11 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         ]
     except OSError as error:
         raise StoreError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def values_of(line: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a line, without its `step` and `time`."""
+    return {name: value for name, value in line.items() if name not in _RESERVED}
 
 
 def series(lines: Iterable[Mapping[str, float]], name: str) -> tuple[list[int], list[float]]:

@@ -110,7 +110,7 @@ class SftTrainer(TrainingLoop):
                     repeater.repeat, self._state, self._learner, self._repeated_step
                 )
                 self._weights_known = True
-                self._metrics.truncate(self._state.step)
+                self._continue_metrics()
                 await self._push()
                 await self._write_missing_lines(repeater.records, stop)
                 await self._steps(result, stop)

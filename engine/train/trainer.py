@@ -157,7 +157,7 @@ class Trainer(TrainingLoop):
                 repeater.repeat, self._state, self._learner, self._repeated_step
             )
         self._weights_known = True
-        self._metrics.truncate(self._state.step)
+        self._continue_metrics()
         if self._state.version or self.spec.backend.weights_in_servers:
             # A server may have other weights: send the current ones before the first token is sampled.
             await self._push_weights()

@@ -28,7 +28,6 @@ def train_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     found = [*_steps(ctx, train), *_memory(train), *_random(train), *_evaluations(train)]
     if train.uses_backend:
         found += _sync(ctx, train)
-    found += _reports(train)
     if train.samples_episodes:
         found += [*_loss(train), *_batch(train), *_rewards(train), *_difficulty(ctx, train)]
     else:
@@ -39,15 +38,6 @@ def train_no_effect(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(
                 f"`{name}` has no effect: {why}", path, "remove it, or change what the message names", key=True
             )
-
-
-_TRACKED = {
-    "project": ("wandb", "trackio", "mlflow"),
-    "name": ("wandb", "trackio", "mlflow"),
-    "group": ("wandb",),
-    "tags": ("wandb", "mlflow"),
-}
-"""The trackers that read each key of `train.tracking`."""
 
 
 def _loss(train: TrainSpec) -> Iterator[Option]:
@@ -184,13 +174,6 @@ def _sync(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
     if method != "collective":
         for key in ("address", "port"):
             yield ("train", "weight_sync", key), "only `method: collective` makes a process group with the servers"
-
-
-def _reports(train: TrainSpec) -> Iterator[Option]:
-    """Options of trackers."""
-    for key, trackers in _TRACKED.items():
-        if not set(train.report_to) & set(trackers):
-            yield ("train", "tracking", key), f"`train.report_to` names none of {', '.join(trackers)}"
 
 
 def _rewards(train: TrainSpec) -> Iterator[Option]:

@@ -29,7 +29,6 @@ _SHIFTS = {
     "structural_tag": None,
 }
 """Keys that change the logits before the log-probs are computed, and the value that changes nothing."""
-_PACKAGES = {"tensorboard": "tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow"}
 FLOAT32_ON_GPU = "in `float32` a GPU multiplies matrices without its tensor cores (TF32 is off), several times slower than in `mixed`"
 _MEASURE = re.compile(r"success|reward|turns|tokens|reward:.+|success@turn:[0-9]+|pass@[1-9][0-9]*")
 _MEASURES = ("reward", "success", "turns", "tokens", "success@turn:0", "pass@1", "reward:name")
@@ -300,14 +299,8 @@ def _installed(package: str) -> bool:
 
 @rule("train.no-package", "info", "a package that training needs is not installed")
 def no_package(ctx: CheckContext) -> Iterator[Finding]:
-    """The packages of `train.report_to`, and `peft` for `train.lora`."""
+    """`peft` for `train.lora`."""
     for train in _train(ctx):
-        named: list[tuple[DataPath, str, str]] = [
-            (("train", "report_to", index), _PACKAGES[name], name) for index, name in enumerate(train.report_to)
-        ]
-        if train.lora is not None:
-            named.append((("train", "lora"), "peft", "train"))
-        for path, package, extra in named:
-            if not _installed(package):
-                message = f"`{package}` is not installed, and `engine train` needs it for this"
-                yield Finding(message, path, f"pip install 'episode-engine[{extra}]'")
+        if train.lora is not None and not _installed("peft"):
+            message = "`peft` is not installed, and `engine train` needs it for this"
+            yield Finding(message, ("train", "lora"), "pip install 'episode-engine[train]'")

@@ -17,6 +17,7 @@ from engine.plugin import installed
 NAMING: dict[str, Spec] = {
     "notices": {"notify": {"to": [{"kind": "command", "run": "true"}]}},
     "plan": {"train": {"plan": {}}},
+    "report": {"train": {"report_to": ["tensorboard"]}},
     "traces": {"traces": {}},
     "vllm": {"backend": {"kind": "vllm", "urls": ["http://127.0.0.1:9"]}},
 }

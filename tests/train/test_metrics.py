@@ -8,18 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import StoreError, TrainError
-from engine.plugins.report import trackers as sinks
-from engine.schemas.train import TrackingSpec
+from engine.errors import StoreError
 from engine.train.metrics import CUT, MetricsLog, read_metrics, series
 
 
@@ -124,118 +121,3 @@ def test_what_write_returned_from_survives_a_kill(tmp_path: Path) -> None:
 def test_of_two_values_at_a_step_the_last_counts() -> None:
     rows = [{"step": 1, "loss": 4.0}, {"step": 2, "kl": 1.0}, {"step": 1, "loss": 5.0}, {"step": 3, "loss": 6.0}]
     assert series(rows, "loss") == ([1, 3], [5.0, 6.0])
-
-
-def test_a_package_that_is_not_there_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(TrainError, match=r"pip install 'episode-engine\[trackio\]', or leave it out") as caught:
-        MetricsLog(tmp_path, ["trackio"])
-    assert caught.value.kind == "train_setup"
-
-
-def test_an_unknown_sink_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(TrainError, match="unknown tracker 'neptune'; write one of tensorboard, trackio, wandb, mlflow"):
-        MetricsLog(tmp_path, ["neptune"])
-
-
-def test_a_sink_that_fails_does_not_end_the_training(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    log = MetricsLog(tmp_path, ["tensorboard"], clock=ticking())
-    sink = log._sinks["tensorboard"]
-    sink.close()
-    sink._writer = None  # type: ignore[attr-defined]
-    log.write(1, {"loss": 0.5})
-    log.write(2, {"loss": 0.5})
-    log.close()
-    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
-
-
-class Tracker:
-    """Keeps what it was sent, by run."""
-
-    runs: ClassVar[dict[str, list[tuple[int, float]]]] = {}
-    told: ClassVar[list[TrackingSpec]] = []
-    buffers = False
-    can_remove = False
-
-    def __init__(self, folder: Path, run: str, config: object, tracking: TrackingSpec) -> None:
-        self.told.append(tracking)
-        self.shown = self.runs.setdefault(run, [])
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.shown.append((step, values["loss"]))
-
-    def truncate(self, step: int) -> bool:
-        if self.can_remove:
-            self.shown[:] = [point for point in self.shown if point[0] <= step]
-        return self.can_remove
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.fixture
-def tracker(monkeypatch: pytest.MonkeyPatch) -> type[Tracker]:
-    made = type("Made", (Tracker,), {"runs": {}, "told": []})
-    monkeypatch.setitem(sinks._SINKS, "made", made)
-    return made
-
-
-def killed_after(folder: Path, *steps: int, shown: int) -> None:
-    """A training that wrote lines of these steps and was killed when the tracker had the first `shown` of them."""
-    log = MetricsLog(folder, ["made"], "run")
-    for number, step in enumerate(steps):
-        if number == shown:
-            log._sinks.clear()
-        log.write(step, {"loss": float(step)})
-    os.close(log._file)
-
-
-def test_a_line_that_a_kill_kept_from_a_tracker_is_sent_by_the_next_process(
-    tmp_path: Path, tracker: type[Tracker]
-) -> None:
-    killed_after(tmp_path, 1, 2, 3, shown=2)
-    assert tracker.runs == {"run": [(1, 1.0), (2, 2.0)]}
-    log = MetricsLog(tmp_path, ["made"], "run")
-    log.truncate(3)
-    log.write(4, {"loss": 4.0})
-    log.close()
-    assert tracker.runs == {"run": [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]}
-
-
-@pytest.mark.parametrize("can_remove", [True, False])
-def test_a_tracker_never_shows_two_values_of_a_step(can_remove: bool, tmp_path: Path, tracker: type[Tracker]) -> None:
-    tracker.can_remove = can_remove
-    killed_after(tmp_path, 1, 2, 3, shown=3)
-    for value in (20.0, 30.0):
-        log = MetricsLog(tmp_path, ["made"], "run")
-        log.truncate(1)
-        log.write(2, {"loss": value})
-        log.close()
-    first = [(1, 1.0), (2, 2.0), (3, 3.0)]
-    others = {"run": first, "run-2": [(1, 1.0), (2, 20.0)], "run-3": [(1, 1.0), (2, 30.0)]}
-    assert tracker.runs == ({"run": [(1, 1.0), (2, 30.0)]} if can_remove else others)
-
-
-def test_what_a_tracker_may_have_held_in_a_buffer_is_sent_again(tmp_path: Path, tracker: type[Tracker]) -> None:
-    tracker.buffers = True
-    killed_after(tmp_path, 1, 2, shown=2)
-    for shown in (
-        [(1, 1.0), (2, 2.0), (2, 2.0)],
-        [(1, 1.0), (2, 2.0), (2, 2.0)],
-    ):  # the second time it was closed in order
-        log = MetricsLog(tmp_path, ["made"], "run")
-        log.truncate(2)
-        log.close()
-        assert tracker.runs == {"run": shown}
-
-
-def test_a_tracker_is_given_the_names_of_the_spec(tmp_path: Path, tracker: type[Tracker]) -> None:
-    wanted = TrackingSpec(project="sums", name="first", group="g", tags=["a"])
-    log = MetricsLog(tmp_path, ["made"], "run", {}, wanted)
-    log.write(1, {"loss": 1.0})
-    log.write(2, {"loss": 2.0})
-    log.truncate(1)  # a tracker that cannot remove values gets another run, with the same names
-    log.close()
-    assert tracker.told == [wanted, wanted]
-    assert tracker.runs == {"first": [(1, 1.0), (2, 2.0)], "first-2": [(1, 1.0)]}

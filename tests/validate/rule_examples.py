@@ -37,6 +37,7 @@ ELSEWHERE = {
     "code.no-package",
     "condense.no-package",
     "notify.no-package",
+    "report.no-package",
     "traces.no-package",
     STOPPED,
     FAILED,

@@ -81,11 +81,6 @@ NO_EFFECT = [
         "train.kl.estimator",
         "train: {kl: {in: reward, coefficient: 0.1}}",
     ),
-    (
-        "tracking: {group: g}, report_to: [mlflow]",
-        "train.tracking.group",
-        "train: {tracking: {group: g}, report_to: [wandb]}",
-    ),
     ("steps: 5, epochs: 2", "train.steps", "train: {epochs: 2}"),
     ("kl: {in: reward}", "train.kl.in", "train: {kl: {in: reward, coefficient: 0.1}}"),
     (

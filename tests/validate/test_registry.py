@@ -85,6 +85,8 @@ def test_ids_are_stable() -> None:
         ("prompt.empty", "error"),
         ("prompt.unknown-field", "error"),
         ("recover.unused", "warning"),
+        ("report.no-effect", "warning"),
+        ("report.no-package", "info"),
         ("rewards.credit-group", "info"),
         ("rewards.credit-ignores", "warning"),
         ("rewards.credit-needs", "warning"),

@@ -11,13 +11,14 @@ from engine.errors import BudgetError, TrainError
 from engine.plugins.notices.notifier import Notifier
 from engine.plugins.notices.spec import NotifySpec
 from engine.plugins.notices.watch import Watch
+from engine.runner.observers import TrainingObserver
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 
-class TrainingNotices:
-    """Sends the notices that `notify` of the spec asks for. It is a `TrainingObserver`."""
+class TrainingNotices(TrainingObserver):
+    """Sends the notices that `notify` of the spec asks for."""
 
     def __init__(self, loaded: LoadedSpec, folder: Path) -> None:
         """

@@ -18,17 +18,32 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from engine.errors import TrainError
-from engine.schemas.train import TrackingSpec
+from engine.plugin import installed, load
+from engine.plugins.report.spec import TrackingSpec
 
 PROJECT = "episode-engine"
 """Default project or experiment, used if the environment does not set one."""
 
 
-class Sink(Protocol):
-    """A tracker that gets metrics."""
+class Tracker(Protocol):
+    """A tracker that gets metrics. A plugin names its class in `trackers`."""
 
     buffers: bool
     """Whether the newest values are lost if the process is killed."""
+
+    def __init__(self, folder: Path, run: str, config: Mapping[str, Any], tracking: TrackingSpec) -> None:
+        """Begin a run of the tracker, or continue it.
+
+        Args:
+            folder: The folder of the training.
+            run: The name of the run. A run that was begun with this name in this folder is continued.
+            config: The configuration of the training.
+            tracking: Project, group and tags.
+
+        Raises:
+            ImportError: the tracker's package is not installed.
+        """
+        ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Send the values of a step."""
@@ -168,39 +183,20 @@ class Mlflow:
         self._client.set_terminated(self._id)
 
 
-_SINKS: dict[str, Callable[[Path, str, Mapping[str, Any], TrackingSpec], Sink]] = {
-    "tensorboard": TensorBoard,
-    "trackio": Trackio,
-    "wandb": Wandb,
-    "mlflow": Mlflow,
-}
-
-
-def open_sink(
-    name: str, folder: Path, run: str, config: Mapping[str, Any], tracking: TrackingSpec | None = None
-) -> Sink:
-    """Open a tracker for a run.
-
-    Args:
-        name: A value of `train.report_to`.
-        folder: The run's folder.
-        run: The run's name.
-        config: The run's configuration.
-        tracking: Project, group and tags of the run in the tracker.
+def open_tracker(name: str, folder: Path, run: str, config: Mapping[str, Any], tracking: TrackingSpec) -> Tracker:
+    """Open a tracker for a run. Arguments as those of `Tracker`; `name` is a value of `train.report_to`.
 
     Raises:
         TrainError: Kind `train_setup`: the tracker is not installed or could not start; the message names the package to install.
     """
-    if name not in _SINKS:
-        raise TrainError(
-            f"train.report_to: unknown tracker {name!r}; write one of {', '.join(_SINKS)}", kind="train_setup"
-        )
+    face = next(face for face in installed().plugins.values() if name in face.trackers)
     try:
-        return _SINKS[name](folder, run, config, tracking or TrackingSpec())
+        tracker: Tracker = load(face.trackers[name])(folder, run, config, tracking)
+        return tracker
     except ImportError as error:
+        install = f"pip install 'episode-engine[{name}]'" if face.name == "report" else face.install
         raise TrainError(
-            f"train.report_to names {name}, which is not installed ({error}): "
-            f"pip install 'episode-engine[{name}]', or leave it out",
+            f"train.report_to names {name}, which is not installed ({error}): {install}, or leave it out",
             kind="train_setup",
         ) from error
     except Exception as error:
@@ -210,7 +206,7 @@ def open_sink(
 
 
 def discard_run_id(name: str, folder: Path) -> None:
-    """Remove the stored run id, so that the next `open_sink` starts a new run in this tracker."""
+    """Remove the stored run id, so that the next `open_tracker` starts a new run in this tracker."""
     (folder / f"{name}_run").unlink(missing_ok=True)
 
 

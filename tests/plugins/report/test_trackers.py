@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tracked import TrackedMetrics
 
-from engine.schemas.train import TrackingSpec
-from engine.train.metrics import MetricsLog
+from engine.plugins.report.spec import TrackingSpec
 
 CONFIG = {"name": "arithmetic", "train": {"steps": 3, "loss": {"kind": "grpo"}}}
 
@@ -27,7 +27,7 @@ def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    log = MetricsLog(tmp_path, ["tensorboard"], "run", CONFIG)
+    log = TrackedMetrics(tmp_path, ["tensorboard"], CONFIG)
     log.write(1, {"reward/mean": 0.25, "loss": 2.0})
     assert scalars(tmp_path, "reward/mean") == [(1, 0.25)]  # there without closing
     log.write(2, {"reward/mean": 0.5})
@@ -38,11 +38,11 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 
 def test_tensorboard_forgets_the_steps_that_were_cut(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    log = MetricsLog(tmp_path, ["tensorboard"])
+    log = TrackedMetrics(tmp_path, ["tensorboard"])
     for step in (1, 2, 3):
         log.write(step, {"loss": float(step)})
     log.close()
-    resumed = MetricsLog(tmp_path, ["tensorboard"])
+    resumed = TrackedMetrics(tmp_path, ["tensorboard"])
     resumed.truncate(1)
     resumed.write(2, {"loss": 8.0})
     resumed.close()
@@ -54,9 +54,10 @@ def test_trackio_has_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     write = (
-        "import sys; from pathlib import Path; from engine.train.metrics import MetricsLog\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from pathlib import Path\n"
+        "from engine.plugins.report.spec import TrackingSpec; from tracked import TrackedMetrics\n"
         "step = int(sys.argv[2])\n"
-        "log = MetricsLog(Path(sys.argv[1]), ['trackio'], 'run', {'steps': 3})\n"
+        "log = TrackedMetrics(Path(sys.argv[1]), ['trackio'], {'steps': 3}, TrackingSpec(name='run'))\n"
         "log.write(step, {'reward/mean': step / 4, 'loss': float('nan')}); log.close()\n"
     )
     for step in ("1", "2"):  # the second goes on with the same run
@@ -91,7 +92,7 @@ def test_wandb_has_the_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     tracking = TrackingSpec(project="sums", name="first", group="seeds", tags=["a", "b"])
-    log = MetricsLog(tmp_path, ["wandb"], "run", CONFIG, tracking)
+    log = TrackedMetrics(tmp_path, ["wandb"], CONFIG, tracking)
     log.write(1, {"reward/mean": 0.25, "eval/pass@4": 0.5})
     log.write(2, {"reward/mean": 0.5})
     log.close()
@@ -119,7 +120,7 @@ def test_mlflow_has_the_run_and_goes_on_with_it(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tests")
     for step in (1, 2):
-        log = MetricsLog(tmp_path, ["mlflow"], "run", CONFIG)
+        log = TrackedMetrics(tmp_path, ["mlflow"], CONFIG)
         log.write(step, {"reward/mean": step / 4, "eval/pass@4": 0.5})
         log.close()
     from mlflow.tracking import MlflowClient

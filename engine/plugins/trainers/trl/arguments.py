@@ -8,6 +8,7 @@ from engine.backends.local.device import pick_device
 from engine.errors import TrainError
 from engine.plugins.trainers.check import refuse
 from engine.schemas.loss import CispoLoss, ClippedLoss, DrGrpoLoss, LossSpec, SapoLoss
+from engine.schemas.sections import dump
 from engine.schemas.train import TrainSpec
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def grpo_arguments(loaded: LoadedSpec) -> dict[str, Any]:
         "logging_steps": 1,
         "save_steps": train.checkpoints.every,
         "save_total_limit": train.checkpoints.keep,
-        "report_to": train.report_to or "none",
+        "report_to": dump(train).get("report_to") or "none",
     }
     # TRL reads it in `dr_grpo` alone; None: `EngineGRPOTrainer` measures it in the first batch, as `engine train` does
     length = train.loss.length if isinstance(train.loss, DrGrpoLoss) else spec.limits.tokens_per_episode

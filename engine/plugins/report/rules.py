@@ -1,0 +1,52 @@
+"""Rules about `train.report_to` and `train.tracking`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from engine.plugins.report.spec import ReportSpec
+from engine.validate.context import CheckContext
+from engine.validate.registry import Finding, rule
+
+_OWN = ("tensorboard", "trackio", "wandb", "mlflow")
+"""The trackers of this plugin; each is the name of its package and of the extra that installs it. Of others nothing is known here."""
+_TRACKED = {
+    "project": ("wandb", "trackio", "mlflow"),
+    "name": ("wandb", "trackio", "mlflow"),
+    "group": ("wandb",),
+    "tags": ("wandb", "mlflow"),
+}
+"""Those of them that read each key of `train.tracking`."""
+
+
+def _report(ctx: CheckContext) -> ReportSpec:
+    train = ctx.spec.train
+    return ReportSpec() if train is None else ReportSpec.or_default(train)
+
+
+@rule("report.no-effect", "warning", "a key of `train.tracking` is read by none of the trackers")
+def report_no_effect(ctx: CheckContext) -> Iterator[Finding]:
+    """Keys of `train.tracking` without a tracker that reads them."""
+    names = set(_report(ctx).report_to)
+    for key, trackers in _TRACKED.items():
+        path = ("train", "tracking", key)
+        if ctx.written(*path) and names <= set(_OWN) - set(trackers):
+            message = f"`train.tracking.{key}` has no effect: `train.report_to` names none of {', '.join(trackers)}"
+            yield Finding(message, path, "remove it, or change what the message names", key=True)
+
+
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # imported without a spec
+        return True
+
+
+@rule("report.no-package", "info", "the package of a tracker is not installed")
+def report_no_package(ctx: CheckContext) -> Iterator[Finding]:
+    """The packages of `train.report_to`."""
+    for index, name in enumerate(_report(ctx).report_to):
+        if name in _OWN and not _installed(name):
+            message = f"`{name}` is not installed, and `engine train` needs it for this"
+            yield Finding(message, ("train", "report_to", index), f"pip install 'episode-engine[{name}]'")
