@@ -1,5 +1,11 @@
-"""Environments of other libraries, run unchanged: one file for each library.
+"""Environments and tools of other libraries, run unchanged: one file for each library, imported when an episode begins.
 
-Which there are and what holds for each is in `engine.schemas.adapters`. A file here imports its library when an episode
-begins, so the engine runs without it.
+verl/   interactions and tools of verl, and the conversion of its configurations
 """
+
+from engine.plugin import Plugin
+
+PLUGIN = Plugin(
+    name="adapters",
+    about="Environments and tools of other libraries: slime, SKyRL-gym, Gymnasium, verifiers, reasoning-gym, verl and MCP",
+)
