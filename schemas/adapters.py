@@ -152,10 +152,10 @@ ADAPTERS: dict[str, AdapterFacts] = {
         ),
         AdapterFacts(
             name="verl",
-            runs="engine.integrations.environments.verl:VerlTools",
+            runs="engine.integrations.environments.verl.tools:VerlTools",
             use="verl's tool YAML (`tool_config_path`); verl need not be installed",
             names="file",
-            loads="engine.integrations.environments.verl:load",
+            loads="engine.integrations.environments.verl.tools:load",
             rewards="turn and end",
             images=True,
             tools="all",
