@@ -175,7 +175,7 @@ def test_tools_and_an_interaction_in_one_spec(tmp_path: Path, tiny_tokenizer_dir
     fields["extra_info"]["interaction_kwargs"] = {"name": "gsm8k", "query": "Say 42.", "ground_truth": "42"}
     write(tmp_path, [ITEM], [fields])
     user = {
-        "use": "engine.integrations.verl:Interactions",
+        "use": "engine.integrations.environments.verl.interactions:Interactions",
         "effects": "replayable",
         "with": {"config": "interactions.yaml"},
     }

@@ -1,7 +1,7 @@
 """verl's interactions as simulated users: the same classes, the same YAML, the same rows.
 
     user:
-      use: engine.integrations.verl:Interactions
+      use: engine.integrations.environments.verl.interactions:Interactions
       effects: replayable
       with: {config: interaction_config.yaml}
 
