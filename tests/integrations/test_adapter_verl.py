@@ -21,8 +21,8 @@ from stopping import Resumed, content
 
 from engine.errors import EngineError
 from engine.integrations.environments.base import AdapterError
+from engine.integrations.environments.verl.modules import schema_class, verl_importable
 from engine.integrations.environments.verl.tools import VIEW, AgentData, VerlTools
-from engine.integrations.verl_modules import schema_class, verl_importable
 from engine.schemas.environment import Environment, Task
 from engine.schemas.message import ImagePart
 from engine.schemas.trajectory import Trajectory

@@ -30,7 +30,7 @@ import orjson
 import yaml
 
 from engine.integrations.environments.base import AdapterError, field_of, library
-from engine.integrations.verl_modules import verl_importable
+from engine.integrations.environments.verl.modules import verl_importable
 from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
