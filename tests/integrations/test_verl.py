@@ -17,8 +17,8 @@ from written_specs import save_spec
 from engine.cli.commands.import_ import import_app
 from engine.cli.main import app
 from engine.integrations.environments.base import AdapterError
+from engine.integrations.environments.verl.config import as_yaml, spec_of
 from engine.integrations.environments.verl.interactions import Interactions, Prompt, interaction_class, name_of
-from engine.integrations.verl_config import as_yaml, spec_of
 from engine.schemas.environment import Environment, Task, User
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
