@@ -2,7 +2,7 @@
 
     environment: {adapter: gymnasium, use: FrozenLake-v1, with: {kwargs: {is_slippery: false}}}
 
-The classes that run are in `engine/integrations/environments/`, one file each; a class is imported when a run needs it, and its
+The classes that run are in `engine/plugins/adapters/`, one file each; a class is imported when a run needs it, and its
 library when an episode begins. To add an adapter: its file there, and its entry in `ADAPTERS`.
 """
 
@@ -95,45 +95,45 @@ ADAPTERS: dict[str, AdapterFacts] = {
     for facts in (
         AdapterFacts(
             name="slime",
-            runs="engine.integrations.environments.slime:SlimeEnvironment",
+            runs="engine.plugins.adapters.slime:SlimeEnvironment",
             use="an `env_*.py` file of slime's form and its function: `path/env.py:build_env`",
             names="code",
-            loads="engine.integrations.environments.slime:load",
+            loads="engine.plugins.adapters.slime:load",
             rewards="turn",
             images=True,
             reads_written=True,
         ),
         AdapterFacts(
             name="skyrl_gym",
-            runs="engine.integrations.environments.skyrl_gym:SkyRLEnvironment",
+            runs="engine.plugins.adapters.skyrl_gym:SkyRLEnvironment",
             use="an id that is registered with SkyRL-gym, or a class: `package.module:Name`, `path/file.py:Name`",
             names="name or code",
             rewards="turn",
             packages=("skyrl_gym",),
-            loads="engine.integrations.environments.skyrl_gym:load",
+            loads="engine.plugins.adapters.skyrl_gym:load",
             extra="skyrl-gym",
             reads_written=True,
         ),
         AdapterFacts(
             name="gymnasium",
-            runs="engine.integrations.environments.gymnasium:GymnasiumEnvironment",
+            runs="engine.plugins.adapters.gymnasium:GymnasiumEnvironment",
             use="an id that is registered with Gymnasium: `FrozenLake-v1`, or `module:Id` to import the module first",
             names="name",
             rewards="turn",
             packages=("gymnasium",),
-            loads="engine.integrations.environments.gymnasium:load",
+            loads="engine.plugins.adapters.gymnasium:load",
             extra="gymnasium",
             images=True,
             truncates=True,
         ),
         AdapterFacts(
             name="verifiers",
-            runs="engine.integrations.environments.verifiers:VerifiersEnvironment",
+            runs="engine.plugins.adapters.verifiers:VerifiersEnvironment",
             use="the function that returns the environment: `package.module:load_environment`, `path/file.py:load_environment`",
             names="code",
             rewards="turn and end",
             packages=("verifiers",),
-            loads="engine.integrations.environments.verifiers:load",
+            loads="engine.plugins.adapters.verifiers:load",
             extra="verifiers",
             images=True,
             truncates=True,
@@ -141,28 +141,28 @@ ADAPTERS: dict[str, AdapterFacts] = {
         ),
         AdapterFacts(
             name="reasoning_gym",
-            runs="engine.integrations.environments.reasoning_gym:ReasoningGymEnvironment",
+            runs="engine.plugins.adapters.reasoning_gym:ReasoningGymEnvironment",
             use="the name of a data set of reasoning-gym; `rows`: each row names its own",
             names="name",
             rewards="turn",
             packages=("reasoning_gym",),
-            loads="engine.integrations.environments.reasoning_gym:load",
+            loads="engine.plugins.adapters.reasoning_gym:load",
             extra="reasoning-gym",
             effects="pure",
         ),
         AdapterFacts(
             name="verl",
-            runs="engine.integrations.environments.verl.tools:VerlTools",
+            runs="engine.plugins.adapters.verl.tools:VerlTools",
             use="verl's tool YAML (`tool_config_path`); verl need not be installed",
             names="file",
-            loads="engine.integrations.environments.verl.tools:load",
+            loads="engine.plugins.adapters.verl.tools:load",
             rewards="turn and end",
             images=True,
             tools="all",
         ),
         AdapterFacts(
             name="harbor",
-            runs="engine.integrations.environments.harbor:HarborEnvironment",
+            runs="engine.plugins.adapters.harbor:HarborEnvironment",
             use="`shell` (the model has a tool of that name) or `program` (for an agent program); with `tasks: {source: harbor}`",
             names="name",
             rewards="end",
@@ -179,7 +179,7 @@ TOOL_ADAPTERS: dict[str, ToolAdapterFacts] = {
     for facts in (
         ToolAdapterFacts(
             name="mcp",
-            runs="engine.integrations.environments.mcp:McpServer",
+            runs="engine.plugins.adapters.mcp:McpServer",
             use="the command line of an MCP server, or its http address",
             packages=("mcp",),
             extra="mcp",

@@ -12,8 +12,8 @@ from stopping import Resumed
 from written_specs import save_spec
 
 from engine.errors import SpecError
-from engine.integrations.environments.harbor import _rewards
 from engine.isolation.sandbox import refusal
+from engine.plugins.adapters.harbor import _rewards
 from engine.schemas.trajectory import Trajectory
 from engine.spec.harbor.dockerfile import PATH, Copy, DockerfileError, read_dockerfile
 from engine.spec.harbor.folders import HarborError, read_task

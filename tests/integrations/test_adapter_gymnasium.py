@@ -25,7 +25,7 @@ from adapters_kit import (
     spec_of,
 )
 
-from engine.integrations.environments.base import AdapterError
+from engine.plugins.adapters.base import AdapterError
 from engine.schemas.environment import Environment
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs the extra `gymnasium`")
@@ -72,7 +72,7 @@ def cellar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_it_fits_its_protocol() -> None:
-    from engine.integrations.environments.gymnasium import GymnasiumEnvironment
+    from engine.plugins.adapters.gymnasium import GymnasiumEnvironment
 
     assert isinstance(GymnasiumEnvironment("FrozenLake-v1"), Environment)
 
@@ -144,7 +144,7 @@ def test_frames_are_images(
     import numpy as np
     from PIL import Image
 
-    from engine.integrations.environments.gymnasium import GymnasiumEnvironment
+    from engine.plugins.adapters.gymnasium import GymnasiumEnvironment
     from engine.schemas.environment import Task
 
     options = {**cellar["with"], "show": ["observation", "rgb_array"], "prompt": "get_prompt", "feedback": "hint"}
@@ -162,7 +162,7 @@ def test_frames_are_images(
 
 def first_text(use: str, **options: Any) -> str:
     """The first message."""
-    from engine.integrations.environments.gymnasium import GymnasiumEnvironment
+    from engine.plugins.adapters.gymnasium import GymnasiumEnvironment
     from engine.schemas.environment import Task
 
     env = GymnasiumEnvironment(use, **options)
@@ -262,7 +262,7 @@ import hashlib, io, json, random, sys
 from base64 import b64decode
 import numpy
 from PIL import Image
-from engine.integrations.environments.gymnasium import GymnasiumEnvironment
+from engine.plugins.adapters.gymnasium import GymnasiumEnvironment
 from engine.schemas.environment import Task
 random.seed(0); numpy.random.seed(0)
 source, *actions = sys.argv[1:]

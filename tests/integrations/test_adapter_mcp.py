@@ -23,8 +23,8 @@ from adapters_kit import EPISODES, FAULTY_EVERY, LONG, failures, planned_faults,
 from structlog.testing import capture_logs
 from waiting import until
 
-from engine.integrations.environments.base import AdapterError
-from engine.integrations.environments.mcp import McpServer
+from engine.plugins.adapters.base import AdapterError
+from engine.plugins.adapters.mcp import McpServer
 from engine.schemas.environment import ToolReply
 from engine.schemas.trajectory import Trajectory
 
@@ -227,7 +227,7 @@ def test_a_failed_call_is_an_error_and_the_next_is_served(
 @pytest.mark.adapters
 @needs_library
 def test_a_flood_of_garbage_fills_neither_the_log_nor_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.integrations.environments import mcp_connection
+    from engine.plugins.adapters import mcp_connection
 
     monkeypatch.setattr(mcp_connection, "_TRIM_SECONDS", 0.05)
 

@@ -112,7 +112,7 @@ def test_skyrls_gsm8k(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
 def test_an_environment_of_verifiers(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     from test_adapter_verifiers import by_hand
 
-    from engine.integrations.environments.verifiers import rows
+    from engine.plugins.adapters.verifiers import rows
 
     shutil.copy(HERE / "env_vf.py", tmp_path / "my_env.py")
     row = next(iter(rows("env_vf.py:load_environment", str(HERE), {"max_turns": 4})))

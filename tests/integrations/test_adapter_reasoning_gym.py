@@ -23,13 +23,13 @@ from adapters_kit import (
     spec_of,
 )
 
-from engine.integrations.environments.base import AdapterError
-from engine.integrations.environments.reasoning_gym import ReasoningGymEnvironment, problems
+from engine.plugins.adapters.base import AdapterError
+from engine.plugins.adapters.reasoning_gym import ReasoningGymEnvironment, problems
 from engine.schemas.environment import Environment, EpisodeView, Task
 from engine.schemas.message import Message
 
 HERE = Path(__file__).parent
-PROBLEMS = "engine.integrations.environments.reasoning_gym:problems"
+PROBLEMS = "engine.plugins.adapters.reasoning_gym:problems"
 needs_library = pytest.mark.skipif(
     find_spec("reasoning_gym") is None,
     reason="reasoning-gym is not installed: pip install 'episode-engine[reasoning-gym]'",

@@ -25,7 +25,7 @@ from adapters_kit import (
     spec_of,
 )
 
-from engine.integrations.environments.base import load_target
+from engine.plugins.adapters.base import load_target
 from engine.schemas.environment import Environment
 
 skyrl_gym = pytest.importorskip("skyrl_gym", reason="needs the extra `skyrl-gym`")
@@ -98,7 +98,7 @@ def went(trajectory: Any) -> tuple[list[str], list[float]]:
 
 
 def test_it_fits_its_protocol() -> None:
-    from engine.integrations.environments.skyrl_gym import SkyRLEnvironment
+    from engine.plugins.adapters.skyrl_gym import SkyRLEnvironment
 
     assert isinstance(SkyRLEnvironment("gsm8k"), Environment)
 

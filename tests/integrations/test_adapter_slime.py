@@ -32,7 +32,7 @@ from env_count import build_env
 from slow_cases import slow_after
 from stopping import Resumed, content
 
-from engine.integrations.environments.slime import SlimeEnvironment
+from engine.plugins.adapters.slime import SlimeEnvironment
 from engine.schemas.environment import Environment
 
 HERE = Path(__file__).parent

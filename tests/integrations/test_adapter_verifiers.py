@@ -27,8 +27,8 @@ from adapters_kit import (
     spec_of,
 )
 
-from engine.integrations.environments.base import AdapterError
-from engine.integrations.environments.verifiers import VerifiersEnvironment, rows
+from engine.plugins.adapters.base import AdapterError
+from engine.plugins.adapters.verifiers import VerifiersEnvironment, rows
 from engine.schemas.adapters import ADAPTERS
 
 HERE = Path(__file__).parent
@@ -176,8 +176,8 @@ def test_the_spec_gives_an_environment_the_variables_that_it_reads(monkeypatch: 
 def test_an_environment_that_cannot_be_built_leaves_nothing_to_fail_at_the_end() -> None:
     """PythonEnv of verifiers 0.3.1 asks prime-sandboxes for what no release that it allows accepts."""
     program = f"""
-from engine.integrations.environments.base import AdapterError
-from engine.integrations.environments.verifiers import VerifiersEnvironment
+from engine.plugins.adapters.base import AdapterError
+from engine.plugins.adapters.verifiers import VerifiersEnvironment
 try:
     VerifiersEnvironment("env_vf.py:load_python", {str(HERE)!r})
 except AdapterError as error:

@@ -20,9 +20,9 @@ from slow_cases import slow_after
 from stopping import Resumed, content
 
 from engine.errors import EngineError
-from engine.integrations.environments.base import AdapterError
-from engine.integrations.environments.verl.modules import schema_class, verl_importable
-from engine.integrations.environments.verl.tools import VIEW, AgentData, VerlTools
+from engine.plugins.adapters.base import AdapterError
+from engine.plugins.adapters.verl.modules import schema_class, verl_importable
+from engine.plugins.adapters.verl.tools import VIEW, AgentData, VerlTools
 from engine.schemas.environment import Environment, Task
 from engine.schemas.message import ImagePart
 from engine.schemas.trajectory import Trajectory
@@ -175,7 +175,7 @@ def test_tools_and_an_interaction_in_one_spec(tmp_path: Path, tiny_tokenizer_dir
     fields["extra_info"]["interaction_kwargs"] = {"name": "gsm8k", "query": "Say 42.", "ground_truth": "42"}
     write(tmp_path, [ITEM], [fields])
     user = {
-        "use": "engine.integrations.environments.verl.interactions:Interactions",
+        "use": "engine.plugins.adapters.verl.interactions:Interactions",
         "effects": "replayable",
         "with": {"config": "interactions.yaml"},
     }

@@ -16,9 +16,9 @@ from written_specs import save_spec
 
 from engine.cli.commands.import_ import import_app
 from engine.cli.main import app
-from engine.integrations.environments.base import AdapterError
-from engine.integrations.environments.verl.config import as_yaml, spec_of
-from engine.integrations.environments.verl.interactions import Interactions, Prompt, interaction_class, name_of
+from engine.plugins.adapters.base import AdapterError
+from engine.plugins.adapters.verl.config import as_yaml, spec_of
+from engine.plugins.adapters.verl.interactions import Interactions, Prompt, interaction_class, name_of
 from engine.schemas.environment import Environment, Task, User
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
@@ -56,8 +56,8 @@ def run(tmp_path: Path, tiny_tokenizer_dir: Path) -> Callable[..., dict[str, Tra
             "model": {"path": str(tiny_tokenizer_dir)},
             "backend": {"kind": "scripted", "replies": replies},
             "tasks": {"source": "jsonl", "path": "rows.jsonl", "id": "id"},
-            "environment": {"use": "engine.integrations.environments.verl.interactions:Prompt", "effects": "pure"},
-            "user": {"use": "engine.integrations.environments.verl.interactions:Interactions", "effects": "replayable", "with": {"config": "interactions.yaml"}},
+            "environment": {"use": "engine.plugins.adapters.verl.interactions:Prompt", "effects": "pure"},
+            "user": {"use": "engine.plugins.adapters.verl.interactions:Interactions", "effects": "replayable", "with": {"config": "interactions.yaml"}},
             "machine": "retry_with_feedback",
             **changes,
         }  # fmt: skip
@@ -244,12 +244,12 @@ def test_a_configuration_becomes_a_spec() -> None:
         "sampling": {"temperature": 0.7, "top_p": 0.9},
         "tasks": {"source": "jsonl", "path": "rows.jsonl"},
         "environment": {
-            "use": "engine.integrations.environments.verl.interactions:Prompt",
+            "use": "engine.plugins.adapters.verl.interactions:Prompt",
             "effects": "pure",
             "with": {"field": "prompt"},
         },
         "user": {
-            "use": "engine.integrations.environments.verl.interactions:Interactions",
+            "use": "engine.plugins.adapters.verl.interactions:Interactions",
             "effects": "replayable",
             "with": {"config": "interactions.yaml"},
         },

@@ -21,7 +21,7 @@ from adapters_kit import (
     spec_of,
 )
 
-from engine.integrations.environments.verl.interactions import interaction_class
+from engine.plugins.adapters.verl.interactions import interaction_class
 
 HERE = Path(__file__).parent
 KINDS = {
@@ -68,9 +68,9 @@ def test_episodes_beside_faulty_ones_are_whole(tmp_path: Path, tiny_tokenizer_di
         }
         for n, fault in enumerate(faults)
     ]
-    environment = {"use": "engine.integrations.environments.verl.interactions:Prompt", "effects": "pure"}
+    environment = {"use": "engine.plugins.adapters.verl.interactions:Prompt", "effects": "pure"}
     user = {
-        "use": "engine.integrations.environments.verl.interactions:Interactions",
+        "use": "engine.plugins.adapters.verl.interactions:Interactions",
         "effects": "replayable",
         "timeout": 10,
         "with": {"config": "interactions.yaml"},

@@ -54,7 +54,7 @@ def test_dropped_rows_are_counted_and_the_others_keep_their_index(spec: Any, pro
     )
 
 
-VERL = "engine.integrations.environments.verl.interactions:Prompt"
+VERL = "engine.plugins.adapters.verl.interactions:Prompt"
 CLASSES = """
 from engine.schemas.environment import Reset
 from engine.schemas.message import Message

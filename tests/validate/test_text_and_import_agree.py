@@ -125,7 +125,7 @@ def modules() -> Iterator[Any]:
     parts = (
         "engine.environments",
         "engine.validate",
-        "engine.integrations.environments",
+        "engine.plugins.adapters",
         "engine.plugins.scenarios",
         "engine.spec",
     )

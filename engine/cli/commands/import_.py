@@ -39,7 +39,7 @@ def verl(
     """
     import yaml
 
-    from engine.integrations.environments.verl.config import as_yaml, spec_of
+    from engine.plugins.adapters.verl.config import as_yaml, spec_of
 
     target = out or config.with_suffix(".spec.yaml")
     try:

@@ -211,14 +211,10 @@ def _named(rest: _Rest, path: str, names: Mapping[str, str], default: str) -> st
 
 def _code(interactions: str | None, tools: str | None, prompt: str) -> dict[str, Any]:
     """The environment, the user and the machine."""
-    messages = {
-        "use": "engine.integrations.environments.verl.interactions:Prompt",
-        "effects": "pure",
-        "with": {"field": prompt},
-    }
+    messages = {"use": "engine.plugins.adapters.verl.interactions:Prompt", "effects": "pure", "with": {"field": prompt}}
     code: dict[str, Any] = {"environment": {"adapter": "verl", "use": tools} if tools else messages}
     if interactions:
-        user = {"use": "engine.integrations.environments.verl.interactions:Interactions", "effects": "replayable"}
+        user = {"use": "engine.plugins.adapters.verl.interactions:Interactions", "effects": "replayable"}
         code["user"] = {**user, "with": {"config": interactions}}
     return code | {"machine": "retry_with_feedback" if not tools else "tools_and_user" if interactions else "tools"}
 

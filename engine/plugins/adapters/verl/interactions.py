@@ -1,7 +1,7 @@
 """verl's interactions as simulated users: the same classes, the same YAML, the same rows.
 
     user:
-      use: engine.integrations.environments.verl.interactions:Interactions
+      use: engine.plugins.adapters.verl.interactions:Interactions
       effects: replayable
       with: {config: interaction_config.yaml}
 
@@ -29,8 +29,8 @@ from typing import Any
 import orjson
 import yaml
 
-from engine.integrations.environments.base import AdapterError, field_of, library
-from engine.integrations.environments.verl.modules import verl_importable
+from engine.plugins.adapters.base import AdapterError, field_of, library
+from engine.plugins.adapters.verl.modules import verl_importable
 from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent

@@ -19,9 +19,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.integrations.environments.base import AdapterError
 from engine.isolation.sandbox import host_python
 from engine.isolation.workspace import Workspace, read_small
+from engine.plugins.adapters.base import AdapterError
 from engine.schemas.environment import EpisodeView, ProgramSettings, Reset, Task
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent

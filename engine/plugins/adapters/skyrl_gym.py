@@ -18,7 +18,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.integrations.environments.base import (
+from engine.plugins.adapters.base import (
     AdapterError,
     add_to_path,
     facts_of,

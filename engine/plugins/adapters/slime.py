@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from engine.integrations.environments.base import (
+from engine.plugins.adapters.base import (
     AdapterError,
     add_to_path,
     facts_of,

@@ -24,9 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.integrations.environments.base import AdapterError, add_to_path, facts_of, field_of, reward_of
-from engine.integrations.environments.verl.interactions import as_chat, entries, one_of_loop
-from engine.integrations.environments.verl.modules import schema_class, verl_importable
+from engine.plugins.adapters.base import AdapterError, add_to_path, facts_of, field_of, reward_of
+from engine.plugins.adapters.verl.interactions import as_chat, entries, one_of_loop
+from engine.plugins.adapters.verl.modules import schema_class, verl_importable
 from engine.schemas.environment import EpisodeView, Reset, Task, ToolReply
 from engine.schemas.message import ContentPart, TextPart, image_part
 from engine.schemas.reward import PartAddress, RewardEvent

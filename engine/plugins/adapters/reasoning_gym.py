@@ -1,6 +1,6 @@
 """Data sets of reasoning-gym: tasks from its generators by seed, and several attempts at each.
 
-    tasks: {source: python, use: "engine.integrations.environments.reasoning_gym:problems", id: id,
+    tasks: {source: python, use: "engine.plugins.adapters.reasoning_gym:problems", id: id,
             with: {datasets: [leg_counting, {name: countdown, config: {min_numbers: 3}}], size: 500, seed: 1}}
     prompt: [{role: user, content: "{{question}}"}]
     environment: {adapter: reasoning_gym, use: rows, with: {attempts: 3}}
@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from engine.integrations.environments.base import AdapterError, library, reward_of, stepped
+from engine.plugins.adapters.base import AdapterError, library, reward_of, stepped
 from engine.schemas.environment import EpisodeView, Reset, Step, Task
 from engine.schemas.message import Message
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import structlog
 
-from engine.integrations.environments.base import AdapterError, library
 from engine.masking import mask_credentials
+from engine.plugins.adapters.base import AdapterError, library
 
 log = structlog.get_logger(__name__)
 

@@ -1,6 +1,6 @@
 """Environments of verifiers before 0.4, unchanged: MultiTurnEnv, SingleTurnEnv, ToolEnv, StatefulToolEnv and their rubrics.
 
-    tasks: {source: python, use: "engine.integrations.environments.verifiers:rows", with: {use: "env_sum:load_environment"}}
+    tasks: {source: python, use: "engine.plugins.adapters.verifiers:rows", with: {use: "env_sum:load_environment"}}
     environment: {adapter: verifiers, use: "env_sum:load_environment", with: {args: {max_turns: 3}}}
     machine: step
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import orjson
 
-from engine.integrations.environments.base import (
+from engine.plugins.adapters.base import (
     AdapterError,
     add_to_path,
     library,
