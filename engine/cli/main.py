@@ -111,10 +111,10 @@ def _register() -> None:
     from engine.cli.commands.show import show
     from engine.cli.commands.template import template
     from engine.cli.commands.train import train
-    from engine.cli.envs import envs
     from engine.cli.graph import graph
     from engine.cli.options import with_options
     from engine.cli.validate.command import validate
+    from engine.plugins.adapters.command import envs
 
     for command in (
         new,
