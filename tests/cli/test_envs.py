@@ -10,9 +10,9 @@ from installed_packages import VAULTS, install
 from typer.testing import CliRunner
 
 from engine.cli.main import app
+from engine.plugins.adapters.offered import offered
 from engine.schemas.adapters import ADAPTERS, TOOL_ADAPTERS
 from engine.spec.code.entry import load_entry
-from engine.spec.code.offered import offered
 
 
 @pytest.fixture

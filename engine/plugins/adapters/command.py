@@ -18,7 +18,7 @@ def envs(
     from rich.table import Table
 
     from engine.cli.console import make_console
-    from engine.spec.code.offered import offered
+    from engine.plugins.adapters.offered import offered
 
     found = offered()
     if as_json:
