@@ -13,7 +13,7 @@ import typer
 import typer.core
 
 from engine import plugin
-from engine.cli.commands.import_ import import_app
+from engine.plugins.adapters.verl.command import import_app
 from engine.terminal import brief, echo
 
 # Torch reads this when it is imported. Threads that spin while they wait make a busy machine several times slower.

@@ -14,9 +14,9 @@ from command_line import trajectories_of
 from typer.testing import CliRunner
 from written_specs import save_spec
 
-from engine.cli.commands.import_ import import_app
 from engine.cli.main import app
 from engine.plugins.adapters.base import AdapterError
+from engine.plugins.adapters.verl.command import import_app
 from engine.plugins.adapters.verl.config import as_yaml, spec_of
 from engine.plugins.adapters.verl.interactions import Interactions, Prompt, interaction_class, name_of
 from engine.schemas.environment import Environment, Task, User
