@@ -33,8 +33,8 @@ UNFINISHED = "check.unfinished"
 
 def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
-    from engine.validate import (  # noqa: F401  (importing them registers their rules)
-        adapters,
+    from engine.plugins.adapters import rules as adapters
+    from engine.validate import (
         agents,
         backend,
         condensing,
