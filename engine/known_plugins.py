@@ -1,6 +1,12 @@
 """What each plugin of the engine adds, for messages about one that is not installed. Written by scripts/known_plugins.py."""
 
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
+    "adapters": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "commands": ("envs", "import verl"),
+        "adapters": ("slime", "skyrl_gym", "gymnasium", "verifiers", "reasoning_gym", "verl", "harbor"),
+        "tool_adapters": ("mcp",),
+    },
     "audit": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("audit",)},
     "datasets": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),

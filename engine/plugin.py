@@ -94,6 +94,10 @@ class Plugin:
     """`COMMAND --OPTION` -> its annotation for typer, an `Annotated[…, typer.Option(…)]`; None where it is not given."""
     export_formats: Entries = field(default_factory=dict)
     """Value of `engine export --format` -> `engine.cli.commands.export:ExportFormat`."""
+    adapters: Entries = field(default_factory=dict)
+    """`environment.adapter` -> its `engine.schemas.adapters.AdapterFacts`."""
+    tool_adapters: Entries = field(default_factory=dict)
+    """`adapter` of a tool -> its `engine.schemas.adapters.ToolAdapterFacts`."""
     trainers: Entries = field(default_factory=dict)
     """Trainer of `--trainer` -> object with `findings(loaded)`: see `engine.validate.trainers.TrainerFacts`."""
     trackers: Entries = field(default_factory=dict)
@@ -233,19 +237,25 @@ def entries(point: str) -> dict[str, str]:
     return {name: use for plugin in installed().plugins.values() for name, use in getattr(plugin, point).items()}
 
 
-def loaded(point: str, core: Collection[str] = ()) -> dict[str, Any]:
-    """The same, imported. A plugin of which something cannot be imported, or that has a name of the core, is left out as a whole.
+def loaded(point: str, core: Collection[str] = (), of: type | None = None) -> dict[str, Any]:
+    """The same, imported. A plugin of which something cannot be imported, is of another class, or has a name of the core, is left
+    out as a whole.
 
     Args:
         point: One of `POINTS`.
         core: The names that the core has.
+        of: The class of all of them, if they are of one.
     """
     found: dict[str, Any] = {}
     for plugin in list(installed().plugins.values()):
         with guarded(plugin):
             if twice := sorted(set(getattr(plugin, point)) & set(core)):
                 raise PluginError(f"`{twice[0]}` in `{point}` is a name of the engine's own")
-            found |= {name: load(use) for name, use in getattr(plugin, point).items()}
+            objects = {name: load(use) for name, use in getattr(plugin, point).items()}
+            for name, each in objects.items():
+                if of is not None and not isinstance(each, of):
+                    raise PluginError(f"`{name}` in `{point}` names {each!r:.60}, not {of.__name__}")
+            found |= objects
     return found
 
 

@@ -1,9 +1,9 @@
-"""The environments of other libraries that run unchanged: which there are, and what holds for each.
+"""Adapters: environments, and servers of tools, of other libraries that run unchanged. Which there are, and what holds for each.
 
     environment: {adapter: gymnasium, use: FrozenLake-v1, with: {kwargs: {is_slippery: false}}}
 
-The classes that run are in `engine/plugins/adapters/`, one file each; a class is imported when a run needs it, and its
-library when an episode begins. To add an adapter: its file there, and its entry in `ADAPTERS`.
+The core has none. Plugins add them to the points `adapters` and `tool_adapters`, with what holds for each; packages also by entry
+points, of which only the name and the class are known.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.metadata import entry_points
-from typing import Literal
+from typing import Literal, TypeVar
 
+from engine import plugin
 from engine.schemas.entry import Effects
-
-
-def _install(extra: str) -> str:
-    return f"pip install 'episode-engine[{extra}]'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +40,8 @@ class AdapterFacts:
     loads: str | None = None
     """Entry point of a function that loads what all environments in one process share, such as the library. A new worker process
     calls it with the arguments of the class that runs before it builds one, so that it does not count for `environment.timeout`."""
-    extra: str | None = None
-    """The engine's extra that installs them; None: they are on no package registry."""
+    install: str = ""
+    """The command that installs them, or other words that say how."""
     effects: Effects = "replayable"
     """`environment.effects` where the spec does not say it."""
     thread_safe: bool = False
@@ -59,15 +56,6 @@ class AdapterFacts:
     reads_written: bool = False
     """Whether it reads replies as they were sampled (`EpisodeView.written`): with tool calls and reasoning."""
 
-    @property
-    def install(self) -> str:
-        """How its packages are installed."""
-        if not self.packages:
-            return ""
-        if self.extra is None:
-            return f"it needs {' and '.join(f'`{name}`' for name in self.packages)} on the import path (PYTHONPATH)"
-        return _install(self.extra)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolAdapterFacts:
@@ -81,114 +69,11 @@ class ToolAdapterFacts:
     """What the tool's `use` names, in words."""
     packages: tuple[str, ...] = ()
     """Top-level modules that must be importable."""
-    extra: str | None = None
-    """The engine's extra that installs them; None: it needs none."""
-
-    @property
-    def install(self) -> str:
-        """How its packages are installed."""
-        return "" if self.extra is None else _install(self.extra)
+    install: str = ""
+    """The command that installs them, or other words that say how."""
 
 
-ADAPTERS: dict[str, AdapterFacts] = {
-    facts.name: facts
-    for facts in (
-        AdapterFacts(
-            name="slime",
-            runs="engine.plugins.adapters.slime:SlimeEnvironment",
-            use="an `env_*.py` file of slime's form and its function: `path/env.py:build_env`",
-            names="code",
-            loads="engine.plugins.adapters.slime:load",
-            rewards="turn",
-            images=True,
-            reads_written=True,
-        ),
-        AdapterFacts(
-            name="skyrl_gym",
-            runs="engine.plugins.adapters.skyrl_gym:SkyRLEnvironment",
-            use="an id that is registered with SkyRL-gym, or a class: `package.module:Name`, `path/file.py:Name`",
-            names="name or code",
-            rewards="turn",
-            packages=("skyrl_gym",),
-            loads="engine.plugins.adapters.skyrl_gym:load",
-            extra="skyrl-gym",
-            reads_written=True,
-        ),
-        AdapterFacts(
-            name="gymnasium",
-            runs="engine.plugins.adapters.gymnasium:GymnasiumEnvironment",
-            use="an id that is registered with Gymnasium: `FrozenLake-v1`, or `module:Id` to import the module first",
-            names="name",
-            rewards="turn",
-            packages=("gymnasium",),
-            loads="engine.plugins.adapters.gymnasium:load",
-            extra="gymnasium",
-            images=True,
-            truncates=True,
-        ),
-        AdapterFacts(
-            name="verifiers",
-            runs="engine.plugins.adapters.verifiers:VerifiersEnvironment",
-            use="the function that returns the environment: `package.module:load_environment`, `path/file.py:load_environment`",
-            names="code",
-            rewards="turn and end",
-            packages=("verifiers",),
-            loads="engine.plugins.adapters.verifiers:load",
-            extra="verifiers",
-            images=True,
-            truncates=True,
-            tools="some",
-        ),
-        AdapterFacts(
-            name="reasoning_gym",
-            runs="engine.plugins.adapters.reasoning_gym:ReasoningGymEnvironment",
-            use="the name of a data set of reasoning-gym; `rows`: each row names its own",
-            names="name",
-            rewards="turn",
-            packages=("reasoning_gym",),
-            loads="engine.plugins.adapters.reasoning_gym:load",
-            extra="reasoning-gym",
-            effects="pure",
-        ),
-        AdapterFacts(
-            name="verl",
-            runs="engine.plugins.adapters.verl.tools:VerlTools",
-            use="verl's tool YAML (`tool_config_path`); verl need not be installed",
-            names="file",
-            loads="engine.plugins.adapters.verl.tools:load",
-            rewards="turn and end",
-            images=True,
-            tools="all",
-        ),
-        AdapterFacts(
-            name="harbor",
-            runs="engine.plugins.adapters.harbor:HarborEnvironment",
-            use="`shell` (the model has a tool of that name) or `program` (for an agent program); with `tasks: {source: harbor}`",
-            names="name",
-            rewards="end",
-            thread_safe=True,
-            tools="some",
-        ),
-    )
-}
-"""The adapters that ship, by name."""
-
-
-TOOL_ADAPTERS: dict[str, ToolAdapterFacts] = {
-    facts.name: facts
-    for facts in (
-        ToolAdapterFacts(
-            name="mcp",
-            runs="engine.plugins.adapters.mcp:McpServer",
-            use="the command line of an MCP server, or its http address",
-            packages=("mcp",),
-            extra="mcp",
-        ),
-    )
-}
-"""The kinds of tool servers that ship, by name."""
-
-
+Facts = TypeVar("Facts", AdapterFacts, ToolAdapterFacts)
 ADAPTERS_GROUP = "episode_engine.adapters"
 """The entry points with which installed packages offer adapters: a name, and the class that runs."""
 TOOL_ADAPTERS_GROUP = "episode_engine.tool_adapters"
@@ -239,37 +124,51 @@ def installed_tool_adapters() -> dict[str, ToolAdapterFacts]:
     }
 
 
-def tool_adapter_facts(name: str) -> ToolAdapterFacts:
-    """The facts of a kind of tool servers.
-
-    Raises:
-        ValueError: there is none of this name; the message names the nearest and lists the names.
-    """
-    found = TOOL_ADAPTERS.get(name) or installed_tool_adapters().get(name)
-    if found is None:
-        raise ValueError(
-            _unknown("tool adapter", name, [*TOOL_ADAPTERS, *installed_tool_adapters()], TOOL_ADAPTERS_GROUP)
-        )
-    return found
-
-
 def adapter_facts(name: str) -> AdapterFacts:
     """The facts of an adapter.
 
     Raises:
         ValueError: there is none of this name; the message names the nearest and lists the names.
     """
-    found = ADAPTERS.get(name) or installed_adapters().get(name)
+    return _facts("adapter", "adapters", name, plugin_adapters(), installed_adapters(), ADAPTERS_GROUP)
+
+
+def tool_adapter_facts(name: str) -> ToolAdapterFacts:
+    """The facts of a kind of tool servers.
+
+    Raises:
+        ValueError: there is none of this name; the message names the nearest and lists the names.
+    """
+    known = plugin_tool_adapters()
+    return _facts("tool adapter", "tool_adapters", name, known, installed_tool_adapters(), TOOL_ADAPTERS_GROUP)
+
+
+def plugin_adapters() -> dict[str, AdapterFacts]:
+    """The adapters of plugins, by name."""
+    return plugin.loaded("adapters", of=AdapterFacts)
+
+
+def plugin_tool_adapters() -> dict[str, ToolAdapterFacts]:
+    """The kinds of tool servers of plugins, by name."""
+    return plugin.loaded("tool_adapters", of=ToolAdapterFacts)
+
+
+def _facts(
+    what: str, point: str, name: str, of_plugins: Mapping[str, Facts], of_packages: Mapping[str, Facts], group: str
+) -> Facts:
+    found = of_plugins.get(name) or of_packages.get(name)
     if found is None:
-        raise ValueError(_unknown("adapter", name, [*ADAPTERS, *installed_adapters()], ADAPTERS_GROUP))
+        raise ValueError(_unknown(what, point, name, [*of_plugins, *of_packages], group))
     return found
 
 
-def _unknown(what: str, name: str, known: list[str], group: str) -> str:
-    points = installed_points(group).get(name, {})
-    if points:
+def _unknown(what: str, point: str, name: str, known: list[str], group: str) -> str:
+    if points := installed_points(group).get(name, {}):
         offers = ", ".join(sorted(points.values()))
         return f"several packages offer the {what} `{name}`: {offers}; uninstall all but one"
+    if belongs := plugin.missing(point, name):
+        return f"there is no {what} `{name}` for `adapter`; {belongs}"
     near = get_close_matches(name, known, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
-    return f"there is no {what} `{name}`{hint}; write one of {', '.join(f'`{item}`' for item in known)}"
+    listed = f"; write one of {', '.join(f'`{item}`' for item in known)}" if known else ""
+    return f"there is no {what} `{name}`{hint}{listed}"

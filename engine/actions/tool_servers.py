@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class ToolServers:
     """The servers of one run, and the tools that they offered when they were opened.
 
-    A class of `TOOL_ADAPTERS` has `open() -> list of tools`, which is async, and `close()`. Each tool says with `reads_only`
+    The class of a tool adapter (`ToolAdapterFacts.runs`) has `open() -> list of tools`, which is async, and `close()`. Each tool says with `reads_only`
     whether its calls change nothing.
 
     Args:

@@ -13,7 +13,6 @@ import typer
 import typer.core
 
 from engine import plugin
-from engine.plugins.adapters.verl.command import import_app
 from engine.terminal import brief, echo
 
 # Torch reads this when it is imported. Threads that spin while they wait make a busy machine several times slower.
@@ -33,10 +32,12 @@ class _Commands(typer.core.TyperGroup):
         return _briefly(super().invoke, ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        path = " ".join([_path(ctx), *args[:1]]).strip()
-        if args and self.get_command(ctx, args[0]) is None and (why := plugin.missing("commands", path)):
-            echo(f"there is no command `{path}`: {why}", err=True)
-            raise typer.Exit(2)
+        unknown = [args[:1], args[:2]] if args and self.get_command(ctx, args[0]) is None else []
+        for words in unknown:  # two words: a command of a group that is not there without its plugins
+            path = " ".join([_path(ctx), *words]).strip()
+            if why := plugin.missing("commands", path):
+                echo(f"there is no command `{path}`: {why}", err=True)
+                raise typer.Exit(2)
         return super().resolve_command(ctx, args)
 
 
@@ -68,6 +69,8 @@ def _path(context: Any) -> str:
     return str(context.command_path).removeprefix(context.find_root().command_path).strip()
 
 
+GROUPS = {"import": "Convert a configuration of another engine to a spec."}
+"""Help of groups of commands, to which only plugins add."""
 app = typer.Typer(
     name="engine",
     cls=_Commands,
@@ -114,7 +117,6 @@ def _register() -> None:
     from engine.cli.graph import graph
     from engine.cli.options import with_options
     from engine.cli.validate.command import validate
-    from engine.plugins.adapters.command import envs
 
     for command in (
         new,
@@ -129,11 +131,9 @@ def _register() -> None:
         replay,
         schema,
         models,
-        envs,
         template,
     ):
         app.command(command.__name__)(command)
-    app.add_typer(import_app, name="import")
     app.command("eval")(evaluate)
     app.command("compare")(compare)
     app.command("compact")(compact)
@@ -143,11 +143,16 @@ def _register() -> None:
 
 
 def _register_plugins() -> None:
-    """Add the commands of plugins; `import NAME` goes into the group `import`."""
+    """Add the commands of plugins; `import NAME` goes into the group `import`, which is there if a plugin adds to it."""
     core = [command.name or "" for command in app.registered_commands]
+    groups = {"": app}
     for name, command in plugin.loaded("commands", core).items():
         group, _, last = name.rpartition(" ")
-        {"": app, "import": import_app}[group].command(last)(command)
+        if group not in groups:
+            groups[group] = typer.Typer(cls=_Commands, help=GROUPS.get(group), no_args_is_help=True)
+            groups[group].callback()(lambda: None)  # or one command would be the group itself
+            app.add_typer(groups[group], name=group)
+        groups[group].command(last)(command)
 
 
 _register()

@@ -1,11 +1,31 @@
-"""Environments and tools of other libraries, run unchanged: one file for each library, imported when an episode begins.
+"""Environments and tools of other libraries, run unchanged: one file for each library, which is imported when an episode begins.
 
-verl/   interactions and tools of verl, and the conversion of its configurations
+facts.py     what holds for each, for `environment.adapter` and the `adapter` of tools
+base.py      what the adapters share
+verl/        interactions and tools of verl, and `engine import verl`
+offered.py   what a spec may name, for `engine envs` (command.py)
+rules.py     its rules of `engine validate`
 """
 
 from engine.plugin import Plugin
 
+FACTS = "engine.plugins.adapters.facts"
 PLUGIN = Plugin(
     name="adapters",
     about="Environments and tools of other libraries: slime, SKyRL-gym, Gymnasium, verifiers, reasoning-gym, verl and MCP",
+    adapters={
+        "slime": f"{FACTS}:SLIME",
+        "skyrl_gym": f"{FACTS}:SKYRL_GYM",
+        "gymnasium": f"{FACTS}:GYMNASIUM",
+        "verifiers": f"{FACTS}:VERIFIERS",
+        "reasoning_gym": f"{FACTS}:REASONING_GYM",
+        "verl": f"{FACTS}:VERL",
+        "harbor": f"{FACTS}:HARBOR",
+    },
+    tool_adapters={"mcp": f"{FACTS}:MCP"},
+    commands={
+        "envs": "engine.plugins.adapters.command:envs",
+        "import verl": "engine.plugins.adapters.verl.command:verl",
+    },
+    rules=("engine.plugins.adapters.rules",),
 )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError
-from engine.schemas.adapters import ADAPTERS, TOOL_ADAPTERS
+from engine.schemas.adapters import plugin_adapters, plugin_tool_adapters
 from engine.schemas.environment import Step
 from engine.schemas.message import ContentPart, Message, Role, TextPart, image_part
 from engine.schemas.reward import RewardEvent
@@ -48,7 +48,7 @@ def library(adapter: str, module: str) -> Any:
         top = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != top:
             raise  # the library is there, and something that it needs is not: its own words name it
-        facts = ADAPTERS.get(adapter) or TOOL_ADAPTERS[adapter]
+        facts = plugin_adapters().get(adapter) or plugin_tool_adapters()[adapter]
         raise AdapterError(f"the adapter `{adapter}` needs `{top}`: {facts.install}") from None
 
 

@@ -11,12 +11,21 @@ A spec writes the name (`use: vault`) or the entry point. Nothing is imported to
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from engine.schemas.adapters import ADAPTERS, ADAPTERS_GROUP, TOOL_ADAPTERS, TOOL_ADAPTERS_GROUP, installed_points
+from engine.plugin import installed
+from engine.schemas.adapters import (
+    ADAPTERS_GROUP,
+    TOOL_ADAPTERS_GROUP,
+    AdapterFacts,
+    ToolAdapterFacts,
+    installed_points,
+    plugin_adapters,
+    plugin_tool_adapters,
+)
 from engine.spec.code.short_names import GROUPS
 from engine.spec.code.source import is_function_environment
 
@@ -50,16 +59,24 @@ def offered() -> list[Offered]:
 
 
 def _adapters() -> Iterator[Offered]:
-    for kind, table in (("adapter", ADAPTERS), ("tool adapter", TOOL_ADAPTERS)):
-        for facts in table.values():
-            yield Offered(
-                kind=kind,
-                name=facts.name,
-                use=f"adapter: {facts.name}; use: {facts.use}",
-                needs=facts.packages,
-                installed=all(find_spec(package) is not None for package in facts.packages),
-                install=facts.install,
-            )
+    tables: dict[str, Mapping[str, AdapterFacts | ToolAdapterFacts]] = {
+        "adapters": plugin_adapters(),
+        "tool_adapters": plugin_tool_adapters(),
+    }
+    for point, table in tables.items():
+        for face in installed().plugins.values():
+            package = installed().packages[face.name]
+            for name in getattr(face, point):
+                facts = table[name]
+                yield Offered(
+                    kind=point.replace("_", " ").removesuffix("s"),
+                    name=name,
+                    use=f"adapter: {name}; use: {facts.use}",
+                    needs=facts.packages,
+                    installed=all(find_spec(package) is not None for package in facts.packages),
+                    install=facts.install,
+                    source="episode-engine" if package.startswith("episode-engine ") else package,
+                )
 
 
 def _shipped() -> Iterator[Offered]:

@@ -1,6 +1,6 @@
 """Short names of what installed packages offer: `environment: {use: vault}` instead of `use: "my_package.vault:Vault"`.
 
-A package offers its parts by entry points (`engine/plugins/adapters/offered.py`). A name is replaced by its entry point when a spec is read, so
+A package offers its parts by entry points of `GROUPS`. A name is replaced by its entry point when a spec is read, so
 a stored run has the entry point. Only the metadata of packages is read; nothing is imported.
 """
 

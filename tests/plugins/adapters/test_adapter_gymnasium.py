@@ -295,6 +295,6 @@ def test_visgyms_maze() -> None:
         assert result.returncode == 0, result.stderr
         return result.stdout.splitlines()[-1]
 
-    root = str(HERE.parents[1])
+    root = str(HERE.parents[2])
     by_adapter = told(MAZE_BY_ADAPTER, VISGYM, *actions, path=root)
     assert by_adapter == told(MAZE_BY_HAND, *actions, path=VISGYM)

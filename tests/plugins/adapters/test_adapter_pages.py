@@ -24,7 +24,7 @@ from command_line import run_to_store
 from engine.schemas.trajectory import Trajectory
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "environments.md"
+PAGE = HERE.parents[2] / "docs" / "environments.md"
 MAX_LINES = 15
 
 

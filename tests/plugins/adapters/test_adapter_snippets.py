@@ -25,10 +25,10 @@ from test_harbor import COMMAND, needs_sandbox, write_task
 from typer.testing import CliRunner
 
 from engine.cli.main import app
-from engine.schemas.adapters import ADAPTERS, TOOL_ADAPTERS
+from engine.schemas.adapters import plugin_adapters, plugin_tool_adapters
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "environments.md"
+PAGE = HERE.parents[2] / "docs" / "environments.md"
 SERVER = """\
 import os
 
@@ -114,7 +114,7 @@ def completed(block: Mapping[str, Any], tokenizer: Path, replies: list[str], **c
 
 def test_every_adapter_has_a_block() -> None:
     named = {name for block in BLOCKS.values() for name in adapters_of(block)}
-    assert named == {*ADAPTERS, *TOOL_ADAPTERS}
+    assert named == {*plugin_adapters(), *plugin_tool_adapters()}
 
 
 @pytest.mark.parametrize("name", slow_but_each(2, BLOCKS))

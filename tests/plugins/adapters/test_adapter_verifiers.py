@@ -29,7 +29,7 @@ from adapters_kit import (
 
 from engine.plugins.adapters.base import AdapterError
 from engine.plugins.adapters.verifiers import VerifiersEnvironment, rows
-from engine.schemas.adapters import ADAPTERS
+from engine.schemas.adapters import adapter_facts
 
 HERE = Path(__file__).parent
 needs_library = pytest.mark.skipif(
@@ -82,7 +82,7 @@ def by_hand(load: str, row: dict[str, Any], replies: list[Any], **args: Any) -> 
 
 
 def test_the_table_says_when_its_rewards_come() -> None:
-    facts = ADAPTERS["verifiers"]
+    facts = adapter_facts("verifiers")
     assert (facts.rewards, facts.truncates, facts.thread_safe) == ("turn and end", True, False)
 
 
@@ -184,7 +184,7 @@ except AdapterError as error:
     print(error)
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=HERE.parents[1], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], cwd=HERE.parents[2], capture_output=True, text=True, check=True
     )
     assert ended.stdout.startswith("`env_vf.py:load_python` could not be built: ValidationError: ")
     assert "Traceback" not in ended.stderr

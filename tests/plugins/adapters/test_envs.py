@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from engine.cli.main import app
 from engine.plugins.adapters.offered import offered
-from engine.schemas.adapters import ADAPTERS, TOOL_ADAPTERS
+from engine.schemas.adapters import plugin_adapters, plugin_tool_adapters
 from engine.spec.code.entry import load_entry
 
 
@@ -41,7 +41,7 @@ def test_an_installed_package_offers_its_own() -> None:
 
 def test_every_adapter_is_listed_with_what_it_needs() -> None:
     listed = {(item.kind, item.name): item for item in offered()}
-    for kind, table in (("adapter", ADAPTERS), ("tool adapter", TOOL_ADAPTERS)):
+    for kind, table in (("adapter", plugin_adapters()), ("tool adapter", plugin_tool_adapters())):
         for facts in table.values():
             item = listed[kind, facts.name]
             assert (item.needs, item.install) == (facts.packages, facts.install)

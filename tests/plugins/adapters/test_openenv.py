@@ -14,7 +14,7 @@ from adapters_kit import earned, run_spec, spec_of
 
 pytestmark = pytest.mark.adapters
 
-PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
 WORLD = """
 from openenv.core.env_server import Action, Environment, Observation, State
 

@@ -1,4 +1,4 @@
-"""`engine import`: converts configurations of other engines to specs."""
+"""`engine import verl`: converts a configuration of verl to a spec."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ import typer
 
 from engine.terminal import echo
 
-import_app = typer.Typer(help="Convert a configuration of another engine to a spec.", no_args_is_help=True)
 
-
-@import_app.callback()
-def _group() -> None:
-    """Convert a configuration of another engine to a spec."""
-
-
-@import_app.command()
 def verl(
     config: Annotated[Path, typer.Argument(help="A verl configuration, or only an interaction YAML file.")],
     out: Annotated[

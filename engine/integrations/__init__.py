@@ -1,1 +1,0 @@
-"""What others have written, run here unchanged."""
