@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -14,6 +15,8 @@ from engine.schemas.entry import Effects, Entry, IsolationSpec
 
 class EnvironmentSpec(Entry):
     """The environment of each episode."""
+
+    PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"adapter": "adapters"}
 
     adapter: str | None = None
     """The library that `use` belongs to, such as `slime`; left out, `use` is a class of the engine's own form."""
@@ -55,6 +58,8 @@ class EnvironmentSpec(Entry):
 
 class ToolSpec(Entry):
     """One tool: a typed function, or a class that is built with `with` and then called. With `adapter`, all tools of a server."""
+
+    PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"adapter": "tool_adapters"}
 
     adapter: str | None = None
     """The kind of server that `use` names, such as `mcp`; left out, `use` is a function or class."""

@@ -299,8 +299,10 @@ def written(spec: SectionOwner) -> frozenset[str]:
 
 
 def used_plugins(spec: SectionOwner) -> frozenset[str]:
-    """Names of the plugins of which a spec has a section, or a class in one of its unions."""
-    uses = {_use(model) for model in _classes(spec)}
+    """Names of the plugins of which a spec has a section, a class in one of its unions, or a name."""
+    parts = list(_parts(spec))
+    uses = {_use(type(part)) for part in parts}
+    uses |= {use for part in parts for use in _named_by(part)}
     points = {
         face.name: {use for point in plugin.POINTS for use in getattr(face, point).values()}
         for face in plugin.installed().plugins.values()
@@ -308,17 +310,24 @@ def used_plugins(spec: SectionOwner) -> frozenset[str]:
     return written(spec) | frozenset(name for name, named in points.items() if not uses.isdisjoint(named))
 
 
+def _named_by(part: BaseModel) -> Iterator[str]:
+    """The entry points of the names of plugins in a part of a spec."""
+    for key, point in getattr(part, "PLUGIN_NAMES", {}).items():
+        if use := plugin.entries(point).get(getattr(part, key)):
+            yield use
+
+
 def _use(model: type[BaseModel]) -> str:
     return f"{model.__module__}:{model.__qualname__}"
 
 
-def _classes(part: Any) -> Iterator[type[BaseModel]]:
-    """The classes of all parts of a spec."""
+def _parts(part: Any) -> Iterator[BaseModel]:
+    """All parts of a spec that are objects of a class."""
     if isinstance(part, list | tuple):
         for inner in part:
-            yield from _classes(inner)
+            yield from _parts(inner)
     elif isinstance(part, Mapping):
-        yield from _classes([*part.values()])
+        yield from _parts([*part.values()])
     elif isinstance(part, BaseModel):
-        yield type(part)
-        yield from _classes([getattr(part, name) for name in type(part).model_fields])
+        yield part
+        yield from _parts([getattr(part, name) for name in type(part).model_fields])

@@ -49,4 +49,14 @@ def test_an_entry_point_is_read_as_the_new_one_with_a_warning(monkeypatch: pytes
         assert load_entry("engine.old:Error", None) is EngineError
     with pytest.warns(FutureWarning):
         assert current("engine.checks.budget:read_budget") == "engine.validate.budget:read_budget"
+    old = "engine.integrations.environments.reasoning_gym:problems"
+    with pytest.warns(FutureWarning):
+        assert load_entry(old, None).__module__ == "engine.plugins.adapters.reasoning_gym"
+    with pytest.warns(FutureWarning):
+        assert load_entry("engine.integrations.environments.verl:VerlTools", None).__module__.endswith("verl.tools")
+    with pytest.warns(FutureWarning):
+        assert (
+            load_entry("engine.integrations.verl:Prompt", None).__module__
+            == "engine.plugins.adapters.verl.interactions"
+        )
     assert current("engine.errors:EngineError") == "engine.errors:EngineError"

@@ -66,7 +66,7 @@ class RunPlugin(Contract):
     package: str
     version: str
     used: bool
-    """Whether the spec has a section or a class of it. Without such a plugin the run can be read, but no episode can be run."""
+    """Whether the spec has a section, a class or a name of it. Without such a plugin the run can be read, but no episode can be run."""
     sections: list[str] = Field(default_factory=list)
     """Paths of the keys that a plugin of another package adds to the spec."""
     install: str = ""

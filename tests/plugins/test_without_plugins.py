@@ -15,6 +15,10 @@ from engine.known_plugins import KNOWN
 from engine.plugin import installed
 
 NAMING: dict[str, Spec] = {
+    "adapters": {
+        "environment": {"adapter": "gymnasium", "use": "FrozenLake-v1"},
+        "tools": [{"adapter": "mcp", "use": "serve"}],
+    },
     "notices": {"notify": {"to": [{"kind": "command", "run": "true"}]}},
     "plan": {"train": {"plan": {}}},
     "report": {"train": {"report_to": ["tensorboard"]}},

@@ -16,7 +16,6 @@ from written_specs import save_spec
 
 from engine.cli.main import app
 from engine.plugins.adapters.base import AdapterError
-from engine.plugins.adapters.verl.command import import_app
 from engine.plugins.adapters.verl.config import as_yaml, spec_of
 from engine.plugins.adapters.verl.interactions import Interactions, Prompt, interaction_class, name_of
 from engine.schemas.environment import Environment, Task, User
@@ -431,7 +430,7 @@ def test_the_published_example_is_a_valid_spec(tmp_path: Path, tiny_model_dir: P
     (tmp_path / "interactions.yaml").write_text(yaml.safe_dump({"interaction": PAIR}))
     for name in ("rows", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row(name, name="gsm8k")) + "\n")
-    result = CliRunner().invoke(import_app, ["verl", str(tmp_path / "config.yaml")])
+    result = CliRunner().invoke(app, ["import", "verl", str(tmp_path / "config.yaml")])
     assert result.exit_code == 0, result.output
     assert "note: not taken over of `actor_rollout_ref.actor`: ppo_micro_batch_size_per_gpu: 40" in result.output
     loaded = load_spec(tmp_path / "config.spec.yaml")
@@ -443,12 +442,12 @@ def test_the_imported_spec_is_valid_and_is_never_written_over(tmp_path: Path) ->
     (tmp_path / "interactions.yaml").write_text(yaml.safe_dump({"interaction": PAIR}))
     (tmp_path / "rows.jsonl").write_text(json.dumps(row("a", name="gsm8k")) + "\n")
     runner = CliRunner()
-    result = runner.invoke(import_app, ["verl", str(tmp_path / "config.yaml")])
+    result = runner.invoke(app, ["import", "verl", str(tmp_path / "config.yaml")])
     assert result.exit_code == 0, result.output
     loaded = load_spec(tmp_path / "config.spec.yaml")
     assert [item for item in check_spec(loaded) if item.severity == "error"] == []
     assert loaded.spec.limits.user_turns is None
-    again = runner.invoke(import_app, ["verl", str(tmp_path / "config.yaml")])
+    again = runner.invoke(app, ["import", "verl", str(tmp_path / "config.yaml")])
     assert again.exit_code == 1
     assert "exists already" in again.output
 
