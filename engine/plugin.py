@@ -252,9 +252,9 @@ def loaded(point: str, core: Collection[str] = (), of: type | None = None) -> di
             if twice := sorted(set(getattr(plugin, point)) & set(core)):
                 raise PluginError(f"`{twice[0]}` in `{point}` is a name of the engine's own")
             objects = {name: load(use) for name, use in getattr(plugin, point).items()}
-            for name, each in objects.items():
-                if of is not None and not isinstance(each, of):
-                    raise PluginError(f"`{name}` in `{point}` names {each!r:.60}, not {of.__name__}")
+            for name, entry in objects.items():
+                if of is not None and not isinstance(entry, of):
+                    raise PluginError(f"`{name}` in `{point}` names {entry!r:.60}, not {of.__name__}")
             found |= objects
     return found
 
