@@ -38,7 +38,6 @@ tasks: {source: python, use: "first_code:rows"}
 prompt: [{role: user, content: "{{question}}"}]
 machine: single_turn
 """
-SCENARIOS = "scenarios:\n  - name: one\n    replies: [yes]\n    expect: {outcome: {}}\n"
 
 
 @pytest.fixture
@@ -61,13 +60,6 @@ def test_a_run_does_not_begin_if_a_made_row_lacks_a_field_of_the_prompt(folder: 
     assert "s.yaml:6:33: error[prompt.unknown-field] row 2 has no field `question`; known: query" in done.output
     assert list_runs(folder / "runs") == []
     assert (folder / "made").read_text() == "x"  # the rows were made once
-
-
-def test_scenarios_say_the_same(folder: Path) -> None:
-    (folder / "s.scenarios.yaml").write_text(SCENARIOS)
-    done = engine("test", "s.yaml")
-    assert done.exit_code != 0
-    assert "row 2 has no field `question`" in done.output
 
 
 def test_a_function_that_builds_no_user_is_named_at_the_first_object(folder: Path) -> None:

@@ -7,12 +7,9 @@ import statistics
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from engine.cli.main import app
 from engine.environments.agents import parcels_agent, sums_agent
 from engine.environments.parcels import GATES
-from engine.plugins.scenarios.suite import Formats, run_suite
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 
@@ -26,26 +23,6 @@ def test_it_opens_with_the_schema_and_has_no_findings_but_that_its_model_is_to_b
     assert path.read_text().startswith("# yaml-language-server: $schema=../schemas/json/episode.schema.json\n")
     findings = [item.rule for item in check_spec(load_spec(path)) if item.severity != "info"]
     assert findings == (["train.random-weights"] if name == "train_agent" else [])
-
-
-@pytest.mark.slow  # by default: those of train_agent but one, below
-@pytest.mark.parametrize(("name", "options"), [("train_agent", []), ("agent_tools", ["--require-coverage"])])
-def test_its_scenarios_pass(name: str, options: list[str], tiny_tokenizer_dir: Path) -> None:
-    model = ["--set", f"model.path={tiny_tokenizer_dir}"] if name == "agent_tools" else []
-    result = CliRunner().invoke(app, ["test", str(SPECS / f"{name}.yaml"), *options, *model])
-    assert result.exit_code == 0, result.output
-
-
-@pytest.mark.slow
-def test_its_scenarios_but_the_one_that_waits_for_seconds_pass(tmp_path: Path) -> None:
-    parts = (SPECS / "train_agent.scenarios.yaml").read_text().split("\n\n")
-    quick = [part for part in parts if "- name: a program that does not end\n" not in part]
-    assert len(quick) == len(parts) - 1
-    (tmp_path / "quick.yaml").write_text("\n\n".join(quick))
-    played = run_suite(SPECS / "train_agent.yaml", Formats(), file=tmp_path / "quick.yaml")
-    assert played.problems == []
-    assert [result for result in played.results if not result.passed] == []
-    assert len(played.results) == len(quick)
 
 
 def test_the_calculator_of_the_program_computes_and_refuses() -> None:

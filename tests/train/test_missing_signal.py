@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from command_line import engine_here
 
 from engine.schemas.generation import FinishReason
 from engine.schemas.train import TrainSpec
@@ -101,31 +97,6 @@ def test_it_says_why(step: Batch, words: str) -> None:
     for _ in range(3):
         warning = missing.add(step)
     assert words in str(warning)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_training_without_a_signal_warns_tells_and_repeats_it_at_its_end(
-    train_spec: Any, tmp_path: Path, dynamic: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = tmp_path / "told.jsonl"
-    command = [sys.executable, "-c", f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read() + '\\n')"]
-    steps = {"steps": 4, "tasks_per_step": 1, "dynamic_sampling": dynamic, "max_sampling_rounds": 1}
-    spec = train_spec(
-        train=steps,
-        user={"use": "code_for_training:Bored"},
-        limits={"turn_tokens": 1, "assistant_turns": 1},
-        rollout={"samples_per_task": 2, "seed": 3},
-        notify={"command": command, "on": ["no_signal"]},
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(CODE), str(CODE.parents[1])]))
-    status, out, err = engine_here("train", spec, "-q", cwd=tmp_path)
-    assert status == 0, err
-    assert "3 steps in a row had no learning signal: every episode has the reward 1.000" in err
-    (event,) = [json.loads(line) for line in told.read_text().splitlines() if line]
-    assert (event["kind"], event["step"]) == ("no_signal", 3)
-    assert "had no learning signal: every episode has the reward 1.000" in event["text"]
-    assert out.splitlines()[-1].startswith("4 of 4 steps had no learning signal: every episode has the reward 1.000")
 
 
 def test_a_shipped_spec_that_needs_a_taught_model_says_which_command_makes_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,18 @@ def test_the_specs_that_talk_are_covered_with_any_tokenizer(name: str, tiny_toke
 def test_every_spec_that_ships_is_covered_with_its_own_tokenizer() -> None:
     status, output = run(SPECS, "--require-coverage")
     assert (status, "✗" in output) == (0, False), output
+
+
+def test_a_made_row_that_lacks_a_field_of_the_prompt_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "rows_beside.py").write_text("def rows():\n    return [{'question': 'a'}, {'query': 'b'}]\n")
+    spec = yaml.safe_load((folder / "one.yaml").read_text())
+    spec |= {
+        "tasks": {"source": "python", "use": "rows_beside:rows"},
+        "prompt": [{"role": "user", "content": "{{question}}"}],
+    }
+    (folder / "one.yaml").write_text(yaml.safe_dump(spec))
+    write(folder, {"name": "one", "replies": ["yes"], "expect": {"outcome": {}}})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    status, output = run(folder / "one.yaml")
+    assert status != 0
+    assert "row 2 has no field `question`" in output
