@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from engine.plugins.plan.allocated_bytes import AllocatedBytes
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.credit import GaeCredit, TurnReturnCredit
@@ -207,9 +206,7 @@ def told_by(learner: Learner, folder: Path) -> tuple[dict[str, Any], dict[str, t
 def main(folder: Path, kind: str) -> None:
     process_group = join_process_group()
     assert not isinstance(process_group, SingleProcessGroup)
-    with AllocatedBytes() as held:
-        learner = learner_of(process_group, folder / "model", kind)
-    held_of_all = process_group.all_gather((held.now, held.peak))
+    learner = learner_of(process_group, folder / "model", kind)
     if not process_group.main:
         learner.follow()
         return
@@ -217,8 +214,6 @@ def main(folder: Path, kind: str) -> None:
     parameters: list[Any] = list(learner.policy.model.parameters())
     numbers["share"] = sum(each.to_local().numel() for each in parameters) / sum(each.numel() for each in parameters)
     numbers["size"] = process_group.size
-    numbers["held"] = held_of_all
-    numbers["bytes"] = sum(each.numel() for each in parameters) * 4
     for checkpoint in (folder / "one" / "checkpoints").glob("step-*"):  # of one process
         Checkpoints.read(checkpoint, learner)
         numbers["steps"].append(learner.step(rows_for(learner), 2))

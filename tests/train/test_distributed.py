@@ -61,10 +61,7 @@ def launched(launcher: str, folder: Path, kind: str, processes: int) -> list[str
     ],
 )
 def test_several_processes_do_the_steps_of_one(launcher: str, kind: str, processes: int, tmp_path: Path) -> None:
-    """Loss, gradient norm, metrics, weights and moments over three steps, checkpoints, and a step from one.
-
-    No process ever holds the whole model: neither while it is loaded nor in the check of its forward pass.
-    """
+    """Loss, gradient norm, metrics, weights and moments over three steps, checkpoints, and a step from one."""
     if kind == "experts":
         save_model_with_experts(tmp_path / "model")
     else:
@@ -90,10 +87,6 @@ def test_several_processes_do_the_steps_of_one(launcher: str, kind: str, process
     numbers["steps"] += numbers["steps"][3:] * (len(told["steps"]) - 4)  # several processes read the checkpoint of one
     for step, alone in zip(told["steps"], numbers["steps"], strict=True):
         assert step == pytest.approx(alone, rel=1e-6, abs=1e-6)
-    if kind == "kl":
-        for now, peak in told["held"]:
-            assert now < (2 / processes + 0.2) * told["bytes"]
-            assert peak < (2 / processes + 0.5) * told["bytes"]
     assert told["steps"][2] == told["steps"][3]
     same_tensors(tensors, wanted)
     for name in before:

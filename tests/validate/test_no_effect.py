@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -238,75 +237,6 @@ def test_a_transfer_between_two_calls_of_a_turn_is_no_transfer_to_itself(
     for text, rules in ((rule, []), (rule.replace("call: 1", "call: 0"), ["rewards.unpayable"])):
         Path("s.yaml").write_text(f"{HEAD}{USER}rewards: {{reassign: [{text}]}}\n")
         assert [one.rule for one in check_spec(load_spec("s.yaml")) if one.rule.startswith("rewards.")] == rules
-
-
-NOTIFY = [
-    ("notify: {on: [failed]}", ["notify.on"]),
-    (
-        "notify: {stall_timeout: 1m, repeat_after: 1m, budget: {tokens: 5}}",
-        ["notify.stall_timeout", "notify.repeat_after", "notify.budget"],
-    ),
-    ('notify: {on: [], command: ["true"]}', ["notify.command"]),
-    (
-        "notify: {on: [], webhook_env: HOOK, services_env: [HOOK], use: 'math:floor'}",
-        ["notify.webhook_env", "notify.services_env", "notify.use"],
-    ),
-    ('notify: {on: [failed], command: ["true"], stall_timeout: 1m}', ["notify.stall_timeout"]),
-    ('notify: {on: [failed], command: ["true"], budget: {time: 1m}}', ["notify.budget"]),
-    ('notify: {command: ["true"], budget: {}}', ["notify.budget"]),
-    ('notify: {command: ["true"], stall_timeout: 1m, repeat_after: 1m, budget: {time: 1m}}', []),
-    ('notify: {command: ["true"], on: [failed, diverged]}', ["notify.on"]),
-    ('notify: {command: ["true"], on: [diverged]}\ntrain: {}', []),
-    ('notify: {command: ["true"], on: [stalled, budget]}', ["notify.on"]),
-    ('notify: {command: ["true"], on: [budget], budget: {}}', ["notify.budget", "notify.on"]),
-    ('notify: {command: ["true"], on: [budget], budget: {time: 1m}}', []),
-    ('notify: {command: ["true"], on: [budget]}\nrollout: {max_cost: 1}', []),
-    ('notify: {command: ["true"]}', []),
-]
-
-
-@pytest.mark.parametrize(("lines", "options"), NOTIFY)
-def test_an_option_of_notify_without_effect_is_found(
-    lines: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = [line for line in found(f"machine: single_turn\n{lines}\n", tmp_path, monkeypatch) if "[notify." in line]
-    assert sorted(line.split("`")[1] for line in told) == sorted(options)
-
-
-def test_the_package_of_notices_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "apprise", None)
-    monkeypatch.chdir(tmp_path)
-    Path("s.yaml").write_text(f"{HEAD}machine: single_turn\nnotify: {{services_env: [SLACK]}}\n")
-    told = [str(item) for item in check_spec(load_spec("s.yaml")) if item.rule == "notify.no-package"]
-    assert [line.partition("; ")[0] for line in told] == [
-        "s.yaml:7:10: info[notify.no-package] `apprise` is not installed, and `notify.services_env` needs it"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("lines", "options"),
-    [
-        ("traces: {of: failed}", ["traces.of"]),
-        ("traces: {of: failed, content: true, episodes: true}", ["traces.content"]),
-        ("traces: {of: failed, content: true, spans: true}", []),
-        ("traces: {of: failed, content: true, otlp: 'http://127.0.0.1:4318'}", []),
-    ],
-)
-def test_an_option_of_traces_without_effect_is_found(
-    lines: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = [line for line in found(f"machine: single_turn\n{lines}\n", tmp_path, monkeypatch) if "[traces." in line]
-    assert sorted(line.split("`")[1] for line in told) == sorted(options)
-
-
-def test_the_packages_of_spans_that_are_missing_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    monkeypatch.chdir(tmp_path)
-    Path("s.yaml").write_text(f"{HEAD}machine: single_turn\ntraces: {{spans: true}}\n")
-    told = [str(item) for item in check_spec(load_spec("s.yaml")) if item.rule == "traces.no-package"]
-    assert [line.partition("; ")[0] for line in told] == [
-        "s.yaml:7:10: info[traces.no-package] `opentelemetry-sdk` is not installed, and spans need it"
-    ]
 
 
 KEEP_WITHOUT_EFFECT = [

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import tiny_moe
+from process_group_worker import save_model
 from written_specs import save_spec
 
 from engine.plugins.plan import plan_advice
@@ -94,7 +95,7 @@ def measured(paths: Sequence[Path], processes: int) -> Iterator[tuple[Path, list
     """What a step of each spec takes in each process. One process measures several specs; several processes join once, for one."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
     command = [sys.executable, *(launcher if processes > 1 else []), str(HERE / "plan_worker.py"), *map(str, paths)]
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     for path in paths:
@@ -135,6 +136,29 @@ def test_the_plan_is_what_a_step_takes(spec: Any, kinds: list[str], processes: i
         print(kind, processes, plan.total, plan.bytes, found)
         for each in found:
             assert plan.total == pytest.approx(each["peak"], rel=0.1), kind
+
+
+@pytest.mark.slow
+def test_no_process_of_several_ever_holds_the_whole_model(tmp_path: Path) -> None:
+    """Neither while it and its reference are loaded, nor in the check of its forward pass. One layer and the embeddings are a
+    small part of the model, and activations of a short row are small beside it."""
+    save_model(tmp_path / "model", tied=False, layers=12, width=4)
+    root, processes = HERE.parents[2], 4
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
+    done = subprocess.run(
+        [*command, str(HERE / "loading_worker.py"), str(tmp_path)],
+        env=os.environ
+        | {"PYTHONPATH": f"{root}:{root / 'tests/train'}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads((tmp_path / "held.json").read_text())
+    assert len(told["held"]) == processes
+    for now, peak in told["held"]:
+        assert now < (2 / processes + 0.2) * told["whole"]
+        assert peak < (2 / processes + 0.5) * told["whole"]
 
 
 @pytest.mark.slow

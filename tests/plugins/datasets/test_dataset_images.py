@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 from command_line import engine_here
+from ended_runs import run_to_end
 from PIL import Image
 from slow_cases import slow_after
 from verl_loader import digest, load_with_verl
 from vision_code import FIRST, SECOND
+from vision_kit import BUILDERS
+from written_specs import save_spec
 
 FAMILY = "idefics3"
 """A family whose processor needs no torchvision."""
@@ -30,11 +33,19 @@ ROWS = [
 
 
 @pytest.fixture
-def run(make_spec: Any, run_spec: Any) -> Path:
+def run(tmp_path: Path) -> Path:
     """A run of two tasks with two images each."""
     tasks = {"source": "inline", "rows": ROWS, "id": "id"}
-    shown = {"prompt": {"field": "messages"}, "machine": "single_turn", "tasks": tasks}
-    ran = asyncio.run(run_spec(make_spec(FAMILY, ["The square is red."], **shown)))
+    spec = {
+        "spec": "episode/v1",
+        "name": "seen",
+        "model": {"path": str(BUILDERS[FAMILY](tmp_path / "model"))},
+        "backend": {"kind": "scripted", "replies": ["The square is red."]},
+        "tasks": tasks,
+        "prompt": {"field": "messages"},
+        "machine": "single_turn",
+    }
+    ran = asyncio.run(run_to_end(save_spec(tmp_path / "seen.yaml", spec), tmp_path / "runs"))
     assert [each.outcome.failure for each in ran.store.trajectories()] == [None, None]
     return Path(ran.store.folder)
 
