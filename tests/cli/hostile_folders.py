@@ -98,9 +98,9 @@ CODE: dict[str, Case] = {
         ("code.action",),
         {"beside.py": BESIDE},
     ),
-    "bonus and notice": uses(
+    "bonus": uses(
         "backend: {kind: sglang, urls: ['http://127.0.0.1:{port}']}\nrollout: {samples_per_task: 2}\n"
-        "train: {advantage_bonuses: [{use: 'beside:function'}]}\nnotify: {use: 'beside:function'}\n"
+        "train: {advantage_bonuses: [{use: 'beside:function'}]}\n"
     ),
     "package": Case(
         WHOLE + "environment: {use: 'pack.inner:Board'}\n", (), {"pack/__init__.py": BESIDE, "pack/inner.py": BESIDE}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,77 +15,17 @@ import pytest
 from command_line import engine_here
 from hostile_folders import CODE, FILES, FORGERIES, HANGING, NAMES, SECRET, VARIABLE, VARIABLES, WHOLE, Case, build
 from slow_cases import slow_but
+from strangers_place import Place, opened
 
 from engine.cli.validate.command import FORMATS, Format
 from engine.cli.validate.examine import Options, examine_all
 
-ROOT = Path(__file__).parents[2]
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-
-
-@dataclass
-class Place:
-    """Where specs are validated, and what must not happen there."""
-
-    root: Path
-    listener: socket.socket
-
-    @property
-    def work(self) -> Path:
-        """The current folder: a checkout."""
-        return self.root / "work"
-
-    @property
-    def outside(self) -> Path:
-        """A folder that is not the stranger's."""
-        return self.root / "outside"
-
-    @property
-    def canary(self) -> Path:
-        """Made by whatever code of a spec is run."""
-        return self.root / "canary"
-
-    def run(self, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-        """`engine …`, as a job runs it; killed, and so failing, when it takes too long."""
-        variables = {**os.environ, **VARIABLES, "CANARY": str(self.canary), "PYTHONPATH": str(ROOT)}
-        return subprocess.run(
-            [sys.executable, "-P", "-m", "engine.cli.main", *arguments],
-            cwd=self.work,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="surrogateescape",
-            timeout=timeout,
-            check=False,
-        )
-
-    def run_here(self, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
-        """`engine …` with the same variables in this process, where no code of a spec runs in it."""
-        for name, value in {**VARIABLES, "CANARY": str(self.canary)}.items():
-            monkeypatch.setenv(name, value)
-        return engine_here(*arguments, cwd=self.work)
-
-    def touched(self) -> list[str]:
-        """What happened that must not."""
-        found = ["code was run"] if self.canary.exists() else []
-        try:
-            self.listener.accept()[0].close()
-            found.append("a server was asked")
-        except BlockingIOError:
-            pass
-        return found
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    root = tmp_path_factory.mktemp("strangers")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.setblocking(False)
-        found = Place(root, listener)
-        found.work.mkdir()
-        found.outside.mkdir()
-        (found.outside / "secret.txt").write_text(f"{SECRET}: [\n")
+    with opened(tmp_path_factory.mktemp("strangers")) as found:
         yield found
 
 
@@ -148,24 +86,6 @@ def test_a_strangers_spec_is_judged(examined: Outcome, name: str) -> None:
         assert errors(spec) - {"budget.exceeded"} == set()
     if "environment:" in case.spec and not case.rules:
         assert spec["skipped"], "what was not checked is counted"
-
-
-def test_scenarios_of_a_stranger_run_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = build({k: CODE[k] for k in ("rows of a shell", "rows beside")}, place.work / "played", place.outside, 1)
-    named = []
-    for file in files.values():
-        scenarios = file.with_name("s.scenarios.yaml")
-        scenarios.write_text(
-            "scenarios:\n"
-            "  - {name: named, task: a, replies: [x], expect: {states: [PENDING, GENERATING, DONE]}}\n"
-            "  - {name: first, replies: [x], expect: {states: [PENDING, GENERATING, DONE]}}\n"
-            "  - {name: own, set: {tasks: {source: python, use: 'subprocess:getoutput', with: {cmd: 'touch $CANARY'}}},\n"
-            "     replies: [x], expect: {states: [PENDING, GENERATING, DONE]}}\n"
-        )
-        named.append(str(scenarios.relative_to(place.work)))
-    code, out, err = place.run_here("validate", *named, monkeypatch=monkeypatch)
-    assert out == "2 files of scenarios valid; `--import` would add 2 checks\n"
-    assert (code, err, place.touched()) == (0, "", [])
 
 
 def test_a_spec_that_is_no_regular_file_is_not_waited_for(place: Place) -> None:

@@ -11,7 +11,6 @@ from written_specs import save_spec, scripted_spec
 from engine.backends.registry import open_backend
 from engine.drivers.leases import Leases
 from engine.errors import EngineError, SpecError
-from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.runner.fork import fork
 from engine.runner.run import Runner
 from engine.spec.load import load_spec
@@ -21,8 +20,6 @@ from engine.store.shards import create_shards
 from engine.tokens.loading import load_format
 from engine.validate.check import check_spec
 from engine.validate.drivers import refuse_training
-
-TRAINERS = ("trl", "slime", "verl")
 
 
 @pytest.fixture
@@ -103,13 +100,6 @@ def test_a_training_in_the_trainers_process_is_not_shared_by_drivers(spec: Path)
     assert status == 1
     assert "each driver would load a copy of the weights" in errors
     assert "use a backend with servers (`kind: sglang`, `kind: vllm`), or set `rollout.drivers: 1`" in errors
-
-
-def test_adapters_of_trainers(spec: Path) -> None:
-    loaded = load_spec(spec, ["rollout.drivers=2"])
-    for trainer in TRAINERS:
-        with pytest.raises(SpecError, match=f"the adapter for {trainer} does not support several drivers"):
-            TrainerRollouts(loaded, spec.parent / "training", trainer)
 
 
 def test_a_runner_in_one_process(spec: Path) -> None:

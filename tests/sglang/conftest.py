@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from sglang_interpreter import SCRIPT, sglang_python
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "sglang_cpu.sh"
 FLAGS = [
     "--deterministic",
     "--enable-metrics",
@@ -39,17 +39,6 @@ class Running:
     def kill(self) -> None:
         """As `kill -9` of all of its processes."""
         os.killpg(int((self.state / f"{self.url.rpartition(':')[2]}.pid").read_text()), signal.SIGKILL)
-
-
-def sglang_python() -> Path:
-    """The interpreter of SGLang's own environment. Without one the test is skipped; in CI it fails."""
-    python = Path(subprocess.run([SCRIPT, "python"], capture_output=True, text=True, check=True).stdout.strip())
-    if not python.exists():
-        message = f"SGLang is not installed ({python} is not there): run scripts/sglang_cpu.sh install"
-        if os.environ.get("CI") == "true":
-            pytest.fail(message)
-        pytest.skip(message)
-    return python
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,6 @@ from server_load import aborted, until_samples, until_works_on
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, ContextOverflow
-from engine.plugins.doctor.examine import MINIMUM_SGLANG
-from engine.plugins.doctor.facts import release, sglang_of
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, Generation, SamplingParams
 from engine.tokens.format import ChatFormat
@@ -421,22 +419,6 @@ async def test_an_adapter_that_the_spec_names_and_nobody_loaded_is_found_before_
     with pytest.raises(BackendError, match="ghost"):
         async with opened(sglang_server, chat_format, tiny_model_dir, adapter="ghost"):
             pass
-
-
-def test_doctor_reads_the_arguments_of_the_real_server(sglang_interpreter: Path) -> None:
-    stand_ins = Path(__file__).parents[2] / "scripts" / "sglang_cpu"
-    environment = {"PYTHONPATH": str(stand_ins), "SGLANG_USE_CPU_ENGINE": "1"}
-    found = sglang_of(str(sglang_interpreter), environment, flags=True)
-    assert found.error is None
-    assert release(found.version or "") >= MINIMUM_SGLANG
-    assert found.flags is not None
-    assert found.flags >= {
-        "--model-path",
-        "--tp-size",
-        "--enable-lora",
-        "--mem-fraction-static",
-        "--enable-memory-saver",
-    }
 
 
 async def test_memory_is_released_and_taken_back_around_new_weights(

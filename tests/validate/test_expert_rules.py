@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.plugins.trainers.capabilities import TRAINERS
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 
@@ -46,14 +45,3 @@ def test_findings_about_experts(
 ) -> None:
     ids = [item.rule for item in check_spec(loaded(tmp_path, config, **changes))]
     assert [name for name in ids if "expert" in name] == found
-
-
-def test_trainers_that_carry_no_routing_are_named(tmp_path: Path) -> None:
-    spec = loaded(tmp_path, EXPERTS, backend=SERVER | {"routed_experts": True})
-    path = ("backend", "routed_experts")
-    rules = {
-        name: [item.rule for item in TRAINERS[name].findings(spec) if item.path == path]
-        for name in ("verl", "slime", "skyrl", "trl", "areal")
-    }
-    carried: dict[str, list[str]] = {"verl": [], "slime": [], "skyrl": []}
-    assert rules == carried | {"trl": ["trainer.refused"], "areal": ["trainer.refused"]}

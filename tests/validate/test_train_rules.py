@@ -262,23 +262,19 @@ def test_a_path_of_the_evaluation_is_relative_to_the_file_that_says_it() -> None
     assert [item for item in check_spec(load_spec("s.yaml")) if item.severity == "error"] == []
 
 
-def test_bonuses_and_notices_import_and_can_be_called() -> None:
-    Path("train_entries.py").write_text(
-        "def curious(row, *, scale=1.0):\n    return row\n\n\ndef tell():\n    pass\n\n\nclass Bonus:\n    pass\n"
-    )
+def test_bonuses_import_and_can_be_called() -> None:
+    Path("train_entries.py").write_text("def curious(row, *, scale=1.0):\n    return row\n\n\nclass Bonus:\n    pass\n")
     lines = GROUP + (
         "train:\n  advantage_bonuses:\n"
         "    - {use: 'train_entries:curious', with: {scale: 2.0}}\n"
         "    - {use: 'train_entries:curious', with: {scal: 2.0}}\n"
         "    - {use: 'train_entries:curios'}\n"
         "    - {use: 'train_entries:Bonus'}\n"
-        "notify: {use: 'train_entries:tell'}\n"
     )
     assert found(lines) == [
         "11:45: error[code.protocol] `train_entries:curious` takes no argument `scal`",
         "12:13: error[code.import] `train_entries` has no `curios`",
         "13:13: error[code.protocol] `train_entries:Bonus` is a class, and a function is called here",
-        "14:15: error[code.protocol] `train_entries:tell` cannot be called: too many positional arguments",
     ]
 
 

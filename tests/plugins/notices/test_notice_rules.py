@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import engine_here
 
 from engine.spec.load import load_spec
 from engine.validate import check_spec
@@ -62,3 +63,17 @@ def test_the_package_of_notices_that_is_missing_is_found(tmp_path: Path, monkeyp
     assert [line.partition("; ")[0] for line in told] == [
         "s.yaml:7:10: info[notify.no-package] `apprise` is not installed, and `notify.services_env` needs it"
     ]
+
+
+def test_a_function_of_ones_own_is_checked_and_imported_only_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "notice_code.py").write_text("open('imported', 'w').close()\n\n\ndef tell():\n    pass\n")
+    Path("s.yaml").write_text(f"{HEAD}machine: single_turn\nnotify: {{use: 'notice_code:tell'}}\n")
+    wrong = "s.yaml:7:15: error[code.protocol] `notice_code:tell` cannot be called: too many positional arguments"
+    code, out, _ = engine_here("validate", "s.yaml", cwd=tmp_path)
+    assert (code, wrong in out, Path("imported").exists()) == (1, True, False)
+    code, out, _ = engine_here("validate", "--import", "s.yaml", cwd=tmp_path)
+    assert (code, wrong in out, Path("imported").exists()) == (1, True, True)

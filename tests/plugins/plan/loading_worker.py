@@ -6,10 +6,10 @@ import json
 import sys
 from pathlib import Path
 
-from engine.train.distributed import SingleProcessGroup, join_process_group
 from process_group_worker import learner_of
 
 from engine.plugins.plan.allocated_bytes import AllocatedBytes
+from engine.train.distributed import SingleProcessGroup, join_process_group
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
