@@ -22,15 +22,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from engine.actions.action_facts import FAILED, LIMIT, OVERFLOW
 from engine.actions.base import Action, EpisodeObjects
 from engine.actions.calls import LoopReplacedError
-from engine.actions.facts import FAILED, LIMIT, OVERFLOW
 from engine.deadline import EpisodeDeadline
 from engine.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, SpecCodeError
 from engine.failures import failure_of, unexpected
-from engine.limits import CONTEXT, EPISODE_SECONDS, MAX_STEPS, PROMPT_LIMITS
-from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
+from engine.limit import MAX_STEPS
+from engine.limits import CONTEXT, EPISODE_SECONDS, PROMPT_LIMITS
+from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record, UnreadRecord
 from engine.schemas.trajectory import Failure
 from engine.store.codec import Ending, Written, write_record
 
@@ -313,7 +314,7 @@ class Executor:
 
         Raises:
             RestartNeededError: a call cannot be repeated, or its answer differs now.
-            ReplayError: the journal's transitions differ now: the spec or the engine has changed.
+            ReplayError: the journal's transitions differ now: the spec or the engine has changed, or a plugin is missing.
         """
         ended = self.has_ended(journal)
         for entry in journal:
@@ -360,8 +361,13 @@ class Executor:
         """Feed one journal entry, and check that it still leads to the recorded state.
 
         Raises:
-            ReplayError: the entry belongs to another step or state, or now leads to another state.
+            ReplayError: the entry belongs to another step or state, or now leads to another state, or its record to a plugin that
+                is not installed.
         """
+        if isinstance(entry.record, UnreadRecord):
+            raise ReplayError(
+                f"{episode.id}: step {entry.seq} of the journal is a record of kind `{entry.record.kind}`; {entry.record.words()}"
+            )
         if entry.seq != episode.seq or entry.state != episode.state:
             raise ReplayError(
                 f"{episode.id}: step {entry.seq} of the journal belongs to {entry.state}; "

@@ -1,88 +1,21 @@
 """Every limit on an episode: its name and unit, the action that it stops, and how it is counted.
 
 The executor, the guard variables, the proofs, the worst case, budgets, scenario coverage, the JSON Schema and docs/spec.md
-read this table and repeat nothing of it. To add a limit: its field in `LimitsSpec` and its entry in `LIMITS`.
+read this table and repeat nothing of it. To add a limit: its field in `LimitsSpec` and its entry in `_CORE`. A plugin adds one by
+the point `limits` of its face, with a key of an inline section of `limits`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from engine import plugin
+from engine.limit import UNBOUNDED, Limit
 
 if TYPE_CHECKING:
     from engine.episode import Episode
-    from engine.schemas.episode import EpisodeSpec
     from engine.schemas.limits import LimitsSpec
-    from engine.schemas.role import UserSpec
-
-UNBOUNDED = 2**53 - 1
-"""What a guard reads for a limit that is not set: the largest integer that a double holds exactly."""
-MAX_STEPS = 100_000
-"""Steps of an episode after which the executor stops it, whatever its machine and its limits say."""
-
-Unit = Literal["turns", "calls", "steps", "images", "condensations", "tokens", "seconds"]
-Owner = Literal["limits", "model", "user"]
-"""Which part of the spec sets a limit: `limits`, `model` or the `limits` of a user."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """One limit. It stops its action before that begins, unless `cuts` says otherwise."""
-
-    name: str
-    """Its name in records and outcomes; of the owner `limits`, also its field of `LimitsSpec`."""
-    unit: Unit
-    counted: str
-    """What is counted, for guards' variables and the docs."""
-    action: str | None = None
-    """The action that it stops; None: the action of every state that is not final."""
-    count: Callable[[Episode], int] | None = None
-    """The count so far. None for time, which the executor measures, and for what is cut."""
-    per_use: Literal["one", "calls"] | None = None
-    """How much a use of the action adds, which makes the count provable: one, or as many as the newest reply's tool calls.
-    None: the count does not follow from which actions ran, so proofs assume that the limit may be reached at any time."""
-    variable: str | None = None
-    """The guard variable that holds the count."""
-    budget: str | None = None
-    """Its name in `engine validate --budget`."""
-    owner: Owner = "limits"
-    inclusive: bool = False
-    """Whether the count may equal the limit; otherwise reaching the limit stops the action."""
-    always: bool = False
-    """Whether it holds even if the spec does not set it."""
-    cuts: str = ""
-    """What it ends, if it does not stop an action."""
-    examples: tuple[Any, ...] = ()
-    """Values that an editor proposes."""
-
-    @property
-    def key(self) -> str:
-        """Its key in the spec, for docs."""
-        last = self.name.rpartition(".")[2]
-        return {"limits": f"limits.{last}", "model": f"model.{last}", "user": f"user.limits.{last}"}[self.owner]
-
-    def value(self, spec: EpisodeSpec, user: UserSpec | None = None) -> float | None:
-        """The limit that a spec sets; None if it sets none.
-
-        Args:
-            spec: The spec.
-            user: The episode's user, whose own limits apply.
-        """
-        owner: Any = {"limits": spec.limits, "model": spec.model, "user": None if user is None else user.limits}[
-            self.owner
-        ]
-        found: float | None = getattr(owner, self.name.rpartition(".")[2], None)
-        return found
-
-    def may_stop(self, spec: EpisodeSpec) -> bool:
-        """Whether it may stop its action in some episode of the spec."""
-        users = spec.users_by_name.values() if self.owner == "user" else [None]
-        return self.always or any(self.value(spec, user) is not None for user in users)
-
-    def is_reached(self, count: float, limit: float) -> bool:
-        """Whether a count stops the action."""
-        return count > limit if self.inclusive else count >= limit
 
 
 def _prompt_tokens(episode: Episode) -> int:
@@ -106,7 +39,15 @@ CONTEXT = Limit(
     always=True,
 )
 
-LIMITS: tuple[Limit, ...] = (
+
+def _with_added(core: tuple[Limit, ...]) -> tuple[Limit, ...]:
+    """The core's limits with those of plugins, which come behind those on the prompt."""
+    added = plugin.loaded("limits", [limit.name for limit in core]).values()
+    at = core.index(CONTEXT) + 1
+    return (*core[:at], *added, *core[at:])
+
+
+_CORE: tuple[Limit, ...] = (
     EPISODE_SECONDS,
     Limit(
         "assistant_turns",
@@ -193,10 +134,12 @@ LIMITS: tuple[Limit, ...] = (
         examples=(1024,),
     ),
 )
+
+LIMITS: tuple[Limit, ...] = _with_added(_CORE)
 """In the order in which they are checked; those that cut something come last."""
 
 FIELDS: tuple[str, ...] = tuple(limit.name for limit in LIMITS if limit.owner == "limits")
-"""The fields of `LimitsSpec` that are limits; the others say how a text is cut."""
+"""The keys of `limits` that are limits; the others say how a text is cut."""
 
 PROMPT_LIMITS = frozenset(limit.name for limit in LIMITS if limit.count is _prompt_tokens)
 """The limits on the length of the prompt."""
@@ -218,4 +161,5 @@ def limits_of(action: str | None) -> Iterator[Limit]:
 
 def limit_variables(limits: LimitsSpec) -> dict[str, int | float]:
     """Return the `limits` variable of guards: every limit, `UNBOUNDED` if it is not set."""
-    return {name: UNBOUNDED if value is None else value for name, value in limits if name in FIELDS}
+    values = {name: limits.value_of(name) for name in FIELDS}
+    return {name: UNBOUNDED if value is None else value for name, value in values.items()}

@@ -82,6 +82,12 @@ class Plugin:
     """`backend.kind` -> its config class, a `BackendBase`."""
     losses: Entries = field(default_factory=dict)
     """`train.loss.kind` -> its config class, a `Loss`."""
+    actions: Entries = field(default_factory=dict)
+    """Action of a state -> its `engine.actions.action_facts:ActionFacts`."""
+    limits: Entries = field(default_factory=dict)
+    """Limit of an episode -> its `engine.limit:Limit`. Its value is a key of an inline section of `limits`."""
+    records: Entries = field(default_factory=dict)
+    """Kind of a journal record -> its class, a `RecordBase`."""
     commands: Entries = field(default_factory=dict)
     """Command of the command line -> function with typer's annotations; `import NAME`: a command of the group `import`."""
     schemas: Entries = field(default_factory=dict)

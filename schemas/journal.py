@@ -7,16 +7,17 @@ fork use one mechanism: they apply the records again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
-
+from engine import plugin
 from engine.schemas.base import Struct
 from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.generation import Generation
 from engine.schemas.message import Message, ToolResult
+from engine.schemas.open_union import OneOf
 from engine.schemas.reward import RewardEvent
 from engine.schemas.trajectory import Blame, Block, Failure
 
@@ -27,6 +28,26 @@ class RecordBase(Struct):
     __slots__ = ()
     blame: ClassVar[Blame] = "environment"
     """The blame if the record has a value that cannot be stored."""
+
+    if TYPE_CHECKING:
+        kind: str
+
+    def words(self) -> str:
+        """Describe it in a few words, for `engine show`, which describes the core's records itself."""
+        return ""
+
+    def summary(self) -> dict[str, Any]:
+        """What `engine show --json` and `engine view` show of it besides its messages. They summarise the core's records themselves."""
+        return {}
+
+    def said(self) -> Sequence[Message]:
+        """The messages in it, of a record of a plugin."""
+        return ()
+
+    def with_said(self, messages: Sequence[Message]) -> Self:
+        """The same with other messages, one for each of `said`."""
+        assert not messages, f"`{type(self).__name__}` has no messages"
+        return self
 
     def answers(self) -> Mapping[str, Any] | None:
         """Return the free-form JSON values that code outside the engine returned, by their place; None if there are none.
@@ -146,6 +167,27 @@ class CondenseRecord(RecordBase):
         """No free values; the texts are validated."""
         return {}
 
+    def words(self) -> str:
+        """How much shorter the prompt became."""
+        if self.thread is None:
+            return "nothing shorter"
+        count = len(self.blocks)
+        what = f"{count} block{'s' * (count != 1)}" if count else "older images"
+        return f"{what}, {self.before} → {self.after} tokens"
+
+    def summary(self) -> dict[str, Any]:
+        """Tokens before and after, and the number of blocks."""
+        return {"before": self.before, "after": self.after, "blocks": len(self.blocks)}
+
+    def said(self) -> Sequence[Message]:
+        """The messages that stand for others."""
+        return [item for item in self.thread or () if isinstance(item, Message)]
+
+    def with_said(self, messages: Sequence[Message]) -> Self:
+        """The same with other messages in their places."""
+        new = iter(messages)
+        return replace(self, thread=[item if isinstance(item, int) else next(new) for item in self.thread or ()])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRecord(RecordBase):
@@ -205,19 +247,42 @@ class FailureRecord(RecordBase):
     """False where the episode's objects could not be built: it has no environment, user and tools from then on."""
 
 
-Record = Annotated[
-    ResetRecord
-    | GenerationRecord
-    | ToolsRecord
-    | UserRecord
-    | StepRecord
-    | CondenseRecord
-    | ScoreRecord
-    | AgentRecord
-    | LimitRecord
-    | FailureRecord,
-    Field(discriminator="kind"),
-]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadRecord(RecordBase):
+    """A record of a plugin that is not installed. It can be shown, not applied."""
+
+    kind: str
+    data: dict[str, Any]
+    """The stored record."""
+
+    def words(self) -> str:
+        """Which plugin is missing."""
+        return plugin.missing("records", self.kind) or "no installed plugin knows this record"
+
+
+_RECORDS: OneOf[RecordBase] = OneOf(
+    "records",
+    (
+        ResetRecord,
+        GenerationRecord,
+        ToolsRecord,
+        UserRecord,
+        StepRecord,
+        CondenseRecord,
+        ScoreRecord,
+        AgentRecord,
+        LimitRecord,
+        FailureRecord,
+    ),
+)
+Record = Annotated[RecordBase, _RECORDS]
+"""A record of any kind."""
+
+
+@cache
+def record_kinds() -> frozenset[str]:
+    """The kinds of records that can be read."""
+    return _RECORDS.tags()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

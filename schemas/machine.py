@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,6 +12,8 @@ from engine.schemas.base import Contract, Seconds
 
 class StateSpec(Contract):
     """A state and its action."""
+
+    PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"action": "actions"}
 
     action: str | None = None
     """`reset`, `generate`, `call_tools`, `ask_user`, `step`, `score`, `run_agent`, or `package.module:action` of your own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -39,6 +40,10 @@ class OneOf(Generic[M]):
         names = [str(tag) for member in self.core for tag in _tags(member, self.key)]
         return (*self.core, *plugin.loaded(self.point, names).values())
 
+    def tags(self) -> frozenset[str]:
+        """The values of the key that decides, one or more of each class."""
+        return frozenset(str(tag) for member in self.members() for tag in _tags(member, self.key))
+
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return handler.generate_schema(Annotated[reduce(or_, self.members()), Field(discriminator=self.key)])
 
@@ -62,8 +67,9 @@ class NameOf:
 
 
 def _tags(member: Any, key: str) -> Iterator[Any]:
-    """The values of a class's key."""
-    yield from get_args(member.model_fields[key].annotation)
+    """The values of a class's key, a literal."""
+    fields = getattr(member, "model_fields", None)
+    yield from get_args(fields[key].annotation if fields else typing.get_type_hints(member)[key])
 
 
 def open_union(annotation: Any) -> OneOf[Any] | None:

@@ -27,7 +27,7 @@ def test_a_turn_makes_no_more_calls_than_recorded() -> None:
 
 
 PLANTED = """
-from engine.limits import Limit
+from engine.limit import Limit
 
 is_reached = Limit.is_reached
 

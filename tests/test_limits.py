@@ -1,4 +1,4 @@
-"""A limit is one field of `LimitsSpec` and one entry of `LIMITS`: everything else follows from these two."""
+"""A limit is one field of `LimitsSpec` and one entry of the table: everything else follows from these two."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ from engine.validate.context import CheckContext
 from engine.validate.worst_case import worst_case
 from engine.cli.main import main
 from engine.cli.commands.schema import generated
+from spec_page import spec_page
 from engine.machine.guards import guard_problems
 from engine.spec.load import load_spec
 from engine.store import RunStore, find_run
@@ -93,7 +94,7 @@ told = {
     "guard": [str(item) for item in guard_problems("steps.environment < limits.environment_steps")],
     "unbounded": found(load("null", "1 && task.q")),
     "constant": found(load("3", "3")),
-    "docs": next(line for line in files["docs/spec.md"].splitlines() if line.startswith("| `limits.environment_steps`")),
+    "docs": next(line for line in spec_page().splitlines() if line.startswith("| `limits.environment_steps`")),
     "schema": "environment_steps" in json.loads(files["schemas/json/episode.schema.json"])["$defs"]["LimitsSpec"]["properties"],
 }
 loaded = load("3", "1 && task.q")
@@ -120,12 +121,12 @@ def test_a_limit_that_is_added_is_known_everywhere(tmp_path: Path) -> None:
     for name in ("engine", "schemas", "environments", "docs"):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=skip)
     add(tree / "schemas/limits.py", "class LimitsSpec(", "    turn_tokens: int", FIELD)
-    add(tree / "engine/limits.py", "LIMITS: tuple", '    Limit("turn_tokens"', ENTRY)
+    add(tree / "engine/limits.py", "_CORE: tuple", '    Limit("turn_tokens"', ENTRY)
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "game.py").write_text(SPEC_CODE)
     (folder / "spec.yaml").write_text(SPEC)
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}/scripts/docs", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=folder, env=environment, capture_output=True, text=True)
     line = next((line for line in done.stdout.splitlines() if line.startswith("TOLD")), None)
     assert line is not None, done.stdout + done.stderr

@@ -19,7 +19,8 @@ from engine.agents.program import AgentProgram, ProgramBody, ProgramEnd
 from engine.agents.rewards import SOURCE, read_end
 from engine.agents.wire.requests import ApiError, ModelRequest, Session
 from engine.errors import SpecCodeError
-from engine.limits import CONTEXT, LIMITS, PROMPT_LIMITS, Limit
+from engine.limit import Limit
+from engine.limits import CONTEXT, LIMITS, PROMPT_LIMITS
 from engine.rewards.ledger import REWARD
 from engine.schemas.environment import ProgramSettings
 from engine.schemas.reward import RewardEvent

@@ -9,7 +9,7 @@ from engine.actions.base import BuiltInAction, EpisodeObjects, Services, bounds_
 from engine.actions.workers import call_spec_code
 from engine.episode import Episode
 from engine.errors import SpecCodeError
-from engine.limits import Limit
+from engine.limit import Limit
 from engine.schemas.environment import UserTurn
 from engine.schemas.journal import UserRecord
 from engine.schemas.message import ContentPart, Message

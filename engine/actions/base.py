@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from engine.actions.facts import ACTIONS
 from engine.errors import LedgerError
-from engine.limits import Limit, limits_of
+from engine.limit import Limit
+from engine.limits import limits_of
 from engine.rewards.ledger import blame_of
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.actions.action_facts import OWN_ACTION_SECONDS
 from engine.actions.base import EpisodeObjects, LimitedAction, Services, post_rewards
-from engine.actions.facts import OWN_ACTION_SECONDS
 from engine.actions.workers import call_spec_code
 from engine.episode import Episode
 from engine.errors import SpecCodeError

@@ -4,16 +4,18 @@ The action classes, the static checks, the worst case, scenario coverage, the JS
 and do not repeat it. The table is here and not on the classes because `engine validate` reads it, and importing the
 classes (backends, worker processes) would double its start-up time.
 
-To add an action, add its file in this folder and its entry in `ACTIONS`. Limits are in `engine.limits`.
+To add an action, add its file in this folder and its entry in `_CORE`. A plugin adds one by the point `actions` of its face.
+Limits are in `engine.limits`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from engine import plugin
+from engine.actions.action_facts import ALWAYS, NO_CALLS, OVERFLOW, OWN_ACTION_SECONDS, SURE_CALLS, ActionFacts
 from engine.limits import limits_of
 
 if TYPE_CHECKING:
@@ -21,47 +23,8 @@ if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.machine import StateSpec
 
-Seconds = Callable[["EpisodeSpec", "StateSpec"], float]
-"""Maximum seconds of one visit of a state; infinite if there is no limit."""
-
-LIMIT = "limit"
-"""The event of a state whose action did not start because a limit was reached."""
-OVERFLOW = "overflow"
-"""The event of `generate` before a prompt that leaves no room for a reply, in states that have a transition for it."""
-FAILED = "failed"
-"""The event of a state whose action failed."""
-ALWAYS: tuple[str, ...] = (LIMIT, FAILED)
-"""Events that may occur in every state except final ones."""
-
-OWN_ACTION_SECONDS = 60.0
-"""Deadline of a custom action whose state sets none."""
-
 SCORERS = {"math-verify": "engine.environments.scorers:math_verify"}
 """Scorers with a short name, and their entry points."""
-
-NO_CALLS, MAYBE_CALLS, SURE_CALLS = 0, 1, 2
-"""What an event says about the tool calls of the newest reply: none, possibly some, at least one."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActionFacts:
-    """One built-in action."""
-
-    use: str
-    """`module:class` of its implementation."""
-    does: str
-    """Its description in one sentence, for the docs."""
-    events: tuple[str, ...] | None
-    """Its possible events besides `ALWAYS`; None: the spec's environment declares them."""
-    seconds: Seconds
-    speaks: Literal["assistant", "user", "tool"] | None = None
-    """Role of the message that it adds to the conversation; None if it adds no message or several roles."""
-    calls: Mapping[str, int] | None = None
-    """For an action that samples a reply: what its events say about tool calls; `MAYBE_CALLS` for events not listed."""
-    overflows: bool = False
-    """Whether it may end with `OVERFLOW` in a state that has a transition for it."""
-    answers_calls: bool = False
-    """Whether it runs the tool calls of the newest reply, and so takes no time without calls."""
 
 
 def _environment(spec: EpisodeSpec, state: StateSpec) -> float:
@@ -96,7 +59,7 @@ def _scoring(spec: EpisodeSpec, state: StateSpec) -> float:
     return _environment(spec, state) + (scorer.seconds if scorer is not None else 0.0)
 
 
-ACTIONS: Mapping[str, ActionFacts] = {
+_CORE: Mapping[str, ActionFacts] = {
     "reset": ActionFacts(
         "engine.actions.reset:ResetAction",
         "Begin the environment and the conversation.",
@@ -150,6 +113,7 @@ ACTIONS: Mapping[str, ActionFacts] = {
     ),
     "step": ActionFacts("engine.actions.custom:EnvironmentStep", "Ask the environment for a step.", None, _environment),
 }
+ACTIONS: Mapping[str, ActionFacts] = {**_CORE, **plugin.loaded("actions", _CORE)}
 """Actions that a state may name besides custom ones (`package.module:name`)."""
 
 

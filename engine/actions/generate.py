@@ -13,7 +13,8 @@ from engine.actions.base import BuiltInAction, EpisodeObjects, Services
 from engine.condensing.window import older_images
 from engine.episode import Episode
 from engine.errors import BackendError, RenderError
-from engine.limits import CONTEXT, Limit, limits_of
+from engine.limit import Limit
+from engine.limits import CONTEXT, limits_of
 from engine.rewards.state_key import compile_state_key
 from engine.schemas.condense import CondenseSpec, PolicySummarySpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Protocol
 
 from engine.condensing.window import older_images
 from engine.errors import ImageError, RenderError, SpecCodeError
-from engine.schemas.journal import AgentRecord, CondenseRecord, Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
+from engine.schemas.journal import (
+    AgentRecord,
+    GenerationRecord,
+    Record,
+    ResetRecord,
+    StepRecord,
+    ToolsRecord,
+    UserRecord,
+)
 from engine.schemas.message import ContentPart, ImagePart, Message, TextPart
 from engine.store.images import measure
 from engine.tokens.images import DIGEST, Source, digest_of, measure_pixels, read_reference
@@ -31,17 +39,21 @@ StoreImages = Callable[["Episode", Record], Awaitable[Record] | None]
 
 def _in_parts(record: Record) -> bool:
     """Return whether a record has content that is not only text."""
+    if isinstance(record, GenerationRecord):
+        return False
     if isinstance(record, UserRecord):
         return not isinstance(record.turn.content, str)
     if isinstance(record, ToolsRecord):
         return any(not isinstance(result.content, str) for result in record.results)
-    said: list[Message] = []
+    said: Sequence[Message]
     if isinstance(record, ResetRecord):
         said = [*(record.prompt or ()), *record.reset.messages]
     elif isinstance(record, AgentRecord):
         said = record.messages
     elif isinstance(record, StepRecord):
-        said = list(record.step.messages)
+        said = record.step.messages
+    else:
+        said = record.said()
     return any(not isinstance(message.content, str) for message in said)
 
 
@@ -141,10 +153,6 @@ class ImageStorer:
                 return record
             stored_step = record.step.model_copy(update={"messages": messages})
             return self._counted(replace(record, step=stored_step), episode, messages)
-        if isinstance(record, CondenseRecord) and record.thread is not None:
-            stands = [item for item in record.thread if isinstance(item, Message)]
-            new = iter(await self._messages(stands, "environment", episode) or stands)
-            return replace(record, thread=[item if isinstance(item, int) else next(new) for item in record.thread])
         if isinstance(record, ToolsRecord):
             contents = [await self._content(result.content, "tool", episode) for result in record.results]
             if all(content is None for content in contents):
@@ -162,7 +170,8 @@ class ImageStorer:
             stored_turn = record.turn.model_copy(update={"content": content})
             said = [Message(role="user", content=content)]
             return self._counted(replace(record, turn=stored_turn), episode, said)
-        return record
+        own = await self._messages(record.said(), "environment", episode)
+        return record if own is None else record.with_said(own)
 
     def _counted(self, record: Record, episode: Episode, *said: Sequence[Message]) -> Record:
         """Check that there are not more images than the model takes, without those that are condensed before the next prompt."""

@@ -11,9 +11,13 @@ from dataclasses import dataclass, field, replace
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
 from engine.limits import FIELDS, LIMITS
 from engine.schemas.descriptions import description_of
 from engine.schemas.limits import LimitsSpec
+from engine.schemas.sections import section_fields
 
 Types = frozenset[str]
 """The CEL types that a value may have: usually one, several for a limit that may be unset, `DYN` for any."""
@@ -52,9 +56,13 @@ def _limit_types(annotation: Any) -> Types:
 
 
 def _limits() -> dict[str, Member]:
+    keys: dict[str, tuple[FieldInfo, type[BaseModel]]] = {
+        name: (info, LimitsSpec) for name, info in LimitsSpec.model_fields.items()
+    }
+    keys |= {name: (info, model) for name, info, model in section_fields(LimitsSpec)}
     return {
-        name: Member(_limit_types(info.annotation), description_of(LimitsSpec, name) or "")
-        for name, info in LimitsSpec.model_fields.items()
+        name: Member(_limit_types(info.annotation), description_of(model, name) or "")
+        for name, (info, model) in keys.items()
         if name in FIELDS
     }
 

@@ -23,7 +23,7 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 from engine.errors import SpecCodeError, StoreError
 from engine.schemas.experts import pack_experts
 from engine.schemas.generation import Generation
-from engine.schemas.journal import JournalEntry, Record
+from engine.schemas.journal import GenerationRecord, JournalEntry, Record, UnreadRecord, record_kinds
 from engine.schemas.reward import Posting
 from engine.schemas.trajectory import Branch, EpisodeScore, Span, Trajectory
 from engine.storable import MAX_SIZE, refusal, valid_text
@@ -111,7 +111,7 @@ def write_record(record: Record) -> Written:
         SpecCodeError: it holds a value that `engine.storable` refuses; the blame is on the part that returned it.
     """
     try:
-        if record.kind == "generation":
+        if isinstance(record, GenerationRecord):
             generation = record.generation
             tokens = array_bytes(generation.output_ids) + array_bytes(generation.logprobs)
             said = {name: getattr(generation, name) for name in _BESIDE_ARRAYS}
@@ -124,7 +124,7 @@ def write_record(record: Record) -> Written:
         problem = next(filter(None, (refusal({place: answer}) for place, answer in (answers or {}).items())), None)
         if problem is not None:
             raise _unsayable(problem)
-        text = json_of(record)
+        text = json_of(record.data if type(record) is UnreadRecord else record)
         if len(text) > 4 * MAX_SIZE:
             raise _unsayable(f"it has {len(text):,} characters as JSON; {4 * MAX_SIZE:,} are allowed")
         return Written(record.kind, text, None, record if answers is None else type(record).read_json(text))
@@ -181,6 +181,9 @@ def read_entry(row: Sequence[Any]) -> JournalEntry:
                 generation["routed_experts"] = {"shape": shape, "dtype": dtype, "data": tokens[end:]}
             generation["output_ids"] = array_from(tokens[: end // 2], np.int32)
             generation["logprobs"] = array_from(tokens[end // 2 : end], np.float32)
+        if kind not in record_kinds():
+            unread = UnreadRecord(kind=kind, data=record)
+            return JournalEntry(seq=seq, state=state, event=event, dest=dest, record=unread, at=at, seconds=seconds)
         told = {"seq": seq, "state": state, "event": event, "dest": dest, "record": record, "at": at}
         return JournalEntry.read(told | {"seconds": seconds})
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from engine.schemas.generation import Generation
+from engine.schemas.journal import GenerationRecord
 from engine.schemas.trajectory import Trajectory
 from engine.store import codec
 
@@ -31,7 +32,7 @@ def routed_generations(connection: sqlite3.Connection, number: int) -> list[Gene
         (number,),
     )
     records = (codec.read_entry(row).record for row in rows)
-    return [record.generation for record in records if record.kind == "generation"]
+    return [record.generation for record in records if isinstance(record, GenerationRecord)]
 
 
 def with_experts(trajectory: Trajectory, routed: Sequence[int | None], generations: Sequence[Generation]) -> Trajectory:

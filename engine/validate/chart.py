@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.actions.facts import ACTIONS, NO_CALLS
+from engine.actions.action_facts import NO_CALLS
+from engine.actions.facts import ACTIONS
 from engine.limits import COUNTERS
 from engine.validate.logic import Formula
 

@@ -68,7 +68,7 @@ def never_binds(ctx: CheckContext) -> Iterator[Finding]:
     limits = ctx.spec.limits
     if ctx.graph.exact:
         for index, name in enumerate(COUNTS):
-            value = getattr(limits, name)
+            value = limits.value_of(name)
             most = most_counts(ctx.graph)[index] if value is not None and ctx.written("limits", name) else None
             if most is not None and most < value:
                 ever = f"at most {most:.0f} can occur" if most else "none can occur"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.actions.facts import ACTIONS, ALWAYS
+from engine import plugin
+from engine.actions.action_facts import ALWAYS
+from engine.actions.facts import ACTIONS
 from engine.schemas.machine import TransitionSpec
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import listed
@@ -64,7 +66,8 @@ def unknown_action(ctx: CheckContext) -> Iterator[Finding]:
     """A name without a colon that is none of the built-in actions."""
     for name, state in ctx.spec.machine.states.items():
         if state.action is not None and ":" not in state.action and state.action not in ACTIONS:
-            fix = f"{nearest(state.action, ACTIONS)} (one of your own is `package.module:name`)"
+            near = f"{nearest(state.action, ACTIONS)} (one of your own is `package.module:name`)"
+            fix = plugin.missing("actions", state.action) or near
             yield Finding(f"there is no action `{state.action}`", ("machine", "states", name, "action"), fix)
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from engine.actions.facts import ACTIONS, ALWAYS, OVERFLOW
-from engine.limits import COUNTERS, EPISODE_SECONDS, FIELDS, UNBOUNDED, limits_of
+from engine.actions.action_facts import ALWAYS, OVERFLOW
+from engine.actions.facts import ACTIONS
+from engine.limit import UNBOUNDED
+from engine.limits import COUNTERS, EPISODE_SECONDS, FIELDS, limits_of
 from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, machine_of
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.machine import StateSpec
@@ -210,9 +212,8 @@ class MachineContext(CodeContext):
 
 
 def _values(limits: LimitsSpec) -> tuple[tuple[str, float], ...]:
-    return tuple(
-        (name, float(UNBOUNDED if value is None else min(value, UNBOUNDED))) for name, value in limits if name in FIELDS
-    )
+    values = ((name, limits.value_of(name)) for name in FIELDS)
+    return tuple((name, float(UNBOUNDED if value is None else min(value, UNBOUNDED))) for name, value in values)
 
 
 def _closure(starts: Iterable[str], steps: Iterable[tuple[str, str]]) -> frozenset[str]:

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from engine.actions.facts import ACTIONS, NO_CALLS, seconds_of
+from engine.actions.action_facts import NO_CALLS
+from engine.actions.facts import ACTIONS, seconds_of
 from engine.errors import SpecError
-from engine.limits import COUNTERS, EPISODE_SECONDS, LIMITS, UNBOUNDED
+from engine.limit import UNBOUNDED
+from engine.limits import COUNTERS, EPISODE_SECONDS, LIMITS
 from engine.schemas.episode import EpisodeSpec
 from engine.spec.tasks import count_tasks
 from engine.validate.chart import TURNS, Place
@@ -129,7 +131,7 @@ def count_bound(ctx: CheckContext, name: str) -> Bound:
 
 def _count(ctx: CheckContext, graph: Graph, index: int) -> Bound:
     name = COUNTS[index]
-    own = getattr(ctx.spec.limits, name)
+    own = ctx.spec.limits.value_of(name)
     own = None if own is None else min(own, UNBOUNDED)
     if not graph.exact:
         if graph.walked and not any(index in step.used for steps in graph.steps.values() for step in steps):
@@ -145,10 +147,10 @@ def _binding(ctx: CheckContext, index: int, most: float) -> str:
     """The limit whose increase would increase the counter's maximum."""
     limits = ctx.spec.limits
     for name in (COUNTS[index], *(name for name in COUNTS if name != COUNTS[index])):
-        value = getattr(limits, name)
+        value = limits.value_of(name)
         if value is None:
             continue
-        wider = explore(ctx.chart(limits.model_copy(update={name: value + 1})))
+        wider = explore(ctx.chart(limits.with_value(name, value + 1)))
         grows = most_counts(wider)[index] > most if wider.exact else name == COUNTS[index] and most == value
         if grows:
             return f"limits.{name}"

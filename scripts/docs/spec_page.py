@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from engine.actions.facts import ACTIONS, ALWAYS, LIMIT
+from engine.actions.action_facts import ALWAYS, LIMIT
+from engine.actions.facts import ACTIONS
 from engine.limits import LIMITS
 from engine.machine.presets import ABOUT, resolve_machine
 from engine.machine.variables import VARIABLES

@@ -13,7 +13,8 @@ import pytest
 import engine
 from engine.actions.base import BuiltInAction
 from engine.actions.facts import ACTIONS
-from engine.limits import COUNTERS, EPISODE_SECONDS, LIMITS, Limit
+from engine.limit import Limit
+from engine.limits import COUNTERS, EPISODE_SECONDS, LIMITS
 from engine.machine.variables import VARIABLES
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.model import ModelSpec
@@ -72,4 +73,4 @@ def test_no_other_module_lists_the_events_of_an_action_or_the_count_limits() -> 
 def test_reading_the_facts_does_not_import_the_actions() -> None:
     code = "import sys, engine.validate.context; print([m for m in sys.modules if m.startswith('engine.actions.')])"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert told.strip() == "['engine.actions.facts']"
+    assert told.strip() == "['engine.actions.action_facts', 'engine.actions.facts']"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.actions.facts import ACTIONS, ALWAYS
+from engine.actions.action_facts import ALWAYS
+from engine.actions.facts import ACTIONS
 from engine.machine.guards import guard_problems
 from engine.machine.presets import ABOUT, PRESETS, ResolvedTransition, resolve_machine
 from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec

@@ -21,8 +21,9 @@ from engine.errors import StoreError
 from engine.schemas.base import Struct
 from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.generation import Generation, SamplingParams, VersionSpan
-from engine.schemas.journal import JournalEntry, RecordBase
+from engine.schemas.journal import JournalEntry, RecordBase, UnreadRecord
 from engine.schemas.message import ImagePart, Message, TextPart
+from engine.schemas.open_union import open_union
 from engine.schemas.reward import RewardEvent
 from engine.schemas.trajectory import Branch, EpisodeScore, Span, Trajectory
 from engine.store import RunStore, codec
@@ -44,12 +45,15 @@ events = st.builds(RewardEvent, value=floats, name=st.none() | texts, cause=text
     turn=st.just("last"),
 )
 parts = st.builds(TextPart, text=texts) | st.builds(ImagePart, image=texts, width=st.none() | st.integers(1, 9))
+unknown = texts.map(lambda text: f"of a plugin: {text}")
 contents = texts | st.lists(parts, max_size=2)
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a field's type."""
     origin, inside = get_origin(kind), get_args(kind)
+    if (union := open_union(kind)) is not None:
+        return st.one_of([structs(one) for one in union.members()])
     if origin is Annotated:
         return values_of(inside[0])
     if origin in (Union, UnionType):
@@ -91,12 +95,18 @@ def structs(struct: type[Struct]) -> st.SearchStrategy[Any]:
         return generations()
     if struct is Branch:
         return branches()
+    if struct is UnreadRecord:
+        return st.builds(lambda kind, data: UnreadRecord(kind=kind, data=data | {"kind": kind}), unknown, facts)
     return st.deferred(
         lambda: st.builds(
             struct,
-            **{name: values_of(kind) for name, kind in get_type_hints(struct).items() if name in _fields(struct)},
+            **{name: values_of(kind) for name, kind in _hints(struct).items() if name in _fields(struct)},
         )
     )
+
+
+def _hints(struct: type[Struct]) -> dict[str, Any]:
+    return get_type_hints(struct, include_extras=True)
 
 
 def _fields(struct: type[Struct]) -> list[str]:
@@ -160,7 +170,8 @@ def test_what_a_struct_says_as_json_is_read_back_as_the_same(struct: type[Struct
 
 
 def test_every_kind_of_record_is_drawn() -> None:
-    kinds = {get_args(get_type_hints(one)["kind"])[0] for one in RecordBase.__subclasses__() if one in STRUCTS}
+    records = {one for one in RecordBase.__subclasses__() if one in STRUCTS} - {UnreadRecord}
+    kinds = {get_args(get_type_hints(one)["kind"])[0] for one in records}
     assert kinds == {"reset", "agent", "generation", "tools", "user", "step", "condense", "score", "limit", "failure"}
 
 

@@ -259,11 +259,11 @@ def what_happened(entry: JournalEntry) -> Text:
 
     from engine.schemas.journal import (
         AgentRecord,
-        CondenseRecord,
         FailureRecord,
         GenerationRecord,
         LimitRecord,
         ResetRecord,
+        ScoreRecord,
         StepRecord,
         ToolsRecord,
         UserRecord,
@@ -289,9 +289,6 @@ def what_happened(entry: JournalEntry) -> Text:
             )
         case AgentRecord():
             words = f"status {record.status}" if record.status is not None else "killed"
-        case CondenseRecord():
-            what = _count(len(record.blocks), "block") if record.blocks else "older images"
-            words = "nothing shorter" if record.thread is None else f"{what}, {record.before} → {record.after} tokens"
         case LimitRecord(overflow=True, limit="images"):
             words = f"{record.value:g} images: older ones are condensed"
         case LimitRecord(overflow=True):
@@ -300,8 +297,10 @@ def what_happened(entry: JournalEntry) -> Text:
             words = f"{record.limit} reached {record.value:g}"
         case FailureRecord():
             words = f"{record.failure.kind} ({record.failure.blame}): {record.failure.message}"
-        case _:
+        case ScoreRecord():
             words = _count(len(record.rewards), "reward")
+        case _:
+            words = record.words()
     return Text(visible(words))
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.actions.facts import FAILED, LIMIT, may_be_limited
+from engine.actions.action_facts import FAILED, LIMIT
+from engine.actions.facts import may_be_limited
 from engine.errors import EngineError
 from engine.machine.guards import Guard
 from engine.machine.presets import ResolvedMachine, ResolvedTransition

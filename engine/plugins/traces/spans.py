@@ -36,15 +36,11 @@ from engine.masking import mask, mask_values
 from engine.plugins.traces.content import Replies, message_json, result_json
 from engine.plugins.traces.spec import TracesSpec
 from engine.schemas.journal import (
-    AgentRecord,
-    CondenseRecord,
     FailureRecord,
     GenerationRecord,
     JournalEntry,
     LimitRecord,
-    ResetRecord,
     ScoreRecord,
-    StepRecord,
     ToolsRecord,
     UserRecord,
 )
@@ -56,15 +52,6 @@ if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.trajectory import Trajectory
 
-_NAMES = {
-    ResetRecord: "reset",
-    StepRecord: "step",
-    ScoreRecord: "score",
-    CondenseRecord: "condense",
-    AgentRecord: "agent",
-    UserRecord: "user",
-}
-"""Names of the spans of records that the conventions have no span for."""
 Attributes = dict[str, Any]
 
 
@@ -195,7 +182,7 @@ class SpanBuilder:
                 if isinstance(record, UserRecord) and replies is not None:
                     said = message_json(Message(role="user", content=record.turn.content))
                     attributes["gen_ai.output.messages"] = _json([said])
-                self._start(_NAMES[type(record)], place, begin, attributes).end(end)
+                self._start(record.kind, place, begin, attributes).end(end)
 
     def _episode_attributes(self, trajectory: Trajectory) -> Attributes:
         outcome = trajectory.outcome

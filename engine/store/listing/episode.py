@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from engine.rewards.ledger import SealedLedger
 from engine.schemas.journal import (
     AgentRecord,
-    CondenseRecord,
     FailureRecord,
     GenerationRecord,
     JournalEntry,
@@ -288,12 +287,12 @@ def _details(entry: JournalEntry) -> Document:
             return _score(record)
         case AgentRecord():
             return {"messages": len(record.messages), "reason": record.reason, "output": record.output}
-        case CondenseRecord():
-            return {"before": record.before, "after": record.after, "blocks": len(record.blocks)}
         case LimitRecord():
             return {"limit": record.limit, "value": record.value}
         case FailureRecord():
             return {"failure": plain(record.failure.plain())}
+        case _:
+            return record.summary()
 
 
 def _score(record: ScoreRecord) -> Document:

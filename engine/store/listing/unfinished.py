@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError
 from engine.schemas.journal import (
     AgentRecord,
-    CondenseRecord,
     GenerationRecord,
     JournalEntry,
     ResetRecord,
@@ -56,8 +55,8 @@ def partial_episode(store: RunReader, row: EpisodeRow, journal: Sequence[Journal
                 messages += record.step.messages
             case AgentRecord():
                 messages += record.messages
-            case CondenseRecord():
-                messages += [each for each in record.thread or [] if isinstance(each, Message)]
+            case _:
+                messages += record.said()
     last = journal[-1] if journal else None
     return Trajectory(
         run_id=store.run_id,

@@ -1,0 +1,50 @@
+"""What is known of an action without its class. The table of all actions is in `engine.actions.facts`; plugins add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.machine import StateSpec
+
+Seconds = Callable[["EpisodeSpec", "StateSpec"], float]
+"""Maximum seconds of one visit of a state; infinite if there is no limit."""
+
+LIMIT = "limit"
+"""The event of a state whose action did not start because a limit was reached."""
+OVERFLOW = "overflow"
+"""The event of `generate` before a prompt that leaves no room for a reply, in states that have a transition for it."""
+FAILED = "failed"
+"""The event of a state whose action failed."""
+ALWAYS: tuple[str, ...] = (LIMIT, FAILED)
+"""Events that may occur in every state except final ones."""
+
+OWN_ACTION_SECONDS = 60.0
+"""Deadline of a custom action whose state sets none."""
+
+NO_CALLS, MAYBE_CALLS, SURE_CALLS = 0, 1, 2
+"""What an event says about the tool calls of the newest reply: none, possibly some, at least one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionFacts:
+    """One built-in action."""
+
+    use: str
+    """`module:class` of its implementation."""
+    does: str
+    """Its description in one sentence, for the docs."""
+    events: tuple[str, ...] | None
+    """Its possible events besides `ALWAYS`; None: the spec's environment declares them."""
+    seconds: Seconds
+    speaks: Literal["assistant", "user", "tool"] | None = None
+    """Role of the message that it adds to the conversation; None if it adds no message or several roles."""
+    calls: Mapping[str, int] | None = None
+    """For an action that samples a reply: what its events say about tool calls; `MAYBE_CALLS` for events not listed."""
+    overflows: bool = False
+    """Whether it may end with `OVERFLOW` in a state that has a transition for it."""
+    answers_calls: bool = False
+    """Whether it runs the tool calls of the newest reply, and so takes no time without calls."""
