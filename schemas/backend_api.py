@@ -74,7 +74,7 @@ class ApiBackendSpec(BackendBase):
 class OpenAIBackendSpec(ApiBackendSpec):
     """Any OpenAI-compatible chat endpoint. It returns only text, so its rows are not trainable."""
 
-    runtime: ClassVar[str] = "engine.backends.openai:OpenAIBackend"
+    runtime: ClassVar[str] = "engine.plugins.chat_apis.openai:OpenAIBackend"
     unsupported_sampling: ClassVar[tuple[str, ...]] = (
         *CONSTRAINTS,
         "top_k",

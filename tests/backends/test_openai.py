@@ -14,8 +14,8 @@ import pytest
 from generate_requests import generate_request
 
 from engine.backends.budget import Budget
-from engine.backends.openai import OpenAIBackend
 from engine.errors import BackendError, BudgetError, ContextOverflow
+from engine.plugins.chat_apis.openai import OpenAIBackend
 from engine.schemas.backend import OpenAIBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart, MalformedCall, Message, TextPart, ToolCall

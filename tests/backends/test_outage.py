@@ -16,10 +16,10 @@ from sglang_cluster import Call, cluster
 from slow_cases import each_once, slow_after
 
 from engine.backends.http.outage import Outage
-from engine.backends.openai import OpenAIBackend
 from engine.backends.sglang.client import SGLangBackend
 from engine.deadline import PausableClocks
 from engine.errors import BackendError, OutageError
+from engine.plugins.chat_apis.openai import OpenAIBackend
 from engine.schemas.backend import OpenAIBackendSpec, SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import Message

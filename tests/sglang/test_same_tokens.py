@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from generate_requests import generate_request
 
-from engine.backends.openai import OpenAIBackend
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
+from engine.plugins.chat_apis.openai import OpenAIBackend
 from engine.schemas.backend import LocalBackendSpec, OpenAIBackendSpec, SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message

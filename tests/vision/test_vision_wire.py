@@ -131,7 +131,7 @@ def test_images_and_places_must_be_as_many(vision: Vision) -> None:
 def test_an_openai_endpoint_is_shown_images_of_the_run_store_as_urls(
     vlm: Callable[[str], Path], vision: Vision
 ) -> None:
-    from engine.backends.openai import OpenAIBackend
+    from engine.plugins.chat_apis.openai import OpenAIBackend
     from engine.schemas.backend import OpenAIBackendSpec
     from engine.schemas.message import Message, TextPart
 
