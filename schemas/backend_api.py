@@ -93,7 +93,7 @@ class OpenAIBackendSpec(ApiBackendSpec):
 class AnthropicBackendSpec(ApiBackendSpec):
     """Anthropic's Messages API, or an endpoint with the same protocol. It returns only text, so its rows are not trainable."""
 
-    runtime: ClassVar[str] = "engine.backends.anthropic:AnthropicBackend"
+    runtime: ClassVar[str] = "engine.plugins.chat_apis.anthropic:AnthropicBackend"
     max_temperature: ClassVar[float] = 1.0
     unsupported_sampling: ClassVar[tuple[str, ...]] = (
         *CONSTRAINTS,

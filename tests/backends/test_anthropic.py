@@ -14,8 +14,8 @@ from anthropic_kit import HIDDEN, PICTURE, body, called, is_valid, never_asked, 
 from api_server import THOUGHT, ApiServer
 from test_openai import TOOL
 
-from engine.backends.anthropic import NO_TEXT, AnthropicBackend
 from engine.errors import BackendError
+from engine.plugins.chat_apis.anthropic import NO_TEXT, AnthropicBackend
 from engine.schemas.backend import AnthropicBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
