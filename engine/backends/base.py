@@ -16,8 +16,8 @@ from engine.schemas.generation import GenerateRequest, Generation, SamplingParam
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.backends.budget import Budget
     from engine.backends.http.outage import Outage
+    from engine.plugins.chat_apis.budget import Budget
     from engine.schemas.backend import BackendBase
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat

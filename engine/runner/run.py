@@ -48,7 +48,7 @@ from engine.validate.drivers import refuse_many
 if TYPE_CHECKING:
     from engine.agents.program import ProgramBodies
     from engine.backends.base import Backend
-    from engine.backends.budget import Budget
+    from engine.plugins.chat_apis.budget import Budget
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory

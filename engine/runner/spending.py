@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.actions.role_models import backend_specs
-from engine.backends.budget import Budget
+from engine.plugins.chat_apis.budget import Budget
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend

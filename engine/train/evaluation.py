@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.backends.base import Backend
-    from engine.backends.budget import Budget
+    from engine.plugins.chat_apis.budget import Budget
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat

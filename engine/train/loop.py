@@ -37,7 +37,7 @@ from engine.train.stopping import unless_stopped
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
-    from engine.backends.budget import Budget
+    from engine.plugins.chat_apis.budget import Budget
     from engine.runner.stats import Live
     from engine.spec.load import LoadedSpec
     from engine.store.export import Row

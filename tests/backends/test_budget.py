@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.backends.budget import Budget, Usage
 from engine.errors import BudgetError
+from engine.plugins.chat_apis.budget import Budget, Usage
 from engine.schemas.backend import PricesSpec
 
 

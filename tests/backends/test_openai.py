@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from generate_requests import generate_request
 
-from engine.backends.budget import Budget
 from engine.errors import BackendError, BudgetError, ContextOverflow
+from engine.plugins.chat_apis.budget import Budget
 from engine.plugins.chat_apis.openai import OpenAIBackend
 from engine.schemas.backend import OpenAIBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from engine.backends.budget import Usage
 from engine.backends.http.refusal import refusal
 from engine.backends.http.reply import HttpReply
 from engine.errors import BackendError
 from engine.plugins.chat_apis.backend import Answer, ApiBackend, UnusableReplyError
+from engine.plugins.chat_apis.budget import Usage
 from engine.schemas.backend import AnthropicBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message, TextPart

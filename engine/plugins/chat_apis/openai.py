@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from engine.backends.budget import Usage
 from engine.backends.http.reply import HttpReply
 from engine.plugins.chat_apis.backend import Answer, ApiBackend, UnusableReplyError
+from engine.plugins.chat_apis.budget import Usage
 from engine.schemas.backend import OpenAIBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message, TextPart
