@@ -13,8 +13,8 @@ from api_server import ApiServer, Fault
 from test_openai import request
 from typing_extensions import get_type_hints, is_typeddict
 
-from engine.backends.chat_history import paired
 from engine.plugins.chat_apis.anthropic import AnthropicBackend
+from engine.plugins.chat_apis.chat_history import paired
 from engine.schemas.backend import AnthropicBackendSpec
 from engine.schemas.message import Message, ToolCall
 from engine.tokens.format import ChatFormat

@@ -17,7 +17,6 @@ import numpy as np
 import structlog
 
 from engine.backends.base import Backend, refuse_parameters
-from engine.backends.chat_history import paired
 from engine.backends.http.client import HttpClient
 from engine.backends.http.keys import key_headers, read_key
 from engine.backends.http.outage import Outage
@@ -28,6 +27,7 @@ from engine.backends.http.retries import Tries
 from engine.deadline import Deadlines
 from engine.errors import BackendError, OutageError
 from engine.plugins.chat_apis.budget import Usage
+from engine.plugins.chat_apis.chat_history import paired
 from engine.schemas.backend import ApiBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation
 from engine.schemas.message import MalformedCall, Message, ToolCall
