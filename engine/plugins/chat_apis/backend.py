@@ -20,7 +20,6 @@ from engine.backends.base import Backend, refuse_parameters
 from engine.backends.http.client import HttpClient
 from engine.backends.http.keys import key_headers, read_key
 from engine.backends.http.outage import Outage
-from engine.backends.http.pace import Pace
 from engine.backends.http.refusal import UNAVAILABLE, refusal
 from engine.backends.http.reply import HttpFailure, HttpReply
 from engine.backends.http.retries import Tries
@@ -28,6 +27,7 @@ from engine.deadline import Deadlines
 from engine.errors import BackendError, OutageError
 from engine.plugins.chat_apis.budget import Usage
 from engine.plugins.chat_apis.chat_history import paired
+from engine.plugins.chat_apis.pace import Pace
 from engine.schemas.backend import ApiBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation
 from engine.schemas.message import MalformedCall, Message, ToolCall
