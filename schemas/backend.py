@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.schemas.backend_api import AnthropicBackendSpec, ApiBackendSpec, OpenAIBackendSpec, PricesSpec
+from engine.plugins.chat_apis.spec import AnthropicBackendSpec, ApiBackendSpec, OpenAIBackendSpec, PricesSpec
 from engine.schemas.backend_base import CONSTRAINTS, BackendBase
 from engine.schemas.backend_servers import (
     LaunchSpec,
