@@ -29,13 +29,13 @@ from engine.deadline import PausableClocks
 from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
 from engine.executor import RestartNeededError, never_built, until_end
 from engine.factory import EpisodeFactory
+from engine.plugins.chat_apis.costs import paying
 from engine.runner.causes import Causes, Verdict, places
 from engine.runner.crew import rare_collections, run_crew
 from engine.runner.finishing import Finisher
 from engine.runner.guarded import EpisodeGuard
 from engine.runner.observers import episode_observers
 from engine.runner.source import Episodes, InOrder, unfinished
-from engine.runner.spending import paying
 from engine.runner.stats import Live, Summary
 from engine.runner.suspects import Suspects
 from engine.storable import words_of

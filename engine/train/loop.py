@@ -25,8 +25,8 @@ import torch
 
 from engine.drivers.session import of_driver
 from engine.errors import EngineError
+from engine.plugins.chat_apis.costs import open_budget
 from engine.runner.observers import TrainingObservers
-from engine.runner.spending import open_budget
 from engine.train.batch_log import BatchLog, BatchRecord
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
