@@ -9,8 +9,7 @@
     ├── GuardError           a guard or a rule's `when` failed on real values
     ├── BackendError         a backend did not answer; `retryable` says whether a retry may succeed
     │   ├── ContextOverflow  the prompt and the reply exceed the model's context: a limit, not an error
-    │   ├── OutageError      no server is reachable: the run stops, and no episode fails because of it
-    │   └── BudgetError      the run has cost what it may cost: it stops, and no episode fails because of it
+    │   └── OutageError      no server is reachable: the run stops, and no episode fails because of it
     ├── DeviceError          the spec names a device that torch does not have
     ├── SpecCodeError        code that the spec names raised an error, did not answer in time, or gave an invalid answer
     ├── StoreError           a run cannot be read or written
@@ -45,6 +44,8 @@ class EngineError(Exception):
     """Whether it stops the whole run instead of failing one episode; running episodes can be resumed."""
     drains: bool = False
     """With `stops_run`: the other episodes are not cancelled, because each stops by itself before its next request."""
+    resume_words: str = ""
+    """With `stops_run`: what the command that resumes the run must say in addition, after a space."""
 
     def __reduce__(self) -> Any:
         return _restored, (type(self), self.args, self.__dict__)  # pickle would call `__init__` with the message alone
@@ -153,13 +154,6 @@ class OutageError(BackendError):
     (kind `outage`)."""
 
     stops_run = True
-
-
-class BudgetError(BackendError):
-    """The run has cost `rollout.max_cost` (kind `budget_reached`)."""
-
-    stops_run = True
-    drains = True
 
 
 class DeviceError(EngineError):

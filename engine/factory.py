@@ -30,6 +30,8 @@ from engine.rewards.rules import compile_rules
 from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.actions.base import EpisodeObjects
     from engine.actions.images import ImageStorer
     from engine.actions.role_models import RoleBackends
@@ -55,6 +57,7 @@ class EpisodeFactory:
         role_backends: Backends that may serve model-played users and judges; without one, calls of the role fail.
         training: The weights of the policy change while episodes run.
         programs: Agent programs that run elsewhere, instead of the spec's.
+        folder: The folder of the run or training; None: nothing is stored.
 
     Raises:
         EngineError: the spec's code cannot be imported, or its machine or rules are invalid.
@@ -71,6 +74,7 @@ class EpisodeFactory:
         role_backends: RoleBackends = "any",
         training: bool = False,
         programs: ProgramBodies | None = None,
+        folder: Path | None = None,
     ) -> None:
         spec = loaded.spec
         self.spec = spec
@@ -78,11 +82,11 @@ class EpisodeFactory:
         generations = asyncio.Semaphore(slots)
         self.roles = RoleModels(loaded, format, backend, generations, allowed=role_backends, training=training)
         """Models of model-played users and judges; the caller who needs them calls `start` and `close`."""
-        self._services = Services(spec, format, backend, workers, generations, self.roles, programs)
+        self.services = Services(spec, format, backend, workers, generations, self.roles, programs, folder)
         resolved = machine_of(spec)
         self.machine = EpisodeMachine(resolved)
-        self.object_builder = ObjectBuilder(self._services, loaded.base)
-        self.actions = build_actions(resolved.states, self._services, loaded.base)
+        self.object_builder = ObjectBuilder(self.services, loaded.base)
+        self.actions = build_actions(resolved.states, self.services, loaded.base)
         """Actions by state; states without an action are left out."""
         self._rules = compile_rules(spec.rewards.reassign)
         self._limits = limit_variables(spec.limits)

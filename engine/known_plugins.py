@@ -8,6 +8,12 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "tool_adapters": ("mcp",),
     },
     "audit": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("audit",)},
+    "chat_apis": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "sections": ("rollout.max_cost",),
+        "backends": ("openai", "anthropic"),
+        "old_options": ("run --max-cost",),
+    },
     "datasets": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "options": ("export --content", "export --images", "export --ground-truth", "export --push", "export --public"),

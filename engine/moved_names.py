@@ -6,6 +6,10 @@ Only the standard library is imported here, because `engine/__init__.py` imports
 from __future__ import annotations
 
 MOVED: dict[str, str] = {
+    "engine.backends.anthropic": "engine.plugins.chat_apis.anthropic",
+    "engine.backends.api": "engine.plugins.chat_apis.backend",
+    "engine.backends.budget": "engine.plugins.chat_apis.budget",
+    "engine.backends.openai": "engine.plugins.chat_apis.openai",
     "engine.backends.vllm": "engine.plugins.vllm",
     "engine.checks": "engine.validate",
     "engine.cli.audit": "engine.plugins.audit.command",
@@ -23,6 +27,7 @@ MOVED: dict[str, str] = {
     "engine.machine.layout": "engine.plugins.pictures.layout",
     "engine.notices": "engine.plugins.notices",
     "engine.scenarios": "engine.plugins.scenarios",
+    "engine.schemas.backend_api": "engine.plugins.chat_apis.spec",
     "engine.schemas.notify": "engine.plugins.notices.spec",
     "engine.schemas.plan": "engine.plugins.plan.spec",
     "engine.schemas.scenario": "engine.plugins.scenarios.schema",

@@ -30,13 +30,14 @@ HOOKS = frozenset(
         "observe_episodes",
         "observe_run",
         "observe_training",
+        "open_service",
         "record_scenario",
         "slow_findings",
         "spec_facts",
     }
 )
 """The names of all hooks. Each is a `Hook` beside the code that calls it."""
-OWNERS = frozenset({"", "limits", "train"})
+OWNERS = frozenset({"", "limits", "rollout", "train"})
 """The parts of the spec to which plugins may add keys: paths of the `SectionOwner` classes."""
 REINSTALL = "pip install --force-reinstall --no-deps episode-engine"
 """What brings a folder of `engine/plugins/` back."""

@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.plugins.chat_apis.spec import AnthropicBackendSpec, ApiBackendSpec, OpenAIBackendSpec, PricesSpec
 from engine.schemas.backend_base import CONSTRAINTS, BackendBase
 from engine.schemas.backend_servers import (
     LaunchSpec,
@@ -25,14 +24,10 @@ from engine.schemas.backend_servers import (
 from engine.schemas.open_union import OneOf
 
 __all__ = [
-    "AnthropicBackendSpec",
-    "ApiBackendSpec",
     "BackendBase",
     "BackendSpec",
     "LaunchSpec",
     "LocalBackendSpec",
-    "OpenAIBackendSpec",
-    "PricesSpec",
     "SGLangBackendSpec",
     "ScriptedBackendSpec",
     "ServersSpec",
@@ -104,8 +99,6 @@ _KINDS: OneOf[BackendBase] = OneOf(
     (
         LocalBackendSpec,
         SGLangBackendSpec,
-        OpenAIBackendSpec,
-        AnthropicBackendSpec,
         ScriptedBackendSpec,
     ),
 )

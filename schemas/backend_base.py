@@ -38,6 +38,8 @@ class BackendBase(Contract):
     """Its servers outlive a run, so their weights may differ from those of `model.path`."""
     releases_memory: ClassVar[bool] = False
     """Its servers can release the memory of their GPUs during an update."""
+    resumable: ClassVar[tuple[str, ...]] = ()
+    """Keys that a resumed run or training may change."""
     takes_messages: ClassVar[bool] = False
     """Requests carry messages and tools, and the server applies its own chat template; the ids of a request are not read."""
     takes_images: ClassVar[bool] = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -37,8 +37,10 @@ class KeepSpec(Contract):
     """Groups that a step was trained on. The others are those without signal, cancelled or too old ones."""
 
 
-class RolloutSpec(Contract):
+class RolloutSpec(SectionOwner):
     """Number of episodes, and how many run at once."""
+
+    OWNER: ClassVar[str] = "rollout"
 
     samples_per_task: int = Field(default=1, ge=1)
     """Episodes per task: the size of a group."""
@@ -57,9 +59,6 @@ class RolloutSpec(Contract):
     """Changes only the sampling seed of every turn. A fork uses it to sample other replies."""
     out: str = "runs"
     """Folder in which runs are stored, relative to the current folder."""
-    max_cost: float | None = Field(default=None, gt=0)
-    """What the run may cost, by `prices` of its backends, resumes included. When it is reached, no request is sent any more,
-    replies under way are kept, and the run stops; it can be resumed with `--max-cost`."""
     keep: KeepSpec | None = None
     """Trainings: the groups whose episodes stay in the store. After each checkpoint the tokens, messages and journals of the others are
     dropped, except those that a resume needs; their outcome, reward and counts stay. All episodes stay if not set."""

@@ -313,8 +313,9 @@ def used_plugins(spec: SectionOwner) -> frozenset[str]:
 def _named_by(part: BaseModel) -> Iterator[str]:
     """The entry points of the names of plugins in a part of a spec."""
     for key, point in getattr(part, "PLUGIN_NAMES", {}).items():
-        if use := plugin.entries(point).get(getattr(part, key)):
-            yield use
+        names = getattr(part, key)
+        entries = plugin.entries(point)
+        yield from (entries[name] for name in (names if isinstance(names, list) else [names]) if name in entries)
 
 
 def _use(model: type[BaseModel]) -> str:
@@ -330,4 +331,6 @@ def _parts(part: Any) -> Iterator[BaseModel]:
         yield from _parts([*part.values()])
     elif isinstance(part, BaseModel):
         yield part
+        if isinstance(part, SectionOwner):
+            yield from _parts([*part.sections.values()])
         yield from _parts([getattr(part, name) for name in type(part).model_fields])

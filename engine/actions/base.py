@@ -18,6 +18,8 @@ from engine.limits import limits_of
 from engine.rewards.ledger import blame_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.actions.agent_run import AgentRun
     from engine.actions.role_models import RoleModels
     from engine.actions.toolbox import Toolbox
@@ -52,6 +54,8 @@ class Services:
     """The models that play users and judges."""
     programs: ProgramBodies | None = None
     """The agent programs that run elsewhere; None: the spec's own program is started."""
+    folder: Path | None = None
+    """The folder of the run, or of the training that the episodes are part of; None: nothing is stored."""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.backends.http.outage import Outage
-    from engine.plugins.chat_apis.budget import Budget
     from engine.schemas.backend import BackendBase
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
@@ -53,8 +52,6 @@ class Backend(ABC):
     training: bool = False
     """Whether a training uses the backend, and sends it weights. It sets this before `start`: servers that an earlier training, which was
     killed in the middle of a push, left paused are continued."""
-    budget: Budget | None = None
-    """What the run may cost. The runner sets it; a backend whose config has `prices` asks before each request, and charges each reply."""
 
     @classmethod
     @abstractmethod

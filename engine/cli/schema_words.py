@@ -49,16 +49,6 @@ WORDS: dict[str, dict[str, str]] = {
     "LocalBackendSpec": {"kind": "transformers in this process."},
     "SGLangBackendSpec": {"kind": "SGLang servers, over their native HTTP API."},
     "ScriptedBackendSpec": {"kind": "Replies from a file, without a model."},
-    "OpenAIBackendSpec": {
-        "kind": "Any OpenAI-compatible chat endpoint; its rows do not train.",
-        "model": "The model's name at the endpoint.",
-        "retries": "Attempts after the first, on connection errors and 5xx.",
-    },
-    "AnthropicBackendSpec": {
-        "kind": "Anthropic's Messages API; its rows do not train.",
-        "model": "The model's name at the endpoint.",
-        "retries": "Attempts after the first, on connection errors and 5xx.",
-    },
     "ByMessage": {"by": "Each text of a message is one chunk."},
     "ByTokens": {"by": "Each text is cut into chunks of at most `size` tokens."},
     "ByPassage": {"by": "Each text is cut where a pattern matches."},

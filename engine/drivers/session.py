@@ -255,7 +255,7 @@ async def _session(setup: Setup, slot: int, coordinator: Coordinating) -> Done |
             await backend.close()
         told = backend.stats() | ({"played": runner.role_stats} if runner.role_stats else {})
         (store.folder / "backend.json").write_text(json.dumps(told, indent=2, default=str) + "\n")
-        spent = runner.budget.spent if runner.budget is not None else 0.0
+        spent = runner.cost.spent if runner.cost is not None else 0.0
         result.summary.causes.place = None  # it does not travel
         return Done(name, result.summary, result.faults, result.stopped, spent, told)
     finally:

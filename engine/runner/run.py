@@ -29,12 +29,12 @@ from engine.deadline import PausableClocks
 from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
 from engine.executor import RestartNeededError, never_built, until_end
 from engine.factory import EpisodeFactory
-from engine.plugins.chat_apis.costs import paying
 from engine.runner.causes import Causes, Verdict, places
 from engine.runner.crew import rare_collections, run_crew
 from engine.runner.finishing import Finisher
 from engine.runner.guarded import EpisodeGuard
 from engine.runner.observers import episode_observers
+from engine.runner.services import open_services
 from engine.runner.source import Episodes, InOrder, unfinished
 from engine.runner.stats import Live, Summary
 from engine.runner.suspects import Suspects
@@ -46,9 +46,11 @@ from engine.store.upkeep.fork import shared_entries
 from engine.validate.drivers import refuse_many
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.agents.program import ProgramBodies
     from engine.backends.base import Backend
-    from engine.plugins.chat_apis.budget import Budget
+    from engine.runner.services import Cost
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory
@@ -86,7 +88,7 @@ class Runner:
         store: The store, open for writing; the caller closes it.
         keep_going: Do not stop if all first episodes fail with one cause.
         training: The weights of the policy change while episodes run.
-        budget: The costs of the training that these episodes are part of. Default: the run counts its own.
+        folder: The folder of the training that these episodes are part of. Default: that of the store.
         programs: Agent programs that run elsewhere, instead of the spec's.
 
     Raises:
@@ -103,7 +105,7 @@ class Runner:
         *,
         keep_going: bool = False,
         training: bool = False,
-        budget: Budget | None = None,
+        folder: Path | None = None,
         programs: ProgramBodies | None = None,
     ) -> None:
         refuse_many(loaded, "`Runner`, which runs in one process,")
@@ -120,8 +122,16 @@ class Runner:
         self._suspects = Suspects(store.crashes())
         slots = spec.rollout.concurrency
         self._factory = EpisodeFactory(
-            loaded, format, backend, self._workers, slots=slots, training=training, programs=programs
+            loaded,
+            format,
+            backend,
+            self._workers,
+            slots=slots,
+            training=training,
+            programs=programs,
+            folder=folder or store.folder,
         )
+        self._services = open_services(loaded, self._factory.services)
         self._object_builder = self._factory.object_builder
         self._roles = self._factory.roles
         self._executor = self._factory.executor(
@@ -135,10 +145,7 @@ class Runner:
         self.guard = EpisodeGuard(format, loaded, store.folder) if backend.declared.exact_ids else None
         """Judges ended episodes; None where no row is trained on, because its exact ids are not known."""
         self._finisher = Finisher(store, self._observers, self.guard)
-        self._shared_budget = budget
         self._elsewhere = programs
-        self.budget: Budget | None = None
-        """What the run has cost; None before `serving`, and where no backend has prices."""
         self._faults: list[str] = []
         self._stopped: EngineError | None = None
         self._halt = asyncio.Event()
@@ -294,6 +301,8 @@ class Runner:
             await self._object_builder.close(objects)
             self._backend.release(episode.id)
             self._roles.release(episode.id)
+            for service in self._services:
+                service.release(episode.id)
 
     def count(self, trajectory: Trajectory) -> None:
         """Count a finished episode of this launch.
@@ -304,6 +313,11 @@ class Runner:
         cause = self.summary.add(trajectory)
         if self._verdict is not None:
             self._verdict.add(cause, trajectory.outcome.failure)
+
+    @property
+    def cost(self) -> Cost | None:
+        """What the run, or the training that it is part of, has cost; None before `serving`, and where no costs are counted."""
+        return next((cost for service in self._services if (cost := service.cost) is not None), None)
 
     @property
     def busy_calls(self) -> str:
@@ -331,13 +345,13 @@ class Runner:
         for outage in outages:
             outage.clocks.add(self._clocks)
         try:
-            backends = [self._backend, *self._roles.backends]
-            with (
-                rare_collections(),
-                paying(self.spec, self._store.folder, backends, self._shared_budget) as self.budget,
-            ):
+            with rare_collections():
+                for service in self._services:
+                    await service.start()
                 yield
         finally:
+            for service in self._services:
+                await service.close()
             for outage in outages:
                 outage.clocks.remove(self._clocks)
             self._workers.close()

@@ -145,7 +145,6 @@ class GroupRuns:
                     self._store,
                     keep_going=True,
                     training=True,
-                    budget=self._runner.budget,
                 )
                 runner.live, runner.summary = self._runner.live, self._runner.summary
                 await self._services.enter_async_context(runner.serving())

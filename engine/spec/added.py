@@ -35,6 +35,8 @@ class SpecFacts:
 
     called: tuple[Called, ...] = ()
     """Functions that it names."""
+    one_process: tuple[tuple[str, DataPath, str], ...] = ()
+    """Why several drivers cannot run the spec: a message, its place, and what to do."""
 
 
 SPEC_FACTS: Hook[Callable[[EpisodeSpec], SpecFacts]] = Hook("spec_facts")

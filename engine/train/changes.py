@@ -7,13 +7,10 @@ the batch log; steps that are repeated use the learning rate that they had.
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from engine.errors import TrainError
-from engine.plugin import installed
-from engine.schemas.sections import dump
-from engine.store.header import differences
+from engine.store.changes import changes_of, resumable_keys
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
@@ -43,23 +40,11 @@ ALLOWED = (
     "rollout.live_episodes",
     "rollout.drivers",
     "rollout.out",
-    "rollout.max_cost",
     "rollout.keep",
     "rollout.keep.*",
-    "*.requests_per_minute",
-    "*.tokens_per_minute",
-    "*.prices",
-    "*.prices.*",
     "description",
 )
 """Paths of values that a resume may change, with `resumable_keys`. `*` stands for any characters."""
-
-
-def resumable_keys() -> tuple[str, ...]:
-    """Paths of values of plugins that a resume may change."""
-    sections = (section for plugin in installed().plugins.values() for section in plugin.sections)
-    keys = [section.path(key) for section in sections for key in section.resumable]
-    return tuple(pattern for key in keys for pattern in (key, f"{key}.*"))
 
 
 def check_changes(before: EpisodeSpec, after: EpisodeSpec) -> list[str]:
@@ -71,9 +56,8 @@ def check_changes(before: EpisodeSpec, after: EpisodeSpec) -> list[str]:
     Raises:
         TrainError: kind `train_setup`: other values differ; the message names them.
     """
-    found = sorted({path for path, _, _ in differences(dump(before), dump(after))})
     may_change = (*ALLOWED, *resumable_keys())
-    refused = [path for path in found if not any(fnmatchcase(path, allowed) for allowed in may_change)]
+    changed, refused = changes_of(before, after, may_change)
     if refused:
         named = ", ".join(f"`{path}`" for path in refused[:8])
         raise TrainError(
@@ -82,4 +66,4 @@ def check_changes(before: EpisodeSpec, after: EpisodeSpec) -> list[str]:
             f"{', '.join(may_change)}",
             kind="train_setup",
         )
-    return found
+    return changed

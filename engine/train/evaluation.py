@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.backends.base import Backend
-    from engine.plugins.chat_apis.budget import Budget
+    from engine.runner.services import Cost
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
@@ -71,11 +71,11 @@ class Evaluator:
 
     def __init__(self, loaded: LoadedSpec, folder: Path, train: TrainSpec, *, keep_going: bool) -> None:
         self._loaded = loaded
-        self._folder = folder / "evals"
+        self._folder = folder
         self._train = train
         self._keep_going = keep_going
-        self.budget: Budget | None = None
-        """The costs of the training."""
+        self.cost: Cost | None = None
+        """What the training has cost; None before the first evaluation, and where no costs are counted."""
 
     def due(self, step: int) -> bool:
         """Whether the weights after a step are evaluated."""
@@ -110,11 +110,14 @@ class Evaluator:
 
     async def _evaluate(self, step: int, name: str, format: ChatFormat, backend: Backend) -> dict[str, float]:
         loaded = evaluation_of(self._loaded, name)
-        store = _store_of(loaded, self._folder, f"step-{step:06d}{f'-{name}' if name else ''}")
+        store = _store_of(loaded, self._folder / "evals", f"step-{step:06d}{f'-{name}' if name else ''}")
         try:
             tasks = fitting_tasks(load_tasks(loaded), loaded, format)
-            runner = Runner(loaded, tasks, format, backend, store, keep_going=self._keep_going, budget=self.budget)
-            result = await runner.run()
+            runner = Runner(loaded, tasks, format, backend, store, keep_going=self._keep_going, folder=self._folder)
+            try:
+                result = await runner.run()
+            finally:
+                self.cost = runner.cost
             if result.stopped is not None:
                 raise result.stopped
             if runner.summary.all_failed:

@@ -25,7 +25,6 @@ import torch
 
 from engine.drivers.session import of_driver
 from engine.errors import EngineError
-from engine.plugins.chat_apis.costs import open_budget
 from engine.runner.observers import TrainingObservers
 from engine.train.batch_log import BatchLog, BatchRecord
 from engine.train.checkpoint import Checkpoints, State
@@ -37,7 +36,7 @@ from engine.train.stopping import unless_stopped
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
-    from engine.plugins.chat_apis.budget import Budget
+    from engine.runner.services import Cost
     from engine.runner.stats import Live
     from engine.spec.load import LoadedSpec
     from engine.store.export import Row
@@ -77,8 +76,8 @@ class TrainResult:
     """With `rollout.keep`, unless it was interrupted: what was dropped at the end, and the size of the run store."""
     missing_signal: str = ""
     """How many steps of this launch had no learning signal, and why; empty if few or none."""
-    cost: float | None = None
-    """What the training has cost, resumes included; None where no backend has prices."""
+    cost: Cost | None = None
+    """What the training has cost, resumes included; None where no costs are counted."""
 
 
 class TrainingLoop(ABC):
@@ -117,8 +116,6 @@ class TrainingLoop(ABC):
         self._state = State()
         self._checkpoints = Checkpoints(folder, self.train.checkpoints.keep)
         self._newest_checkpoint: Path | None = None
-        self._budget: Budget | None = None
-        """The costs of the training, evaluations included; None where no backend has prices."""
         self._batch_log = BatchLog(folder)
         # evaluations run in this process, also those of a training with several drivers
         alone = of_driver(loaded, 1, 0) if loaded.spec.rollout.drivers > 1 else loaded
@@ -155,12 +152,15 @@ class TrainingLoop(ABC):
             raise
         finally:
             self._observers.close()
-            if self._budget is not None:
-                self._budget.close()
 
     @abstractmethod
     async def _run_prepared(self, stop: asyncio.Event | None) -> TrainResult:
         """Open what the training needs, and train."""
+
+    @property
+    def _cost(self) -> Cost | None:
+        """What the training has cost, evaluations included; None where no costs are counted."""
+        return self._evaluator.cost
 
     def _sampled_tokens(self) -> int:
         """Return the number of tokens that were sampled since the launch."""
@@ -169,8 +169,7 @@ class TrainingLoop(ABC):
     # --- beginning and end ----------------------------------------------------------------------------------
 
     async def _open_state(self) -> None:
-        """Load the newest checkpoint, or seed torch, and open the metrics and the costs."""
-        self._budget = self._evaluator.budget = open_budget(self.spec, self.folder)
+        """Load the newest checkpoint, or seed torch, and open the metrics."""
         resumed = self._checkpoints.newest()
         if resumed is None:
             torch.manual_seed(self.train.seed)
@@ -201,7 +200,7 @@ class TrainingLoop(ABC):
         state = self._state
         result.steps, result.checkpoint = state.step, self._newest_checkpoint
         result.best, result.best_step = state.best, state.best_step
-        result.cost = None if self._budget is None else self._budget.spent
+        result.cost = self._cost
 
     def _repeated_step(self) -> None:
         """After a repeated step: write the checkpoint that is due, so that repeated kills do not repeat the same steps."""

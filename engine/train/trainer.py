@@ -41,6 +41,7 @@ from engine.validate.drivers import refuse_training
 
 if TYPE_CHECKING:
     from engine.drivers.rollouts import DriverRollouts
+    from engine.runner.services import Cost
     from engine.runner.stats import Live
     from engine.schemas.trajectory import Trajectory
     from engine.store import RunStore
@@ -96,6 +97,12 @@ class Trainer(TrainingLoop):
             await self._backend.close()
 
     _live: Live | None = None
+    _episodes: Runner | DriverRollouts | None = None
+
+    @property
+    def _cost(self) -> Cost | None:
+        own = self._episodes.cost if isinstance(self._episodes, Runner) else None
+        return own or self._evaluator.cost
 
     def _sampled_tokens(self) -> int:
         return self._live.tokens if self._live is not None else 0
@@ -106,6 +113,7 @@ class Trainer(TrainingLoop):
         try:
             runner = self._runner(store)
             self._live = runner.live
+            self._episodes = runner
             runner.live.total = self.train.steps * self.train.tasks_per_step * self.spec.rollout.samples_per_task
             if self._watch is not None:
                 self._watch(runner.live)
@@ -135,7 +143,7 @@ class Trainer(TrainingLoop):
             store,
             keep_going=self._keep_going,
             training=True,
-            budget=self._budget,
+            folder=self.folder,
         )
 
     async def _push_weights(self) -> None:

@@ -34,21 +34,6 @@ def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(conflict, path, "remove one of them")
 
 
-@rule("backend.no-prices", "error", "a limit on the cost of a run in which nothing has a price")
-def no_prices(ctx: CheckContext) -> Iterator[Finding]:
-    """`rollout.max_cost` without `prices` of any backend of the spec."""
-    if ctx.spec.rollout.max_cost is None:
-        return
-    from engine.actions.role_models import backend_specs
-
-    if not any(backend.priced for backend in backend_specs(ctx.spec)):
-        yield Finding(
-            "`max_cost` has no effect: no backend of this spec has `prices`",
-            ("rollout", "max_cost"),
-            "give the API's `prices` in `backend`, or remove `max_cost`",
-        )
-
-
 def _sampled(ctx: CheckContext) -> Iterator[tuple[BackendBase, SamplingParams, DataPath]]:
     """Each backend with the sampling parameters that it is sent, and their path."""
     yield ctx.spec.backend, ctx.spec.sampling, ("sampling",)

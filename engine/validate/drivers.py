@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import SpecError
 from engine.schemas.backend import BackendBase, LocalBackendSpec
+from engine.spec.added import spec_facts
 from engine.spec.text.diagnostic import DataPath, Diagnostic
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
@@ -50,12 +51,8 @@ def problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
             ("rollout", "drivers"),
             "use fewer drivers, or raise `rollout.concurrency` and `rollout.live_episodes`",
         )
-    if rollout.max_cost is not None:
-        yield (
-            "`max_cost` is not supported with several drivers: each counts its own cost",
-            ("rollout", "max_cost"),
-            "remove it, or set `rollout.drivers: 1`",
-        )
+    for facts in spec_facts(spec):
+        yield from facts.one_process
     backends: list[tuple[BackendBase, DataPath]] = [(spec.backend, ("backend",))]
     if (
         any(user.model_played for user in (spec.user, *spec.users.values()) if user is not None)

@@ -20,7 +20,8 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.deadline import PausableClocks
 from engine.errors import BackendError, OutageError
 from engine.plugins.chat_apis.openai import OpenAIBackend
-from engine.schemas.backend import OpenAIBackendSpec, SGLangBackendSpec
+from engine.plugins.chat_apis.spec import OpenAIBackendSpec
+from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import Message
 from engine.tokens.format import ChatFormat

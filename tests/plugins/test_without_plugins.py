@@ -19,6 +19,10 @@ NAMING: dict[str, Spec] = {
         "environment": {"adapter": "gymnasium", "use": "FrozenLake-v1"},
         "tools": [{"adapter": "mcp", "use": "serve"}],
     },
+    "chat_apis": {
+        "backend": {"kind": "openai", "url": "http://127.0.0.1:9/v1", "model": "m"},
+        "rollout": {"max_cost": 1},
+    },
     "notices": {"notify": {"to": [{"kind": "command", "run": "true"}]}},
     "plan": {"train": {"plan": {}}},
     "report": {"train": {"report_to": ["tensorboard"]}},

@@ -14,7 +14,8 @@ from generate_requests import generate_request
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
 from engine.plugins.chat_apis.openai import OpenAIBackend
-from engine.schemas.backend import LocalBackendSpec, OpenAIBackendSpec, SGLangBackendSpec
+from engine.plugins.chat_apis.spec import OpenAIBackendSpec
+from engine.schemas.backend import LocalBackendSpec, SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec

@@ -132,7 +132,7 @@ def test_an_openai_endpoint_is_shown_images_of_the_run_store_as_urls(
     vlm: Callable[[str], Path], vision: Vision
 ) -> None:
     from engine.plugins.chat_apis.openai import OpenAIBackend
-    from engine.schemas.backend import OpenAIBackendSpec
+    from engine.plugins.chat_apis.spec import OpenAIBackendSpec
     from engine.schemas.message import Message, TextPart
 
     form = load_format(ModelSpec(path=str(vlm("qwen2_5_vl"))), Path())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,12 +59,6 @@ def run(
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Continue if the first 16 episodes all fail with one cause.")
     ] = False,
-    max_cost: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="What the run may cost, instead of the spec's `rollout.max_cost`; also with --resume."
-        ),
-    ] = None,
     drivers: Annotated[
         int | None,
         typer.Option(
@@ -95,17 +88,11 @@ def run(
                 "it says what to do again in a run: give --resume RUN too", param_hint="--retry-failed"
             )
         changes = list(overrides or ())
-        if max_cost is not None and resume is None:
-            changes.append(f"rollout.max_cost={max_cost}")
         if drivers is not None and resume is None:
             changes.append(f"rollout.drivers={drivers}")
         loaded, tasks, store = prepare(console, spec, changes, limit, out, resume)
-        if max_cost is not None and resume is not None:
-            rollout = loaded.spec.rollout.model_copy(update={"max_cost": max_cost})
-            loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
         if resume is not None:
-            retry, costs = retry_failed is not None, max_cost is not None
-            loaded = resumed_drivers(loaded, store, drivers, retry=retry, max_cost=costs)
+            loaded = resumed_drivers(loaded, store, drivers, retry=retry_failed is not None)
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(ERROR) from None
@@ -174,7 +161,7 @@ def print_stopped(result: RunResult, folder: Path) -> None:
         typer.Exit: if it did; with status 1 if every episode failed and nothing stopped the run, else with 3.
     """
     from engine.cli.console import make_console
-    from engine.errors import BudgetError, FailingError
+    from engine.errors import FailingError
     from engine.runner.causes import with_trace
     from engine.store.shards import SHARDED
 
@@ -192,10 +179,8 @@ def print_stopped(result: RunResult, folder: Path) -> None:
     elif summary.backend_failed:
         failed = summary.causes.blamed("backend")
         stderr.print(f"The backend failed {failed} of {summary.episodes} episodes", style="red")
-    if isinstance(stopped, BudgetError):
-        echo(f"To continue: {resume} --max-cost AMOUNT", err=True)
-    elif stopped is not None and not isinstance(stopped, FailingError):
-        echo(f"To continue: {resume}", err=True)
+    if stopped is not None and not isinstance(stopped, FailingError):
+        echo(f"To continue: {resume} {stopped.resume_words}".rstrip(), err=True)
     elif (folder / SHARDED).exists():  # a run of several drivers does not run failed episodes again
         echo("Correct it, and run the spec again", err=True)
     else:
@@ -227,11 +212,11 @@ def prepare(
     from engine.validate import refuse_errors, refuse_first_tasks
 
     if resume is not None:
-        if spec is not None or overrides or limit is not None:
-            wrong_usage("--resume continues a run with its own spec; leave out SPEC, --set and --limit")
+        if spec is not None or limit is not None:
+            wrong_usage("--resume continues a run with its own spec; leave out SPEC and --limit")
         store = RunStore.open(find_run(resume, out=out or Path("runs")))
         try:
-            loaded = store.header.loaded_spec(strict=True)
+            loaded = _changed(store.header.loaded_spec(strict=True), overrides, console)
             return loaded, load_tasks(loaded), store
         except BaseException:
             store.close()
@@ -246,6 +231,26 @@ def prepare(
     refuse_first_tasks(loaded, tasks)
     folder = out or Path(loaded.spec.rollout.out)
     return loaded, tasks, RunStore.create(folder, RunHeader.of(loaded, overrides=changes, evaluation=evaluation))
+
+
+def _changed(loaded: LoadedSpec, overrides: list[str], console: Console) -> LoadedSpec:
+    """The spec of a resumed run, with changed values. Raises: SpecError, StoreError: they cannot be changed."""
+    from engine.errors import StoreError
+    from engine.spec.load import override_spec
+    from engine.store.changes import changes_of, resumable_keys
+    from engine.validate import refuse_errors
+
+    if not overrides:
+        return loaded
+    new = override_spec(loaded, overrides)
+    _, refused = changes_of(loaded.spec, new.spec, resumable_keys())
+    if refused:
+        names = ", ".join(f"`{path}`" for path in refused[:8])
+        keys = ", ".join(f"`{key}`" for key in resumable_keys() if not key.endswith(".*"))
+        raise StoreError(f"a resumed run cannot change {names}; what may change: {keys}")
+    for item in refuse_errors(new):
+        console.print(str(item), style="yellow")
+    return new
 
 
 async def drive(
@@ -318,9 +323,9 @@ async def drive(
         echo(f"the backend's counts could not be written: {error}")
     if summary:
         print_summary(console, result.summary, seconds=time.perf_counter() - began, tokens=runner.live.tokens)
-    if budget := runner.budget:
-        most = "" if budget.most is None else f" of at most {budget.most:.6g}"
-        console.print(f"Cost of the run: {budget.spent:.6g}{most}, with users, judges and unfinished episodes")
+    if cost := runner.cost:
+        most = "" if cost.most is None else f" of at most {cost.most:.6g}"
+        console.print(f"Cost of the run: {cost.spent:.6g}{most}, with users, judges and unfinished episodes")
     if busy_calls := runner.busy_calls:
         console.print(busy_calls, highlight=False)
     if certificate := told.get("certificate"):

@@ -73,7 +73,7 @@ def train(
     import asyncio
 
     from engine.cli.console import make_console
-    from engine.errors import BudgetError, EngineError, FailingError
+    from engine.errors import EngineError, FailingError
     from engine.logs import configure_logging
     from engine.store import training as folders
 
@@ -97,8 +97,9 @@ def train(
             echo(error.cause, err=True)
         if folder is not None and (resume is not None or not folders.discard(folder)):
             _draw_plots(folder, console)
-            change = " --set rollout.max_cost=AMOUNT" if isinstance(error, BudgetError) else ""
-            console.print(f"Training: {folder}\nTo continue: engine train --resume {folder}{change}")
+            console.print(
+                f"Training: {folder}\nTo continue: engine train --resume {folder} {error.resume_words}".rstrip()
+            )
         raise typer.Exit(FAILED if error.stops_run else ERROR) from None
     _print_result(result, folder, console, time.perf_counter() - began)
 
@@ -262,7 +263,7 @@ def _print_result(result: TrainResult, folder: Path, console: Console, seconds: 
     if result.best is not None:
         console.print(f"Best evaluation: {result.best:.3f} after step {result.best_step}")
     if result.cost is not None:
-        console.print(f"Cost of the training: {result.cost:.6g}, with its evaluations and unfinished episodes")
+        console.print(f"Cost of the training: {result.cost.spent:.6g}, with its evaluations and unfinished episodes")
     if result.disk is not None:
         from engine.cli.commands.compact import disk_lines
 

@@ -31,9 +31,7 @@ def is_sharded(loaded: LoadedSpec, store: RunStore) -> bool:
     return loaded.spec.rollout.drivers > 1 or (store.folder / SHARDED).exists()
 
 
-def resumed_drivers(
-    loaded: LoadedSpec, store: RunStore, drivers: int | None, *, retry: bool = False, max_cost: bool = False
-) -> LoadedSpec:
+def resumed_drivers(loaded: LoadedSpec, store: RunStore, drivers: int | None, *, retry: bool = False) -> LoadedSpec:
     """The spec of a resumed run, with another number of drivers.
 
     Args:
@@ -41,13 +39,13 @@ def resumed_drivers(
         store: The run's store; closed if the resume is refused.
         drivers: The new number, if there is one.
         retry: Whether failed episodes are to run again.
-        max_cost: Whether the cost of the run was given a new limit.
 
     Raises:
         SpecError: the spec cannot run with several drivers.
         StoreError: the run was begun without drivers, or one with drivers is asked for something that these do not support.
     """
     from engine.errors import StoreError
+    from engine.spec.added import spec_facts
     from engine.store.shards import SHARDED
     from engine.validate.drivers import refuse_drivers
 
@@ -59,9 +57,11 @@ def resumed_drivers(
             rollout = loaded.spec.rollout.model_copy(update={"drivers": drivers})
             loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
         if begun or loaded.spec.rollout.drivers > 1:
-            for given, option in ((retry, "--retry-failed"), (max_cost, "--max-cost")):
-                if given:
-                    raise StoreError(f"{option} is not supported in a run with several drivers: leave it out")
+            refused = [message for facts in spec_facts(loaded.spec) for message, _, _ in facts.one_process]
+            if retry:
+                refused = ["--retry-failed is not supported in a run with several drivers: leave it out"]
+            if refused:
+                raise StoreError(refused[0])
         refuse_drivers(loaded)
     except BaseException:
         store.close()

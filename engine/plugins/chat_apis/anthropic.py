@@ -20,7 +20,7 @@ from engine.backends.http.reply import HttpReply
 from engine.errors import BackendError
 from engine.plugins.chat_apis.backend import Answer, ApiBackend, UnusableReplyError
 from engine.plugins.chat_apis.budget import Usage
-from engine.schemas.backend import AnthropicBackendSpec
+from engine.plugins.chat_apis.spec import AnthropicBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message, TextPart
 

@@ -25,10 +25,10 @@ from engine.backends.http.reply import HttpFailure, HttpReply
 from engine.backends.http.retries import Tries
 from engine.deadline import Deadlines
 from engine.errors import BackendError, OutageError
-from engine.plugins.chat_apis.budget import Usage
+from engine.plugins.chat_apis.budget import Budget, Usage
 from engine.plugins.chat_apis.chat_history import paired
 from engine.plugins.chat_apis.pace import Pace
-from engine.schemas.backend import ApiBackendSpec
+from engine.plugins.chat_apis.spec import ApiBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation
 from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.tokens.images import DIGEST
@@ -68,6 +68,8 @@ class ApiBackend(Backend):
 
     path: ClassVar[str]
     """Where replies are requested, below the URL."""
+    budget: Budget | None = None
+    """What the run may cost. A backend whose config has `prices` asks before each request, and charges each reply."""
 
     def __init__(self, spec: Any, format: ChatFormat, *, api_key: str | None = None) -> None:
         """Nothing is opened yet.

@@ -13,10 +13,18 @@ from typing import Any, Self
 
 import msgspec
 
-from engine.errors import BudgetError
-from engine.schemas.backend import PricesSpec
+from engine.errors import BackendError
+from engine.plugins.chat_apis.spec import PricesSpec
 
 _MILLION = 1e6
+
+
+class BudgetError(BackendError):
+    """The run has cost `rollout.max_cost` (kind `budget_reached`). It stops, and no episode fails because of it."""
+
+    stops_run = True
+    drains = True
+    resume_words = "--set rollout.max_cost=AMOUNT"
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -46,6 +54,8 @@ class Budget:
             budget.check()                                  # BudgetError if 5.0 are spent
             budget.charge(0.0012, usage, episode="task-1/0", turn=0, model="m")
 
+    Several may count in one file, one for each `Runner` of a training: each counts what the others have added.
+
     Args:
         path: The file. Its lines are read first, except a line that a kill cut off.
         most: What the run may cost; None: any amount.
@@ -55,15 +65,28 @@ class Budget:
         """Raises: OSError: the file cannot be read or created."""
         self.most = most
         self.spent = 0.0
-        data = path.read_bytes() if path.exists() else b""
-        for line in data.splitlines():
+        self._read = 0
+        """Size of the part of the file that is counted."""
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self.count()
+        if self._read < os.fstat(self._file).st_size:
+            os.write(self._file, b"\n")
+
+    def count(self) -> float:
+        """Count the lines that were added to the file. Returns what is spent."""
+        if self._file < 0:
+            return self.spent
+        size = os.fstat(self._file).st_size
+        if size == self._read:
+            return self.spent
+        lines, end, _ = os.pread(self._file, size - self._read, self._read).rpartition(b"\n")
+        self._read += len(lines) + len(end)
+        for line in lines.splitlines():
             try:
                 self.spent += float(json.loads(line)["cost"])
             except (ValueError, TypeError, KeyError):
                 continue
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        if data and not data.endswith(b"\n"):
-            os.write(self._file, b"\n")
+        return self.spent
 
     def check(self) -> None:
         """Refuse a request if the limit is reached. Requests under way may exceed it, each by the cost of its reply.
@@ -71,6 +94,7 @@ class Budget:
         Raises:
             BudgetError: The limit is reached.
         """
+        self.count()
         if self.most is not None and self.spent >= self.most:
             raise BudgetError(
                 f"the run has cost {self.spent:.6g} of at most {self.most:.6g} (`rollout.max_cost`)",
@@ -79,8 +103,8 @@ class Budget:
 
     def charge(self, cost: float, usage: Usage, **what: Any) -> None:
         """Add the cost of a reply."""
-        self.spent += cost
         os.write(self._file, json.dumps({"cost": cost, **msgspec.structs.asdict(usage), **what}).encode() + b"\n")
+        self.count()
 
     def __enter__(self) -> Self:
         return self
@@ -89,5 +113,8 @@ class Budget:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
+        """Close the file. Later calls do nothing."""
+        if self._file >= 0:
+            self.count()
+            os.close(self._file)
+            self._file = -1

@@ -2,55 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.actions.role_models import backend_specs
+from engine.plugins.chat_apis.backend import ApiBackend
 from engine.plugins.chat_apis.budget import Budget
+from engine.plugins.chat_apis.spec import CostSpec
+from engine.runner.services import Cost, EpisodeService
 
 if TYPE_CHECKING:
-    from engine.backends.base import Backend
-    from engine.schemas.episode import EpisodeSpec
+    from pathlib import Path
+
+    from engine.actions.base import Services
+    from engine.spec.load import LoadedSpec
 
 COSTS = "costs.jsonl"
 """Name of the file in the folder of the run or training."""
 
 
-def open_budget(spec: EpisodeSpec, folder: Path) -> Budget | None:
-    """The costs so far and `rollout.max_cost`; the caller closes it. None if no backend of the spec has prices.
-
-    Raises:
-        OSError: the file cannot be read or created.
-    """
-    if not any(section.priced for section in backend_specs(spec)):
-        return None
-    return Budget(folder / COSTS, spec.rollout.max_cost)
-
-
-@contextmanager
-def paying(
-    spec: EpisodeSpec, folder: Path, backends: Sequence[Backend], shared: Budget | None
-) -> Iterator[Budget | None]:
-    """Count what backends cost inside the block; yields the costs, None if no backend of the spec has prices.
+class CountedCosts(EpisodeService):
+    """Counts what the chat APIs of the policy and of roles cost.
 
     Args:
-        spec: The spec.
-        folder: The folder of the run or training.
-        backends: They count their requests.
-        shared: The costs of the training that the episodes are part of; None: those in `folder`.
-
-    Raises:
-        OSError: as `open_budget`.
+        services: The backends.
+        file: Where costs are counted. Runners of one training count in one file.
+        most: What the run or training may cost; None: any amount.
     """
-    budget = shared or open_budget(spec, folder)
-    for backend in backends:
-        backend.budget = budget
-    try:
-        yield budget
-    finally:
-        for backend in backends:
-            backend.budget = None
-        if budget is not None and shared is None:
-            budget.close()
+
+    def __init__(self, services: Services, file: Path, most: float | None) -> None:
+        self._services = services
+        self._file = file
+        self._most = most
+        self._budget: Budget | None = None
+        self._before: dict[ApiBackend, Budget | None] = {}
+        """What counted the costs of each backend before."""
+
+    async def start(self) -> None:
+        """Begin to count. Raises: OSError: the file cannot be read or created."""
+        self._budget = Budget(self._file, self._most)
+        for backend in (self._services.backend, *self._services.roles.backends):
+            if isinstance(backend, ApiBackend):
+                self._before[backend] = backend.budget
+                backend.budget = self._budget
+
+    async def close(self) -> None:
+        """Count no more."""
+        for backend, before in self._before.items():
+            backend.budget = before
+        self._before.clear()
+        if self._budget is not None:
+            self._budget.close()
+
+    @property
+    def cost(self) -> Cost | None:
+        """The costs in the file."""
+        return None if self._budget is None else Cost(self._budget.count(), self._most)
+
+
+def open_service(loaded: LoadedSpec, services: Services) -> CountedCosts | None:
+    """The hook `open_service`: counts if a backend of the spec has prices."""
+    if services.folder is None or not any(section.priced for section in backend_specs(loaded.spec)):
+        return None
+    return CountedCosts(services, services.folder / COSTS, CostSpec.or_default(loaded.spec.rollout).max_cost)

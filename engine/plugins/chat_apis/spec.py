@@ -1,4 +1,4 @@
-"""The backends that are chat APIs: messages go in, text comes out."""
+"""The backends that are chat APIs: messages go in, text comes out. Their prices, and what a run may cost."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import Field
 
 from engine.schemas.backend_base import CONSTRAINTS, BackendBase
 from engine.schemas.base import Contract, Seconds
+from engine.schemas.sections import SpecSection
 
 
 class PricesSpec(Contract):
@@ -23,6 +24,14 @@ class PricesSpec(Contract):
     """Prompt tokens written to the API's cache, where it counts them. Default: as `input`."""
 
 
+class CostSpec(SpecSection):
+    """What a run may cost."""
+
+    max_cost: float | None = Field(default=None, gt=0)
+    """What the run may cost, by `prices` of its backends, resumes included. When it is reached, no request is sent any more,
+    replies under way are kept, and the run stops; it can be resumed with `--set rollout.max_cost=N`."""
+
+
 class ApiBackendSpec(BackendBase):
     """Keys of every backend that is a chat API. It returns only text, so its rows are not trainable."""
 
@@ -30,10 +39,12 @@ class ApiBackendSpec(BackendBase):
     reports_versions: ClassVar[bool] = False
     weights_in_servers: ClassVar[bool] = True
     takes_messages: ClassVar[bool] = True
+    resumable: ClassVar[tuple[str, ...]] = ("prices", "requests_per_minute", "tokens_per_minute")
 
     kind: str
     url: str
     model: str
+    """The model's name at the endpoint."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the API key."""
     prices: PricesSpec | None = None
@@ -86,6 +97,7 @@ class OpenAIBackendSpec(ApiBackendSpec):
     )
 
     kind: Literal["openai"] = "openai"
+    """Any OpenAI-compatible chat endpoint; its rows do not train."""
     url: str
     """Base URL, up to and including `/v1`."""
 
@@ -108,6 +120,7 @@ class AnthropicBackendSpec(ApiBackendSpec):
     )
 
     kind: Literal["anthropic"] = "anthropic"
+    """Anthropic's Messages API; its rows do not train."""
     url: str
     """Base URL, up to and including `/v1`."""
     version: Literal["2026-10-21", "2023-06-01"] = "2026-10-21"

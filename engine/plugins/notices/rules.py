@@ -49,7 +49,7 @@ def _never_sent(ctx: CheckContext, kind: str) -> str | None:
         return "only a training on its own episodes can lack a learning signal, and the spec has none"
     budget = NotifySpec.or_default(spec).budget
     amounts = budget is not None and (budget.tokens is not None or budget.time is not None)
-    if kind == "budget" and not amounts and spec.rollout.max_cost is None:
+    if kind == "budget" and not amounts and not ctx.written("rollout", "max_cost"):
         return "neither `notify.budget` nor `rollout.max_cost` gives an amount"
     return None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import BudgetError
 from engine.plugins.notices.notifier import Notifier
 from engine.plugins.notices.spec import NotifySpec
 from engine.plugins.notices.watch import Watch
@@ -54,7 +53,7 @@ class RunNotices:
         """Send `finished`, or `failed` if the run failed as a whole."""
         counts = _counts(result.summary)
         if (stopped := result.stopped) is not None:
-            kind = "budget" if isinstance(stopped, BudgetError) else "failed"
+            kind = "budget" if stopped.kind == "budget_reached" else "failed"
             await self._notifier.notify(kind, reason=f"{type(stopped).__name__}: {stopped}", **counts)
         elif result.summary.backend_failed:
             blamed = result.summary.causes.blamed("backend")

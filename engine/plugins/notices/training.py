@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import BudgetError, TrainError
+from engine.errors import EngineError, TrainError
 from engine.plugins.notices.notifier import Notifier
 from engine.plugins.notices.spec import NotifySpec
 from engine.plugins.notices.watch import Watch
@@ -48,7 +48,7 @@ class TrainingNotices(TrainingObserver):
         """Send `failed`, `diverged` or `budget`."""
         diverged = isinstance(error, TrainError) and error.kind == "diverged"
         kind, words = "diverged" if diverged else "failed", str(error)
-        if isinstance(error, BudgetError):
+        if isinstance(error, EngineError) and error.kind == "budget_reached":
             kind, words = "budget", words.partition("\n")[0]  # the state that was saved differs at each resume
         await self._notifier.notify(kind, step=step, reason=f"{type(error).__name__}: {words}")
 

@@ -28,6 +28,7 @@ class ReportSpec(SpecSection):
     """The trackers that get the metrics of a training."""
 
     RENAMED: ClassVar[dict[str, str]] = {"report": "report_to"}
+    PLUGIN_NAMES: ClassVar[dict[str, str]] = {"report_to": "trackers"}
 
     report_to: list[Annotated[str, NameOf("trackers")]] = Field(default_factory=list)
     """Trackers that get the metrics in addition to the training's `metrics.jsonl`."""

@@ -15,7 +15,7 @@ from typing_extensions import get_type_hints, is_typeddict
 
 from engine.plugins.chat_apis.anthropic import AnthropicBackend
 from engine.plugins.chat_apis.chat_history import paired
-from engine.schemas.backend import AnthropicBackendSpec
+from engine.plugins.chat_apis.spec import AnthropicBackendSpec
 from engine.schemas.message import Message, ToolCall
 from engine.tokens.format import ChatFormat
 

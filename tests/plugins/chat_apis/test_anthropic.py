@@ -16,7 +16,7 @@ from test_openai import TOOL
 
 from engine.errors import BackendError
 from engine.plugins.chat_apis.anthropic import NO_TEXT, AnthropicBackend
-from engine.schemas.backend import AnthropicBackendSpec
+from engine.plugins.chat_apis.spec import AnthropicBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
 from engine.tokens.format import ChatFormat

@@ -111,7 +111,10 @@ def test_a_run_that_has_cost_its_limit_stops_and_goes_on_with_a_higher_one(
         code, _, err = engine_here(command, spec, "-q", cwd=tmp_path)
         assert code == 3, err
         assert re.search(r"Stopped: the run has cost [\d.]+ of at most 0\.0003", err)
-        assert "--max-cost AMOUNT" in err
+        assert (
+            f"To continue: engine run --resume runs/{list_runs(tmp_path / 'runs')[-1].name} --set rollout.max_cost=AMOUNT"
+            in err
+        )
         (event,) = notices(tmp_path)
         assert event["kind"] == "budget"
         assert event["reason"].startswith("BudgetError: the run has cost 0.0")
@@ -119,7 +122,9 @@ def test_a_run_that_has_cost_its_limit_stops_and_goes_on_with_a_higher_one(
         assert len(costs(tmp_path)) == server.served < 8
         assert engine_here("run", "--resume", run, "-q", cwd=tmp_path)[0] == 3
         assert len(costs(tmp_path)) == server.served < 8
-        code, _, err = engine_here("run", "--resume", run, "-q", "--max-cost", "1", cwd=tmp_path)
+        code, _, err = engine_here("run", "--resume", run, "--set", "limits.user_turns=9", cwd=tmp_path)
+        assert (code, "a resumed run cannot change `limits.user_turns`; what may change: " in err) == (1, True)
+        code, _, err = engine_here("run", "--resume", run, "-q", "--set", "rollout.max_cost=1", cwd=tmp_path)
     assert (code, server.served, server.refused) == (0, 8, []), err
     assert [event["kind"] for event in notices(tmp_path)] == ["budget", "finished"]
     assert [trajectory.outcome.failure for trajectory in stored(tmp_path)] == [None] * 4

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from engine.errors import BudgetError
-from engine.plugins.chat_apis.budget import Budget, Usage
-from engine.schemas.backend import PricesSpec
+from engine.cli.main import app
+from engine.plugins.chat_apis.budget import Budget, BudgetError, Usage
+from engine.plugins.chat_apis.spec import PricesSpec
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,18 @@ def test_a_resume_counts_what_was_spent_before_and_a_cut_line_hides_no_other(tmp
         assert budget.spent == 1.0
         budget.check()
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_two_that_count_in_one_file_have_one_limit(tmp_path: Path) -> None:
+    with Budget(tmp_path / "costs.jsonl", 1.0) as training, Budget(tmp_path / "costs.jsonl", 1.0) as evaluation:
+        training.charge(0.25, Usage())
+        evaluation.charge(0.75, Usage())
+        with pytest.raises(BudgetError):
+            training.check()
+        assert (training.spent, evaluation.spent) == (1.0, 1.0)
+
+
+def test_the_old_option_is_refused_with_the_new_form() -> None:
+    answer = CliRunner().invoke(app, ["run", "spec.yaml", "--max-cost", "1"])
+    told = "there is no option `engine run --max-cost`: write `engine run SPEC --set rollout.max_cost=N`"
+    assert (answer.exit_code, told in answer.output) == (2, True)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from generate_requests import generate_request
 
-from engine.errors import BackendError, BudgetError, ContextOverflow
-from engine.plugins.chat_apis.budget import Budget
+from engine.errors import BackendError, ContextOverflow
+from engine.plugins.chat_apis.budget import Budget, BudgetError
 from engine.plugins.chat_apis.openai import OpenAIBackend
-from engine.schemas.backend import OpenAIBackendSpec
+from engine.plugins.chat_apis.spec import OpenAIBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart, MalformedCall, Message, TextPart, ToolCall
 from engine.tokens.format import ChatFormat

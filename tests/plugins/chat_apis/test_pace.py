@@ -12,7 +12,7 @@ from test_openai import request
 
 from engine.plugins.chat_apis.openai import OpenAIBackend
 from engine.plugins.chat_apis.pace import Pace
-from engine.schemas.backend import OpenAIBackendSpec
+from engine.plugins.chat_apis.spec import OpenAIBackendSpec
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
 
