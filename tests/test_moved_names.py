@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+from command_line import engine_apart
 
 from engine.moved_names import MOVED, MovedModules, current, new_module
 from engine.spec.code.entry import load_entry
+
+DATA = Path(__file__).parent / "data"
 
 
 @pytest.mark.parametrize("old", MOVED)
@@ -60,3 +67,44 @@ def test_an_entry_point_is_read_as_the_new_one_with_a_warning(monkeypatch: pytes
             == "engine.plugins.adapters.verl.interactions"
         )
     assert current("engine.errors:EngineError") == "engine.errors:EngineError"
+
+
+EARLIER = (DATA / "earlier_names.txt").read_text().split()
+"""The names of the docs' Python examples and of the shipped specs, before any of them moved."""
+
+
+@pytest.mark.parametrize("use", EARLIER)
+def test_an_earlier_public_name_is_there_or_its_import_says_where(use: str) -> None:
+    module, _, name = use.partition(":")
+    new = new_module(module)
+    if new is not None:
+        with pytest.raises(ImportError, match=r"`engine\.plugins\.[\w.]+` now"):
+            import_module(module)
+    found = find_spec(new or module)
+    assert found is not None
+    assert found.origin is not None
+    in_text = re.search(rf"\b{name}\b", Path(found.origin).read_text())  # some modules need a trainer to be imported
+    assert in_text or find_spec(f"{found.name}.{name}") is not None
+
+
+def test_a_project_of_an_earlier_version_runs_and_its_tests_say_what_to_import(tmp_path: Path) -> None:
+    project = tmp_path / "shop-user"
+    shutil.copytree(DATA / "earlier_project", project)
+    tests = (project / "test_shop_user.txt").rename(project / "test_shop_user.py")
+    valid = engine_apart("validate", "--import", "shop-user/spec.yaml", cwd=tmp_path)
+    assert (valid.returncode, valid.stdout) == (0, "1 spec valid\n"), valid.stderr
+    assert engine_apart("run", "shop-user/spec.yaml", "-q", cwd=tmp_path).returncode == 0
+
+    def failing() -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "unittest", "discover", "-s", str(project)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        return done.stderr if done.returncode else ""
+
+    for old, new in (("engine.checks", "engine.validate"), ("engine.scenarios", "engine.plugins.scenarios")):
+        assert f"ModuleNotFoundError: `{old}` is `{new}` now" in failing()
+        tests.write_text(tests.read_text().replace(f"from {old}", f"from {new}"))
+    assert failing() == ""
