@@ -69,17 +69,26 @@ def new_module(name: str) -> str | None:
     return None
 
 
+def new_name(use: str) -> str | None:
+    """The new name of an entry point, `module:object`; None if it did not move."""
+    module, colon, name = use.partition(":")
+    if use in MOVED or (new := new_module(module)) is None:
+        return MOVED.get(use)
+    return f"{new}{colon}{name}"
+
+
+class MovedNameWarning(FutureWarning):
+    """An entry point has an old name."""
+
+
 def current(use: str) -> str:
     """An entry point, `module:object`, as it is named now. Warns where it moved."""
-    module, colon, name = use.partition(":")
-    new = MOVED.get(use)
-    if new is None and (moved := new_module(module)) is not None:
-        new = f"{moved}{colon}{name}"
+    new = new_name(use)
     if new is None:
         return use
     import warnings
 
-    warnings.warn(f"`{use}` is `{new}` now; write the new name", FutureWarning, stacklevel=2)
+    warnings.warn(f"`{use}` is `{new}` now; write the new name", MovedNameWarning, stacklevel=2)
     return new
 
 

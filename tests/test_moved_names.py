@@ -108,3 +108,18 @@ def test_a_project_of_an_earlier_version_runs_and_its_tests_say_what_to_import(t
         assert f"ModuleNotFoundError: `{old}` is `{new}` now" in failing()
         tests.write_text(tests.read_text().replace(f"from {old}", f"from {new}"))
     assert failing() == ""
+
+
+def test_validate_finds_an_old_entry_point_with_its_place(tmp_path: Path) -> None:
+    old = "engine.integrations.environments.reasoning_gym:problems"
+    (tmp_path / "s.yaml").write_text(
+        "spec: episode/v1\nname: demo\nmodel: {path: tiny-qwen2}\nbackend: {kind: scripted, replies: [x]}\n"
+        f"tasks: {{source: python, use: '{old}', with: {{datasets: [basic_arithmetic], size: 2}}}}\n"
+        'machine: single_turn\nprompt: [{role: user, content: "{{question}}"}]\n'
+    )
+    done = engine_apart("validate", "s.yaml", cwd=tmp_path)
+    assert (
+        f"s.yaml:5:30: warning[code.moved] `{old}` is `engine.plugins.adapters.reasoning_gym:problems` now"
+        in done.stdout
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -27,6 +27,7 @@ def test_ids_are_stable() -> None:
         ("code.adapter", "error"),
         ("code.construct", "error"),
         ("code.import", "error"),
+        ("code.moved", "warning"),
         ("code.no-package", "info"),
         ("code.protocol", "error"),
         ("code.returns", "error"),

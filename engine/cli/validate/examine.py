@@ -8,11 +8,13 @@ first one.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from engine.cli.validate.report import Report, excerpts_of, one_line, pack, unpack
+from engine.moved_names import MovedNameWarning
 from engine.plugin import Hook, missing
 from engine.schemas.sections import written
 from engine.spec.access import Access
@@ -138,6 +140,7 @@ def examine_all(paths: Sequence[Path], options: Options) -> tuple[list[Report], 
         finally:
             close_child()
     all_rules()  # imported once, before the children are forked
+    warnings.simplefilter("ignore", MovedNameWarning)  # a finding names them, with their place
     examiner = _Examiner(options)
     try:
         reports = [examiner.examine(path) for path in paths]

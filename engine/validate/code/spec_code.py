@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from engine.actions.facts import ACTIONS, SCORERS
+from engine.moved_names import new_name
 from engine.spec.added import Called, spec_facts
 from engine.spec.code.entry import EntryError
 from engine.spec.code.short_names import names_of
@@ -38,12 +39,7 @@ OPTIONAL: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 @rule("code.import", "error", "an entry point cannot be imported")
 def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
     """`use` of environment, tools, user, scorer, python tasks, bonuses and notices; actions of the spec's own; a parser."""
-    named: list[tuple[DataPath, str]] = [((*item.path, "use"), item.entry.use) for item in ctx.spec_code]
-    named += [((*ctx.state_path(name), "action"), str(state.action)) for name, state in ctx.own_actions]
-    if ":" in ctx.spec.model.tool_calls:
-        named.append((("model", "tool_calls"), ctx.spec.model.tool_calls))
-    named += [(call.path, call.use) for call in called(ctx)]
-    for path, use in named:
+    for path, use in _named(ctx):
         thing = ctx.described(use)
         if isinstance(thing, NotImported):
             if thing.node is None:
@@ -52,6 +48,23 @@ def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
             message, _, fix = str(thing).partition("; ")
             short = None if ":" in use else _short_names(ctx, path, use)
             yield Finding(message, path, short or fix or None)
+
+
+@rule("code.moved", "warning", "an entry point has the old name of something of the engine that moved")
+def moved(ctx: CheckContext) -> Iterator[Finding]:
+    """A row of `engine.moved_names`."""
+    for path, use in _named(ctx):
+        if (new := new_name(use)) is not None:
+            yield Finding(f"`{use}` is `{new}` now, and is read as that", path, f"write `{new}`")
+
+
+def _named(ctx: CheckContext) -> list[tuple[DataPath, str]]:
+    """The entry points of a spec, with their places."""
+    named: list[tuple[DataPath, str]] = [((*item.path, "use"), item.entry.use) for item in ctx.spec_code]
+    named += [((*ctx.state_path(name), "action"), str(state.action)) for name, state in ctx.own_actions]
+    if ":" in ctx.spec.model.tool_calls:
+        named.append((("model", "tool_calls"), ctx.spec.model.tool_calls))
+    return named + [(call.path, call.use) for call in called(ctx)]
 
 
 def _short_names(ctx: CheckContext, path: DataPath, use: str) -> str | None:
