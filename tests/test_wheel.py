@@ -221,3 +221,22 @@ def test_mypy_resolves_the_contracts(installed: Installed) -> None:
         'typed.py:5: error: Argument "solved" to "UserTurn" has incompatible type "str"; expected "bool"  [arg-type]',
         "Found 1 error in 1 file (checked 1 source file)",
     ], done.stderr
+
+
+def test_a_plugin_whose_folder_was_deleted_is_missing_by_name_and_all_else_works(installed: Installed) -> None:
+    where = installed.run("python", "-c", "import engine.plugins; print(engine.plugins.__path__[0])").stdout.strip()
+    folder, away = Path(where) / "view", installed.project / "view"
+    shutil.move(folder, away)
+    try:
+        helped = installed.run("engine", "--help")
+        assert (helped.returncode, " view " in helped.stdout) == (0, False), helped.stderr
+        assert installed.run("engine", "validate", "project.yaml").returncode == 0
+        assert installed.run("engine", "run", "project.yaml", "--quiet").returncode == 0
+        told = installed.run("engine", "view", "latest")
+        assert (told.returncode, told.stderr) == (
+            2,
+            "there is no command `view`: it belongs to the plugin `view`, which is not installed: "
+            "pip install --force-reinstall --no-deps episode-engine\n",
+        )
+    finally:
+        shutil.move(away, folder)

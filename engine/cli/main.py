@@ -77,24 +77,29 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
-    help=(
-        "Declared multi-turn episodes for reinforcement learning, exact to the token.\n\n"
-        "An episode is one YAML file: states, limits, tools, a user, rewards. Check it, run it, train on it:\n\n"
-        "  engine new my-task                           create a spec, an environment and a test to start from\n\n"
-        "  engine validate specs/                       find every error, with file:line:column and the fix\n\n"
-        "  engine test specs/                           play scripted episodes and compare their results\n\n"
-        "  engine graph specs/quickstart.yaml           draw the state machine\n\n"
-        "  engine run specs/quickstart.yaml             run episodes with the model\n\n"
-        "  engine serve --api SPEC                      let programs that run elsewhere open episodes\n\n"
-        "  engine train specs/train_arithmetic.yaml     train the model on its episodes\n\n"
-        "  engine show latest                           show messages and rewards, and who moved which reward\n\n"
-        "  engine view                                  look at episodes, tokens and rewards in a browser\n\n"
-        "  engine export latest --format parquet        write training rows\n\n"
-        "  engine rescore latest --spec other.yaml      apply other reward rules and another credit method\n\n"
-        "  engine eval specs/quickstart.yaml            measure success by turn and pass@k, with intervals\n\n"
-        "  engine replay latest                         rebuild the same bytes, without a model"
-    ),
 )
+
+
+_ABOUT = (
+    "Declared multi-turn episodes for reinforcement learning, exact to the token.\n\n"
+    "An episode is one YAML file: states, limits, tools, a user, rewards. Check it, run it, train on it:"
+)
+_EXAMPLES = (
+    ("engine new my-task", "create a spec, an environment and a test to start from"),
+    ("engine validate specs/", "find every error, with file:line:column and the fix"),
+    ("engine test specs/", "play scripted episodes and compare their results"),
+    ("engine graph specs/quickstart.yaml", "draw the state machine"),
+    ("engine run specs/quickstart.yaml", "run episodes with the model"),
+    ("engine serve --api SPEC", "let programs that run elsewhere open episodes"),
+    ("engine train specs/train_arithmetic.yaml", "train the model on its episodes"),
+    ("engine show latest", "show messages and rewards, and who moved which reward"),
+    ("engine view", "look at episodes, tokens and rewards in a browser"),
+    ("engine export latest --format parquet", "write training rows"),
+    ("engine rescore latest --spec other.yaml", "apply other reward rules and another credit method"),
+    ("engine eval specs/quickstart.yaml", "measure success by turn and pass@k, with intervals"),
+    ("engine replay latest", "rebuild the same bytes, without a model"),
+)
+"""Command lines in the help, and what they do. One of a plugin that is not installed is left out."""
 
 
 def _register() -> None:
@@ -153,6 +158,9 @@ def _register_plugins() -> None:
             groups[group].callback()(lambda: None)  # or one command would be the group itself
             app.add_typer(groups[group], name=group)
         groups[group].command(last)(command)
+    names = {command.name for command in app.registered_commands}
+    examples = [f"  {line:45}{words}" for line, words in _EXAMPLES if line.split()[1] in names]
+    app.info.help = "\n\n".join([_ABOUT, *examples])
 
 
 _register()
