@@ -14,9 +14,9 @@ from written_specs import save_spec
 from engine.errors import SpecError
 from engine.isolation.sandbox import refusal
 from engine.plugins.adapters.harbor import _rewards
+from engine.plugins.harbor.dockerfile import PATH, Copy, DockerfileError, read_dockerfile
+from engine.plugins.harbor.folders import HarborError, read_task
 from engine.schemas.trajectory import Trajectory
-from engine.spec.harbor.dockerfile import PATH, Copy, DockerfileError, read_dockerfile
-from engine.spec.harbor.folders import HarborError, read_task
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.validate import check_spec

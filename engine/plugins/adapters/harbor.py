@@ -22,11 +22,11 @@ from typing import Any, Literal
 from engine.isolation.sandbox import host_python
 from engine.isolation.workspace import Workspace, read_small
 from engine.plugins.adapters.base import AdapterError
+from engine.plugins.harbor.dockerfile import PATH
+from engine.plugins.harbor.folders import HarborTask, copied, files_of, read_task
 from engine.schemas.environment import EpisodeView, ProgramSettings, Reset, Task
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
-from engine.spec.harbor.dockerfile import PATH
-from engine.spec.harbor.folders import HarborTask, copied, files_of, read_task
 
 MOST_SHOWN = 16_000
 """Maximum characters of a command's output that the model is shown: half from the beginning, half from the end."""

@@ -228,7 +228,7 @@ def _harbor(loaded: LoadedSpec, limit: int | None) -> Rows:
     Raises:
         SpecError: one of them cannot be read, or does not run here and may not be left out; it names each.
     """
-    from engine.spec.harbor.folders import HarborError, UnsupportedTaskError, read_task, task_folders
+    from engine.plugins.harbor.folders import HarborError, UnsupportedTaskError, read_task, task_folders
 
     drops = loaded.spec.tasks.unsupported == "drop"
     rows: list[dict[str, Any]] = []

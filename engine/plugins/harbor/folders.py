@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.spec.harbor.dockerfile import Copy, DockerfileError, ImageFiles, own_folder, read_dockerfile
+from engine.plugins.harbor.dockerfile import Copy, DockerfileError, ImageFiles, own_folder, read_dockerfile
 
 MOST_FILES = 10_000
 """Maximum number of files of `environment/`, and of `tests/`."""
