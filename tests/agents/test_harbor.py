@@ -13,8 +13,8 @@ from written_specs import save_spec
 
 from engine.errors import SpecError
 from engine.isolation.sandbox import refusal
-from engine.plugins.adapters.harbor import _rewards
 from engine.plugins.harbor.dockerfile import PATH, Copy, DockerfileError, read_dockerfile
+from engine.plugins.harbor.environment import _rewards
 from engine.plugins.harbor.folders import HarborError, read_task
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec

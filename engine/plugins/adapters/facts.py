@@ -78,7 +78,7 @@ MCP = ToolAdapterFacts(
 )
 HARBOR = AdapterFacts(
     name="harbor",
-    runs="engine.plugins.adapters.harbor:HarborEnvironment",
+    runs="engine.plugins.harbor.environment:HarborEnvironment",
     use="`shell` (the model has a tool of that name) or `program` (for an agent program); with `tasks: {source: harbor}`",
     names="name",
     rewards="end",
