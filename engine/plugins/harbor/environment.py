@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.isolation.sandbox import host_python
-from engine.isolation.workspace import Workspace, read_small
 from engine.plugins.adapters.base import AdapterError
 from engine.plugins.harbor.dockerfile import PATH
 from engine.plugins.harbor.folders import HarborTask, copied, files_of, read_task
+from engine.plugins.harbor.workspace import Workspace, read_small
 from engine.schemas.environment import EpisodeView, ProgramSettings, Reset, Task
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
