@@ -189,7 +189,7 @@ def test_mcp_runs(folder: Path, tiny_tokenizer_dir: Path) -> None:
 
 
 @needs_sandbox
-@pytest.mark.slow  # by default: tests/agents/test_harbor.py
+@pytest.mark.slow  # by default: tests/plugins/harbor/test_harbor.py
 def test_harbor_runs(folder: Path, tiny_tokenizer_dir: Path) -> None:
     document = completed(BLOCKS["harbor_0"], tiny_tokenizer_dir, [f"<call>shell({COMMAND!r})</call>", "Done."])
     (episode,) = run_spec(folder, document).values()
