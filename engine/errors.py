@@ -12,6 +12,7 @@
     │   └── OutageError      no server is reachable: the run stops, and no episode fails because of it
     ├── DeviceError          the spec names a device that torch does not have
     ├── SpecCodeError        code that the spec names raised an error, did not answer in time, or gave an invalid answer
+    ├── AdapterError         an adapter's library is missing, or answered in another form than it documents
     ├── StoreError           a run cannot be read or written
     │   └── DroppedError     the content of an episode was dropped from its run to save space
     ├── VariableError        an environment variable has a value that cannot be used
@@ -182,6 +183,13 @@ class SpecCodeError(EngineError):
         self.kind = kind
         self.trace = trace
         super().__init__(message)
+
+
+class AdapterError(EngineError):
+    """An adapter's library is missing, or answered in another form than the library documents."""
+
+    kind = "adapter_error"
+    blame: Blame = "environment"
 
 
 class StoreError(EngineError):

@@ -16,23 +16,15 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from engine.errors import EngineError
+from engine.errors import AdapterError
 from engine.schemas.adapters import plugin_adapters, plugin_tool_adapters
 from engine.schemas.environment import Step
 from engine.schemas.message import ContentPart, Message, Role, TextPart, image_part
 from engine.schemas.reward import RewardEvent
-from engine.schemas.trajectory import Blame
 from engine.spec.code.entry import load_entry
 from engine.storable import refusal
 
 _importing = threading.Lock()
-
-
-class AdapterError(EngineError):
-    """An adapter's library is missing, or answered in another form than the library documents."""
-
-    kind = "adapter_error"
-    blame: Blame = "environment"
 
 
 def library(adapter: str, module: str) -> Any:

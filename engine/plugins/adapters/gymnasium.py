@@ -18,7 +18,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.plugins.adapters.base import AdapterError, add_to_path, facts_of, field_of, library, reward_of, stepped
+from engine.errors import AdapterError
+from engine.plugins.adapters.base import add_to_path, facts_of, field_of, library, reward_of, stepped
 from engine.plugins.adapters.gymnasium_actions import as_element, example_of, read_action, unwritable
 from engine.schemas.environment import EpisodeView, Reset, Step, Task
 from engine.schemas.message import ContentPart, Message, TextPart, image_part

@@ -27,7 +27,8 @@ import orjson
 import structlog
 
 from engine.actions.workers import on_main_loop
-from engine.plugins.adapters.base import AdapterError, library
+from engine.errors import AdapterError
+from engine.plugins.adapters.base import library
 from engine.plugins.adapters.mcp_connection import CLOSE_SECONDS, Connection, either_field, error_words
 from engine.schemas.environment import ToolReply
 from engine.schemas.message import ContentPart, ImagePart, TextPart

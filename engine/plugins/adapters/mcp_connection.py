@@ -13,8 +13,9 @@ from typing import Any
 
 import structlog
 
+from engine.errors import AdapterError
 from engine.masking import mask_credentials
-from engine.plugins.adapters.base import AdapterError, library
+from engine.plugins.adapters.base import library
 
 log = structlog.get_logger(__name__)
 

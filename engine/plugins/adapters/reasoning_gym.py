@@ -21,7 +21,8 @@ from typing import Any
 
 import orjson
 
-from engine.plugins.adapters.base import AdapterError, library, reward_of, stepped
+from engine.errors import AdapterError
+from engine.plugins.adapters.base import library, reward_of, stepped
 from engine.schemas.environment import EpisodeView, Reset, Step, Task
 from engine.schemas.message import Message
 

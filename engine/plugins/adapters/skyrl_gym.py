@@ -18,8 +18,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine.errors import AdapterError
 from engine.plugins.adapters.base import (
-    AdapterError,
     add_to_path,
     facts_of,
     field_of,

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from engine.errors import AdapterError
 from engine.plugins.adapters.base import (
-    AdapterError,
     add_to_path,
     facts_of,
     field_of,

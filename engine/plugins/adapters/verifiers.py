@@ -25,8 +25,8 @@ from typing import Any
 
 import orjson
 
+from engine.errors import AdapterError
 from engine.plugins.adapters.base import (
-    AdapterError,
     add_to_path,
     library,
     load_target,

@@ -19,8 +19,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.errors import AdapterError
 from engine.isolation.sandbox import host_python
-from engine.plugins.adapters.base import AdapterError
 from engine.plugins.harbor.dockerfile import PATH
 from engine.plugins.harbor.folders import HarborTask, copied, files_of, read_task
 from engine.plugins.harbor.workspace import Workspace, read_small

@@ -25,7 +25,7 @@ from adapters_kit import (
     spec_of,
 )
 
-from engine.plugins.adapters.base import AdapterError
+from engine.errors import AdapterError
 from engine.schemas.environment import Environment
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs the extra `gymnasium`")

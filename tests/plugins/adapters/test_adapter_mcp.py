@@ -23,7 +23,7 @@ from adapters_kit import EPISODES, FAULTY_EVERY, LONG, failures, planned_faults,
 from structlog.testing import capture_logs
 from waiting import until
 
-from engine.plugins.adapters.base import AdapterError
+from engine.errors import AdapterError
 from engine.plugins.adapters.mcp import McpServer
 from engine.schemas.environment import ToolReply
 from engine.schemas.trajectory import Trajectory

@@ -23,7 +23,7 @@ from adapters_kit import (
     spec_of,
 )
 
-from engine.plugins.adapters.base import AdapterError
+from engine.errors import AdapterError
 from engine.plugins.adapters.reasoning_gym import ReasoningGymEnvironment, problems
 from engine.schemas.environment import Environment, EpisodeView, Task
 from engine.schemas.message import Message

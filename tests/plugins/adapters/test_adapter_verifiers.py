@@ -27,7 +27,7 @@ from adapters_kit import (
     spec_of,
 )
 
-from engine.plugins.adapters.base import AdapterError
+from engine.errors import AdapterError
 from engine.plugins.adapters.verifiers import VerifiersEnvironment, rows
 from engine.schemas.adapters import adapter_facts
 
@@ -176,7 +176,7 @@ def test_the_spec_gives_an_environment_the_variables_that_it_reads(monkeypatch: 
 def test_an_environment_that_cannot_be_built_leaves_nothing_to_fail_at_the_end() -> None:
     """PythonEnv of verifiers 0.3.1 asks prime-sandboxes for what no release that it allows accepts."""
     program = f"""
-from engine.plugins.adapters.base import AdapterError
+from engine.errors import AdapterError
 from engine.plugins.adapters.verifiers import VerifiersEnvironment
 try:
     VerifiersEnvironment("env_vf.py:load_python", {str(HERE)!r})

@@ -19,8 +19,7 @@ from adapters_kit import EPISODES, FAULTY_EVERY, FEW, LONG, run_spec
 from slow_cases import slow_after
 from stopping import Resumed, content
 
-from engine.errors import EngineError
-from engine.plugins.adapters.base import AdapterError
+from engine.errors import AdapterError, EngineError
 from engine.plugins.adapters.verl.modules import schema_class, verl_importable
 from engine.plugins.adapters.verl.tools import VIEW, AgentData, VerlTools
 from engine.schemas.environment import Environment, Task

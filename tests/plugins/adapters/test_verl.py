@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from written_specs import save_spec
 
 from engine.cli.main import app
-from engine.plugins.adapters.base import AdapterError
+from engine.errors import AdapterError
 from engine.plugins.adapters.verl.config import as_yaml, spec_of
 from engine.plugins.adapters.verl.interactions import Interactions, Prompt, interaction_class, name_of
 from engine.schemas.environment import Environment, Task, User

@@ -29,7 +29,8 @@ from typing import Any
 import orjson
 import yaml
 
-from engine.plugins.adapters.base import AdapterError, field_of, library
+from engine.errors import AdapterError
+from engine.plugins.adapters.base import field_of, library
 from engine.plugins.adapters.verl.modules import verl_importable
 from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
 from engine.schemas.message import Message

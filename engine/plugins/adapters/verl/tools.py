@@ -24,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.plugins.adapters.base import AdapterError, add_to_path, facts_of, field_of, reward_of
+from engine.errors import AdapterError
+from engine.plugins.adapters.base import add_to_path, facts_of, field_of, reward_of
 from engine.plugins.adapters.verl.interactions import as_chat, entries, one_of_loop
 from engine.plugins.adapters.verl.modules import schema_class, verl_importable
 from engine.schemas.environment import EpisodeView, Reset, Task, ToolReply
