@@ -4,7 +4,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "adapters": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "commands": ("envs", "import verl"),
-        "adapters": ("slime", "skyrl_gym", "gymnasium", "verifiers", "reasoning_gym", "verl", "harbor"),
+        "adapters": ("slime", "skyrl_gym", "gymnasium", "verifiers", "reasoning_gym", "verl"),
         "tool_adapters": ("mcp",),
     },
     "audit": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("audit",)},
@@ -20,6 +20,11 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "export_formats": ("trl", "verl"),
     },
     "doctor": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("doctor",)},
+    "harbor": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "adapters": ("harbor",),
+        "sources": ("harbor",),
+    },
     "notices": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("notify",)},
     "pictures": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "graph_formats": ("svg",)},
     "plan": {

@@ -18,6 +18,7 @@ MOVED: dict[str, str] = {
     "engine.integrations.audit": "engine.plugins.audit",
     "engine.integrations.datasets": "engine.plugins.datasets",
     "engine.integrations.environments": "engine.plugins.adapters",
+    "engine.integrations.environments.harbor": "engine.plugins.harbor.environment",
     "engine.integrations.environments.verl": "engine.plugins.adapters.verl.tools",
     "engine.integrations.trainers": "engine.plugins.trainers",
     "engine.integrations.verl": "engine.plugins.adapters.verl.interactions",

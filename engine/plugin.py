@@ -105,6 +105,8 @@ class Plugin:
     """`environment.adapter` -> its `engine.schemas.adapters.AdapterFacts`."""
     tool_adapters: Entries = field(default_factory=dict)
     """`adapter` of a tool -> its `engine.schemas.adapters.ToolAdapterFacts`."""
+    sources: Entries = field(default_factory=dict)
+    """`tasks.source` -> its `engine.schemas.task_sources.SourceFacts`."""
     trainers: Entries = field(default_factory=dict)
     """Trainer of `--trainer` -> object with `findings(loaded)`: see `engine.validate.trainers.TrainerFacts`."""
     trackers: Entries = field(default_factory=dict)

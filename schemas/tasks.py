@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from engine import plugin
 from engine.schemas.base import Contract
+from engine.schemas.open_union import NameOf
 from engine.schemas.prompt import PromptField
+from engine.schemas.task_sources import CORE_SOURCES, MIX, SourceFacts, all_sources
 
 SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 _SHARED = ("preset", "map", "id", "user", "shuffle")
@@ -71,13 +75,15 @@ def _lenient(field: str, images: str | None, tools: str | None) -> PromptField:
 class TaskSource(Contract):
     """One source of rows, and how its rows become tasks."""
 
-    source: Literal["inline", "jsonl", "csv", "parquet", "hub", "python", "harbor"]
+    PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"source": "sources"}
+
+    source: Annotated[str, NameOf("sources", tuple(CORE_SOURCES))]
     """What the rows are read from."""
     rows: list[dict[str, Any]] | None = None
     """For `inline`: the rows."""
     path: str | None = None
     """For `jsonl`, `csv` and `parquet`: the file, or a folder of such files, relative to the spec. For `hub`: a data set's id,
-    or a folder that the package `datasets` reads or has saved. For `harbor`: a task folder of Harbor's form, or a folder of such folders."""
+    or a folder that the package `datasets` reads or has saved."""
     name: str | None = None
     """For `hub`: the configuration."""
     split: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.+-]*(\[(-?[0-9]+%?)?:(-?[0-9]+%?)?\])?$")
@@ -90,8 +96,8 @@ class TaskSource(Contract):
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """For `python`: its keyword arguments."""
     unsupported: Literal["drop", "error"] | None = None
-    """For `harbor`: what to do about task folders that do not run here: leave them out, with a count in the log, or refuse to run (when
-    left out, too). Folders that cannot be read are always refused."""
+    """What to do about tasks of a source that do not run here: leave them out, with a count in the log, or refuse to run (when
+    left out, too). Tasks that cannot be read are always refused."""
     map: dict[str, str] = Field(default_factory=dict)
     """Field of the task -> field of the row, also dotted (`reward_model.ground_truth`). Default: every field of the row."""
     id: str | None = None
@@ -101,17 +107,24 @@ class TaskSource(Contract):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        source: str = self.source
-        need = {"inline": "rows", "python": "use", "mix": "mix"}.get(source, "path")
-        if getattr(self, need) is None:
-            raise ValueError(f"`source: {source}` needs `{need}`")
-        if self.split is not None and source == "mix":
+        need = self.facts.keys[0]
+        if getattr(self, {"with": "with_"}.get(need, need)) in (None, {}):
+            raise ValueError(f"`source: {self.source}` needs `{need}`")
+        if self.split is not None and self.source == MIX:
             raise ValueError("`split` belongs to the sources: write it under each source of `mix`")
-        if self.split_name is not None and self.source in ("inline", "python", "harbor"):
+        if self.split_name is not None and not self.facts.splits:
             raise ValueError(
                 f"`split`: rows of `source: {self.source}` have no named splits; take a part: `split: '[:90%]'`"
             )
         return self
+
+    @property
+    def facts(self) -> SourceFacts:
+        """What holds for this kind of source. Raises: ValueError: its plugin cannot be used."""
+        facts = CORE_SOURCES.get(self.source) or all_sources().get(self.source)
+        if facts is None:
+            raise ValueError(f"`source: {self.source}` cannot be read; {plugin.missing('sources', self.source)}")
+        return facts
 
     @property
     def split_name(self) -> str | None:
@@ -129,7 +142,7 @@ class MixedSource(TaskSource):
 class TasksSpec(TaskSource):
     """Where tasks come from."""
 
-    source: Literal["inline", "jsonl", "csv", "parquet", "hub", "python", "harbor", "mix"]  # type: ignore[assignment]
+    source: Annotated[str, NameOf("sources", (*CORE_SOURCES, MIX))]
     mix: Annotated[dict[SourceName, MixedSource], Field(min_length=1)] | None = None
     """For `mix`: several sources by name. A task's id begins with the name of its source: `easy:17`."""
     preset: Annotated[VerlRows | SlimeRows, Field(discriminator="name")] | None = None

@@ -21,6 +21,7 @@ from engine.schemas.journal import JournalEntry
 from engine.schemas.message import Message, ToolCall, ToolResult
 from engine.schemas.reward import Posting, RewardEvent
 from engine.schemas.sections import owner_classes, sections_of
+from engine.schemas.task_sources import all_sources
 from engine.schemas.trajectory import Branch, Outcome, Trajectory, Turn
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -227,12 +228,12 @@ def _rules(name: str, definition: Schema) -> list[Schema]:
 
 
 def _task_rules() -> list[Schema]:
-    needs = {"inline": "rows", "python": "use", "mix": "mix"} | dict.fromkeys(
-        ("jsonl", "csv", "parquet", "hub", "harbor"), "path"
-    )
     return [
-        {"if": {"required": ["source"], "properties": {"source": {"const": source}}}, "then": {"required": [key]}}
-        for source, key in needs.items()
+        {
+            "if": {"required": ["source"], "properties": {"source": {"const": source}}},
+            "then": {"required": [facts.keys[0]]},
+        }
+        for source, facts in all_sources().items()
     ]
 
 

@@ -221,7 +221,7 @@ def count_tasks(loaded: LoadedSpec) -> int | None:
             return spec.limit
         whole = sum(count for count in counts if count is not None)
         return whole if spec.limit is None else min(whole, spec.limit)
-    if spec.source == "hub" or (spec.source == "python" and not loaded.access.imports):
+    if spec.facts.outside and not (spec.source == "python" and loaded.access.imports):
         return spec.limit
     if spec.source == "python":
         found = sum(1 for _ in rows_of(loaded, spec.limit or MAX_COUNTED + 1))

@@ -33,8 +33,7 @@ UNFINISHED = "check.unfinished"
 
 def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
-    from engine.plugins.harbor import rules as harbor
-    from engine.validate import (
+    from engine.validate import (  # noqa: F401  (importing them registers their rules)
         agents,
         backend,
         condensing,
@@ -139,7 +138,7 @@ def refuse_first_tasks(loaded: LoadedSpec, tasks: Sequence[Task]) -> None:
     Raises:
         SpecError: a prompt names a field that one of them does not have.
     """
-    if loaded.spec.tasks.source not in ("python", "hub"):
+    if not loaded.spec.tasks.facts.outside:
         return
     all_rules()
     ctx = CheckContext(loaded, read_tasks=list(tasks[:FIRST_TASKS]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.errors import SpecError
 from engine.schemas.environment import Task
+from engine.schemas.task_sources import MIX
 from engine.schemas.tasks import TasksSpec
 from engine.spec.rows.sources import Row
 from engine.spec.tasks import rows_of
@@ -69,7 +70,7 @@ class CheckContext(MachineContext):
         if source == "python":
             with deadline(ROWS_SECONDS):
                 return list(rows_of(self.loaded, MAX_ROWS_MADE))
-        if source not in ("inline", "jsonl", "csv", "parquet", "harbor"):
+        if source == MIX or self.spec.tasks.facts.outside:
             return []
         return list(rows_of(self.loaded, None if source == "inline" else 1))
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from engine.errors import SpecError
+from engine.schemas.task_sources import PLUGIN_KEYS, all_sources
 from engine.schemas.tasks import TasksSpec
 from engine.schemas.train import TrainSpec
 from engine.spec.tasks import count_tasks
@@ -246,19 +247,6 @@ def _one_turn(ctx: CheckContext) -> bool:
     return ctx.spec.limits.assistant_turns == 1 or not several_turns(ctx)
 
 
-_KEYS: dict[str, tuple[str, ...]] = {
-    "inline": ("rows",),
-    "jsonl": ("path",),
-    "csv": ("path",),
-    "parquet": ("path",),
-    "hub": ("path", "name"),
-    "python": ("use", "with"),
-    "harbor": ("path", "unsupported"),
-    "mix": ("mix",),
-}
-"""For each source, the keys that only some sources read."""
-
-
 @rule("tasks.no-effect", "warning", "a key of `tasks` is not read with this source")
 def tasks_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """Keys that belong to another `source`."""
@@ -275,9 +263,12 @@ def tasks_no_effect(ctx: CheckContext) -> Iterator[Finding]:
 
 def _of_other_sources(ctx: CheckContext, at: DataPath) -> Iterator[Finding]:
     tasks: TasksSpec = ctx.spec.tasks
-    for key in dict.fromkeys(name for keys in _KEYS.values() for name in keys):
+    kinds = all_sources()
+    for key in dict.fromkeys([*(name for facts in kinds.values() for name in facts.keys), *PLUGIN_KEYS]):
         path: DataPath = ("tasks", key)
-        if key not in _KEYS[tasks.source] and ctx.written(*path):
-            readers = ", ".join(f"`{source}`" for source, keys in _KEYS.items() if key in keys)
-            message = f"`{key}` has no effect with `source: {tasks.source}`: it belongs to {readers}"
+        if key not in tasks.facts.keys and ctx.written(*path):
+            readers = ", ".join(f"`{source}`" for source, facts in kinds.items() if key in facts.keys)
+            message = f"`{key}` has no effect with `source: {tasks.source}`" + (
+                f": it belongs to {readers}" if readers else ""
+            )
             yield Finding(message, (*at, key), "remove it, or change `source`", key=True)

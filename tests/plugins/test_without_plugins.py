@@ -23,6 +23,7 @@ NAMING: dict[str, Spec] = {
         "backend": {"kind": "openai", "url": "http://127.0.0.1:9/v1", "model": "m"},
         "rollout": {"max_cost": 1},
     },
+    "harbor": {"tasks": {"source": "harbor", "path": "tasks"}},
     "notices": {"notify": {"to": [{"kind": "command", "run": "true"}]}},
     "plan": {"train": {"plan": {}}},
     "report": {"train": {"report_to": ["tensorboard"]}},

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
+from engine.plugin import OFF, installed
 from engine.schemas.loss import LOSSES
+from engine.schemas.task_sources import all_sources
 from engine.schemas.tasks import TasksSpec
 from engine.spec.load import load_spec
 from engine.validate import check_spec
-from engine.validate.no_effect import _KEYS
 
 HEAD = """\
 spec: episode/v1
@@ -225,8 +226,27 @@ def test_keys_of_another_task_source(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_each_source_of_tasks_has_its_keys() -> None:
-    assert set(get_args(TasksSpec.model_fields["source"].annotation)) == set(_KEYS)
+@pytest.fixture
+def without_harbor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(OFF, "harbor")
+    installed.cache_clear()
+    yield
+    monkeypatch.undo()
+    installed.cache_clear()
+
+
+@pytest.mark.usefixtures("without_harbor")
+def test_a_key_that_no_installed_source_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = GROUP + "tasks: {source: inline, rows: [{q: a}], unsupported: drop, limit: 1}\n"
+    monkeypatch.setattr(f"{__name__}.HEAD", HEAD.replace("tasks: {source: inline, rows: [{q: a}]}\n", ""))
+    assert found(lines, tmp_path, monkeypatch) == [
+        "warning[tasks.no-effect] `unsupported` has no effect with `source: inline`"
+    ]
+
+
+def test_each_kind_of_source_reads_keys_of_tasks() -> None:
+    keys = {info.alias or name for name, info in TasksSpec.model_fields.items()}
+    assert {key for facts in all_sources().values() for key in facts.keys} <= keys
 
 
 def test_a_transfer_between_two_calls_of_a_turn_is_no_transfer_to_itself(

@@ -246,7 +246,7 @@ def test_the_evaluations_tasks_are_held_to_the_rules_of_tasks() -> None:
 def test_the_evaluations_tasks_and_sampling_have_their_form() -> None:
     lines = GROUP + "train:\n  eval:\n    tasks: {source: jsnl, path: x}\n    sampling: {temprature: 0, top_p: 2}\n"
     assert found(lines) == [
-        "10:21: error[train.eval-form] `train.eval.tasks.source` must be one of inline, jsonl, csv, parquet, hub, python, harbor, mix",
+        "10:21: error[train.eval-form] `train.eval.tasks.source` must be one of inline, jsonl, csv, parquet, hub, python, mix, harbor",
         "11:16: error[train.eval-form] unknown key `temprature`",
         "11:38: error[train.eval-form] `train.eval.sampling.top_p` must be at most 1",
     ]

@@ -20,7 +20,6 @@ PLUGIN = Plugin(
         "verifiers": f"{FACTS}:VERIFIERS",
         "reasoning_gym": f"{FACTS}:REASONING_GYM",
         "verl": f"{FACTS}:VERL",
-        "harbor": f"{FACTS}:HARBOR",
     },
     tool_adapters={"mcp": f"{FACTS}:MCP"},
     commands={

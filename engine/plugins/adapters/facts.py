@@ -76,12 +76,3 @@ MCP = ToolAdapterFacts(
     packages=("mcp",),
     install="pip install 'episode-engine[mcp]'",
 )
-HARBOR = AdapterFacts(
-    name="harbor",
-    runs="engine.plugins.harbor.environment:HarborEnvironment",
-    use="`shell` (the model has a tool of that name) or `program` (for an agent program); with `tasks: {source: harbor}`",
-    names="name",
-    rewards="end",
-    thread_safe=True,
-    tools="some",
-)

@@ -81,5 +81,5 @@ def _misfits(specs: ScenarioSpecs, scenarios: ScenarioSet, skipped: list[str]) -
 
 def _made_by_code(loaded: LoadedSpec) -> bool:
     """Return whether the task rows come from code that may not be imported."""
-    made = any(source.source in ("python", "hub") for source in loaded.spec.tasks.sources)
+    made = any(source.facts.outside for source in loaded.spec.tasks.sources)
     return made and not loaded.access.imports

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import SpecError
+from engine.plugin import load
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.code.entry import EntryError, load_entry
 from engine.spec.rows.parquet_rows import ParquetRows
@@ -27,8 +27,6 @@ SUFFIXES = {"jsonl": (".jsonl", ".ndjson"), "csv": (".csv", ".tsv"), "parquet": 
 """The files of a folder that a source reads."""
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """Names of splits: if no file of a folder has one, all its files are the split `train`."""
-MOST_REFUSED = 20
-"""Task folders whose reasons for being refused are listed."""
 STREAMED = 10_000
 """Most rows of a data set on the hub that are read without downloading it."""
 
@@ -44,7 +42,13 @@ def open_rows(loaded: LoadedSpec, limit: int | None) -> Rows:
         SpecError: the source is not there.
         RowFault: its rows cannot be read.
     """
-    return _SOURCES[loaded.spec.tasks.source](loaded, limit)
+    tasks = loaded.spec.tasks
+    try:
+        opens: Callable[[LoadedSpec, int | None], Rows] = _SOURCES.get(tasks.source) or load(tasks.facts.opens)
+    except (ImportError, AttributeError) as error:
+        message = f"the source `{tasks.source}` of a plugin cannot be used: {error}"
+        raise fault(loaded, "tasks.unreadable", message, None, loaded.origin((*TASKS, "source"))) from error
+    return opens(loaded, limit)
 
 
 def fault(loaded: LoadedSpec, rule: str, message: str, fix: str | None, origin: Origin | None) -> SpecError:
@@ -222,51 +226,6 @@ def _python(loaded: LoadedSpec, limit: int | None) -> Rows:
     return ListRows(rows)
 
 
-def _harbor(loaded: LoadedSpec, limit: int | None) -> Rows:
-    """The task folders of `tasks.path`, each as a row with `folder`, its path relative to the spec.
-
-    Raises:
-        SpecError: one of them cannot be read, or does not run here and may not be left out; it names each.
-    """
-    from engine.plugins.harbor.folders import HarborError, UnsupportedTaskError, read_task, task_folders
-
-    drops = loaded.spec.tasks.unsupported == "drop"
-    rows: list[dict[str, Any]] = []
-    refused: list[Diagnostic] = []
-    dropped: list[str] = []
-    at = loaded.origin((*TASKS, "path"))
-    try:
-        folders = task_folders(task_file(loaded))
-    except HarborError as error:
-        raise fault(loaded, "tasks.no-file", str(error), None, at) from error
-    for folder in folders:
-        try:
-            if not loaded.access.allows(folder):
-                raise HarborError("it lies outside of what is read", folder)
-            rows.append({**read_task(folder).fields, "folder": os.path.relpath(folder, loaded.base)})
-        except HarborError as error:
-            if drops and isinstance(error, UnsupportedTaskError):
-                dropped.append(str(error))
-                continue
-            place = Origin(str(error.path), error.line or 1, 1)
-            refused.append(Diagnostic("tasks.harbor", "error", error.message, None, place, (*TASKS, "path")))
-    if refused:
-        more = len(refused) - MOST_REFUSED
-        if more > 0:
-            rest = f"and {more} other task folders of `{short(loaded.spec.tasks.file)}`"
-            refused = [*refused[:MOST_REFUSED], Diagnostic("tasks.harbor", "error", rest, None, at, (*TASKS, "path"))]
-        raise SpecError(refused)
-    if dropped and not rows:
-        message = f"none of the {len(dropped)} task folders runs here: {dropped[0]}"
-        raise fault(loaded, "tasks.harbor", message, None, at)
-    if dropped:
-        import structlog  # takes 80 ms, and few specs read task folders
-
-        log = structlog.get_logger(__name__)
-        log.warning("task folders are left out, because they do not run here", count=len(dropped), first=dropped[0])
-    return ListRows(rows)
-
-
 _SOURCES: dict[str, Callable[[LoadedSpec, int | None], Rows]] = {
     "inline": _inline,
     "jsonl": _text(JsonlRows),
@@ -274,7 +233,6 @@ _SOURCES: dict[str, Callable[[LoadedSpec, int | None], Rows]] = {
     "parquet": _parquet,
     "hub": _hub,
     "python": _python,
-    "harbor": _harbor,
 }
 
 
