@@ -126,6 +126,7 @@ def modules() -> Iterator[Any]:
         "engine.environments",
         "engine.validate",
         "engine.plugins.adapters",
+        "engine.plugins.harbor",
         "engine.plugins.scenarios",
         "engine.spec",
     )
