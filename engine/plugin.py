@@ -81,6 +81,8 @@ class Plugin:
     sections: tuple[Section, ...] = ()
     backends: Entries = field(default_factory=dict)
     """`backend.kind` -> its config class, a `BackendBase`."""
+    launchers: Entries = field(default_factory=dict)
+    """`backend.kind` -> function that makes the servers of `backend.launch`: see `engine.backends.servers.launched`."""
     losses: Entries = field(default_factory=dict)
     """`train.loss.kind` -> its config class, a `Loss`."""
     actions: Entries = field(default_factory=dict)
