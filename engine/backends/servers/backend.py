@@ -16,12 +16,12 @@ import numpy as np
 
 from engine.backends.base import Backend
 from engine.backends.http.keys import key_headers
-from engine.backends.launch.servers import LaunchedServers, default_logs
 from engine.backends.servers.attempts import Attempts
 from engine.backends.servers.resume import can_resume, clean_cut, cut, join
 from engine.backends.servers.server import Server
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
+from engine.plugins.launch.servers import LaunchedServers, default_logs
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from engine.backends.base import ServerWeights
 from engine.backends.http.keys import key_headers, read_key
-from engine.backends.launch.servers import LaunchedServers
 from engine.backends.servers.backend import ServersBackend, servers_of
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.reply import Part
@@ -26,6 +25,7 @@ from engine.backends.sglang.reply_body import DEFAULT_VERSION, decode
 from engine.backends.sglang.request_body import Encoder
 from engine.backends.sglang.routing import layout_of
 from engine.errors import BackendError
+from engine.plugins.launch.servers import LaunchedServers
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams, VersionSpan
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.backends.launch.servers import LaunchedServers, server_commands
+from engine.plugins.launch.servers import LaunchedServers, server_commands
 
 if TYPE_CHECKING:
     from engine.schemas.backend import LaunchSpec

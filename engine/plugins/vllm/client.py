@@ -24,7 +24,7 @@ from engine.schemas.generation import GenerateRequest, SamplingParams
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.backends.launch.servers import LaunchedServers
+    from engine.plugins.launch.servers import LaunchedServers
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
 
