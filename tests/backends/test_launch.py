@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from waiting import process_runs, until, wait_until
 
-from engine.backends.sglang.launching import launched_servers
 from engine.errors import BackendError
 from engine.plugins.launch.servers import LaunchedServers, ServerCommand
+from engine.plugins.launch.sglang import launched_servers
 from engine.schemas.backend import LaunchSpec, SGLangBackendSpec
 from engine.schemas.train import LoraSpec, TrainSpec
 

@@ -20,10 +20,10 @@ from engine.backends.servers.asking import ask, check_each, check_stop_ids, chec
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.server import Server
 from engine.backends.sglang.images import check_images
-from engine.backends.sglang.launching import EXPERTS_FLAG
 from engine.backends.sglang.reply_body import decode
 from engine.backends.sglang.request_body import Encoder, sampling_fields
 from engine.errors import BackendError, OutageError
+from engine.plugins.launch.sglang import EXPERTS_FLAG
 from engine.schemas.generation import SamplingParams
 
 if TYPE_CHECKING:

@@ -20,12 +20,12 @@ from engine.backends.servers.server import Server
 from engine.backends.sglang.checks import ask_worker, check_model_path, check_server, check_servers
 from engine.backends.sglang.control import Control
 from engine.backends.sglang.images import refuse_family
-from engine.backends.sglang.launching import launched_servers
 from engine.backends.sglang.reply_body import DEFAULT_VERSION, decode
 from engine.backends.sglang.request_body import Encoder
 from engine.backends.sglang.routing import layout_of
 from engine.errors import BackendError
 from engine.plugins.launch.servers import LaunchedServers
+from engine.plugins.launch.sglang import launched_servers
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams, VersionSpan
 
