@@ -14,8 +14,8 @@ from engine.backends.servers.backend import ServersBackend, servers_of
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.server import Server
 from engine.errors import BackendError
+from engine.plugins.launch.vllm import launched_servers
 from engine.plugins.vllm.checks import PATH, check_model_path, check_server, check_servers
-from engine.plugins.vllm.launching import launched_servers
 from engine.plugins.vllm.reply_body import decode
 from engine.plugins.vllm.request_body import Encoder
 from engine.plugins.vllm.spec import VLLMBackendSpec

@@ -19,8 +19,8 @@ from vllm_server import EOS, VOCAB, Fault, VLLMServer, log_softmax, reply
 
 from engine.backends.servers.request import Outgoing
 from engine.errors import BackendError, ContextOverflow, OutageError
+from engine.plugins.launch.vllm import launched_servers
 from engine.plugins.vllm.client import VLLMBackend
-from engine.plugins.vllm.launching import launched_servers
 from engine.plugins.vllm.request_body import Encoder
 from engine.plugins.vllm.spec import VLLMBackendSpec
 from engine.schemas.backend import LaunchSpec
