@@ -25,6 +25,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "adapters": ("harbor",),
         "sources": ("harbor",),
     },
+    "launch": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "launchers": ("sglang", "vllm")},
     "notices": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("notify",)},
     "pictures": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "graph_formats": ("svg",)},
     "plan": {

@@ -9,6 +9,7 @@ MOVED: dict[str, str] = {
     "engine.backends.anthropic": "engine.plugins.chat_apis.anthropic",
     "engine.backends.api": "engine.plugins.chat_apis.backend",
     "engine.backends.budget": "engine.plugins.chat_apis.budget",
+    "engine.backends.launch": "engine.plugins.launch",
     "engine.backends.openai": "engine.plugins.chat_apis.openai",
     "engine.backends.vllm": "engine.plugins.vllm",
     "engine.checks": "engine.validate",

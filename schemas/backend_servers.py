@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -73,6 +74,7 @@ _ENGINE_ARGUMENTS = {
 class ServersSpec(BackendBase):
     """Keys of every backend whose servers take token ids: those of `urls`, or those that the run starts (`launch`)."""
 
+    PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"launcher": "launchers"}
     weights_in_servers: ClassVar[bool] = True
 
     kind: str
@@ -122,6 +124,11 @@ class ServersSpec(BackendBase):
     @property
     def adapter_name(self) -> str | None:
         return self.adapter
+
+    @property
+    def launcher(self) -> str | None:
+        """The kind of servers that are to be started; None: they run already."""
+        return None if self.launch is None else self.kind
 
     @property
     def server_urls(self) -> list[str]:

@@ -49,7 +49,7 @@ class Contract(BaseModel):
     model_config = _CONFIG | ConfigDict(frozen=True, populate_by_name=True, defer_build=True)
     """`defer_build`: a validator is built when its class is first used. A spec uses few of them."""
     PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {}
-    """Field -> the point of `engine.plugin` whose names it holds."""
+    """Field or property -> the point of `engine.plugin` whose names it holds."""
 
     @classmethod
     def model_rebuild(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.schemas.backend import BackendBase, LocalBackendSpec, backend_classes
+from engine.backends.servers.launched import no_launcher
+from engine.schemas.backend import BackendBase, LocalBackendSpec, ServersSpec, backend_classes
 from engine.schemas.generation import SamplingParams
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
@@ -32,6 +33,29 @@ def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
             )
         if (conflict := backend.conflict(sampling)) is not None:
             yield Finding(conflict, path, "remove one of them")
+
+
+@rule("backend.no-launcher", "error", "nothing is installed that starts the servers of `backend.launch`")
+def no_launch(ctx: CheckContext) -> Iterator[Finding]:
+    """`launch` of a backend whose kind has no launcher."""
+    for backend, path in _declared(ctx):
+        if isinstance(backend, ServersSpec) and backend.launch is not None:
+            fix = no_launcher(backend.kind)
+            if fix is not None:
+                yield Finding(
+                    f"nothing is installed that starts `{backend.kind}` servers", (*path, "launch"), fix, key=True
+                )
+
+
+def _declared(ctx: CheckContext) -> Iterator[tuple[BackendBase, DataPath]]:
+    """The backends of the policy and of roles that declare their own, with their paths."""
+    yield ctx.spec.backend, ("backend",)
+    if any(user.model_played for _, user in ctx.users) or ctx.spec.rewards.scorer is not None:
+        from engine.actions.role_models import roles_of
+
+        for path, (_, part, _) in roles_of(ctx.spec).items():
+            if part.backend is not None:
+                yield part.backend, (*path, "backend")
 
 
 def _sampled(ctx: CheckContext) -> Iterator[tuple[BackendBase, SamplingParams, DataPath]]:

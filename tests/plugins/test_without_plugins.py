@@ -24,6 +24,7 @@ NAMING: dict[str, Spec] = {
         "rollout": {"max_cost": 1},
     },
     "harbor": {"tasks": {"source": "harbor", "path": "tasks"}},
+    "launch": {"backend": {"kind": "sglang", "launch": {"gpus": 0}}},
     "notices": {"notify": {"to": [{"kind": "command", "run": "true"}]}},
     "plan": {"train": {"plan": {}}},
     "report": {"train": {"report_to": ["tensorboard"]}},

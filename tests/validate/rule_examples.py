@@ -28,6 +28,7 @@ WHOLE = {"spec.empty", "spec.missing-key"}
 ELSEWHERE = {
     BROKEN,
     "backend.no-experts",
+    "backend.no-launcher",
     "machine.too-large",
     "model.calls-not-read",
     "tasks.not-read",

@@ -21,6 +21,7 @@ def test_ids_are_stable() -> None:
         ("agent.missing", "error"),
         ("agent.no-effect", "error"),
         ("backend.no-experts", "error"),
+        ("backend.no-launcher", "error"),
         ("backend.no-prices", "error"),
         ("backend.unsupported-sampling", "error"),
         ("code.action", "error"),

@@ -8,4 +8,5 @@ resume.py    continues a reply that was interrupted
 server.py    one server
 pool.py      which server a request goes to, and which servers are there
 asking.py    test requests before the first episode
+launched.py  servers that a run starts: what starts them is found by the point `launchers`
 """

@@ -21,12 +21,12 @@ from engine.backends.servers.resume import can_resume, clean_cut, cut, join
 from engine.backends.servers.server import Server
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
-from engine.plugins.launch.servers import LaunchedServers, default_logs
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
     from engine.backends.http.outage import Outage
     from engine.backends.servers.attempts import Decode, GivenWeights
+    from engine.backends.servers.launched import LaunchedServers
     from engine.backends.servers.pool import Pool
     from engine.backends.servers.reply import Part
     from engine.backends.servers.request import PromptEncoder
@@ -116,7 +116,7 @@ class ServersBackend(Backend):
             BackendError: One of them does not start (kind `launch`).
         """
         if self._launched is not None:
-            await self._launched.start(self.logs or default_logs())
+            await self._launched.start(self.logs)
 
     def spread(self, number: int) -> None:
         """Begin with another server than the other processes of the run: among equally loaded servers the first is chosen."""

@@ -23,7 +23,6 @@ from engine.backends.sglang.images import check_images
 from engine.backends.sglang.reply_body import decode
 from engine.backends.sglang.request_body import Encoder, sampling_fields
 from engine.errors import BackendError, OutageError
-from engine.plugins.launch.sglang import EXPERTS_FLAG
 from engine.schemas.generation import SamplingParams
 
 if TYPE_CHECKING:
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+EXPERTS_FLAG = "--enable-return-routed-experts"
+"""SGLang's flag of servers that report the experts of each token."""
 _RANGE = re.compile(r"\[0, (\d+)\]")
 _REFUSED: dict[str, dict[str, Any]] = {
     "sampling_seed": {"sampling_params": {"sampling_seed": 2**63}},

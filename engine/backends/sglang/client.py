@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from engine.backends.base import ServerWeights
 from engine.backends.http.keys import key_headers, read_key
 from engine.backends.servers.backend import ServersBackend, servers_of
+from engine.backends.servers.launched import LaunchedServers, launched_servers
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.reply import Part
 from engine.backends.servers.server import Server
@@ -24,8 +25,6 @@ from engine.backends.sglang.reply_body import DEFAULT_VERSION, decode
 from engine.backends.sglang.request_body import Encoder
 from engine.backends.sglang.routing import layout_of
 from engine.errors import BackendError
-from engine.plugins.launch.servers import LaunchedServers
-from engine.plugins.launch.sglang import launched_servers
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams, VersionSpan
 
@@ -139,9 +138,7 @@ class SGLangBackend(ServersBackend):
         def folder() -> Path:
             return resolve_model(loaded.spec.model.path, loaded.spec.model.revision, loaded.base)
 
-        launched = None
-        if spec.launch is not None:
-            launched = launched_servers(spec.launch, folder(), loaded.spec.train, experts=spec.asks_experts)
+        launched = launched_servers(spec, loaded)
         try:
             return cls(
                 spec,

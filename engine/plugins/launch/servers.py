@@ -175,11 +175,11 @@ class LaunchedServers:
         """The URL of each server."""
         return [server.url for server in self._servers]
 
-    async def start(self, folder: Path) -> None:
+    async def start(self, folder: Path | None = None) -> None:
         """Start all servers, wait until they answer, and watch them from then on.
 
         Args:
-            folder: Folder of the logs; made if it does not exist.
+            folder: Folder of the logs; made if it does not exist. Default: a folder of the cache.
 
         Raises:
             BackendError: A GPU is used by other servers of this process, or a server does not start (kind `launch`).
@@ -190,6 +190,7 @@ class LaunchedServers:
                 "name other GPUs in `gpus`",
                 kind="launch",
             )
+        folder = folder or default_logs()
         _gpus_in_use.update(self._gpus)
         self._leased = True
         await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)

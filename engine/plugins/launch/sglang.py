@@ -6,14 +6,22 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.backends.sglang.checks import EXPERTS_FLAG
 from engine.plugins.launch.servers import LaunchedServers, server_commands
+from engine.tokens.catalogue import resolve_model
 
 if TYPE_CHECKING:
-    from engine.schemas.backend import LaunchSpec
+    from engine.schemas.backend import LaunchSpec, SGLangBackendSpec
     from engine.schemas.train import LoraSpec, TrainSpec
+    from engine.spec.load import LoadedSpec
 
-EXPERTS_FLAG = "--enable-return-routed-experts"
-"""SGLang's flag of servers that report the experts of each token."""
+
+def launch(spec: SGLangBackendSpec, loaded: LoadedSpec) -> LaunchedServers:
+    """The launcher of `kind: sglang`."""
+    assert spec.launch is not None
+    model = loaded.spec.model
+    folder = resolve_model(model.path, model.revision, loaded.base)
+    return launched_servers(spec.launch, folder, loaded.spec.train, experts=spec.asks_experts)
 
 
 def launched_servers(

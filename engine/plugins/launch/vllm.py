@@ -8,10 +8,19 @@ from typing import TYPE_CHECKING
 
 from engine.plugins.launch.servers import LaunchedServers, server_commands
 from engine.schemas.backend import changes_distribution
+from engine.tokens.catalogue import resolve_model
 
 if TYPE_CHECKING:
-    from engine.schemas.backend import LaunchSpec
+    from engine.schemas.backend import LaunchSpec, ServersSpec
     from engine.schemas.generation import SamplingParams
+    from engine.spec.load import LoadedSpec
+
+
+def launch(spec: ServersSpec, loaded: LoadedSpec) -> LaunchedServers:
+    """The launcher of `kind: vllm`."""
+    assert spec.launch is not None
+    model = loaded.spec.model
+    return launched_servers(spec.launch, resolve_model(model.path, model.revision, loaded.base), loaded.spec.sampling)
 
 
 def launched_servers(launch: LaunchSpec, folder: Path, sampling: SamplingParams) -> LaunchedServers:

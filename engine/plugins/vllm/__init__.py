@@ -5,7 +5,6 @@ client.py        the backend
 request_body.py  the body of a request
 reply_body.py    the body of its reply, checked to the token
 checks.py        checks of the servers before the first episode, among them which log-probs they report
-launching.py     the commands that start servers
 """
 
 from engine.plugin import Plugin

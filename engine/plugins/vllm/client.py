@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from engine.backends.http.keys import key_headers, read_key
 from engine.backends.servers.attempts import OwnWeights
 from engine.backends.servers.backend import ServersBackend, servers_of
+from engine.backends.servers.launched import launched_servers
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.server import Server
 from engine.errors import BackendError
-from engine.plugins.launch.vllm import launched_servers
 from engine.plugins.vllm.checks import PATH, check_model_path, check_server, check_servers
 from engine.plugins.vllm.reply_body import decode
 from engine.plugins.vllm.request_body import Encoder
@@ -24,7 +24,7 @@ from engine.schemas.generation import GenerateRequest, SamplingParams
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.plugins.launch.servers import LaunchedServers
+    from engine.backends.servers.launched import LaunchedServers
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
 
@@ -90,17 +90,13 @@ class VLLMBackend(ServersBackend):
             BackendError: The variable of the API key is not set, a URL is invalid, or no server can report the log-probs of the
                 spec's sampling.
         """
-        from engine.tokens.catalogue import resolve_model
-
-        sampling, model = loaded.spec.sampling, loaded.spec.model
+        sampling = loaded.spec.sampling
         if (conflict := spec.conflict(sampling)) is not None:
             raise BackendError(f"sampling: {conflict}", kind="unsupported_parameter")
-        launched = None
-        if spec.launch is not None:
-            launched = launched_servers(spec.launch, resolve_model(model.path, model.revision, loaded.base), sampling)
+        launched = launched_servers(spec, loaded)
         key = read_key(spec.api_key_env)
         try:
-            return cls(spec, format, sampling=sampling, model=model.path, api_key=key, launched=launched)
+            return cls(spec, format, sampling=sampling, model=loaded.spec.model.path, api_key=key, launched=launched)
         except ValueError as error:
             raise BackendError(f"backend.urls: {error}", kind="bad_url") from None
 

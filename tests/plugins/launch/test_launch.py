@@ -140,7 +140,7 @@ async def test_a_server_that_dies_more_often_than_restarts_stays_out(tmp_path: P
 def test_servers_end_when_the_engine_is_killed(tmp_path: Path) -> None:
     script = f"""
 import asyncio, sys
-sys.path[:] = {sys.path!r}
+sys.path[:] = {[str(Path(__file__).parent), *sys.path]!r}
 from pathlib import Path
 from test_launch import servers
 async def main():
