@@ -96,7 +96,7 @@ def test_every_unsupported_parameter_is_one_that_this_test_sets() -> None:
     examples = [
         declared.model_validate(yaml.safe_load(EXAMPLES[declared.kind_name()])) for declared in backend_classes()
     ]
-    assert {name for backend in examples for name in backend.lacking} == set(VALUES)
+    assert {name for backend in examples for name in backend.lacking} <= set(VALUES)
 
 
 def test_a_role_s_sampling_is_checked_against_its_own_backend(tmp_path: Path) -> None:

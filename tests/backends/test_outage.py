@@ -19,14 +19,13 @@ from engine.backends.http.outage import Outage
 from engine.backends.sglang.client import SGLangBackend
 from engine.deadline import PausableClocks
 from engine.errors import BackendError, OutageError
-from engine.plugins.chat_apis.openai import OpenAIBackend
-from engine.plugins.chat_apis.spec import OpenAIBackendSpec
+from engine.plugin import entries
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import Message
 from engine.tokens.format import ChatFormat
 
-KINDS = ["sglang", "openai"]
+KINDS = ["sglang", *({"openai"} & set(entries("backends")))]
 MESSAGES = [Message(role="user", content="hi")]
 
 
@@ -39,7 +38,7 @@ class One:
         self._spec = spec
         self.port = 0
         self.server: Server
-        self.backend: SGLangBackend | OpenAIBackend
+        self.backend: Any
 
     async def start(self, *, refuse: float = 0.0, retry_after: str = "none", status: int = 429) -> None:
         arguments = argparse.Namespace(
@@ -52,6 +51,9 @@ class One:
     async def open(self) -> None:
         url = f"http://127.0.0.1:{self.port}"
         if self.kind == "openai":
+            from engine.plugins.chat_apis.openai import OpenAIBackend
+            from engine.plugins.chat_apis.spec import OpenAIBackendSpec
+
             spec = OpenAIBackendSpec.model_validate({"url": f"{url}/v1", "model": "m", "timeout": 20, **self._spec})
             self.backend = OpenAIBackend(spec, self._format)
         else:

@@ -82,7 +82,7 @@ CODE: dict[str, Case] = {
     "users and grader": Case(
         WHOLE.replace("tasks: {source: inline, rows: [{q: a}]}", "tasks: {source: inline, user: q, rows: [{q: b}]}")
         + "users:\n  a: {use: 'beside:Board'}\n"
-        "  b: {model: {path: m}, backend: {kind: openai, url: 'http://127.0.0.1:{port}/v1', model: m},\n"
+        "  b: {model: {path: m}, backend: {kind: sglang, urls: ['http://127.0.0.1:{port}']},\n"
         "      prompt: [{role: user, content: hi}], grader: {use: 'beside:function'}}\n",
         (),
         {"beside.py": BESIDE},
@@ -122,7 +122,7 @@ CODE: dict[str, Case] = {
     ),
     "servers": uses(
         "backend: {kind: sglang, urls: ['http://127.0.0.1:{port}']}\n"
-        "user: {model: {path: m}, backend: {kind: openai, url: 'http://127.0.0.1:{port}/v1', model: m},\n"
+        "user: {model: {path: m}, backend: {kind: sglang, urls: ['http://127.0.0.1:{port}']},\n"
         "       prompt: [{role: user, content: hi}], marks: [{text: x, satisfied: true}]}\n"
     ),
     "hub": tasks("source: hub, path: 'beside.py', split: train", files={"beside.py": BESIDE}),

@@ -54,7 +54,6 @@ def test_dropped_rows_are_counted_and_the_others_keep_their_index(spec: Any, pro
     )
 
 
-VERL = "engine.plugins.adapters.verl.interactions:Prompt"
 CLASSES = """
 from engine.schemas.environment import Reset
 from engine.schemas.message import Message
@@ -80,12 +79,11 @@ class Waiting(Adding):
     ("changes", "kept_ids"),
     [
         ({"tasks": {"preset": {"name": "verl", "prompt_key": "chat"}}}, "r0 r2 r3"),
-        ({"environment": {"use": VERL, "effects": "pure", "with": {"field": "chat"}}}, "r0 r2 r3"),
         ({"environment": {"use": "adding:Adding", "effects": "pure", "with": {"words": 4}}}, "r0 r2"),
         ({"environment": {"use": "adding:Adding", "with": {"words": 4}}}, "r0 r1 r2 r3 r4"),
         ({"environment": {"use": "adding:Waiting", "effects": "pure", "with": {"words": 4}}}, "r0 r1 r2 r3 r4"),
     ],
-    ids=["verl's rows", "verl's prompt", "pure", "replayable", "async"],
+    ids=["verl's rows", "pure", "replayable", "async"],
 )
 def test_the_messages_of_a_pure_environment_count(
     spec: Any, tmp_path: Path, changes: dict[str, Any], kept_ids: str

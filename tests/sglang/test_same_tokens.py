@@ -13,8 +13,6 @@ from generate_requests import generate_request
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
-from engine.plugins.chat_apis.openai import OpenAIBackend
-from engine.plugins.chat_apis.spec import OpenAIBackendSpec
 from engine.schemas.backend import LocalBackendSpec, SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message
@@ -68,6 +66,9 @@ async def test_the_chat_endpoint_answers_what_the_ids_say(
     native = SGLangBackend(
         SGLangBackendSpec(urls=[sglang_server.url]), chat_format, sampling=GREEDY, model=str(tiny_model_dir)
     )
+    from engine.plugins.chat_apis.openai import OpenAIBackend
+    from engine.plugins.chat_apis.spec import OpenAIBackendSpec
+
     chat = OpenAIBackend(OpenAIBackendSpec(url=f"{sglang_server.url}/v1", model="tiny"), chat_format)
     await native.start()
     await chat.start()
@@ -89,6 +90,9 @@ async def test_the_chat_endpoint_answers_what_the_ids_say(
 async def test_too_long_a_conversation_is_a_limit_at_the_chat_endpoint(
     sglang_server: Running, chat_format: ChatFormat
 ) -> None:
+    from engine.plugins.chat_apis.openai import OpenAIBackend
+    from engine.plugins.chat_apis.spec import OpenAIBackendSpec
+
     chat = OpenAIBackend(OpenAIBackendSpec(url=f"{sglang_server.url}/v1", model="tiny"), chat_format)
     await chat.start()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -126,29 +126,3 @@ def test_images_and_places_must_be_as_many(vision: Vision) -> None:
     with pytest.raises(BackendError, match="2 images for 1 places in the prompt") as raised:
         Encoder(vocab_size=10_000, vision=vision).encode(asked, "a", asked.input_ids, 8)
     assert raised.value.kind == "bad_prompt"
-
-
-def test_an_openai_endpoint_is_shown_images_of_the_run_store_as_urls(
-    vlm: Callable[[str], Path], vision: Vision
-) -> None:
-    from engine.plugins.chat_apis.openai import OpenAIBackend
-    from engine.plugins.chat_apis.spec import OpenAIBackendSpec
-    from engine.schemas.message import Message, TextPart
-
-    form = load_format(ModelSpec(path=str(vlm("qwen2_5_vl"))), Path())
-    form.vision = vision
-    backend = OpenAIBackend(OpenAIBackendSpec(url="http://127.0.0.1:1/v1", model="m"), form)
-    said = Message(role="user", content=[ImagePart(image=digest_of(FIRST)), TextPart(text="What is it?")])
-    asked = replace(request(vision, [5]), messages=[said])
-    assert backend.body(asked, [said])["messages"] == [
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "image_url",
-                    "image_url": {"url": f"data:image/png;base64,{b64encode(FIRST).decode()}"},
-                },
-                {"type": "text", "text": "What is it?"},
-            ],
-        }
-    ]

@@ -246,7 +246,7 @@ def _changed(loaded: LoadedSpec, overrides: list[str], console: Console) -> Load
     _, refused = changes_of(loaded.spec, new.spec, resumable_keys())
     if refused:
         names = ", ".join(f"`{path}`" for path in refused[:8])
-        keys = ", ".join(f"`{key}`" for key in resumable_keys() if not key.endswith(".*"))
+        keys = ", ".join(f"`{key}`" for key in resumable_keys() if not key.endswith(".*")) or "nothing"
         raise StoreError(f"a resumed run cannot change {names}; what may change: {keys}")
     for item in refuse_errors(new):
         console.print(str(item), style="yellow")
