@@ -152,7 +152,7 @@ def test_gymnasium_runs(folder: Path, tiny_tokenizer_dir: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif("VISGYM_SOURCE" not in os.environ, reason="set VISGYM_SOURCE to a checkout of VisGym")
 def test_visgym_builds_and_shows_its_prompt(folder: Path, tiny_tokenizer_dir: Path) -> None:
-    """With text alone: a picture needs a vision model (`tests/vision/test_gymnasium_frames.py`)."""
+    """With text alone: a picture needs a vision model (`tests/plugins/adapters/test_gymnasium_frames.py`)."""
     (folder / "VisGym").symlink_to(os.environ["VISGYM_SOURCE"])
     block = BLOCKS["gymnasium_1"]
     environment = {**block["environment"], "with": {**block["environment"]["with"], "show": "observation"}}
