@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from ended_runs import run_to_end
 from PIL import Image
+from vision_kit import BUILDERS
+from written_specs import save_spec
 
 from engine.runner.replay import Replayer
 from engine.spec.tasks import load_tasks
@@ -39,6 +43,19 @@ LAKE = {
 }
 
 
+def write_spec(folder: Path, family: str, **changes: Any) -> Path:
+    """A spec of a tiny vision-language model that crosses the lake."""
+    spec = {
+        "spec": "episode/v1",
+        "name": "lake",
+        "model": {"path": str(BUILDERS[family](folder / "model"))},
+        "backend": {"kind": "local", "device": "cpu", "dtype": "float32"},
+        "rollout": {"seed": 7},
+        **LAKE,
+    }
+    return save_spec(folder / "lake.yaml", spec | changes)
+
+
 def frames(moves: list[str]) -> list[Any]:
     """The frames that the environment renders by hand; None for a turn without a frame."""
     env = gymnasium.make("FrozenLake-v1", is_slippery=False, render_mode="rgb_array")
@@ -60,10 +77,9 @@ def pixels(data: bytes) -> Any:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-async def test_the_model_sees_the_frames_that_the_environment_renders(
-    make_spec: Any, run_spec: Any, family: str
-) -> None:
-    ran = await run_spec(make_spec(family, MOVES, **LAKE))
+async def test_the_model_sees_the_frames_that_the_environment_renders(tmp_path: Path, family: str) -> None:
+    spec = write_spec(tmp_path, family, backend={"kind": "scripted", "replies": MOVES})
+    ran = await run_to_end(spec, tmp_path / "runs")
     trajectory = ran.only
     assert trajectory.outcome.failure is None
     (branch,) = trajectory.branches
@@ -87,9 +103,9 @@ async def test_the_model_sees_the_frames_that_the_environment_renders(
     assert len(row["images"]) == 3
 
 
-async def test_a_tiny_vision_model_plays_and_a_replay_gives_the_same(make_spec: Any, run_spec: Any) -> None:
+async def test_a_tiny_vision_model_plays_and_a_replay_gives_the_same(tmp_path: Path) -> None:
     """The model samples its own replies and reads each frame; the journal alone gives the same episode."""
-    ran = await run_spec(make_spec("qwen2_5_vl", **LAKE))
+    ran = await run_to_end(write_spec(tmp_path, "qwen2_5_vl"), tmp_path / "runs")
     trajectory = ran.only
     assert trajectory.outcome.failure is None
     assert len(trajectory.turns) == 4
