@@ -167,7 +167,7 @@ def _unknown(what: str, point: str, name: str, known: list[str], group: str) -> 
         offers = ", ".join(sorted(points.values()))
         return f"several packages offer the {what} `{name}`: {offers}; uninstall all but one"
     if belongs := plugin.missing(point, name):
-        return f"there is no {what} `{name}` for `adapter`; {belongs}"
+        return f"there is no `adapter: {name}`; {belongs}"
     near = get_close_matches(name, known, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     listed = f"; write one of {', '.join(f'`{item}`' for item in known)}" if known else ""

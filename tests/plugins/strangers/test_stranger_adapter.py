@@ -141,7 +141,7 @@ def test_what_is_wrong_with_it_is_told(tmp_path: Path, tiny_tokenizer_dir: Path)
     broken = found(site, tmp_path, spec)
     cause = "cannot be used (`echo` in `adapters` names 'echo_code:Echo', not AdapterFacts): pip install stranger_echo"
     assert (
-        f"error spec.bad-value `environment`: there is no adapter `echo` for `adapter`; it belongs to the plugin `echo`, which {cause}"
+        f"error spec.bad-value `environment`: there is no `adapter: echo`; it belongs to the plugin `echo`, which {cause}"
         in broken
     )
     assert len([line for line in broken if line.startswith("error")]) == 1
