@@ -91,13 +91,13 @@ _CORE: Mapping[str, ActionFacts] = {
         speaks="user",
     ),
     "condense": ActionFacts(
-        "engine.actions.condense:CondenseAction",
+        "engine.plugins.condense.action:CondenseAction",
         "Show the model a shorter conversation.",
         ("condensed", "unchanged"),
         _condensing,
     ),
     "ask_summary": ActionFacts(
-        "engine.actions.condense:AskSummaryAction",
+        "engine.plugins.condense.action:AskSummaryAction",
         "Ask the model for a summary of its history, which `condense` then puts in the place of the history.",
         ("asked",),
         lambda spec, state: 0.0,
