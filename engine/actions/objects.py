@@ -12,7 +12,6 @@ import structlog
 
 from engine.actions.base import EpisodeObjects, Services
 from engine.actions.call_tools import CallToolsAction
-from engine.actions.expand import expand_tool
 from engine.actions.llm_user import ModelUser
 from engine.actions.tool_servers import ToolServers
 from engine.actions.toolbox import BoundTool, Toolbox, bind_tool
@@ -21,6 +20,7 @@ from engine.errors import EngineError, SpecCodeError
 from engine.isolation.pool import FunctionTool, HeldObject, Pool, RemoteFunction
 from engine.isolation.remote import Cell, Origin, RemoteObject, RemoteTool
 from engine.machine.presets import machine_of
+from engine.plugins.condense.expand import expand_tool
 from engine.schemas.entry import IsolationSpec
 from engine.spec.code.entry import load_entry
 from engine.spec.code.signature import waits
