@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from engine.condensing.chunks import Count, missing_package
+from engine.plugins.condense.chunks import Count, missing_package
 from engine.schemas.condense import KeywordsSpec
 
 _MOST = 200

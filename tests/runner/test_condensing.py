@@ -10,7 +10,7 @@ import pytest
 from book_kit import call
 from damaged_rows import assert_refused, damaged_row
 
-from engine.condensing.chunks import block_text, history_text
+from engine.plugins.condense.chunks import block_text, history_text
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Trajectory
 
