@@ -10,8 +10,8 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.condensing.keywords import keywords
 from engine.plugins.condense.chunks import block_text, chunks_of, history_of, replaced
+from engine.plugins.condense.keywords import keywords
 from engine.schemas.condense import CondenseSpec, KeywordsSpec
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
 from engine.schemas.model import ModelSpec
