@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services
-from engine.condensing.window import older_images
 from engine.episode import Episode
 from engine.errors import BackendError, RenderError
 from engine.limit import Limit
 from engine.limits import CONTEXT, limits_of
+from engine.plugins.condense.window import older_images
 from engine.rewards.state_key import compile_state_key
 from engine.schemas.condense import CondenseSpec, PolicySummarySpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams

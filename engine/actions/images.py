@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from engine.condensing.window import older_images
 from engine.errors import ImageError, RenderError, SpecCodeError
+from engine.plugins.condense.window import older_images
 from engine.schemas.journal import (
     AgentRecord,
     GenerationRecord,

@@ -15,13 +15,13 @@ from typing import Any
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services
 from engine.actions.images import in_memory
 from engine.actions.workers import call_spec_code
-from engine.condensing.window import older_images, slid
 from engine.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
 from engine.isolation.pool import RemoteFunction
 from engine.isolation.remote import Origin, function_in
 from engine.plugins.condense.chunks import Chunk, block_text, chunks_of, history_of, history_text, replaced
 from engine.plugins.condense.keywords import keywords
+from engine.plugins.condense.window import older_images, slid
 from engine.schemas.condense import (
     ByHistory,
     CondenseSpec,
