@@ -6,10 +6,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from engine.plugins.condense.spec import CondenseSpec
 from engine.schemas.agent import AgentSpec
 from engine.schemas.backend import BackendSpec, LocalBackendSpec
 from engine.schemas.base import Contract
-from engine.schemas.condense import CondenseSpec
 from engine.schemas.entry import IsolationSpec
 from engine.schemas.environment_spec import EnvironmentSpec, ToolSpec
 from engine.schemas.generation import SamplingParams

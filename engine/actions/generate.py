@@ -14,9 +14,9 @@ from engine.episode import Episode
 from engine.errors import BackendError, RenderError
 from engine.limit import Limit
 from engine.limits import CONTEXT, limits_of
+from engine.plugins.condense.spec import CondenseSpec, PolicySummarySpec
 from engine.plugins.condense.window import older_images
 from engine.rewards.state_key import compile_state_key
-from engine.schemas.condense import CondenseSpec, PolicySummarySpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.journal import GenerationRecord
 from engine.schemas.message import Message

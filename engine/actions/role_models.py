@@ -20,8 +20,8 @@ import numpy as np
 
 from engine.actions.role_weights import frozen_refusal, role_weights, shares_policy
 from engine.errors import ContextOverflow, EngineError, SpecCodeError, TrainError
+from engine.plugins.condense.spec import SummarySpec
 from engine.schemas.backend import BackendBase, LocalBackendSpec
-from engine.schemas.condense import SummarySpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import Message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from engine.schemas.condense import BY_TEXT, ByTokens, CondenseSpec, KeywordsSpec, PolicySummarySpec, WindowSpec
+from engine.plugins.condense.spec import BY_TEXT, ByTokens, CondenseSpec, KeywordsSpec, PolicySummarySpec, WindowSpec
 from engine.validate.context import CheckContext
 from engine.validate.model_files import model_files
 from engine.validate.registry import Finding, rule

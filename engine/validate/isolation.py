@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from engine.schemas.condense import OwnCondenserSpec
+from engine.plugins.condense.spec import OwnCondenserSpec
 from engine.schemas.entry import IsolationSpec
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext

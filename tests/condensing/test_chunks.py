@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.plugins.condense.chunks import block_text, chunks_of, history_of, replaced
 from engine.plugins.condense.keywords import keywords
-from engine.schemas.condense import CondenseSpec, KeywordsSpec
+from engine.plugins.condense.spec import CondenseSpec, KeywordsSpec
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
 from engine.schemas.model import ModelSpec
 from engine.tokens.format import ChatFormat

@@ -21,8 +21,7 @@ from engine.isolation.pool import RemoteFunction
 from engine.isolation.remote import Origin, function_in
 from engine.plugins.condense.chunks import Chunk, block_text, chunks_of, history_of, history_text, replaced
 from engine.plugins.condense.keywords import keywords
-from engine.plugins.condense.window import older_images, slid
-from engine.schemas.condense import (
+from engine.plugins.condense.spec import (
     ByHistory,
     CondenseSpec,
     DropSpec,
@@ -32,6 +31,7 @@ from engine.schemas.condense import (
     SummarySpec,
     WindowSpec,
 )
+from engine.plugins.condense.window import older_images, slid
 from engine.schemas.environment import Step
 from engine.schemas.journal import CondenseRecord, StepRecord
 from engine.schemas.message import Message

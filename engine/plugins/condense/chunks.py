@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from engine.errors import EngineError
-from engine.schemas.condense import ByPassage, ByTokens, CondenseSpec
+from engine.plugins.condense.spec import ByPassage, ByTokens, CondenseSpec
 from engine.schemas.message import ContentPart, Message, TextPart
 
 Count = Callable[[str], int]

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from engine.plugins.condense.chunks import Count, missing_package
-from engine.schemas.condense import KeywordsSpec
+from engine.plugins.condense.spec import KeywordsSpec
 
 _MOST = 200
 """Maximum number of keywords that are ranked."""

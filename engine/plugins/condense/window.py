@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import sqrt
 from typing import Any
 
-from engine.schemas.condense import CondenseSpec, WindowSpec
+from engine.plugins.condense.spec import CondenseSpec, WindowSpec
 from engine.schemas.message import ImagePart, Message, TextPart, image_part
 from engine.tokens.image_bank import ImageBank
 from engine.tokens.images import open_pixels

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from engine.actions.facts import SCORERS
-from engine.schemas.condense import OwnCondenserSpec
+from engine.plugins.condense.spec import OwnCondenserSpec
 from engine.schemas.entry import Entry
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.role import UserSpec
