@@ -33,10 +33,10 @@ UNFINISHED = "check.unfinished"
 
 def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
-    from engine.validate import (  # noqa: F401  (importing them registers their rules)
+    from engine.plugins.condense import rules as condensing
+    from engine.validate import (
         agents,
         backend,
-        condensing,
         credit_reach,
         cycles,
         drivers,
