@@ -86,8 +86,6 @@ class Episode:
         "attempts",
         "blocks",
         "condensations",
-        "condensed",
-        "condensed_at",
         "conversation",
         "event",
         "facts",
@@ -99,6 +97,7 @@ class Episode:
         "limit",
         "limit_count",
         "limits",
+        "made_room_at",
         "path",
         "performed",
         "salt",
@@ -181,10 +180,8 @@ class Episode:
         self.blocks: dict[int, str] = {}
         """Original texts of the condensed blocks, by number."""
         self.condensations: list[Condensation] = []
-        self.condensed: int = 0
-        """How often it was condensed, or could not be."""
-        self.condensed_at: int | None = None
-        """The newest assistant turn when that happened last; None: never."""
+        self.made_room_at: int | None = None
+        """The newest assistant turn when an action last tried to make the prompt shorter; None: never."""
         self.shows_written = False
         """Whether views show the newest reply as it was sampled."""
 

@@ -14,6 +14,13 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "backends": ("openai", "anthropic"),
         "old_options": ("run --max-cost",),
     },
+    "condense": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "sections": ("condense", "limits.on_overflow", "limits.condensations"),
+        "actions": ("condense", "ask_summary"),
+        "limits": ("condensations",),
+        "records": ("condense",),
+    },
     "datasets": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "options": ("export --content", "export --images", "export --ground-truth", "export --push", "export --public"),

@@ -74,17 +74,6 @@ _CORE: tuple[Limit, ...] = (
     Limit("episode_tokens", "tokens", "Length of the prompt.", "generate", _prompt_tokens, examples=(4096,)),
     CONTEXT,
     Limit(
-        "condensations",
-        "condensations",
-        "Condensations of the conversation so far.",
-        "condense",
-        lambda episode: episode.condensed,
-        per_use="one",
-        variable="condensed.times",
-        budget="condensations",
-        examples=(4,),
-    ),
-    Limit(
         "user_turns",
         "turns",
         "Turns of the user so far.",

@@ -30,6 +30,7 @@ MOVED: dict[str, str] = {
     "engine.notices": "engine.plugins.notices",
     "engine.scenarios": "engine.plugins.scenarios",
     "engine.schemas.backend_api": "engine.plugins.chat_apis.spec",
+    "engine.schemas.condense": "engine.plugins.condense.spec",
     "engine.schemas.notify": "engine.plugins.notices.spec",
     "engine.schemas.plan": "engine.plugins.plan.spec",
     "engine.schemas.scenario": "engine.plugins.scenarios.schema",

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.plugins.condense.spec import CondenseSpec
 from engine.schemas.agent import AgentSpec
 from engine.schemas.backend import BackendSpec, LocalBackendSpec
 from engine.schemas.base import Contract
@@ -88,8 +87,6 @@ class EpisodeSpec(SectionOwner):
     limits: LimitsSpec = Field(default_factory=LimitsSpec)
     agent: AgentSpec | None = None
     """The program that the action `run_agent` runs; its requests are the turns."""
-    condense: CondenseSpec | None = None
-    """How the action `condense` shortens a conversation that has become too long."""
     rewards: RewardsSpec = Field(default_factory=RewardsSpec)
     recover: RecoverSpec = Field(default_factory=RecoverSpec)
     isolation: IsolationSpec | None = None

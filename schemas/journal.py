@@ -8,7 +8,7 @@ fork use one mechanism: they apply the records again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -19,7 +19,7 @@ from engine.schemas.generation import Generation
 from engine.schemas.message import Message, ToolResult
 from engine.schemas.open_union import OneOf
 from engine.schemas.reward import RewardEvent
-from engine.schemas.trajectory import Blame, Block, Failure
+from engine.schemas.trajectory import Blame, Failure
 
 
 class RecordBase(Struct):
@@ -148,48 +148,6 @@ class ScoreRecord(RecordBase):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CondenseRecord(RecordBase):
-    """The conversation was condensed, or could not be."""
-
-    kind: Literal["condense"] = "condense"
-    thread: list[int | Message] | None = None
-    """What the model is shown from now on: numbers of messages, and messages that stand for others; None: nothing was shorter."""
-    blocks: list[Block] = field(default_factory=list)
-    """The new blocks."""
-    before: int = 0
-    """Tokens of the prompt before."""
-    after: int = 0
-    """Tokens of the prompt after."""
-    sampled: int = 0
-    """Tokens that a summarising model sampled, other than the policy."""
-
-    def answers(self) -> Mapping[str, Any]:
-        """No free values; the texts are validated."""
-        return {}
-
-    def words(self) -> str:
-        """How much shorter the prompt became."""
-        if self.thread is None:
-            return "nothing shorter"
-        count = len(self.blocks)
-        what = f"{count} block{'s' * (count != 1)}" if count else "older images"
-        return f"{what}, {self.before} → {self.after} tokens"
-
-    def summary(self) -> dict[str, Any]:
-        """Tokens before and after, and the number of blocks."""
-        return {"before": self.before, "after": self.after, "blocks": len(self.blocks)}
-
-    def said(self) -> Sequence[Message]:
-        """The messages that stand for others."""
-        return [item for item in self.thread or () if isinstance(item, Message)]
-
-    def with_said(self, messages: Sequence[Message]) -> Self:
-        """The same with other messages in their places."""
-        new = iter(messages)
-        return replace(self, thread=[item if isinstance(item, int) else next(new) for item in self.thread or ()])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRecord(RecordBase):
     """An agent program sent a request, or ended."""
 
@@ -268,7 +226,6 @@ _RECORDS: OneOf[RecordBase] = OneOf(
         ToolsRecord,
         UserRecord,
         StepRecord,
-        CondenseRecord,
         ScoreRecord,
         AgentRecord,
         LimitRecord,

@@ -24,11 +24,6 @@ class LimitsSpec(SectionOwner):
     episode_tokens: int | None = Field(default=None, ge=1)
     """Tokens of the current branch: prompt, replies, and the closing tokens and messages between them. A reply is cut at
     exactly this length. The model's context when left out."""
-    on_overflow: Literal["end", "condense"] = "end"
-    """What happens before a prompt that leaves no room for a reply: the event `limit`, or the event `overflow`, which leads to
-    the action `condense` and back."""
-    condensations: int | None = Field(default=8, ge=1)
-    """Maximum number of condensations."""
     turn_tokens: int = Field(default=512, ge=1)
     """Maximum number of tokens that the model samples in one turn."""
     tool_calls: int | None = Field(default=16, ge=1)

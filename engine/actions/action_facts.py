@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from engine.actions.room import Room
+    from engine.machine.presets import ResolvedMachine
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.machine import StateSpec
+    from engine.tokens.format import ChatFormat
 
 Seconds = Callable[["EpisodeSpec", "StateSpec"], float]
 """Maximum seconds of one visit of a state; infinite if there is no limit."""
@@ -48,3 +51,9 @@ class ActionFacts:
     """Whether it may end with `OVERFLOW` in a state that has a transition for it."""
     answers_calls: bool = False
     """Whether it runs the tool calls of the newest reply, and so takes no time without calls."""
+    rewrites_history: bool = False
+    """Whether it may show the model another conversation from the next prompt on, so that a branch begins."""
+    rewrites_machine: Callable[[EpisodeSpec, ResolvedMachine], ResolvedMachine] | None = None
+    """Of an action of a plugin: adds the states that the plugin's section asks for."""
+    makes_room: Callable[[EpisodeSpec, ChatFormat], Room] | None = None
+    """Of an action of a plugin that makes a prompt shorter: when it is needed. Asked only where the plugin's section is written."""

@@ -11,7 +11,6 @@ Limits are in `engine.limits`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
 from typing import TYPE_CHECKING
 
 from engine import plugin
@@ -42,12 +41,6 @@ def _tools(spec: EpisodeSpec, state: StateSpec) -> float:
 
 def _users(spec: EpisodeSpec, state: StateSpec) -> float:
     return max((user.seconds for user in spec.users_by_name.values()), default=0.0)
-
-
-def _condensing(spec: EpisodeSpec, state: StateSpec) -> float:
-    """One summary at a time, in the worst case: as many as the limits allow is not known, so the episode's time bounds them."""
-    condenser = spec.condense.condenser if spec.condense is not None else None
-    return inf if condenser is not None and condenser.kind in ("summary", "own") else 0.0
 
 
 def _agent(spec: EpisodeSpec, state: StateSpec) -> float:
@@ -89,18 +82,6 @@ _CORE: Mapping[str, ActionFacts] = {
         ("feedback", "satisfied"),
         _users,
         speaks="user",
-    ),
-    "condense": ActionFacts(
-        "engine.plugins.condense.action:CondenseAction",
-        "Show the model a shorter conversation.",
-        ("condensed", "unchanged"),
-        _condensing,
-    ),
-    "ask_summary": ActionFacts(
-        "engine.plugins.condense.action:AskSummaryAction",
-        "Ask the model for a summary of its history, which `condense` then puts in the place of the history.",
-        ("asked",),
-        lambda spec, state: 0.0,
     ),
     "score": ActionFacts(
         "engine.actions.score:ScoreAction", "Ask the environment and the scorer for the last rewards.", (), _scoring

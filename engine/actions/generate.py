@@ -10,20 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services
+from engine.actions.room import rooms_of
 from engine.episode import Episode
-from engine.errors import BackendError, RenderError
+from engine.errors import BackendError
 from engine.limit import Limit
 from engine.limits import CONTEXT, limits_of
-from engine.plugins.condense.spec import CondenseSpec, PolicySummarySpec
-from engine.plugins.condense.window import older_images
 from engine.rewards.state_key import compile_state_key
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.journal import GenerationRecord
-from engine.schemas.message import Message
 from engine.schemas.trajectory import Turn
 from engine.tokens.conversation import Conversation
 
-_ASKED, _REPLIED = Message(role="user", content="Q"), Message(role="assistant", content="A")
 LONG_TEXT = 1 << 16
 """Maximum number of characters that are tokenised on the event loop."""
 _TOKENIZING = ThreadPoolExecutor(1, "tokenize")
@@ -56,8 +53,7 @@ class GenerateAction(BuiltInAction):
         self._asks_experts = spec.backend.asks_experts
         self._state_key = compile_state_key(spec.rewards.credit)
         self._most_images = min(spec.limits.images or inf, spec.model.max_images or inf)
-        condenser = spec.condense.condenser if spec.condense is not None else None
-        self._asking = self._request_tokens(condenser.prompt) if isinstance(condenser, PolicySummarySpec) else 0
+        self._rooms = rooms_of(spec, services.format)
 
     def count(self, limit: Limit, episode: Episode) -> int:
         """Return a limit's count; tokens of a text that is certainly too long are estimated from below."""
@@ -73,15 +69,14 @@ class GenerateAction(BuiltInAction):
         return least if least > self._longest_prompt else None
 
     def overflow(self, episode: Episode) -> tuple[str, float] | None:
-        """Return the limit under which the prompt leaves no room for a reply, and the prompt's tokens; or `images` and their number, if the
-        window of `condense.keep` slides. At most once per turn."""
-        if episode.condensed_at == episode.turn:
+        """Return the limit under which the prompt leaves no room for a reply, and the prompt's tokens; or `images` and their number, if
+        some must go. At most once per turn."""
+        if episode.made_room_at == episode.turn:
             return None
-        condense, thread = self._services.spec.condense, episode.conversation.thread
-        if condense is not None and condense.keep is not None:
-            older = len(older_images(condense, thread.messages, thread.opening))
-            if older >= condense.keep.further or (older and len(thread.images) > self._most_images):
-                return "images", float(older + condense.keep.newest)
+        thread = episode.conversation.thread
+        for room in self._rooms:
+            if (shown := room.images(thread, self._most_images)) is not None:
+                return "images", float(shown)
         bounds = [(limit, most) for limit, most in self._bounds if limit.unit == "tokens"]
         least = self._too_long(episode)
         count = len(episode.conversation.prompt()) if bounds and least is None else least or 0
@@ -90,24 +85,11 @@ class GenerateAction(BuiltInAction):
         )
 
     def _reserve(self, most: int) -> int:
-        """Tokens that must be free: for a reply; if the policy summarises, also for what follows the reply, and for the summary."""
-        spec = self._services.spec.condense or CondenseSpec()
-        if spec.reserve_tokens is not None:
-            return spec.reserve_tokens
+        """Tokens that must be free for a reply, and for what an action that makes room needs."""
         free = min(self._most, most // 4)
-        if not isinstance(spec.condenser, PolicySummarySpec):
-            return free
-        follows = self._services.spec.limits.tool_result_tokens or 0
-        return free + follows + spec.condenser.tokens + self._asking
-
-    def _request_tokens(self, words: str) -> int:
-        """Tokens that a request of a user adds to a prompt that already has one."""
-        form = self._services.format
-        request = Message(role="user", content=words)
-        try:
-            return len(form.render([_ASKED, _REPLIED, request])) - len(form.render([_ASKED]))
-        except RenderError:  # a template that refuses such a conversation
-            return len(form.encode(words))
+        for room in self._rooms:
+            free = room.reserve(free)
+        return free
 
     def prepare(self, episode: Episode) -> Awaitable[object] | None:
         """Tokenise a long text in a thread, one at a time: a megabyte takes about a second and much memory."""

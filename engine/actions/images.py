@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from engine.actions.room import rooms_of
 from engine.errors import ImageError, RenderError, SpecCodeError
-from engine.plugins.condense.window import older_images
 from engine.schemas.journal import (
     AgentRecord,
     GenerationRecord,
@@ -111,13 +111,13 @@ class ImageStorer:
         form: The run's chat format: whether it has images, and their maximum size.
         store: The store for images.
         fetch: Returns a stored image by its digest.
-        spec: The spec: whether older images are condensed before a prompt.
+        spec: The spec: whether an action makes room before a prompt.
     """
 
     def __init__(
         self, form: ChatFormat, store: ImageStore, fetch: Callable[[str], Source | None], spec: EpisodeSpec
     ) -> None:
-        self._condense = spec.condense if spec.limits.on_overflow == "condense" else None
+        self._rooms = rooms_of(spec, form)
         self._refusal = f"the chat format {form.name!r} shows no images; {form.no_vision_fix}"
         self._vision = form.vision
         self._allow_special = form.allow_special
@@ -174,14 +174,15 @@ class ImageStorer:
         return record if own is None else record.with_said(own)
 
     def _counted(self, record: Record, episode: Episode, *said: Sequence[Message]) -> Record:
-        """Check that there are not more images than the model takes, without those that are condensed before the next prompt."""
+        """Check that there are not more images than the model takes, without those that go before the next prompt."""
         most = self._vision.most_images if self._vision is not None else None
         if most is None:
             return record
         shown = episode.conversation.thread
         thread = [*shown.messages, *(message for part in said for message in part)]
         opening = len(thread) if episode.turn < 0 else shown.opening
-        count = sum(len(message.images) for message in thread) - len(older_images(self._condense, thread, opening))
+        count = sum(len(message.images) for message in thread)
+        count -= sum(room.leaving(thread, opening) for room in self._rooms)
         if count > most:
             raise ImageError(
                 f"the conversation would hold {count} images; the model takes {most} (model.max_images): show fewer",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from engine import plugin
 from engine.actions.base import EpisodeObjects, Services
 from engine.actions.call_tools import CallToolsAction
 from engine.actions.llm_user import ModelUser
@@ -20,8 +21,8 @@ from engine.errors import EngineError, SpecCodeError
 from engine.isolation.pool import FunctionTool, HeldObject, Pool, RemoteFunction
 from engine.isolation.remote import Cell, Origin, RemoteObject, RemoteTool
 from engine.machine.presets import machine_of
-from engine.plugins.condense.expand import expand_tool
 from engine.schemas.entry import IsolationSpec
+from engine.spec.added import added_tools
 from engine.spec.code.entry import load_entry
 from engine.spec.code.signature import waits
 from engine.spec.conversation import tools_of
@@ -141,10 +142,10 @@ class ObjectBuilder:
         self._classes = [(item, tool) for item, tool in tools if item.is_class]
         self._static: list[BoundTool] = [self._bind_function(item, tool) for item, tool in self._functions]
         """Tools that are plain functions: the same object for every episode."""
-        self._expands = spec.condense is not None and spec.condense.expand
-        """Whether the model has the tool `expand`."""
+        self._added: list[BoundTool] = [plugin.load(tool.make)() for tool in added_tools(spec)]
+        """Tools of plugins."""
         self.shared_toolbox = (
-            Toolbox([*self._static, *([expand_tool()] if self._expands else [])], services.workers)
+            Toolbox([*self._static, *self._added], services.workers)
             if not self._classes and self._environment is None and not self._servers
             else None
         )
@@ -281,8 +282,7 @@ class ObjectBuilder:
                         function, name=None, seconds=limits.tool_seconds, effects=effects, where="environment tools"
                     )
                 )
-        if self._expands:
-            tools.append(expand_tool())
+        tools += self._added
         names = [tool.shape.name for tool in tools]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

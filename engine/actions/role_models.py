@@ -20,12 +20,11 @@ import numpy as np
 
 from engine.actions.role_weights import frozen_refusal, role_weights, shares_policy
 from engine.errors import ContextOverflow, EngineError, SpecCodeError, TrainError
-from engine.plugins.condense.spec import SummarySpec
 from engine.schemas.backend import BackendBase, LocalBackendSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import Message
-from engine.schemas.role import RoleSpec
+from engine.spec.added import PlayedRole, added_roles
 from engine.spec.load import LoadedSpec
 
 if TYPE_CHECKING:
@@ -70,32 +69,29 @@ class RoleModel:
     """The model of one role. All episodes share it.
 
     Args:
-        name: Name of the role, such as `user` or `judge`: marks its requests in a shared backend.
-        spec: Model, sampling and limits.
+        role: Its name, such as `user` or `judge`, which marks its requests in a shared backend; sampling and limits; the blame and the
+            kinds of its failures.
         format: Chat format of this model.
         served: The backend that serves it.
-        blame: The blame of its failures; also the prefix of their kinds.
         base_model: Requests use the base model, even while the policy is an adapter in the backend.
     """
 
     def __init__(
         self,
-        name: str,
-        spec: RoleSpec,
+        role: PlayedRole,
         format: ChatFormat,
         served: RoleBackend,
-        blame: Blame,
         *,
         base_model: bool = False,
     ) -> None:
-        self.name = name
+        self.name = role.name
         self._base_model = base_model
-        self._spec = spec
+        self._spec = spec = role.spec
         self._format = format
         self._served = served
-        self._blame: Blame = blame
+        self._blame: Blame = role.blame
         self._stop = sorted({*format.stop_token_ids, *spec.sampling.stop_token_ids})
-        self._kind = _kind(name, blame)
+        self._kinds = role.kinds
 
     def request_episode(self, episode_id: str) -> str:
         """The episode's id in the role's requests; it differs from the policy's id if they share a backend."""
@@ -182,16 +178,11 @@ class RoleModel:
 
     def _fault(self, words: str, kind: str) -> SpecCodeError:
         part = "the user's model" if self._blame == "user" else f"the model of `{self.name}`"
-        return SpecCodeError(f"{part}: {words}", blame=self._blame, kind=f"{self._kind}_{kind}")
+        return SpecCodeError(f"{part}: {words}", blame=self._blame, kind=f"{self._kinds}_{kind}")
 
     def release(self, episode_id: str) -> None:
         """Release what the backend keeps for this role of an episode that has ended."""
         self._served.backend.release(self.request_episode(episode_id))
-
-
-def _kind(name: str, blame: Blame) -> str:
-    """Prefix of the kinds of this role's failures."""
-    return "user" if blame == "user" else "condense" if name == "condense" else "judge"
 
 
 def without_reasoning(text: str) -> str:
@@ -242,7 +233,8 @@ class RoleModels:
 
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
-            for path, (name, part, blame) in self._declared.items():
+            for path, role in self._declared.items():
+                part = role.spec
                 weights = role_weights(self._loaded.spec, part) if self._training else "apart"
                 copied = weights == "copy"
                 borrows = shares_policy(self._loaded.spec, part) and not copied
@@ -250,10 +242,10 @@ class RoleModels:
                 if self._allowed == "none" or (self._allowed == "scripted" and not scripted):
                     continue
                 if weights == "impossible":
-                    raise TrainError("; ".join(frozen_refusal(name, self._loaded.spec)), kind="train_setup")
+                    raise TrainError("; ".join(frozen_refusal(role.name, self._loaded.spec)), kind="train_setup")
                 form = self._format if part.model is None else load_format(part.model, self._loaded.base)
                 served = self._policy if borrows else await self._open(path, form, copied=copied)
-                self._models[path] = RoleModel(name, part, form, served, blame, base_model=weights == "base")
+                self._models[path] = RoleModel(role, form, served, base_model=weights == "base")
             undo.pop_all()
 
     async def _open(self, path: DataPath, form: ChatFormat, *, copied: bool) -> RoleBackend:
@@ -282,11 +274,11 @@ class RoleModels:
         try:
             return self._models[path]
         except KeyError:
-            name, _, blame = self._declared[path]
+            role = self._declared[path]
             raise SpecCodeError(
-                f"no model plays `{name}` here: script its answers, or give it a scripted backend",
-                blame=blame,
-                kind=f"{_kind(name, blame)}_not_played",
+                f"no model plays `{role.name}` here: script its answers, or give it a scripted backend",
+                blame=role.blame,
+                kind=f"{role.kinds}_not_played",
             ) from None
 
     def release(self, episode_id: str) -> None:
@@ -318,29 +310,27 @@ class RoleModels:
         }
 
 
-def roles_of(spec: EpisodeSpec) -> dict[DataPath, tuple[str, RoleSpec, Blame]]:
-    """Every role that a model plays: path of its declaration -> (name, spec, blame)."""
-    found: dict[DataPath, tuple[str, RoleSpec, Blame]] = {}
+def roles_of(spec: EpisodeSpec) -> dict[DataPath, PlayedRole]:
+    """Every role that a model plays, by the path of its declaration."""
+    roles: dict[DataPath, PlayedRole] = {}
     for name, user in spec.users_by_name.items():
         if user.model_played:
             path = ("users", name) if name else ("user",)
-            found[path] = (f"user:{name}" if name else "user", user, "user")
+            roles[path] = PlayedRole(f"user:{name}" if name else "user", user, "user", "user")
     scorer = spec.rewards.scorer
     if scorer is not None and scorer.model_played:
-        found["rewards", "scorer"] = (scorer.name, scorer, "environment")
-    if spec.condense is not None and isinstance(spec.condense.condenser, SummarySpec):
-        found["condense", "condenser"] = ("condense", spec.condense.condenser.role, "environment")
-    return found
+        roles["rewards", "scorer"] = PlayedRole(scorer.name, scorer, "environment", "judge")
+    return roles | added_roles(spec)
 
 
 def backend_specs(spec: EpisodeSpec) -> list[BackendBase]:
     """The backends of the policy and of every role that declares its own."""
-    return [spec.backend, *(part.backend for _, part, _ in roles_of(spec).values() if part.backend is not None)]
+    return [spec.backend, *(role.spec.backend for role in roles_of(spec).values() if role.spec.backend is not None)]
 
 
 def section_of(loaded: LoadedSpec, path: DataPath) -> LoadedSpec:
     """A spec for the role at `path`: the role's model, backend and sampling replace the policy's."""
-    part = roles_of(loaded.spec)[path][1]
+    part = roles_of(loaded.spec)[path].spec
     spec = loaded.spec.model_copy(
         update={
             "model": part.model or loaded.spec.model,

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from engine.cli.schema_words import add_words
-from engine.plugin import loaded
+from engine.plugin import Section, loaded
 from engine.schemas.base import Contract, Struct, adapter
 from engine.schemas.environment import Reset, Step, Task, ToolReply, UserTurn
 from engine.schemas.episode import EpisodeSpec
@@ -20,7 +20,7 @@ from engine.schemas.generation import GenerateRequest, Generation, SamplingParam
 from engine.schemas.journal import JournalEntry
 from engine.schemas.message import Message, ToolCall, ToolResult
 from engine.schemas.reward import Posting, RewardEvent
-from engine.schemas.sections import owner_classes, sections_of
+from engine.schemas.sections import SectionOwner, SpecSection, owner_classes, sections_of
 from engine.schemas.task_sources import all_sources
 from engine.schemas.trajectory import Branch, Outcome, Trajectory, Turn
 
@@ -81,13 +81,12 @@ def episode_schema() -> Schema:
     for key in ("stop", "stop_regex"):
         _also(definitions["SamplingParams"]["properties"][key], {"type": "string"})
     properties["backend"] = {"anyOf": properties["backend"]["oneOf"], "default": {"kind": "local"}}
-    for played in ("UserSpec", "ScorerSpec", "SummarySpec"):
-        backend = definitions[played]["properties"]["backend"]
-        kinds = next(member["oneOf"] for member in backend["anyOf"] if "oneOf" in member)
-        backend["anyOf"] = [*kinds, {"type": "null"}]
-    condense = definitions["CondenseSpec"]["properties"]
-    for key in ("chunks", "condenser"):
-        condense[key] = _or_its_name(condense[key])
+    for definition in definitions.values():  # those of the models that play a part
+        backend = definition.get("properties", {}).get("backend", {})
+        if kinds := next((member["oneOf"] for member in backend.get("anyOf", ()) if "oneOf" in member), None):
+            backend["anyOf"] = [*kinds, {"type": "null"}]
+    for _, _, model in _sections():
+        model.adapt_json_schema(definitions)
     credit = definitions["RewardsSpec"]["properties"]["credit"]
     definitions["RewardsSpec"]["properties"]["credit"] = {
         "anyOf": credit["oneOf"],
@@ -114,10 +113,15 @@ def episode_schema() -> Schema:
     return {"$schema": DIALECT, **schema, "if": {"required": ["extends"]}, "then": True, "else": whole}
 
 
+def _sections() -> list[tuple[type[SectionOwner], Section, type[SpecSection]]]:
+    """The sections that plugins add, with the classes to which they add them."""
+    owners = dict(owner_classes(EpisodeSpec)).values()
+    return [(owner, section, model) for owner in owners for section, model in sections_of(owner)]
+
+
 def _with_sections() -> Schema:
     """Pydantic's schema of a spec, with the keys that plugins add."""
-    owners = dict(owner_classes(EpisodeSpec))
-    sections = [(owner, section, model) for owner in owners.values() for section, model in sections_of(owner)]
+    sections = _sections()
     models: list[tuple[Any, Any]] = [(EpisodeSpec, "validation"), *((model, "validation") for _, _, model in sections)]
     references, rest = models_json_schema(models, by_alias=True)
     definitions: Schema = rest["$defs"]
@@ -131,7 +135,6 @@ def _with_sections() -> Schema:
             about = {"description": " ".join((model.__doc__ or "").split())}
             optional = {"anyOf": [reference, {"type": "null"}], "default": None}
             properties[section.keys[0]] = (optional if model.NULLABLE else reference) | about
-        model.adapt_json_schema(definitions)
     return {"$defs": dict(sorted(definitions.items())), **schema}
 
 
@@ -176,13 +179,6 @@ def _also_a_mode(schema: Schema) -> None:
         "description": "Where it runs, without limits of its own.",
     }
     schema["anyOf"] = [modes, *schema["anyOf"]]
-
-
-def _or_its_name(schema: Schema) -> Schema:
-    """`condenser: drop` as well as `{kind: drop}`."""
-    names = {"type": "string", "enum": sorted(schema["discriminator"]["mapping"])}
-    rest = {key: value for key, value in schema.items() if key not in ("oneOf", "discriminator")}
-    return {"anyOf": [names, *schema["oneOf"]], **rest}
 
 
 def _machine(preset: Schema) -> Schema:

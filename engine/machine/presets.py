@@ -8,10 +8,11 @@ position.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.schemas.machine import MachineSpec, Preset, StateSpec, TransitionSpec
+from engine.schemas.sections import written_entries
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
@@ -181,51 +182,13 @@ class ResolvedMachine:
         return [t for t in self.transitions if t.source == source and trigger in (None, t.trigger)]
 
 
-CONDENSING, ASKING_SUMMARY, SUMMARIZING = "CONDENSING", "ASKING_SUMMARY", "SUMMARIZING"
-"""The states that `limits.on_overflow: condense` adds."""
-
-
 def machine_of(spec: EpisodeSpec) -> ResolvedMachine:
-    """Resolve a spec's machine. With `limits.on_overflow: condense`, add the states that make room before a prompt that is too long."""
+    """Resolve a spec's machine, with the states that sections of plugins ask for."""
     machine = resolve_machine(spec.machine)
-    if spec.limits.on_overflow != "condense":
-        return machine
-    by_policy = spec.condense is not None and spec.condense.condenser.kind == "policy"
-    return _with_condensing(machine, by_policy=by_policy)
-
-
-def _with_condensing(machine: ResolvedMachine, *, by_policy: bool) -> ResolvedMachine:
-    """Add, for each state that generates and does not handle `overflow`, the states that condense and lead back to it.
-
-    They take over its transitions for `limit` and `failed`. A state of the same name in the spec is used as it is, with its own
-    transitions first.
-    """
-    states, transitions = dict(machine.states), list(machine.transitions)
-    handled = {(t.source, t.trigger) for t in transitions}
-    generating = [
-        name
-        for name, state in states.items()
-        if state.action == "generate" and not state.final and name != SUMMARIZING and (name, "overflow") not in handled
-    ]
-    for source in generating:
-        suffix = "" if len(generating) == 1 else f"_{source}"
-        way = [CONDENSING + suffix]
-        if by_policy:
-            way = [ASKING_SUMMARY + suffix, SUMMARIZING + suffix, *way]
-        actions = {CONDENSING: "condense", ASKING_SUMMARY: "ask_summary", SUMMARIZING: "generate"}
-        for name in way:
-            states.setdefault(name, StateSpec(action=actions[name.removesuffix(suffix)]))
-        steps = [ResolvedTransition("overflow", source, way[0])]
-        if by_policy:
-            steps.append(ResolvedTransition("asked", way[0], way[1]))
-            replied = ("answered", "tool_calls", "malformed", "truncated")
-            steps += [ResolvedTransition(event, way[1], way[2]) for event in replied]
-        steps += [ResolvedTransition(event, way[-1], source) for event in ("unchanged", "condensed")]
-        ends = [t for t in machine.transitions if t.source == source and t.trigger in ("limit", "failed", "aborted")]
-        transitions += [step for step in steps if (step.source, step.trigger) not in handled]
-        for name in way:
-            transitions += [replace(t, source=name) for t in ends if (name, t.trigger) not in handled]
-    return replace(machine, states=states, transitions=transitions)
+    for facts in written_entries(spec, "actions"):
+        if facts.rewrites_machine is not None:
+            machine = facts.rewrites_machine(spec, machine)
+    return machine
 
 
 def resolve_machine(machine: MachineSpec) -> ResolvedMachine:

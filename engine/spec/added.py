@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.plugin import Hook
 from engine.schemas.sections import written
 
 if TYPE_CHECKING:
+    from engine.schemas.entry import Entry, IsolationSpec
     from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.role import RoleSpec
+    from engine.schemas.trajectory import Blame
     from engine.spec.text.diagnostic import DataPath
 
 
@@ -29,14 +32,65 @@ class Called(NamedTuple):
     may_be_class: bool = False
 
 
+class AddedTool(NamedTuple):
+    """A tool that the engine gives the model."""
+
+    path: DataPath
+    """The key that asks for it."""
+    make: str
+    """`module:function` that makes the `BoundTool`."""
+
+
+class AddedCode(NamedTuple):
+    """A function that a part of an episode is, as a scorer is one."""
+
+    path: DataPath
+    """Position of the mapping with `use` and `with`."""
+    entry: Entry
+    part: str
+    """What it is, in words: `condenser`."""
+    takes: tuple[str, ...]
+    """What the engine gives."""
+    isolation: IsolationSpec | None
+    """What the section says about where it runs."""
+
+
+class PlayedRole(NamedTuple):
+    """A model that plays a part of an episode beside the policy."""
+
+    name: str
+    spec: RoleSpec
+    blame: Blame
+    kinds: str
+    """How the kinds of its failures begin."""
+    fields: tuple[str, ...] = ()
+    """What its prompt may name; of users and judges the core knows it."""
+
+
+class TrainerUse(NamedTuple):
+    """Something of a section that not every trainer carries."""
+
+    thing: str
+    """What a trainer would have to carry: `branches`, `images`, …"""
+    path: DataPath
+    """The key that asks for it."""
+    fix: str
+    """How not to use it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecFacts:
     """What the section of a plugin means for other parts."""
 
     called: tuple[Called, ...] = ()
-    """Functions that it names."""
+    """Functions that it names, and that no episode calls."""
     one_process: tuple[tuple[str, DataPath, str], ...] = ()
     """Why several drivers cannot run the spec: a message, its place, and what to do."""
+    tools: tuple[AddedTool, ...] = ()
+    code: tuple[AddedCode, ...] = ()
+    roles: Mapping[DataPath, PlayedRole] = field(default_factory=dict)
+    """By the position of the mapping with `model` and `prompt`."""
+    trainer_uses: tuple[TrainerUse, ...] = ()
 
 
 SPEC_FACTS: Hook[Callable[[EpisodeSpec], SpecFacts]] = Hook("spec_facts")
@@ -45,3 +99,18 @@ SPEC_FACTS: Hook[Callable[[EpisodeSpec], SpecFacts]] = Hook("spec_facts")
 def spec_facts(spec: EpisodeSpec) -> list[SpecFacts]:
     """The facts of each plugin whose section a spec has."""
     return [facts(spec) for facts in SPEC_FACTS.all(written(spec))]
+
+
+def added_tools(spec: EpisodeSpec) -> list[AddedTool]:
+    """The tools that plugins give the model."""
+    return [tool for facts in spec_facts(spec) for tool in facts.tools]
+
+
+def added_code(spec: EpisodeSpec) -> list[AddedCode]:
+    """The functions that sections of plugins name as parts of an episode."""
+    return [code for facts in spec_facts(spec) for code in facts.code]
+
+
+def added_roles(spec: EpisodeSpec) -> dict[DataPath, PlayedRole]:
+    """The models that sections of plugins name."""
+    return {path: role for facts in spec_facts(spec) for path, role in facts.roles.items()}

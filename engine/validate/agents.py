@@ -32,9 +32,10 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
     why = "has no effect with `agent`: the program's requests are the conversation"
     if spec.tools:
         yield Finding(f"`tools` {why}", ("tools",), "remove it; the program has its own tools", key=True)
-    if spec.condense is not None:
+    document = ctx.loaded.data  # what other plugins add is read here, not by their classes
+    if document.get("condense") is not None:
         yield Finding(f"`condense` {why}", ("condense",), "remove it", key=True)
-    if spec.limits.on_overflow == "condense":
+    if (document.get("limits") or {}).get("on_overflow") == "condense":
         yield Finding(f"`on_overflow: condense` {why}", ("limits", "on_overflow"), "remove it", key=True)
 
 

@@ -66,6 +66,7 @@ def _sampled(ctx: CheckContext) -> Iterator[tuple[BackendBase, SamplingParams, D
     from engine.actions.role_models import roles_of
     from engine.actions.role_weights import shares_policy
 
-    for path, (_, part, _) in roles_of(ctx.spec).items():
+    for path, role in roles_of(ctx.spec).items():
+        part = role.spec
         shared = shares_policy(ctx.spec, part)
         yield ctx.spec.backend if shared else part.backend or LocalBackendSpec(), part.sampling, (*path, "sampling")

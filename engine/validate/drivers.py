@@ -59,9 +59,9 @@ def problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
         or spec.rewards.scorer is not None
     ):
         backends += [
-            (part.backend, (*path, "backend"))
-            for path, (_, part, _) in roles_of(spec).items()
-            if part.backend is not None
+            (role.spec.backend, (*path, "backend"))
+            for path, role in roles_of(spec).items()
+            if role.spec.backend is not None
         ]
     for backend, path in backends:
         if isinstance(backend, LocalBackendSpec):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from engine.plugins.condense.spec import OwnCondenserSpec
 from engine.schemas.entry import IsolationSpec
+from engine.spec.added import added_code
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
@@ -25,8 +25,8 @@ def _parts(ctx: CheckContext) -> Iterator[tuple[DataPath, IsolationSpec | None, 
         yield path, user.isolation, not user.model_played or user.grader is not None
     if spec.rewards.scorer is not None:
         yield ("rewards", "scorer"), spec.rewards.scorer.isolation, not spec.rewards.scorer.model_played
-    if spec.condense is not None and isinstance(spec.condense.condenser, OwnCondenserSpec):
-        yield ("condense", "condenser"), spec.condense.condenser.isolation, True
+    for code in added_code(spec):
+        yield code.path, code.isolation, True
 
 
 @rule("isolation.no-effect", "error", "a setting of `isolation` has no effect")

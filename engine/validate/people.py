@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.spec.access import OUTSIDE_FIX
+from engine.spec.added import added_roles
 from engine.spec.template import fields_of, has_field
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import short
@@ -15,15 +16,10 @@ from engine.validate.registry import Finding, rule
 
 
 def _has_model_roles(ctx: CheckContext) -> bool:
-    """Whether a model plays a user or judge. Most specs have no such role, and do not import the slow code for it."""
+    """Whether a model plays a user, a judge or a part of a plugin. Most specs have no such role, and do not import the slow code for it."""
     scorer = ctx.spec.rewards.scorer
     judged = scorer is not None and scorer.model_played
-    summarised = ctx.spec.condense is not None and ctx.spec.condense.condenser.kind == "summary"
-    return any(user.model_played for _, user in ctx.users) or judged or summarised
-
-
-SUMMARY_FIELDS = ("task", "text", "tokens")
-"""What the prompt of a summarising model may name."""
+    return any(user.model_played for _, user in ctx.users) or judged or bool(added_roles(ctx.spec))
 
 
 @rule("role.unknown-field", "error", "the prompt of a user or judge names a field that does not exist")
@@ -36,9 +32,9 @@ def role_field(ctx: CheckContext) -> Iterator[Finding]:
     from engine.actions.role_models import roles_of
 
     rows = list(known_fields(ctx))
-    for path, (_, part, blame) in roles_of(ctx.spec).items():
-        known = USER_FIELDS if blame == "user" else SUMMARY_FIELDS if path[0] == "condense" else JUDGE_FIELDS
-        for index, message in enumerate(part.prompt):
+    for path, role in roles_of(ctx.spec).items():
+        known = role.fields or (USER_FIELDS if role.blame == "user" else JUDGE_FIELDS)
+        for index, message in enumerate(role.spec.prompt):
             at = (*path, "prompt", index, "content")
             for name in fields_of(message.content):
                 ctx.work.spend(10 + len(rows))
@@ -69,7 +65,8 @@ def role_file(ctx: CheckContext) -> Iterator[Finding]:
         return
     from engine.actions.role_models import roles_of, section_of
 
-    for path, (_, part, _) in roles_of(ctx.spec).items():
+    for path, role in roles_of(ctx.spec).items():
+        part = role.spec
         named: list[tuple[DataPath, str]] = []
         if part.model is not None and part.model.chat_template is not None:
             named.append((("model", "chat_template"), part.model.chat_template))
@@ -114,9 +111,9 @@ def role_frozen(ctx: CheckContext) -> Iterator[Finding]:
     from engine.actions.role_models import roles_of
     from engine.actions.role_weights import frozen_refusal, role_weights
 
-    for path, (name, part, _) in roles_of(ctx.spec).items():
-        if role_weights(ctx.spec, part) == "impossible":
-            message, fix = frozen_refusal(name, ctx.spec)
+    for path, role in roles_of(ctx.spec).items():
+        if role_weights(ctx.spec, role.spec) == "impossible":
+            message, fix = frozen_refusal(role.name, ctx.spec)
             yield Finding(message, path, fix, key=True)
 
 
@@ -128,7 +125,8 @@ def role_policy_weights(ctx: CheckContext) -> Iterator[Finding]:
     from engine.actions.role_models import roles_of
     from engine.actions.role_weights import role_weights
 
-    for path, (name, part, _) in roles_of(ctx.spec).items():
+    for path, role in roles_of(ctx.spec).items():
+        name, part = role.name, role.spec
         if part.weights != "policy":
             continue
         at: DataPath = (*path, "weights")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from engine.spec.added import added_tools
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.code.code_facts import ReadCode, ToolFacts
 from engine.validate.context import CheckContext, nearest
@@ -30,8 +31,8 @@ def tools_at(ctx: CheckContext) -> DataPath | None:
     """Where the spec says that the model has tools: `tools`, or an environment of which this is known. None: nowhere."""
     if ctx.spec.tools:
         return ("tools",)
-    if ctx.spec.condense is not None and ctx.spec.condense.expand:
-        return ("condense", "expand")
+    if added := added_tools(ctx.spec):
+        return added[0].path
     return ("environment", "use") if environment_tools(ctx) else None
 
 

@@ -121,8 +121,8 @@ def frozen_role_models(spec: Path, changes: list[str]) -> list[str]:
     own = json.dumps(loaded.model.model_dump(mode="json", by_alias=True, exclude_defaults=True))
     return [
         f"{'.'.join(map(str, path))}.model={own}"
-        for path, (_, part, _) in roles_of(loaded).items()
-        if part.model is None and part.backend is None and part.weights == "frozen"
+        for path, role in roles_of(loaded).items()
+        if role.spec.model is None and role.spec.backend is None and role.spec.weights == "frozen"
     ]
 
 

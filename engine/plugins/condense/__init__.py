@@ -1,5 +1,37 @@
-"""Condensing: how a conversation that has become too long is shown to the model in fewer tokens."""
+"""Condensing: how a conversation that has become too long is shown to the model in fewer tokens.
 
-from engine.plugin import Plugin
+spec.py        the section `condense`; limits.py: its keys of `limits`
+facts.py       the rows of its actions and its limit in the tables of the core
+action.py      the actions `condense` and `ask_summary`
+chunks.py, keywords.py, window.py: pure functions of the actions
+record.py      their journal record
+machine.py     the states that `limits.on_overflow: condense` adds
+room.py        when a conversation must be condensed
+expand.py      the tool `expand`
+spec_facts.py  what the section means for other parts of a spec
+rules.py       its rules of `engine validate`
+"""
 
-PLUGIN = Plugin(name="condense", about="Shorter conversations")
+from engine.plugin import Plugin, Section
+
+PLUGIN = Plugin(
+    name="condense",
+    about="Shorter conversations",
+    sections=(
+        Section(keys=("condense",), use="engine.plugins.condense.spec:CondenseSpec"),
+        Section(
+            owner="limits",
+            keys=("on_overflow", "condensations"),
+            use="engine.plugins.condense.limits:CondenseLimits",
+            inline=True,
+        ),
+    ),
+    actions={
+        "condense": "engine.plugins.condense.facts:CONDENSE",
+        "ask_summary": "engine.plugins.condense.facts:ASK_SUMMARY",
+    },
+    limits={"condensations": "engine.plugins.condense.facts:CONDENSATIONS"},
+    records={"condense": "engine.plugins.condense.record:CondenseRecord"},
+    rules=("engine.plugins.condense.rules",),
+    hooks={"spec_facts": "engine.plugins.condense.spec_facts:facts"},
+)

@@ -21,6 +21,7 @@ from engine.isolation.pool import RemoteFunction
 from engine.isolation.remote import Origin, function_in
 from engine.plugins.condense.chunks import Chunk, block_text, chunks_of, history_of, history_text, replaced
 from engine.plugins.condense.keywords import keywords
+from engine.plugins.condense.record import CondenseRecord
 from engine.plugins.condense.spec import (
     ByHistory,
     CondenseSpec,
@@ -31,22 +32,20 @@ from engine.plugins.condense.spec import (
     SummarySpec,
     WindowSpec,
 )
+from engine.plugins.condense.spec_facts import SUMMARY_ROLE
 from engine.plugins.condense.window import older_images, slid
 from engine.schemas.environment import Step
-from engine.schemas.journal import CondenseRecord, StepRecord
+from engine.schemas.journal import StepRecord
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Block, Condensation
 from engine.spec.code.entry import load_entry
 from engine.spec.template import fill, own_spans
 from engine.tokens.thread import Thread
 
-SUMMARY_ROLE = "condense"
-"""The name of the summarising model among the roles."""
-
 
 def condense_spec(services: Services) -> CondenseSpec:
     """The spec's `condense`, or the defaults."""
-    return services.spec.condense or CondenseSpec()
+    return CondenseSpec.or_default(services.spec)
 
 
 class CondenseAction(BuiltInAction):
@@ -193,7 +192,7 @@ class CondenseAction(BuiltInAction):
             [Message(role=item.role, content=fill(item.content, fields)) for item in spec.messages],
             episode_id=episode.id,
             turn=len(episode.blocks) + index,
-            seed=derive_seed(episode.seed, SUMMARY_ROLE, episode.condensed, index),
+            seed=derive_seed(episode.seed, SUMMARY_ROLE, episode.performed.get(self.name, 0), index),
             intended=[own_spans(item.content, fields) for item in spec.messages],
         )
         return "" if reply.cut else reply.text, reply.tokens
@@ -237,8 +236,7 @@ class CondenseAction(BuiltInAction):
 
     def apply(self, episode: Episode, record: CondenseRecord) -> str:
         """Show the new thread from the next prompt on."""
-        episode.condensed += 1
-        episode.condensed_at = episode.turn
+        episode.made_room_at = episode.turn
         if record.thread is None:
             return "unchanged"
         blocks = [block.number for block in record.blocks]

@@ -20,19 +20,20 @@ def _states_of(ctx: CheckContext, action: str) -> list[str]:
 def no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """`condense` without a state that condenses; `on_overflow: condense` without a limit on the prompt; a target above that limit."""
     spec = ctx.spec
-    overflows = spec.limits.on_overflow == "condense"
-    if spec.condense is not None and not _states_of(ctx, "condense"):
+    overflows = spec.limits.value_of("on_overflow") == "condense"
+    written = CondenseSpec.section_of(spec)
+    if written is not None and not _states_of(ctx, "condense"):
         fix = "write `limits: {on_overflow: condense}`, or a state with `action: condense`"
         yield Finding("`condense` has no effect: no state condenses", ("condense",), fix, key=True)
         return
-    keep = spec.condense.keep if spec.condense is not None else None
+    keep = written.keep if written is not None else None
     if keep is not None:
         yield from _no_effect_on_images(ctx, keep)
     bound = context_bound(ctx)
     if overflows and bound.most is None and keep is None:
         message = f"`on_overflow: condense` has no effect that is known here: {bound.by}"
         yield Finding(message, ("limits", "on_overflow"), "set `limits.episode_tokens`")
-    condense = spec.condense or CondenseSpec()
+    condense = written or CondenseSpec()
     if bound.most is None:
         return
     for key, value in (("target_tokens", condense.target_tokens), ("reserve_tokens", condense.reserve_tokens)):
@@ -68,7 +69,7 @@ def _no_effect_on_images(ctx: CheckContext, keep: WindowSpec) -> Iterator[Findin
 @rule("condense.window", "warning", "the limit on condensations ends an episode before its turns do")
 def window(ctx: CheckContext) -> Iterator[Finding]:
     """A window of images slides once for each `step` images. It is assumed that each turn but the last shows one."""
-    condense, most = ctx.spec.condense or CondenseSpec(), ctx.spec.limits.condensations
+    condense, most = CondenseSpec.or_default(ctx.spec), ctx.spec.limits.value_of("condensations")
     keep = condense.keep
     if keep is None or most is None or (turns := count_bound(ctx, "assistant_turns").most) is None:
         return
@@ -86,7 +87,7 @@ def _handles_overflow(ctx: CheckContext) -> bool:
 @rule("condense.action", "error", "the machine cannot condense in the way that `condense` says")
 def action(ctx: CheckContext) -> Iterator[Finding]:
     """`ask_summary` belongs to `condenser: policy`, and the tool `expand` to a state that calls tools."""
-    condense = ctx.spec.condense or CondenseSpec()
+    condense = CondenseSpec.or_default(ctx.spec)
     by_policy = isinstance(condense.condenser, PolicySummarySpec)
     asking = _states_of(ctx, "ask_summary")
     if asking and not by_policy:
@@ -107,7 +108,7 @@ def action(ctx: CheckContext) -> Iterator[Finding]:
 @rule("condense.no-package", "info", "a package that condensing needs is not installed")
 def package(ctx: CheckContext) -> Iterator[Finding]:
     """`semantic_text_splitter` for chunks by tokens, `yake` and `budoux` for keywords."""
-    condense = ctx.spec.condense
+    condense = CondenseSpec.section_of(ctx.spec)
     if condense is None:
         return
     needed = [("chunks", "semantic_text_splitter")] if isinstance(condense.chunks, ByTokens) else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,6 +13,7 @@ from engine.schemas.entry import IsolationSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.schemas.role import RoleMessage, RoleSpec
+from engine.schemas.sections import SpecSection
 
 SUMMARY_PROMPT = "Summarise the text between the lines. Keep names, numbers and facts. Use at most {{tokens}} tokens.\n---\n{{text}}\n---"
 
@@ -21,12 +22,14 @@ class ByMessage(Contract):
     """Each text of a message is one chunk."""
 
     by: Literal["message"] = "message"
+    """Each text of a message is one chunk."""
 
 
 class ByTokens(Contract):
     """Each text is cut into chunks of at most `size` tokens, at the end of a paragraph, a line, a sentence or a word."""
 
     by: Literal["tokens"]
+    """Each text is cut into chunks of at most `size` tokens."""
     size: int = Field(default=256, ge=8)
     """Maximum number of tokens of a chunk."""
 
@@ -35,6 +38,7 @@ class ByPassage(Contract):
     """Each text is cut where a pattern matches; the match begins the next chunk."""
 
     by: Literal["passage"]
+    """Each text is cut where a pattern matches."""
     pattern: str = Field(default=r"\n\s*\n", min_length=1)
     """Regular expression (multi-line). Default: an empty line."""
 
@@ -52,6 +56,7 @@ class ByHistory(Contract):
     """All messages between the prompt and the newest `keep_last` are one chunk: one message of role `user` stands for them."""
 
     by: Literal["history"]
+    """All messages between the prompt and the newest ones are one chunk."""
 
 
 ChunkSpec = Annotated[ByMessage | ByTokens | ByPassage | ByHistory, Field(discriminator="by")]
@@ -61,6 +66,7 @@ class DropSpec(Contract):
     """Leave the chunk out; a text stands for it."""
 
     kind: Literal["drop"] = "drop"
+    """Leave the chunk out."""
     text: str = Field(default="[left out]", min_length=1)
     """The text that stands for a chunk."""
 
@@ -69,6 +75,7 @@ class KeywordsSpec(Contract):
     """Keep the chunk's keywords (YAKE, Campos et al., 2020; extra `condense`). No model and no download is needed."""
 
     kind: Literal["keywords"]
+    """Keep the chunk's keywords."""
     language: str = Field(default="en", pattern=r"^[a-z]{2}$")
     """Language of the stop words. Chinese, Japanese and Thai (`zh`, `ja`, `th`) are split into phrases by BudouX."""
     ngram: int = Field(default=3, ge=1, le=5)
@@ -81,6 +88,7 @@ class SummarySpec(Contract):
     """A model that is not trained summarises the chunk. A summary that is not shorter than the chunk is not used."""
 
     kind: Literal["summary"]
+    """A model that is not trained summarises the chunk."""
     tokens: int = Field(default=128, ge=4)
     """Maximum number of tokens of a summary."""
     prompt: list[RoleMessage] = Field(default_factory=list)
@@ -120,6 +128,7 @@ class PolicySummarySpec(Contract):
     """The policy summarises its own history: a turn of its own, with its own rewards and credit, which is trained."""
 
     kind: Literal["policy"]
+    """The policy summarises its own history, in a turn that is trained."""
     tokens: int = Field(default=128, ge=4)
     """Tokens that must be free for the summary, so that it is asked for in time."""
     prompt: str = Field(
@@ -134,6 +143,7 @@ class OwnCondenserSpec(Contract):
     """A function of your own: `condense(text: str, budget: int, view: EpisodeView) -> str`."""
 
     kind: Literal["own"]
+    """A function of your own."""
     use: str = Field(min_length=1)
     """`package.module:function`, plain or `async`."""
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
@@ -182,8 +192,10 @@ BY_TEXT = ("chunks", "condenser", "keep_last", "target_tokens", "expand")
 """Keys that say how texts are condensed."""
 
 
-class CondenseSpec(Contract):
+class CondenseSpec(SpecSection):
     """What the action `condense` does: which parts of the conversation it shortens, and how."""
+
+    NULLABLE: ClassVar[bool] = True
 
     chunks: ChunkSpec = Field(default_factory=ByMessage)
     """How the conversation is cut into chunks; each condensed chunk becomes one block `<block_N>`."""
@@ -223,3 +235,12 @@ class CondenseSpec(Contract):
         if self.keep and (unread := [name for name in BY_TEXT if getattr(self, name) != getattr(default, name)]):
             raise ValueError(f"`{unread[0]}` has no effect with `keep`, which condenses no texts; leave it out")
         return self
+
+    @classmethod
+    def adapt_json_schema(cls, definitions: dict[str, Any]) -> None:
+        """`condenser: drop` as well as `{kind: drop}`."""
+        properties = definitions[cls.__name__]["properties"]
+        for key in ("chunks", "condenser"):
+            names = {"type": "string", "enum": sorted(properties[key]["discriminator"]["mapping"])}
+            rest = {name: value for name, value in properties[key].items() if name not in ("oneOf", "discriminator")}
+            properties[key] = {"anyOf": [names, *properties[key]["oneOf"]], **rest}

@@ -20,6 +20,7 @@ import yaml
 from engine.errors import SpecError
 from engine.plugins.scenarios.schema import Scenario, ScenarioFile
 from engine.spec.access import Access
+from engine.spec.added import added_tools
 from engine.spec.load import load_document, load_spec
 from engine.spec.resolve import MAX_BYTES
 from engine.spec.rows.sources import Row
@@ -225,8 +226,7 @@ def _misfits(loaded: LoadedSpec, machine: ResolvedMachine, scenario: Scenario) -
         yield "no-environment", "the environment answers here, but the spec has none", None, ("environment",)
     if scenario.scorer is not None and spec.rewards.scorer is None:
         yield "no-scorer", "the scorer answers here, but the spec has none", "give it a `rewards.scorer`", ("scorer",)
-    expands = spec.condense is not None and spec.condense.expand
-    if scenario.tools and not spec.tools and spec.environment is None and not expands:
+    if scenario.tools and not spec.tools and spec.environment is None and not added_tools(spec):
         yield "no-tools", "tools answer here, but the spec has none", None, ("tools",)
     for state in scenario.steps:
         yield from _step_misfit(machine, state)

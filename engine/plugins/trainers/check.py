@@ -6,9 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.actions.action_facts import ActionFacts
+from engine.actions.facts import ACTIONS
 from engine.errors import TrainError
 from engine.machine.presets import machine_of
 from engine.schemas.message import ImagePart
+from engine.spec.added import spec_facts
 from engine.spec.text.diagnostic import DataPath, Severity
 from engine.validate.model_files import model_files
 
@@ -23,8 +26,6 @@ RULE_OF: dict[str, tuple[str, Severity, str]] = {
     "unknown": (UNKNOWN, "warning", "unknown"),
 }
 """Rule, severity and words of each status that is a finding."""
-_ANSWERS = ("call_tools", "ask_user", "step", "condense")
-"""Actions that put tokens between those of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,9 @@ def uses(loaded: LoadedSpec) -> Iterator[Use]:
     that rewrites history."""
     spec = loaded.spec
     train, credit = spec.train, spec.rewards.credit
-    actions = {state.action for state in machine_of(spec).states.values()}
-    several = bool(actions & set(_ANSWERS)) or any(":" in (action or "") for action in actions)
+    names = {state.action for state in machine_of(spec).states.values() if state.action is not None}
+    actions = [facts for name in names if (facts := ACTIONS.get(name)) is not None]
+    several = len(actions) < len(names) or any(map(_puts_tokens_between, actions))
     if spec.backend.exact_ids:
         yield Use("token_ids", ("model",), "use another trainer")
     if several:
@@ -58,11 +60,10 @@ def uses(loaded: LoadedSpec) -> Iterator[Use]:
         )
     elif train is not None and train.advantage_bonuses:
         yield Use("token_bonuses", ("train", "advantage_bonuses"), "remove the bonuses, or use another trainer")
-    if spec.condense is not None:
-        key = ("condense",) if spec.condense.keep is None else ("condense", "keep")
-        yield Use("branches", key, f"remove `{'.'.join(key)}`, or use another trainer")
-    elif "condense" in actions:
-        yield Use("branches", ("limits", "on_overflow"), "set `limits.on_overflow: end`, or use another trainer")
+    added = [Use(*use) for facts in spec_facts(spec) for use in facts.trainer_uses]
+    yield from added
+    if not added and any(facts.rewrites_history for facts in actions):
+        yield Use("branches", ("machine",), "remove the state that shortens the conversation, or use another trainer")
     if (images := _images(loaded)) is not None:
         yield Use("images", images, "use another trainer")
     if spec.backend.asks_experts:
@@ -85,6 +86,11 @@ def uses(loaded: LoadedSpec) -> Iterator[Use]:
     path = _oversampled(spec)
     if path is not None:
         yield Use("oversampling", path, "turn it off, or use another trainer")
+
+
+def _puts_tokens_between(facts: ActionFacts) -> bool:
+    """Whether an action puts tokens between those of the model."""
+    return facts.speaks in ("user", "tool") or facts.events is None or facts.rewrites_history
 
 
 def _images(loaded: LoadedSpec) -> DataPath | None:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from engine.actions.facts import SCORERS
-from engine.plugins.condense.spec import OwnCondenserSpec
 from engine.schemas.entry import Entry
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.role import UserSpec
+from engine.spec.added import AddedCode, added_code
 from engine.spec.code.entry import EntryError, load_entry
 from engine.spec.code.source import NotImported, Sources
 from engine.spec.load import LoadedSpec
@@ -32,7 +32,9 @@ class NamedEntry(NamedTuple):
     """Path of the mapping with `use` and `with`."""
     entry: Entry
     role: str
-    """`environment`, `user`, `tool`, `tool server`, `scorer`, `condenser`, `agent`."""
+    """`environment`, `user`, `tool`, `tool server`, `scorer`, `agent`, or the part of a plugin."""
+    added: AddedCode | None = None
+    """Of a part of a plugin: what its section says."""
 
 
 @dataclass
@@ -124,6 +126,8 @@ class CodeContext:
         """Where an entry point runs: `thread` or `process`."""
         if item.role == "agent":
             return "thread"
+        if item.added is not None:
+            return self.spec.isolation_of(item.added.isolation).mode
         owner: Any = self.spec
         for key in item.path:
             if key == "grader":
@@ -146,7 +150,7 @@ class CodeContext:
 
     @cached_property
     def spec_code(self) -> list[NamedEntry]:
-        """The entry points of environment, tools, users and scorer."""
+        """The entry points of environment, tools, users, scorer and parts of plugins."""
         spec = self.spec
         found = [
             NamedEntry(("tools", index), tool.entry, "tool" if tool.facts is None else "tool server")
@@ -165,9 +169,7 @@ class CodeContext:
             found.append(NamedEntry(("rewards", "scorer"), entry, "scorer"))
         if spec.agent is not None and spec.agent.use is not None:
             found.append(NamedEntry(("agent",), Entry(use=spec.agent.use, with_=spec.agent.with_), "agent"))
-        if spec.condense is not None and isinstance(own := spec.condense.condenser, OwnCondenserSpec):
-            found.append(NamedEntry(("condense", "condenser"), Entry(use=own.use, with_=own.with_), "condenser"))
-        return found
+        return [*found, *(NamedEntry(code.path, code.entry, code.part, code) for code in added_code(spec))]
 
     @property
     def users(self) -> list[tuple[DataPath, UserSpec]]:

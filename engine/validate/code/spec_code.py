@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.actions.facts import ACTIONS, SCORERS
 from engine.moved_names import new_name
-from engine.spec.added import Called, spec_facts
+from engine.spec.added import Called, added_tools, spec_facts
 from engine.spec.code.entry import EntryError
 from engine.spec.code.short_names import names_of
 from engine.spec.code.source import NotImported
@@ -83,7 +83,9 @@ def fits_the_calls(ctx: CheckContext) -> Iterator[Finding]:
     """Environments and users have their methods; tools have typed parameters; `with` fits the constructor."""
     for item in ctx.spec_code:
         thing = ctx.code(item.entry.use)
-        if thing is not None:
+        if thing is not None and item.added is not None:
+            yield from _function(ctx, thing, call_of(item, *item.added.takes))
+        elif thing is not None:
             yield from _PARTS[item.role](ctx, item, thing)
     for call in called(ctx):
         function = ctx.code(call.use)
@@ -180,11 +182,6 @@ def _scorer(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[F
     yield from _function(ctx, thing, call_of(item, "view"))
 
 
-def _condenser(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
-    """Check a condenser: a function of a text, a budget and the episode's view."""
-    yield from _function(ctx, thing, call_of(item, "text", "budget", "view"))
-
-
 def _agent(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
     """Check an agent program that is a coroutine: a function of these keyword arguments."""
     given = dict.fromkeys(("task", "base_url", "key", "model"))
@@ -209,7 +206,6 @@ _PARTS: Mapping[str, Callable[[CheckContext, NamedEntry, CodeFacts], Iterator[Fi
     "tool": _tool,
     "tool server": _built,
     "scorer": _scorer,
-    "condenser": _condenser,
     "agent": _agent,
 }
 
@@ -269,8 +265,7 @@ def no_user(ctx: CheckContext) -> Iterator[Finding]:
 @rule("tools.missing", "warning", "a state calls tools, and the spec has none")
 def no_tools(ctx: CheckContext) -> Iterator[Finding]:
     """A reachable state with the action `call_tools`, and neither `tools` nor an environment with `tools()`."""
-    expands = ctx.spec.condense is not None and ctx.spec.condense.expand
-    if ctx.spec.tools or expands or environment_tools(ctx) is not False:
+    if ctx.spec.tools or added_tools(ctx.spec) or environment_tools(ctx) is not False:
         return
     for name in ctx.speaking("tool"):
         fix = "add `tools: [{use: …}]`, or use a machine without them (`machine: retry_with_feedback` or `single_turn`)"

@@ -1,0 +1,68 @@
+"""The actions of condensing, and their limit: what the tables of the core have. It imports neither the section nor the actions."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING
+
+from engine.actions.action_facts import ActionFacts
+from engine.limit import Limit
+
+if TYPE_CHECKING:
+    from engine.actions.room import Room
+    from engine.machine.presets import ResolvedMachine
+    from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.machine import StateSpec
+    from engine.tokens.format import ChatFormat
+
+_ACTION = "condense"
+
+
+def _seconds(spec: EpisodeSpec, state: StateSpec) -> float:
+    """One summary at a time, in the worst case: as many as the limits allow is not known, so the episode's time bounds them."""
+    from engine.plugins.condense.spec import CondenseSpec
+
+    return inf if CondenseSpec.or_default(spec).condenser.kind in ("summary", "own") else 0.0
+
+
+def _machine(spec: EpisodeSpec, machine: ResolvedMachine) -> ResolvedMachine:
+    if spec.limits.value_of("on_overflow") != "condense":
+        return machine
+    from engine.plugins.condense.machine import with_condensing
+    from engine.plugins.condense.spec import CondenseSpec
+
+    return with_condensing(machine, by_policy=CondenseSpec.or_default(spec).condenser.kind == "policy")
+
+
+def _room(spec: EpisodeSpec, form: ChatFormat) -> Room:
+    from engine.plugins.condense.room import CondenseRoom
+
+    return CondenseRoom(spec, form)
+
+
+CONDENSE = ActionFacts(
+    "engine.plugins.condense.action:CondenseAction",
+    "Show the model a shorter conversation.",
+    ("condensed", "unchanged"),
+    _seconds,
+    rewrites_history=True,
+    rewrites_machine=_machine,
+    makes_room=_room,
+)
+ASK_SUMMARY = ActionFacts(
+    "engine.plugins.condense.action:AskSummaryAction",
+    "Ask the model for a summary of its history, which `condense` then puts in the place of the history.",
+    ("asked",),
+    lambda spec, state: 0.0,
+)
+CONDENSATIONS = Limit(
+    "condensations",
+    "condensations",
+    "Condensations of the conversation so far.",
+    _ACTION,
+    lambda episode: episode.performed.get(_ACTION, 0),
+    per_use="one",
+    variable="condensed.times",
+    budget="condensations",
+    examples=(4,),
+)

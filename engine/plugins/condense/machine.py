@@ -1,0 +1,44 @@
+"""The states that `limits.on_overflow: condense` adds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.machine.presets import ResolvedMachine, ResolvedTransition
+from engine.schemas.machine import StateSpec
+
+CONDENSING, ASKING_SUMMARY, SUMMARIZING = "CONDENSING", "ASKING_SUMMARY", "SUMMARIZING"
+
+
+def with_condensing(machine: ResolvedMachine, *, by_policy: bool) -> ResolvedMachine:
+    """Add, for each state that generates and does not handle `overflow`, the states that condense and lead back to it.
+
+    They take over its transitions for `limit` and `failed`. A state of the same name in the spec is used as it is, with its own
+    transitions first.
+    """
+    states, transitions = dict(machine.states), list(machine.transitions)
+    handled = {(t.source, t.trigger) for t in transitions}
+    generating = [
+        name
+        for name, state in states.items()
+        if state.action == "generate" and not state.final and name != SUMMARIZING and (name, "overflow") not in handled
+    ]
+    for source in generating:
+        suffix = "" if len(generating) == 1 else f"_{source}"
+        way = [CONDENSING + suffix]
+        if by_policy:
+            way = [ASKING_SUMMARY + suffix, SUMMARIZING + suffix, *way]
+        actions = {CONDENSING: "condense", ASKING_SUMMARY: "ask_summary", SUMMARIZING: "generate"}
+        for name in way:
+            states.setdefault(name, StateSpec(action=actions[name.removesuffix(suffix)]))
+        steps = [ResolvedTransition("overflow", source, way[0])]
+        if by_policy:
+            steps.append(ResolvedTransition("asked", way[0], way[1]))
+            replied = ("answered", "tool_calls", "malformed", "truncated")
+            steps += [ResolvedTransition(event, way[1], way[2]) for event in replied]
+        steps += [ResolvedTransition(event, way[-1], source) for event in ("unchanged", "condensed")]
+        ends = [t for t in machine.transitions if t.source == source and t.trigger in ("limit", "failed", "aborted")]
+        transitions += [step for step in steps if (step.source, step.trigger) not in handled]
+        for name in way:
+            transitions += [replace(t, source=name) for t in ends if (name, t.trigger) not in handled]
+    return replace(machine, states=states, transitions=transitions)

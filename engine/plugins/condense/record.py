@@ -1,0 +1,53 @@
+"""The journal record of a condensation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
+
+from engine.schemas.journal import RecordBase
+from engine.schemas.message import Message
+from engine.schemas.trajectory import Block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CondenseRecord(RecordBase):
+    """The conversation was condensed, or could not be."""
+
+    kind: Literal["condense"] = "condense"
+    thread: list[int | Message] | None = None
+    """What the model is shown from now on: numbers of messages, and messages that stand for others; None: nothing was shorter."""
+    blocks: list[Block] = field(default_factory=list)
+    """The new blocks."""
+    before: int = 0
+    """Tokens of the prompt before."""
+    after: int = 0
+    """Tokens of the prompt after."""
+    sampled: int = 0
+    """Tokens that a summarising model sampled, other than the policy."""
+
+    def answers(self) -> Mapping[str, Any]:
+        """No free values; the texts are validated."""
+        return {}
+
+    def words(self) -> str:
+        """How much shorter the prompt became."""
+        if self.thread is None:
+            return "nothing shorter"
+        count = len(self.blocks)
+        what = f"{count} block{'s' * (count != 1)}" if count else "older images"
+        return f"{what}, {self.before} → {self.after} tokens"
+
+    def summary(self) -> dict[str, Any]:
+        """Tokens before and after, and the number of blocks."""
+        return {"before": self.before, "after": self.after, "blocks": len(self.blocks)}
+
+    def said(self) -> Sequence[Message]:
+        """The messages that stand for others."""
+        return [item for item in self.thread or () if isinstance(item, Message)]
+
+    def with_said(self, messages: Sequence[Message]) -> Self:
+        """The same with other messages in their places."""
+        new = iter(messages)
+        return replace(self, thread=[item if isinstance(item, int) else next(new) for item in self.thread or ()])

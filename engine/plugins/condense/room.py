@@ -1,0 +1,59 @@
+"""When a conversation must be condensed before the model is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from engine.actions.room import Room
+from engine.errors import RenderError
+from engine.plugins.condense.spec import CondenseSpec, PolicySummarySpec
+from engine.plugins.condense.window import older_images
+from engine.schemas.message import Message
+
+if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
+    from engine.tokens.format import ChatFormat
+    from engine.tokens.thread import Thread
+
+_ASKED, _REPLIED = Message(role="user", content="Q"), Message(role="assistant", content="A")
+
+
+class CondenseRoom(Room):
+    """The room that `condense` and `limits.on_overflow` ask for."""
+
+    def __init__(self, spec: EpisodeSpec, form: ChatFormat) -> None:
+        self._condense = CondenseSpec.or_default(spec)
+        self._before_prompts = spec.limits.value_of("on_overflow") == "condense"
+        condenser = self._condense.condenser
+        self._more = 0
+        if isinstance(condenser, PolicySummarySpec):
+            follows = spec.limits.tool_result_tokens or 0
+            self._more = follows + condenser.tokens + _request_tokens(condenser.prompt, form)
+
+    def reserve(self, free: int) -> int:
+        """Tokens that must be free: for a reply; if the policy summarises, also for what follows the reply, and for the summary."""
+        fixed = self._condense.reserve_tokens
+        return free + self._more if fixed is None else fixed
+
+    def images(self, thread: Thread, most: float) -> int | None:
+        """The number of images, if the window of `condense.keep` slides."""
+        keep = self._condense.keep
+        if keep is None:
+            return None
+        older = len(older_images(self._condense, thread.messages, thread.opening))
+        slides = older >= keep.further or (older and len(thread.images) > most)
+        return older + keep.newest if slides else None
+
+    def leaving(self, messages: Sequence[Message], opening: int) -> int:
+        """The images outside of the window, where it slides by itself before a prompt."""
+        return len(older_images(self._condense, messages, opening)) if self._before_prompts else 0
+
+
+def _request_tokens(words: str, form: ChatFormat) -> int:
+    """Tokens that a request of a user adds to a prompt that already has one."""
+    request = Message(role="user", content=words)
+    try:
+        return len(form.render([_ASKED, _REPLIED, request])) - len(form.render([_ASKED]))
+    except RenderError:  # a template that refuses such a conversation
+        return len(form.encode(words))
