@@ -119,7 +119,7 @@ def _first(part: str) -> dict[str, str]:
     return {name: parts[part].tests[0] for name, parts in EVIDENCE.items()}
 
 
-_WINDOWS = "tests/validate/test_window_rules.py"
+_WINDOWS = "tests/plugins/condense/test_window_rules.py"
 _ROUTED = {"verl": _VERL_IMAGES, "verl_agent_loop": _VERL_IMAGES, "skyrl": _SKYRL_IMAGES}
 CELLS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "text": ("token_ids", _first("sampler")),
