@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import engine
+from engine import plugin
 from engine.actions.base import BuiltInAction
 from engine.actions.facts import ACTIONS
 from engine.limit import Limit
@@ -19,6 +20,7 @@ from engine.machine.variables import VARIABLES
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.model import ModelSpec
 from engine.schemas.role import ModelUserLimits
+from engine.schemas.sections import section_fields
 
 ROOT = Path(engine.__file__).parent
 
@@ -34,7 +36,7 @@ def test_an_action_is_called_as_its_entry_says(name: str) -> None:
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.name)
 def test_a_limit_names_a_key_of_the_spec_an_action_and_a_guard_variable(limit: Limit) -> None:
     owner = {"limits": LimitsSpec, "model": ModelSpec, "user": ModelUserLimits}[limit.owner]
-    assert limit.name.rpartition(".")[2] in owner.model_fields
+    assert limit.name.rpartition(".")[2] in {*owner.model_fields, *(key for key, _, _ in section_fields(owner))}
     assert limit.action is None or limit.action in ACTIONS
     assert (limit.count is not None) or limit.cuts or limit is EPISODE_SECONDS
     if limit.variable is not None:
@@ -49,12 +51,13 @@ def test_every_limit_of_a_spec_is_in_the_table() -> None:
     fields = {LimitsSpec: "limits", ModelUserLimits: "user"}
     for owner, name in fields.items():
         listed = {limit.name.rpartition(".")[2] for limit in LIMITS if limit.owner == name}
+        keys = {*owner.model_fields, *(key for key, _, _ in section_fields(owner))}
         settings = {
             "tool_result_keep",
             "tool_result_mark",
             "on_overflow",
         }  # of `tool_result_tokens`, of `episode_tokens`
-        assert listed == set(owner.model_fields) - settings
+        assert listed == keys - settings
 
 
 def test_no_other_module_lists_the_events_of_an_action_or_the_count_limits() -> None:
@@ -67,7 +70,8 @@ def test_no_other_module_lists_the_events_of_an_action_or_the_count_limits() -> 
         if isinstance(node, ast.Tuple | ast.List | ast.Set)
         and (values := tuple(item.value for item in node.elts if isinstance(item, ast.Constant))) in lists
     }
-    assert {path for path, _ in found} == {"actions/facts.py"}
+    named = {use.partition(":")[0].replace(".", "/") + ".py" for use in plugin.entries("actions").values()}
+    assert {path for path, _ in found} == {"actions/facts.py", *(path.removeprefix("engine/") for path in named)}
 
 
 def test_reading_the_facts_does_not_import_the_actions() -> None:

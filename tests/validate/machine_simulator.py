@@ -111,7 +111,7 @@ class Simulator:
             "generate": (at.turns, limits.assistant_turns),
             "ask_user": (at.user, limits.user_turns),
             "call_tools": (at.calls, limits.tool_calls),
-            "condense": (at.condensed, limits.condensations),
+            "condense": (at.condensed, limits.value_of("condensations")),
         }.get(str(action), (0, None))
         if at.late or (limit[1] is not None and limit[0] >= limit[1]):
             yield "limit", at
