@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from engine import plugin
 from engine.actions.action_facts import ALWAYS, OVERFLOW
 from engine.actions.facts import ACTIONS
 from engine.limit import UNBOUNDED
@@ -80,7 +81,9 @@ class MachineContext(CodeContext):
             if facts.events is not None:
                 return facts.events
             return self.declared(self.spec.environment.entry.use) if self.spec.environment else None
-        return self.declared(state.action) if ":" in state.action else ()
+        if ":" in state.action:
+            return self.declared(state.action)
+        return () if plugin.missing("actions", state.action) is None else None
 
     def events_in(self, name: str) -> tuple[str, ...] | None:
         """Return the events of a state's action there: `overflow` is one only where a transition handles it."""

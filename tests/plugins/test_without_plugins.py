@@ -23,6 +23,7 @@ NAMING: dict[str, Spec] = {
         "backend": {"kind": "openai", "url": "http://127.0.0.1:9/v1", "model": "m"},
         "rollout": {"max_cost": 1},
     },
+    "condense": {"condense": {"expand": True}},
     "harbor": {"tasks": {"source": "harbor", "path": "tasks"}},
     "launch": {"backend": {"kind": "sglang", "launch": {"gpus": 0}}},
     "notices": {"notify": {"to": [{"kind": "command", "run": "true"}]}},
@@ -32,7 +33,25 @@ NAMING: dict[str, Spec] = {
     "vllm": {"backend": {"kind": "vllm", "urls": ["http://127.0.0.1:9"]}},
 }
 """Plugin -> keys of a spec that name it. What commands name it is in `KNOWN`."""
+CONDENSING: Spec = {
+    "preset": "single_turn",
+    "states": {"CONDENSING": {"action": "condense"}},
+    "transitions": [
+        {"trigger": "answered", "source": "GENERATING", "dest": "CONDENSING"},
+        {"trigger": ["condensed", "unchanged"], "source": "CONDENSING", "dest": "GENERATING"},
+    ],
+}
+"""A machine with an action of a plugin, and its events."""
+FURTHER: dict[str, list[Spec]] = {
+    "condense": [{"limits": {"on_overflow": "condense", "condensations": 2}}, {"machine": CONDENSING}]
+}
+"""Plugin -> keys of further specs that name it in another way."""
 IMPORTS = "engine.plugins.{}"
+
+
+def specs_naming(name: str) -> list[Spec]:
+    """Keys of the specs that name a plugin, one spec each."""
+    return [*([NAMING[name]] if name in NAMING else []), *FURTHER.get(name, ())]
 
 
 def named_by(name: str, spec: str) -> list[list[str]]:
@@ -50,8 +69,8 @@ def request(names: list[str], folder: Path, tokenizer: Path) -> dict[str, Any]:
     commands = [["--help"], ["validate", valid], ["run", valid, "--quiet", "--out", str(folder / "runs")]]
     for name in names:
         commands += named_by(name, valid)
-        if name in NAMING:
-            commands.append(["validate", str(save_spec(folder / f"{name}.yaml", plain | NAMING[name]))])
+        for number, keys in enumerate(specs_naming(name)):
+            commands.append(["validate", str(save_spec(folder / f"{name}{number}.yaml", plain | keys))])
     needing = {other for other, plugin in installed().plugins.items() if set(names) & set(plugin.needs)}
     return {"skipped": [IMPORTS.format(name) for name in {*names, *needing}], "commands": commands}
 
@@ -74,7 +93,7 @@ def check(names: list[str], found: Any) -> None:
         for _ in named_by(name, ""):
             code, text = next(named)
             assert (code, told in " ".join(text.replace("│", " ").split())) == (2, True), text
-        if name in NAMING:
+        for _ in specs_naming(name):
             code, text = next(named)
             assert (code, text.count("error["), told in text) == (1, 1, True), text
 
