@@ -53,9 +53,9 @@ def _declared(ctx: CheckContext) -> Iterator[tuple[BackendBase, DataPath]]:
     if any(user.model_played for _, user in ctx.users) or ctx.spec.rewards.scorer is not None:
         from engine.actions.role_models import roles_of
 
-        for path, (_, part, _) in roles_of(ctx.spec).items():
-            if part.backend is not None:
-                yield part.backend, (*path, "backend")
+        for path, role in roles_of(ctx.spec).items():
+            if role.spec.backend is not None:
+                yield role.spec.backend, (*path, "backend")
 
 
 def _sampled(ctx: CheckContext) -> Iterator[tuple[BackendBase, SamplingParams, DataPath]]:
