@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from engine import plugin
 from engine.schemas import generation, journal, message, reward, trajectory
 from engine.schemas.base import Struct
 
 STRUCTS: list[type[Struct]] = list(
     dict.fromkeys(
         value
-        for module in (generation, journal, message, reward, trajectory)
-        for value in vars(module).values()
+        for values in (*map(vars, (generation, journal, message, reward, trajectory)), plugin.loaded("records"))
+        for value in values.values()
         if isinstance(value, type) and issubclass(value, Struct) and hasattr(value, "__dataclass_fields__")
     )
 )
