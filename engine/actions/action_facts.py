@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from engine.actions.room import Room
-    from engine.machine.presets import ResolvedMachine
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.machine import StateSpec
-    from engine.tokens.format import ChatFormat
 
 Seconds = Callable[["EpisodeSpec", "StateSpec"], float]
 """Maximum seconds of one visit of a state; infinite if there is no limit."""
@@ -53,7 +50,8 @@ class ActionFacts:
     """Whether it runs the tool calls of the newest reply, and so takes no time without calls."""
     rewrites_history: bool = False
     """Whether it may show the model another conversation from the next prompt on, so that a branch begins."""
-    rewrites_machine: Callable[[EpisodeSpec, ResolvedMachine], ResolvedMachine] | None = None
-    """Of an action of a plugin: adds the states that the plugin's section asks for."""
-    makes_room: Callable[[EpisodeSpec, ChatFormat], Room] | None = None
-    """Of an action of a plugin that makes a prompt shorter: when it is needed. Asked only where the plugin's section is written."""
+    rewrites_machine: str = ""
+    """Of an action of a plugin: `module:function` from (spec, machine) to the machine with the states that the plugin's section asks for."""
+    makes_room: str = ""
+    """Of an action of a plugin that makes a prompt shorter: `module:class` of its `engine.actions.room.Room`, made of (spec, chat format).
+    It is asked, as `rewrites_machine`, only where the plugin's section is written."""

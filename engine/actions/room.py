@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from engine.plugin import load
 from engine.schemas.sections import written_entries
 
 if TYPE_CHECKING:
@@ -34,4 +35,4 @@ class Room:
 def rooms_of(spec: EpisodeSpec, form: ChatFormat) -> list[Room]:
     """The rooms of the plugins whose sections a spec has."""
     actions: list[ActionFacts] = written_entries(spec, "actions")
-    return [facts.makes_room(spec, form) for facts in actions if facts.makes_room is not None]
+    return [load(facts.makes_room)(spec, form) for facts in actions if facts.makes_room]

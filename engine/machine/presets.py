@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine.plugin import load
 from engine.schemas.machine import MachineSpec, Preset, StateSpec, TransitionSpec
 from engine.schemas.sections import written_entries
 
@@ -186,8 +187,8 @@ def machine_of(spec: EpisodeSpec) -> ResolvedMachine:
     """Resolve a spec's machine, with the states that sections of plugins ask for."""
     machine = resolve_machine(spec.machine)
     for facts in written_entries(spec, "actions"):
-        if facts.rewrites_machine is not None:
-            machine = facts.rewrites_machine(spec, machine)
+        if facts.rewrites_machine:
+            machine = load(facts.rewrites_machine)(spec, machine)
     return machine
 
 

@@ -9,11 +9,8 @@ from engine.actions.action_facts import ActionFacts
 from engine.limit import Limit
 
 if TYPE_CHECKING:
-    from engine.actions.room import Room
-    from engine.machine.presets import ResolvedMachine
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.machine import StateSpec
-    from engine.tokens.format import ChatFormat
 
 _ACTION = "condense"
 
@@ -25,29 +22,14 @@ def _seconds(spec: EpisodeSpec, state: StateSpec) -> float:
     return inf if CondenseSpec.or_default(spec).condenser.kind in ("summary", "own") else 0.0
 
 
-def _machine(spec: EpisodeSpec, machine: ResolvedMachine) -> ResolvedMachine:
-    if spec.limits.value_of("on_overflow") != "condense":
-        return machine
-    from engine.plugins.condense.machine import with_condensing
-    from engine.plugins.condense.spec import CondenseSpec
-
-    return with_condensing(machine, by_policy=CondenseSpec.or_default(spec).condenser.kind == "policy")
-
-
-def _room(spec: EpisodeSpec, form: ChatFormat) -> Room:
-    from engine.plugins.condense.room import CondenseRoom
-
-    return CondenseRoom(spec, form)
-
-
 CONDENSE = ActionFacts(
     "engine.plugins.condense.action:CondenseAction",
     "Show the model a shorter conversation.",
     ("condensed", "unchanged"),
     _seconds,
     rewrites_history=True,
-    rewrites_machine=_machine,
-    makes_room=_room,
+    rewrites_machine="engine.plugins.condense.machine:with_condensing",
+    makes_room="engine.plugins.condense.room:CondenseRoom",
 )
 ASK_SUMMARY = ActionFacts(
     "engine.plugins.condense.action:AskSummaryAction",

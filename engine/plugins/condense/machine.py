@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from engine.machine.presets import ResolvedMachine, ResolvedTransition
+from engine.plugins.condense.spec import CondenseSpec
 from engine.schemas.machine import StateSpec
+
+if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
 
 CONDENSING, ASKING_SUMMARY, SUMMARIZING = "CONDENSING", "ASKING_SUMMARY", "SUMMARIZING"
 
 
-def with_condensing(machine: ResolvedMachine, *, by_policy: bool) -> ResolvedMachine:
+def with_condensing(spec: EpisodeSpec, machine: ResolvedMachine) -> ResolvedMachine:
     """Add, for each state that generates and does not handle `overflow`, the states that condense and lead back to it.
 
-    They take over its transitions for `limit` and `failed`. A state of the same name in the spec is used as it is, with its own
+    Only with `limits.on_overflow: condense`. They take over its transitions for `limit` and `failed`. A state of the same name in the spec is used as it is, with its own
     transitions first.
     """
+    if spec.limits.value_of("on_overflow") != "condense":
+        return machine
+    by_policy = CondenseSpec.or_default(spec).condenser.kind == "policy"
     states, transitions = dict(machine.states), list(machine.transitions)
     handled = {(t.source, t.trigger) for t in transitions}
     generating = [
