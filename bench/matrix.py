@@ -31,7 +31,7 @@ HEAD = """\
 
 The prompt of every turn is what the model's chat template renders for the conversation as it is, or a new branch begins, or
 the conversation is refused with a reason. This page is that sentence, tried: `bench/matrix.py` plays every scenario of
-`tests/tokens/exactness.py` on every template at hand, and compares each prompt with what `apply_chat_template` of
+`tests/core/tokens/exactness.py` on every template at hand, and compares each prompt with what `apply_chat_template` of
 transformers writes. It also checks that every sampled token is trained once, and that nothing else is.
 
 | sign | what it means |
@@ -45,7 +45,7 @@ transformers writes. It also checks that every sampled token is trained once, an
 `reader` is what reads the replies, proved on the template itself; `engine template MODEL` shows the proof. Templates without their own
 tokenizer are played on a small byte-level one that has their special tokens. To try yours: a folder with
 `chat_template.jinja` (and `tokenizer.json`, `tokenizer_config.json`) under a folder that `EPISODE_ENGINE_TEMPLATES` names, then
-`pytest tests/tokens/test_exactness.py`.
+`pytest tests/core/tokens/test_exactness.py`.
 
 ## How a prompt is made
 
@@ -66,7 +66,7 @@ the text itself. So GLM-4.5, which adds `/nothink` to a message unless it ends i
 to such a text that cannot be followed, the conversation is refused. A reply of the model in which ordinary tokens spell a marker, such as `</think>`,
 is no marker for the template.
 
-`tests/tokens/hostile_templates.py` has 14 hostile templates and a grammar of others, played in random episodes on two tokenizers.
+`tests/core/tokens/hostile_templates.py` has 14 hostile templates and a grammar of others, played in random episodes on two tokenizers.
 
 ## The guard
 

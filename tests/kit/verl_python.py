@@ -26,7 +26,8 @@ def call_verl(*words: str) -> str:
     if python is None:
         pytest.skip("NOT CHECKED: verl is not installed here, and VERL_PYTHON names no Python that has it")
     paths = os.pathsep.join(
-        str(ROOT / folder) for folder in (".", "tests/kit", "tests/train", "tests/plugins/trainers", "tests/vision")
+        str(ROOT / folder)
+        for folder in (".", "tests/kit", "tests/core/train", "tests/plugins/trainers", "tests/core/vision")
     )
     environment = os.environ | {"PYTHONPATH": paths, "RAY_AUTH_MODE": "disabled", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
     done = subprocess.run([python, *words], capture_output=True, text=True, check=False, env=environment)

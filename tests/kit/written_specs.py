@@ -46,7 +46,7 @@ def scripted_spec(
 
 
 def listener_spec(name: str, model: Path) -> Spec:
-    """The keys of a spec that a model can learn in a few steps: six tasks, and a listener of tests/train that likes vowels."""
+    """The keys of a spec that a model can learn in a few steps: six tasks, and a listener of tests/core/train that likes vowels."""
     return {
         "spec": "episode/v1",
         "name": name,

@@ -20,7 +20,7 @@ from engine.train.learner import Learner
 from engine.train.policy import Policy, open_model
 
 
-@pytest.mark.slow  # by default: the critics of rows without images in tests/train, and a policy's rows with images
+@pytest.mark.slow  # by default: the critics of rows without images in tests/core/train, and a policy's rows with images
 @pytest.mark.parametrize("kind", ["probe", "head", "network"])
 async def test_values_of_rows_with_images(kind: str, make_spec: Any, run_spec: Any, vlm: Any) -> None:
     rows, vision = await gallery_rows(make_spec, run_spec, "qwen2_5_vl")

@@ -100,7 +100,7 @@ def test_an_invalid_spec_runs_nothing(tmp_path: Path, tiny_tokenizer_dir: Path) 
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow  # by default: test_cli_stopping.py, and tests/runner/test_stopped_runs.py
+@pytest.mark.slow  # by default: test_cli_stopping.py, and tests/core/runner/test_stopped_runs.py
 def test_ctrl_c_ends_cleanly_and_resume_finishes(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     """The user of all episodes but the first four waits until the run is resumed."""
     spec = write_spec(tmp_path, tiny_tokenizer_dir, tasks=40)

@@ -130,7 +130,7 @@ def stepping(effects: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow  # by default: the test above, and tests/actions/test_guests.py
+@pytest.mark.slow  # by default: the test above, and tests/core/actions/test_guests.py
 @pytest.mark.parametrize("effects", ["replayable", "external"])
 def test_episodes_whose_loop_was_blocked_go_on_from_their_journal_where_their_effects_allow_it(
     effects: str, tmp_path: Path, tiny_tokenizer_dir: Path
@@ -184,7 +184,7 @@ def test_what_a_tool_leaves_behind_does_not_keep_the_process(
     assert told(tmp_path)["a"].outcome.solved
 
 
-@pytest.mark.slow  # by default: tests/cli/test_run.py stops a run by a signal and resumes it
+@pytest.mark.slow  # by default: tests/core/cli/test_run.py stops a run by a signal and resumes it
 @pytest.mark.parametrize(
     ("signals", "status"),
     [
