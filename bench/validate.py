@@ -83,7 +83,7 @@ def hostile(folder: Path) -> dict[str, tuple[float, float, float]]:
     """The slowest of the specs that are made to be slow."""
     from engine.cli.validate.examine import Options, examine
 
-    sys.path.insert(0, str(ROOT / "tests" / "checks"))
+    sys.path.insert(0, str(ROOT / "tests" / "validate"))
     from hostile_specs import BUSY, REFUSED
 
     taken = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def count(*options: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -86,7 +86,7 @@ def killed_after(spec: Path, folder: Path, commit: int, calls: Path) -> bool:
         text=True,
         check=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     return int(done.stdout) == signal.SIGKILL
 
@@ -169,7 +169,7 @@ chat(ASK, ASK)
 reward(1.0)
 """
     path = write_spec(tmp_path, tiny_tokenizer_dir, program, ["one", "two"])
-    env = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"}
+    env = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[3]}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "engine.cli.main", "run", "--out", str(tmp_path / "runs"), "-q"]
     engine = subprocess.Popen([*command, str(path)], env=env, cwd=tmp_path)
     wait_until(lambda: (tmp_path / "pids").exists())

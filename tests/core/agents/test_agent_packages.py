@@ -18,7 +18,7 @@ from chat_kit import THINKING, make_tokenizer
 
 pytestmark = pytest.mark.agents
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGES = Path(os.environ.get("AGENT_PACKAGES", ROOT / ".agents"))
 PROGRAMS = Path(__file__).parent / "programs"
 CALL: dict[str, Any] = {"text": "Let me add.", "tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}

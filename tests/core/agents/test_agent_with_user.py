@@ -9,7 +9,7 @@ import pytest
 import yaml
 from agent_kit import play
 
-DOCS = Path(__file__).parents[2] / "docs/agents.md"
+DOCS = Path(__file__).parents[3] / "docs/agents.md"
 CODE = '''
 from engine.schemas.environment import UserTurn
 from engine.schemas.reward import RewardEvent

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_sglang import FakeSGLang

@@ -19,7 +19,7 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
 from fake_sglang import Call, FakeSGLang, _Connection
 

@@ -15,7 +15,7 @@ from engine.schemas.generation import SamplingParams
 from engine.tokens.experts import ExpertLayout
 from engine.tokens.format import ChatFormat
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
 from fake_sglang import Call, FakeSGLang
 

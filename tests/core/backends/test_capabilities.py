@@ -113,6 +113,6 @@ def test_validate_imports_no_backend() -> None:
         "import sys; from engine.validate import check_spec; from engine.spec.load import load_spec; "
         "check_spec(load_spec(sys.argv[1])); print(sorted(m for m in sys.modules if m.startswith('engine.backends')))"
     )
-    spec = Path(__file__).parents[2] / "specs" / "train_arithmetic.yaml"
+    spec = Path(__file__).parents[3] / "specs" / "train_arithmetic.yaml"
     done = subprocess.run([sys.executable, "-c", code, str(spec)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -15,7 +15,7 @@ import pytest
 from command_line import engine_here
 from hostile_folders import SECRET, VARIABLES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass

@@ -15,7 +15,7 @@ from engine.validate.pages import page_ids, page_of
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 
-SCHEMA = json.loads((Path(__file__).parents[1] / "data" / "sarif-2.1.0-rtm.5.schema.json").read_text(encoding="utf-8"))
+SCHEMA = json.loads((Path(__file__).parents[2] / "data" / "sarif-2.1.0-rtm.5.schema.json").read_text(encoding="utf-8"))
 SPEC = """\
 spec: episode/v1
 name: demo

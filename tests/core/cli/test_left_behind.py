@@ -70,7 +70,7 @@ def test_a_run_leaves_no_temporary_folder(user: str, end: str, tmp_path: Path, t
     engine = subprocess.Popen(
         [sys.executable, "-m", "engine.cli.main", "run", "spec.yaml"],
         cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[2])},
+        env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[3])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

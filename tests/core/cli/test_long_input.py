@@ -19,7 +19,7 @@ from engine.serve.http import ServiceError
 from engine.terminal import MAX_LINE, brief
 from engine.tokens.toolcalls import FORMATS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SPEC = """\
 spec: episode/v1
 name: long

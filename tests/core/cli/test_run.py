@@ -15,8 +15,8 @@ from written_specs import save_spec
 
 from engine.store import RunStore, list_runs
 
-ROOT = Path(__file__).parents[2]
-SPEC_CODE = ROOT / "tests" / "runner"
+ROOT = Path(__file__).parents[3]
+SPEC_CODE = ROOT / "tests" / "core" / "runner"
 engine = partial(engine_process, modules=[SPEC_CODE])
 HELD = """
 import time

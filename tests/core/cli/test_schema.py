@@ -22,7 +22,7 @@ from engine.schemas.episode import EpisodeSpec
 from engine.spec.load import read_spec
 from engine.spec.text.places import fields_by_key
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 run = partial(engine_output, "schema")
 

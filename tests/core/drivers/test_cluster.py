@@ -91,7 +91,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 def test_others_cannot_run_code_on_a_cluster_that_the_engine_starts(imported: bool, tmp_path: Path) -> None:
     """Also where Ray was imported before, with authentication turned off. With the token, the same client runs code."""
     pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     outside = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     # a client that turns 127.0.0.1 into the address of a network would not reach the cluster at all
     outside |= {"PYTHONPATH": root, "HOME": str(tmp_path), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}

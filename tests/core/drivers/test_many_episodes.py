@@ -12,7 +12,7 @@ import pytest
 
 from engine.store import RunStore
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
 from many_episodes import growth, run
 

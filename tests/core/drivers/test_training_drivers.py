@@ -26,7 +26,7 @@ from engine.train.batch_log import BatchLog
 from engine.train.metrics import read_metrics
 from engine.train.trainer import Trainer
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
 from fake_sglang import Call, FakeSGLang
 

@@ -13,7 +13,7 @@ from engine.environments.parcels import GATES
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SPECS = ROOT / "specs"
 
 

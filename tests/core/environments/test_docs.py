@@ -12,7 +12,7 @@ from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 
-GUIDE = Path(__file__).parents[2] / "docs" / "environments.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "environments.md"
 BLOCK = re.compile(r"^```(?:python|yaml)\n# (\S+\.(?:py|yaml))(?::[^\n]*)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -16,7 +16,7 @@ from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.validate import check_spec
 
-SPECS = Path(__file__).parents[2] / "specs"
+SPECS = Path(__file__).parents[3] / "specs"
 QUICKSTART = SPECS / "quickstart.yaml"
 GSM8K = SPECS / "gsm8k_feedback.yaml"
 VISION = [SPECS / f"{name}.yaml" for name in ("color_square", "geo3k_feedback", "geo3k_tool")]

@@ -13,7 +13,7 @@ from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.validate import check_spec
 
-SPECS = Path(__file__).parents[2] / "specs"
+SPECS = Path(__file__).parents[3] / "specs"
 NAMES = ["train_arithmetic", "train_color_square", "train_credit"]
 
 

@@ -18,7 +18,7 @@ from engine.spec.tasks import load_tasks
 from engine.store.store import find_run
 from engine.validate import check_spec
 
-SPECS = Path(__file__).parents[2] / "specs"
+SPECS = Path(__file__).parents[3] / "specs"
 NAMES = ["retry_discount", "score", "llm_user"]
 RIGHT, WRONG = "The answer is {}.", "The answer is 999."
 

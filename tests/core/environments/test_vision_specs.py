@@ -23,7 +23,7 @@ from engine.spec.load import load_spec
 from engine.store.store import RunStore
 from engine.tokens.tiny_vlm import build
 
-SPECS = Path(__file__).parents[2] / "specs"
+SPECS = Path(__file__).parents[3] / "specs"
 COLOR_SQUARE, FEEDBACK, TOOL = (SPECS / f"{name}.yaml" for name in ("color_square", "geo3k_feedback", "geo3k_tool"))
 FIRST = json.loads(SHIPPED.read_text(encoding="utf-8").splitlines()[0])
 """The first problem that ships; its answer is 5."""

@@ -326,7 +326,7 @@ def test_a_thousand_episodes_killed_again_and_again_pay_once(make_spec: Any, tmp
     rng = random.Random(1)
     env = {
         **os.environ,
-        "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[3]}:{os.environ.get('PYTHONPATH', '')}",
     }
     begin = [sys.executable, "-m", "engine.cli.main", "run", str(path), "--out", str(out), "-q"]
     go_on = [sys.executable, "-m", "engine.cli.main", "run", "--resume", "latest", "--out", str(out), "-q"]

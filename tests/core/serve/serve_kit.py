@@ -31,7 +31,7 @@ from engine.store import RunHeader, RunStore, list_runs
 from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOKEN = "a secret token"
 SPEC: dict[str, Any] = {
     "spec": "episode/v1",

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from engine.cli.main import app
 from engine.store.store import RunStore, find_run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOKEN = "a secret token"
 
 

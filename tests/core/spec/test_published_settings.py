@@ -13,7 +13,7 @@ from engine.spec.load import load_spec, read_spec
 from engine.spec.published_settings import FOLDER, published_file, published_names
 from engine.validate import check_spec
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NAMES = ["areal-vlm-grpo", "slime-geo3k-grpo", "verl-gsm8k-grpo"]
 OWN = """\
 spec: episode/v1

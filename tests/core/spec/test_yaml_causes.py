@@ -11,7 +11,7 @@ from slow_cases import slow_after
 
 from engine.spec.text.tree import Place, parse
 
-SPECS = Path(__file__).parents[2] / "specs"
+SPECS = Path(__file__).parents[3] / "specs"
 
 
 def damaged(line: str) -> Iterator[tuple[str, str]]:

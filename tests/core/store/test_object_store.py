@@ -20,7 +20,7 @@ from written_specs import save_spec, scripted_spec
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 URL = "s3://bucket/runs/r1"
 TASKS, SAMPLES = 60, 2
 EPISODES = [f"t{task}/{sample}" for task in range(TASKS) for sample in range(SAMPLES)]
@@ -50,7 +50,7 @@ class Store:
             "AWS_DEFAULT_REGION": "us-east-1",
             "RAY_AUTH_MODE": "disabled",
             "EPISODE_ENGINE_CACHE": str(folder / "cache"),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "runner")]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "core" / "runner")]),
         }
 
     def _line(self) -> str:

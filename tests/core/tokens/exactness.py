@@ -32,7 +32,7 @@ from engine.tokens.literal import unquote
 from engine.tokens.loading import load_format
 from engine.tokens.tape import Tape, as_seen
 
-SHIPPED = Path(__file__).parents[1] / "data" / "templates"
+SHIPPED = Path(__file__).parents[2] / "data" / "templates"
 SPECIAL = re.compile(
     r"<\|[^|<>\s{}'\"]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|</?think>|<end_of_utterance>|<\|?turn\|?>|<\|?channel\|?>"
     r"|</s>|<s>|</?tool_call>|</?tool_response>|</?arg_(?:key|value)>|\[gMASK\]|<sop>|<bos>|<eos>|\[/?INST\]|\[/?TOOL_CALLS\]"

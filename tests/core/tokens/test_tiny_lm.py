@@ -12,7 +12,7 @@ import pytest
 
 from engine.tokens.tiny_lm import SPECIAL, build
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "make_tiny_lm.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "make_tiny_lm.py"
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from engine.train.learner import Learner
 from engine.train.metrics import read_metrics
 from engine.train.trainer import Trainer
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "backends"))
 
 from fake_sglang import Call, FakeSGLang

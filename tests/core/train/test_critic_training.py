@@ -356,7 +356,7 @@ async def test_a_method_that_needs_a_critic_does_not_start_without_one(train_spe
 @pytest.mark.slow
 async def test_the_spec_that_ships_trains_a_few_steps(tmp_path: Path) -> None:
     """specs/train_critic.yaml, with small batches and an untaught model."""
-    path = Path(__file__).parents[2] / "specs/train_critic.yaml"
+    path = Path(__file__).parents[3] / "specs/train_critic.yaml"
     small = ["train.steps=2", "train.tasks_per_step=2", "rollout.samples_per_task=2", "tasks.with.parcels=3"]
     loaded = load_spec(path, ["model.path=tiny-qwen2", *small])
     trainer = begin_training(loaded, tmp_path / "runs")

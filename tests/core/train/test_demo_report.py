@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "demo_report.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "demo_report.py"
 
 
 def report(*arguments: Path | str) -> str:

@@ -69,7 +69,7 @@ def test_several_processes_do_the_steps_of_one(launcher: str, kind: str, process
     learner = learner_of(SingleProcessGroup(), tmp_path / "model", kind)
     before = weights_of(learner)
     numbers, wanted = told_by(learner, tmp_path / "one")
-    root = str(HERE.parents[1])
+    root = str(HERE.parents[2])
     done = subprocess.run(
         launched(launcher, tmp_path, kind, processes),
         env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},

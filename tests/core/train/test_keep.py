@@ -176,7 +176,7 @@ class Killer:
     """Launches trainings that are killed while they drop episodes; see `keep_killer.py`."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[2]}", "OMP_NUM_THREADS": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         command = [sys.executable, str(HERE / "keep_killer.py")]
         self._process: Any = subprocess.Popen(command, text=True, env=environment, **pipes)

@@ -101,7 +101,7 @@ def test_it_says_why(step: Batch, words: str) -> None:
 
 def test_a_shipped_spec_that_needs_a_taught_model_says_which_command_makes_it() -> None:
     """And each other shipped spec that trains has a model with real weights."""
-    root = CODE.parents[1]
+    root = CODE.parents[2]
     random = {}
     for path in sorted((root / "specs").glob("*.yaml")):
         if not path.name.endswith(".scenarios.yaml"):

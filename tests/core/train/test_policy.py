@@ -321,7 +321,7 @@ async def test_recomputed_rows_have_the_samplers_log_probs(
 
 @pytest.mark.model
 async def test_the_real_models_rows_have_the_samplers_log_probs(tmp_path: Path, smollm_dir: Path) -> None:
-    source = Path(__file__).parents[2] / "specs" / "train_arithmetic.yaml"
+    source = Path(__file__).parents[3] / "specs" / "train_arithmetic.yaml"
     spec = tmp_path / "spec.yaml"
     spec.write_text(f"extends: {source}\nbackend: {{kind: local, dtype: float32}}\ntasks: {{with: {{count: 2}}}}\n")
     rows = await rows_of(spec, tmp_path / "runs")

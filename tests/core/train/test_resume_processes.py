@@ -28,7 +28,7 @@ def launch(processes: int, *arguments: str) -> None:
     if processes > 1:
         command += ["torch.distributed.run", "--nproc-per-node", str(processes), "--standalone", "-m"]
     environment = os.environ | {
-        "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}",
+        "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[2]}",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }

@@ -70,7 +70,7 @@ async def test_two_processes_train_a_model_that_sees(
         write_with_bytes(rows, vision, path)
     else:
         write_jsonl(with_image_files(rows, path, lambda: vision), path)
-    root = Path(worker.__file__).parents[2]
+    root = Path(worker.__file__).parents[3]
     arguments = [str(each) for each in (vlm("qwen2_5_vl"), path, tmp_path, tokens)]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", worker.__file__]
     done = await asyncio.to_thread(

@@ -19,7 +19,7 @@ from engine.cli.main import app
 from engine.environments.geo3k_data import SHIPPED
 from engine.spec.load import load_spec
 
-SPECS = Path(__file__).parents[2] / "specs"
+SPECS = Path(__file__).parents[3] / "specs"
 PROBLEMS = "tasks={source: python, use: 'engine.environments.geo3k:problems', id: id, limit: 4}"
 SUMS = f"tasks={{source: jsonl, path: {SHIPPED.parents[1] / 'gsm8k/train_sample.jsonl'}, limit: 4}}"
 

@@ -28,7 +28,7 @@ from engine.tokens.loading import load_format
 from engine.train.packing import pack_rows
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
-SCRIPT = Path(__file__).parents[2] / "scripts" / "sglang_cpu.sh"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "sglang_cpu.sh"
 
 
 @contextmanager

@@ -248,7 +248,7 @@ async def test_more_images_than_the_model_takes_at_once_fail_their_episode(make_
 @pytest.mark.slow
 def test_a_training_step_over_windows(tmp_path: Path, vlm: Any) -> None:
     """Six squares in three rows of two: the step trains each sampled token once, with the sampler's log-probs."""
-    spec = Path(__file__).parents[2] / "specs/train_color_square.yaml"
+    spec = Path(__file__).parents[3] / "specs/train_color_square.yaml"
     settings = [
         f"model.path={vlm('qwen2_5_vl')}",
         "backend.device=cpu",

@@ -41,7 +41,7 @@ class Gallery:
         return Step(event="over")
 
 
-GEO3K = Path(__file__).parents[2] / "environments" / "data" / "geo3k" / "images"
+GEO3K = Path(__file__).parents[3] / "environments" / "data" / "geo3k" / "images"
 
 
 class Figures(Gallery):

@@ -70,7 +70,7 @@ def test_a_training_without_a_signal_warns_tells_and_repeats_it_at_its_end(
         rollout={"samples_per_task": 2, "seed": 3},
         notify={"command": command, "on": ["no_signal"]},
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(CODE), str(CODE.parents[1])]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(CODE), str(CODE.parents[2])]))
     status, out, err = engine_here("train", spec, "-q", cwd=tmp_path)
     assert status == 0, err
     assert "3 steps in a row had no learning signal: every episode has the reward 1.000" in err

@@ -118,7 +118,7 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path, tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.syspath_prepend(str(ROOT / "tests" / "runner"))
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "core" / "runner"))
     return Place(tmp_path, tiny_tokenizer_dir)
 
 

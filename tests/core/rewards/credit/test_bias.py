@@ -15,7 +15,7 @@ from engine.schemas.limits import LimitsSpec
 from engine.schemas.reward_spec import RewardsSpec
 from engine.schemas.train import TrainSpec
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[3] / "vision")]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[3] / "core" / "vision")]
 
 
 def main(spec_file: str, folder: str, tasks: str) -> None:

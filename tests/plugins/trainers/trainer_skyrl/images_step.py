@@ -18,7 +18,7 @@ import torch
 import typing_extensions
 
 typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]  # else pydantic refuses SkyRL's types on Python 3.11
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[3] / "vision")]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[3] / "core" / "vision")]
 serde = types.ModuleType("vllm.entrypoints.serve.disagg.mm_serde")
 for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.serve", "vllm.entrypoints.serve.disagg", serde.__name__):
     sys.modules[name] = serde if name == serde.__name__ else types.ModuleType(name)

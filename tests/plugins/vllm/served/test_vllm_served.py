@@ -26,7 +26,7 @@ from engine.tokens.loading import load_format
 from engine.train.policy import Policy
 from engine.train.verify import recompute
 
-TRAIN = Path(__file__).parents[3] / "train"
+TRAIN = Path(__file__).parents[3] / "core" / "train"
 TEMPERATURE = 0.7
 
 
