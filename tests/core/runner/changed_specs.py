@@ -28,10 +28,13 @@ def changed_spec(folder: Path, tokenizer: Path, replies: Any, name: str = "spec"
     return save_spec(folder / f"{name}.yaml", spec)
 
 
-async def book_played(folder: Path, tokenizer: Path, replies: list[Any], **changes: Any) -> Ran:
+async def book_played(
+    folder: Path, tokenizer: Path, replies: list[Any], *, condensing: bool = False, **changes: Any
+) -> Ran:
     """Run one episode that reads pages of a book under a short context, and return what ran."""
     (folder / "book.py").write_text(BOOK)
-    limits = {"episode_tokens": 1300, "turn_tokens": 60, "assistant_turns": 40, "on_overflow": "condense"}
+    limits: dict[str, Any] = {"episode_tokens": 1300, "turn_tokens": 60, "assistant_turns": 40}
+    limits |= {"on_overflow": "condense"} if condensing else {}
     base: dict[str, Any] = {
         "user": None,
         "prompt": [{"role": "user", "content": "Read the book."}],

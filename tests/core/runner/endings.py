@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from engine.plugin import entries
+
 LOG = "LOG"
 
 ADD = {"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
@@ -106,22 +108,6 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "a replayable user": (["no", "It is 42."], critic(effects="replayable")),
     "an external user": (["no", "It is 42."], critic(effects="external")),
     "steps": (["left", "right"], {**STEPS, **board()}),
-    "condensed, and a block is expanded": (
-        [LONG, LONG, LONG, EXPAND, "It is 42."],
-        {**CONDENSING, "condense": {"expand": True}, "tools": [{"use": "code_for_tests:repeat"}]},
-    ),
-    "condensed by the policy": (
-        [LONG, LONG, "I saw numbers.", LONG, "I saw more.", "It is 42."],
-        {**CONDENSING, "condense": BY_POLICY, "tools": [{"use": "code_for_tests:repeat"}]},
-    ),
-    "condensed by a model": (
-        [LONG, LONG, LONG, LONG, "It is 42."],
-        {**CONDENSING, "condense": {"condenser": SUMMARISED}, "tools": [{"use": "code_for_tests:repeat"}]},
-    ),
-    "nothing shorter": (
-        [LONG, LONG, LONG, LONG, "It is 42."],
-        {**CONDENSING, "condense": {"keep_last": 50}, "tools": [{"use": "code_for_tests:repeat"}]},
-    ),
     "a judge": (["It is 42."], {"rewards": {"scorer": JUDGE}}),
     "a user that a model plays": (["It is 41.", "It is 42."], {"user": PLAYED, "rewards": {"scorer": JUDGE}}),
     "malformed calls": (["<tool_call>{", "It is 42."], board()),
@@ -259,3 +245,24 @@ def filled(case: str, log: str) -> tuple[list[Any], dict[str, Any]]:
     """A case with the log's path."""
     replies, changes = json.loads(json.dumps(CASES[case]).replace(f'"{LOG}"', json.dumps(log)))
     return replies, changes
+
+
+if "condense" in entries("actions"):
+    CASES |= {
+        "condensed, and a block is expanded": (
+            [LONG, LONG, LONG, EXPAND, "It is 42."],
+            {**CONDENSING, "condense": {"expand": True}, "tools": [{"use": "code_for_tests:repeat"}]},
+        ),
+        "condensed by the policy": (
+            [LONG, LONG, "I saw numbers.", LONG, "I saw more.", "It is 42."],
+            {**CONDENSING, "condense": BY_POLICY, "tools": [{"use": "code_for_tests:repeat"}]},
+        ),
+        "condensed by a model": (
+            [LONG, LONG, LONG, LONG, "It is 42."],
+            {**CONDENSING, "condense": {"condenser": SUMMARISED}, "tools": [{"use": "code_for_tests:repeat"}]},
+        ),
+        "nothing shorter": (
+            [LONG, LONG, LONG, LONG, "It is 42."],
+            {**CONDENSING, "condense": {"keep_last": 50}, "tools": [{"use": "code_for_tests:repeat"}]},
+        ),
+    }

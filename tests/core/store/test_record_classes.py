@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from validated_structs import STRUCTS, check, same
 
 from engine.errors import StoreError
+from engine.plugin import entries
 from engine.schemas.base import Struct
 from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.generation import Generation, SamplingParams, VersionSpan
@@ -172,7 +173,8 @@ def test_what_a_struct_says_as_json_is_read_back_as_the_same(struct: type[Struct
 def test_every_kind_of_record_is_drawn() -> None:
     records = {one for one in RecordBase.__subclasses__() if one in STRUCTS} - {UnreadRecord}
     kinds = {get_args(get_type_hints(one)["kind"])[0] for one in records}
-    assert kinds == {"reset", "agent", "generation", "tools", "user", "step", "condense", "score", "limit", "failure"}
+    core = {"reset", "agent", "generation", "tools", "user", "step", "score", "limit", "failure"}
+    assert kinds == core | set(entries("records"))
 
 
 @pytest.mark.parametrize(

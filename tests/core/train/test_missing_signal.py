@@ -12,12 +12,8 @@ import pytest
 from engine.schemas.generation import FinishReason
 from engine.schemas.train import TrainSpec
 from engine.schemas.trajectory import Failure, Outcome, Trajectory, Turn
-from engine.spec.load import load_spec
 from engine.train.batches import Batch, Group
 from engine.train.missing_signal import MissingSignal
-from engine.validate.context import CheckContext
-from engine.validate.train import random_weights
-from engine.validate.work import Work
 
 CODE = Path(__file__).parent
 STOP = FinishReason(type="stop")
@@ -97,25 +93,3 @@ def test_it_says_why(step: Batch, words: str) -> None:
     for _ in range(3):
         warning = missing.add(step)
     assert words in str(warning)
-
-
-def test_a_shipped_spec_that_needs_a_taught_model_says_which_command_makes_it() -> None:
-    """And each other shipped spec that trains has a model with real weights."""
-    root = CODE.parents[2]
-    random = {}
-    for path in sorted((root / "specs").glob("*.yaml")):
-        if not path.name.endswith(".scenarios.yaml"):
-            for finding in random_weights(CheckContext(load_spec(path), Work())):
-                random[path.name] = str(finding.fix)
-    assert sorted(random) == [
-        f"train_{name}.yaml" for name in ("agent", "color_square", "condense", "credit", "critic")
-    ]
-    for name, words in random.items():
-        script = (
-            "make_tiny_vlm.py models/tiny-vlm"
-            if name == "train_color_square.yaml"
-            else "make_tiny_lm.py models/tiny-lm"
-        )
-        assert f"python scripts/{script} --teach" in words, words
-        assert f"--set model.path={script.split()[1]}" in words
-        assert (root / "scripts" / script.split()[0]).is_file()

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from changed_specs import book_played
 from validated_structs import structs_validated
+from vision_specs import make_spec, run_spec, vlm
+
+__all__ = ["make_spec", "run_spec", "vlm"]
 
 
 @pytest.fixture(autouse=True)
@@ -22,4 +25,4 @@ def _structs_validated() -> Iterator[None]:
 @pytest.fixture
 def play_book(tmp_path: Path, tiny_tokenizer_dir: Path) -> Callable[..., Any]:
     """See `book_played`."""
-    return partial(book_played, tmp_path, tiny_tokenizer_dir)
+    return partial(book_played, tmp_path, tiny_tokenizer_dir, condensing=True)

@@ -73,7 +73,7 @@ def test_the_values_of_a_head_are_those_of_the_trajectory() -> None:
         'outcome.rewards["answer"] >= 3.0', 'last.text.contains("5")', "episode.branches == 2 && episode.version == 2",
         'episode.id == "t3/1"', "episode.images > 0", 'outcome.limit == "assistant_turns"', "limits.assistant_turns > 3 && episode.sample == 1",
         "rewards.total > 2.0", "!feedback.solved", "feedback.solved && feedback.wrong > 3", "feedback.malformed || !feedback.satisfied", "episode.trained > 5 && episode.seconds < 1000.0", "tools.calls == 2 && tokens.sampled == 10",
-        "episode.trainable && images.shown == 0 && condensed.times == 0",
+        "episode.trainable && images.shown == 0",
     ],
 )  # fmt: skip
 def test_a_filter_chooses_what_the_filter_of_export_chooses(run: Path, expression: str) -> None:
