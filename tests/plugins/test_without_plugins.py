@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from one_deleted import OWN, copy_without, python
+from one_deleted import OWN, ROOT, copy_without, python
 from written_specs import Spec, save_spec, scripted_spec
 
 from engine.known_plugins import KNOWN
@@ -75,8 +75,11 @@ def request(names: list[str], folder: Path, tokenizer: Path) -> dict[str, Any]:
     return {"skipped": [IMPORTS.format(name) for name in {*names, *needing}], "commands": commands}
 
 
-def answers(names: list[str], copy: Path, folder: Path, tokenizer: Path, off: str = "") -> Any:
+def answers(
+    names: list[str], copy: Path, folder: Path, tokenizer: Path, off: str = "", skipped: list[str] | None = None
+) -> Any:
     asked = request(names, folder, tokenizer)
+    asked["skipped"] = skipped or asked["skipped"]
     script = str(Path(__file__).parent / "without_plugins.py")
     done = python(copy, script, json.dumps(asked), str(copy), at=folder, off=off)
     assert done.returncode == 0, done.stderr
@@ -112,9 +115,11 @@ def test_without_any_folder(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_left_out_by_the_variable(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
-    copy = copy_without([], tmp_path / "copy")
-    check(OWN, answers(OWN, copy, tmp_path, tiny_tokenizer_dir, off="*"))
+@pytest.mark.parametrize("off", [*OWN, "*"])
+def test_left_out_by_the_variable(off: str, tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
+    """As without the folder; what is imported is shown there."""
+    names = OWN if off == "*" else [off]
+    check(names, answers(names, ROOT, tmp_path, tiny_tokenizer_dir, off=off, skipped=["engine"]))
 
 
 @pytest.mark.slow
