@@ -284,13 +284,16 @@ def missing(point: str, name: str) -> str | None:
 
     Args:
         point: One of `POINTS`, or `sections` with the path of a key as name.
-        name: The name.
+        name: The name. Of `commands` also the name of a group: `import`.
     """
     from engine.known_plugins import KNOWN
 
     broken = {plugin: names_of(face) for plugin, face in installed().left_out.items()}
     for plugin, known in {**KNOWN, **broken}.items():
-        if name in known.get(point, ()) and plugin not in installed().plugins:
+        names = set(known.get(point, ()))
+        if point == "commands":
+            names |= {command.rpartition(" ")[0] for command in names} - {""}
+        if name in names and plugin not in installed().plugins:
             why = installed().broken.get(plugin)
             state = f"cannot be used ({why})" if why else "is not installed"
             return f"{BELONGS} `{plugin}`, which {state}: {known['install'][0]}"

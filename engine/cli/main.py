@@ -32,7 +32,7 @@ class _Commands(typer.core.TyperGroup):
         return _briefly(super().invoke, ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        unknown = [args[:1], args[:2]] if args and self.get_command(ctx, args[0]) is None else []
+        unknown = [args[:2], args[:1]] if args and self.get_command(ctx, args[0]) is None else []
         for words in unknown:  # two words: a command of a group that is not there without its plugins
             path = " ".join([_path(ctx), *words]).strip()
             if why := plugin.missing("commands", path):

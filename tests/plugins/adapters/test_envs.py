@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from installed_packages import VAULTS, install
+from one_deleted import ROOT, engine
 from typer.testing import CliRunner
 
 from engine.cli.main import app
+from engine.known_plugins import KNOWN
 from engine.plugins.adapters.offered import offered
 from engine.schemas.adapters import plugin_adapters, plugin_tool_adapters
 from engine.spec.code.entry import load_entry
@@ -20,6 +22,23 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed package that offers something of each kind."""
     install(tmp_path, "vaults", VAULTS)
     monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["import"], "import"),
+        (["import", "--help"], "import"),
+        (["import", "other"], "import"),
+        (["import", "verl", "x.yaml"], "import verl"),
+        (["envs", "--json"], "envs"),
+    ],
+)
+def test_its_commands_say_what_to_install(words: list[str], named: str, tmp_path: Path) -> None:
+    found = engine(ROOT, *words, at=tmp_path, off="adapters")
+    install = KNOWN["adapters"]["install"][0]
+    told = f"there is no command `{named}`: it belongs to the plugin `adapters`, which is not installed: {install}\n"
+    assert (found.returncode, found.stderr) == (2, told)
 
 
 @pytest.mark.usefixtures("package")
