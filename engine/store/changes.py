@@ -19,7 +19,8 @@ def resumable_keys() -> tuple[str, ...]:
     """Paths of values that a resume may change because a section or a backend says so; `*` stands for any characters."""
     sections = (section for plugin in installed().plugins.values() for section in plugin.sections)
     keys = [section.path(key) for section in sections for key in section.resumable]
-    keys += dict.fromkeys(f"*.{key}" for backend in backend_classes() for key in backend.resumable)
+    of_backends = dict.fromkeys(key for backend in backend_classes() for key in backend.resumable)
+    keys += [f"{place}backend.{key}" for key in of_backends for place in ("", "*.")]
     return tuple(pattern for key in keys for pattern in (key, f"{key}.*"))
 
 
@@ -29,7 +30,12 @@ def changes_of(before: EpisodeSpec, after: EpisodeSpec, allowed: Sequence[str]) 
     Args:
         before: The spec with which it began.
         after: The spec of the resume.
-        allowed: Paths that may change; `*` stands for any characters.
+        allowed: Paths that may change; `*` stands for any characters. One that begins with `*` allows nothing in a `with`,
+            whose keys are those of the spec's code.
     """
     changed = sorted({path for path, _, _ in differences(dump(before), dump(after))})
-    return changed, [path for path in changed if not any(fnmatchcase(path, pattern) for pattern in allowed)]
+    return changed, [path for path in changed if not any(_allows(pattern, path) for pattern in allowed)]
+
+
+def _allows(pattern: str, path: str) -> bool:
+    return fnmatchcase(path, pattern) and not (pattern.startswith("*") and "with" in path.split("."))

@@ -164,7 +164,7 @@ class RunHeader(Contract):
         return {name: plugin for name, plugin in self.plugins.items() if name not in installed().plugins}
 
     def need_plugins(self) -> None:
-        """Refuse to run or replay episodes without a plugin that the spec uses. Raises: StoreError."""
+        """Refuse to go on without a plugin that the spec uses. Raises: StoreError."""
         for name, plugin in self._gone.items():
             if plugin.used:
                 fix = plugin.install or REINSTALL
@@ -186,8 +186,8 @@ class RunHeader(Contract):
                 default, other values stay `${NAME}`: reading a run needs none of them.
 
         Raises:
-            StoreError: with `strict`, a variable is not set or holds something else, or a plugin that the spec uses is not
-                installed; the message names it.
+            StoreError: a plugin that the spec uses is not installed, and the spec cannot be read without it; with `strict`
+                any such plugin, or a variable that is not set or holds something else. The message names it.
         """
         from engine.schemas.episode import EpisodeSpec
         from engine.spec.load import LoadedSpec
@@ -202,6 +202,7 @@ class RunHeader(Contract):
                 stored, EpisodeSpec, gone=[key for plugin in self._gone.values() for key in plugin.sections]
             )
         except (ValueError, TypeError) as error:
+            self.need_plugins()
             renamed = renamed_keys(error, EpisodeSpec) if isinstance(error, ValidationError) else []
             if renamed:
                 raise StoreError(

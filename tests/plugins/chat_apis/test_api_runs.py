@@ -11,10 +11,14 @@ import pytest
 import yaml
 from api_server import DROPPED, OVERLOADED, WRONG_JSON, ApiServer, rate_limited
 from command_line import engine_here, trajectories_of
+from one_deleted import ROOT, engine
 from slow_cases import each_once
 
+from engine.known_plugins import KNOWN
 from engine.schemas.trajectory import Trajectory
+from engine.spec.load import load_spec
 from engine.store import list_runs
+from engine.store.changes import changes_of, resumable_keys
 
 PRICES = {"input": 2.0, "cached": 0.2, "output": 8.0}
 FAULTS = [rate_limited("0.1"), OVERLOADED, DROPPED, WRONG_JSON, (500, {}, b"oops")]
@@ -129,3 +133,47 @@ def test_a_run_that_has_cost_its_limit_stops_and_goes_on_with_a_higher_one(
     assert [event["kind"] for event in notices(tmp_path)] == ["budget", "finished"]
     assert [trajectory.outcome.failure for trajectory in stored(tmp_path)] == [None] * 4
     assert sum(costs(tmp_path)) == pytest.approx(sum(t.cost for x in stored(tmp_path) for t in x.turns), rel=1e-12)
+
+
+def test_a_resume_may_change_what_is_paid_and_no_argument_of_code(tiny_tokenizer_dir: Path, tmp_path: Path) -> None:
+    api = {"kind": "openai", "url": "http://127.0.0.1:9/v1", "model": "m", "prices": PRICES}
+    with ApiServer() as server:
+        spec = write_spec(
+            tmp_path,
+            tiny_tokenizer_dir,
+            server,
+            "openai",
+            user={"backend": api, "prompt": [{"role": "user", "content": "x"}]},
+            environment={"use": "code_for_tests:Board", "with": {"prices": 3, "backend": {"prices": 3}}},
+        )
+    paid = [
+        "backend.prices.input=1",
+        "backend.tokens_per_minute=9",
+        "user.backend.prices.input=1",
+        "rollout.max_cost=2",
+    ]
+    given = ["environment.with.prices=4", "environment.with.backend.prices=4", "user.backend.url=http://127.0.0.1:8/v1"]
+    before, after = load_spec(spec).spec, load_spec(spec, [*paid, *given]).spec
+    changed, refused = changes_of(before, after, resumable_keys())
+    assert changed == sorted(text.partition("=")[0] for text in [*paid, *given])
+    assert refused == sorted(text.partition("=")[0] for text in given)
+
+
+@pytest.mark.slow
+def test_what_needs_the_spec_of_a_stored_run_says_which_plugin_it_lacks(
+    tiny_tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    with ApiServer() as server:
+        spec = write_spec(tmp_path, tiny_tokenizer_dir, server, "openai", tasks=1)
+        code, _, err = engine_here("run", spec, "-q", cwd=tmp_path)
+        assert code == 0, err
+    run = str(list_runs(tmp_path / "runs")[-1])
+    told = f"its spec uses the plugin `chat_apis`, which is not installed: {KNOWN['chat_apis']['install'][0]}\n"
+    for command in (["export", run, "--format", "trl"], ["replay", run]):
+        answer = engine(ROOT, *command, at=tmp_path, off="chat_apis")
+        assert answer.returncode in (1, 2)
+        assert answer.stderr.endswith(told), answer.stderr
+        assert answer.stderr.count("\n") == 1
+    for command in (["show", run], ["show", run, "t0/0"], ["export", run, "--format", "sft"]):
+        answer = engine(ROOT, *command, at=tmp_path, off="chat_apis")
+        assert answer.returncode == 0, answer.stderr
