@@ -37,11 +37,13 @@ def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("backend.no-launcher", "error", "nothing is installed that starts the servers of `backend.launch`")
 def no_launch(ctx: CheckContext) -> Iterator[Finding]:
-    """`launch` of a backend whose kind has no launcher."""
+    """`launch` of a backend whose kind has no launcher. What one installation corrects is one finding."""
+    fixes: set[str] = set()
     for backend, path in _declared(ctx):
         if isinstance(backend, ServersSpec) and backend.launch is not None:
             fix = no_launcher(backend.kind)
-            if fix is not None:
+            if fix is not None and fix not in fixes:
+                fixes.add(fix)
                 yield Finding(
                     f"nothing is installed that starts `{backend.kind}` servers", (*path, "launch"), fix, key=True
                 )

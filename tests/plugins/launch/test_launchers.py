@@ -56,3 +56,15 @@ def test_without_the_plugin_a_launch_is_refused_at_its_key(
         f"`backend.launch` cannot start `sglang` servers: {told}",
         "launch",
     )
+
+
+def test_without_the_plugin_several_launches_are_one_error(
+    tmp_path: Path, tiny_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = {"kind": "sglang", "launch": {"gpus": 0}}
+    user = {"backend": backend, "prompt": [{"role": "system", "content": "Ask."}]}
+    plain = scripted_spec("plain", tiny_tokenizer_dir, ["Done."], tool_calls=None)
+    loaded = load_spec(save_spec(tmp_path / "spec.yaml", plain | {"backend": backend, "user": user}))
+    monkeypatch.delitem(installed().plugins, "launch")
+    (error,) = [item for item in check_spec(loaded) if item.rule == "backend.no-launcher"]
+    assert error.path == ("backend", "launch")
