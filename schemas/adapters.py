@@ -171,4 +171,4 @@ def _unknown(what: str, point: str, name: str, known: list[str], group: str) -> 
     near = get_close_matches(name, known, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     listed = f"; write one of {', '.join(f'`{item}`' for item in known)}" if known else ""
-    return f"there is no {what} `{name}`{hint}{listed}"
+    return f"there is no `adapter: {name}`{hint}{listed}"

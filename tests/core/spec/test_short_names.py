@@ -180,8 +180,11 @@ def test_an_unknown_name_has_a_hint(vaults: Path, parts: dict[str, Any], rule: s
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"environment": {"adapter": "lockgim", "use": "x"}}, "there is no adapter `lockgim`; did you mean `lockgym`?"),
-        ({"tools": [{"adapter": "keyrin", "use": "x"}]}, "there is no tool adapter `keyrin`; did you mean `keyring`?"),
+        (
+            {"environment": {"adapter": "lockgim", "use": "x"}},
+            "there is no `adapter: lockgim`; did you mean `lockgym`?",
+        ),
+        ({"tools": [{"adapter": "keyrin", "use": "x"}]}, "there is no `adapter: keyrin`; did you mean `keyring`?"),
     ],
 )
 def test_an_unknown_adapter_has_a_hint(vaults: Path, parts: dict[str, Any], words: str) -> None:

@@ -48,9 +48,11 @@ def test_a_spec_with_an_adapter_is_valid(tmp_path: Path) -> None:
 
 
 def test_an_unknown_adapter_is_refused_and_the_names_are_listed(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="there is no adapter `slimy`") as caught:
+    with pytest.raises(SpecError, match="there is no `adapter: slimy`") as caught:
         load(tmp_path, {"adapter": "slimy"})
     assert "`slime`" in str(caught.value)
+    (error,) = caught.value.diagnostics
+    assert error.path == ("environment", "adapter")
 
 
 @pytest.mark.parametrize(
