@@ -11,7 +11,7 @@ from engine.plugin import Plugin, Section
 PLUGIN = Plugin(
     name="plan",
     about="Plans the memory of a training before anything is loaded",
-    sections=(Section(owner="train", keys=("plan",), use="engine.plugins.plan.spec:PlanSpec"),),
+    sections=(Section(owner="train", keys=("plan",), use="engine.plugins.plan.spec:PlanSpec", resumable=("plan",)),),
     commands={"plan": "engine.plugins.plan.command:plan"},
     old_options={
         "train --plan": "engine plan SPEC",

@@ -23,6 +23,7 @@ from engine.plugins.plan.plan import plan_memory
 from engine.plugins.plan.plan_advice import row_findings
 from engine.schemas.sections import dump
 from engine.spec.load import LoadedSpec, load_spec
+from engine.train.changes import check_changes
 
 sys.path.append(str(Path(__file__).parent))
 from plan_worker import IMAGES
@@ -295,3 +296,9 @@ def test_validate_plans_in_its_sandbox(spec: Any) -> None:
     told = CliRunner().invoke(app, ["plan", str(path), "--images", "2"])
     assert told.exit_code == 1, told.output
     assert "gets no images, so none can be planned" in told.output
+
+
+def test_a_resumed_training_may_be_planned_for_another_machine(spec: Any) -> None:
+    path = spec(plan={"gpu_memory": "1GB", "processes": 2})
+    before, after = load_spec(path).spec, load_spec(path, ["train.plan.processes=4"]).spec
+    assert check_changes(before, after) == ["train.plan.processes"]
