@@ -74,9 +74,9 @@ def episodes(name: str, folder: Path) -> list[Record]:
 
 def kill_after(spec: Path, out: Path, commit: int) -> None:
     """Run a spec in a process that is killed right after a commit of its store."""
-    paths = [ROOT, TESTS / "runner", HERE]
+    paths = [ROOT, TESTS / "core" / "runner", HERE]
     killed = subprocess.run(
-        [sys.executable, TESTS / "runner" / "stopping.py", spec],
+        [sys.executable, TESTS / "core" / "runner" / "stopping.py", spec],
         input=f"{out} {commit}\n",
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))},
         capture_output=True,
