@@ -11,6 +11,7 @@ An answer is a frame on a separate pipe that begins with the child's random toke
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import mmap
 import os
@@ -71,6 +72,8 @@ class Child:
         self._pid = self._leader = os.fork()
         if self._pid == 0:
             try:
+                gc.freeze()  # the parent's objects stay: collections look only at what the child makes
+                gc.enable()
                 _prepare(group, memory, print_in, keep=(ask_out, told_in))
                 self._serve(answer, ask_out, told_in)
             except BaseException:  # noqa: BLE001  (nothing may go on as if this were the parent)

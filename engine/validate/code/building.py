@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -68,6 +67,8 @@ def _lacks_package(ctx: CheckContext, item: NamedEntry) -> bool:
 
 
 def _built(item: NamedEntry, target: Any, with_: Mapping[str, Any], seconds: float) -> Iterator[Finding]:
+    import asyncio
+
     use, path = item.entry.use, (*item.path, "with" if item.entry.with_ else "use")
     try:
         with deadline(seconds):
@@ -93,6 +94,8 @@ async def _on_loop(build: Callable[[], Any]) -> Any:
 
 def _close(thing: Any) -> None:
     """Call `close`, if there is one; what it raises is not this rule's."""
+    import asyncio
+
     close = getattr(thing, "close", None)
     if not callable(close):
         return
