@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -39,6 +39,8 @@ HOOKS = frozenset(
 """The names of all hooks. Each is a `Hook` beside the code that calls it."""
 OWNERS = frozenset({"", "limits", "rollout", "train"})
 """The parts of the spec to which plugins may add keys: paths of the `SectionOwner` classes."""
+COMMAND_GROUPS = {"import": "Convert a configuration of another engine to a spec."}
+"""Groups of commands, to which only plugins add, and the help of each."""
 REINSTALL = "pip install --force-reinstall --no-deps episode-engine"
 """What brings a folder of `engine/plugins/` back."""
 BELONGS = "it belongs to the plugin"
@@ -135,7 +137,7 @@ class Installed:
     left_out: dict[str, Plugin] = field(default_factory=dict)
     """The faces of broken ones, for messages about what they would add."""
 
-    def leave_out(self, name: str, error: Exception) -> None:
+    def leave_out(self, name: str, error: BaseException) -> None:
         """Take a plugin that fails out, with everything that it adds, and those that need it."""
         if (face := self.plugins.pop(name, None)) is not None:
             self.left_out[name] = face
@@ -154,7 +156,7 @@ class PluginError(Exception):
     """A plugin cannot be used; the text says why."""
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
     return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
 
 
@@ -167,13 +169,14 @@ def installed() -> Installed:
         own = package is None
         if "*" in off or name in off or (not own and "strangers" in off):
             continue
-        found.packages[name] = package or f"episode-engine {import_module('engine').__version__}"
+        shown = f"{name} ({package})" if name in found.packages else name
+        found.packages[shown] = package or f"episode-engine {import_module('engine').__version__}"
         try:
-            if name in found.plugins or name in found.broken:
+            if shown != name:
                 raise PluginError(f"a plugin `{name}` is there already")
             found.plugins[name] = _checked(name, load(use), found.plugins.values())
-        except Exception as error:  # noqa: BLE001  (a package of somebody else must not stop the engine)
-            found.broken[f"{name} ({package})" if name in found.plugins else name] = _words(error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (a package of somebody else must not stop the engine)
+            found.broken[shown] = _words(error)
     found.leave_out_needing()
     return found
 
@@ -215,6 +218,12 @@ def _checked(name: str, face: Any, others: Collection[Plugin]) -> Plugin:
         raise PluginError(f"there is no hook `{unknown[0]}`; the hooks are {', '.join(sorted(HOOKS))}")
     if strange := sorted({section.owner for section in face.sections} - OWNERS):
         raise PluginError(f"no keys can be added to `{strange[0]}` of the spec; they can be added to {_owner_words()}")
+    for command in face.commands:
+        group, _, last = command.rpartition(" ")
+        if (group and group not in COMMAND_GROUPS) or last in COMMAND_GROUPS:
+            raise PluginError(
+                f"there can be no command `{command}`; the groups of commands are {', '.join(COMMAND_GROUPS)}"
+            )
     for other in others:
         if twice := sorted(_names(other) & _names(face)):
             raise PluginError(f"the plugin `{other.name}` has {', '.join(f'`{each}`' for each in twice)} already")
@@ -248,7 +257,12 @@ def entries(point: str) -> dict[str, str]:
     return {name: use for plugin in installed().plugins.values() for name, use in getattr(plugin, point).items()}
 
 
-def loaded(point: str, core: Collection[str] = (), of: type | None = None) -> dict[str, Any]:
+def loaded(
+    point: str,
+    core: Collection[str] = (),
+    of: type | None = None,
+    check: Callable[[str, Any], str | None] | None = None,
+) -> dict[str, Any]:
     """The same, imported. A plugin of which something cannot be imported, is of another class, or has a name of the core, is left
     out as a whole.
 
@@ -256,6 +270,7 @@ def loaded(point: str, core: Collection[str] = (), of: type | None = None) -> di
         point: One of `POINTS`.
         core: The names that the core has.
         of: The class of all of them, if they are of one.
+        check: Says what is wrong with an object, given its name and itself.
     """
     found: dict[str, Any] = {}
     for plugin in list(installed().plugins.values()):
@@ -266,6 +281,8 @@ def loaded(point: str, core: Collection[str] = (), of: type | None = None) -> di
             for name, entry in objects.items():
                 if of is not None and not isinstance(entry, of):
                     raise PluginError(f"`{name}` in `{point}` names {entry!r:.60}, not {of.__name__}")
+                if check is not None and (wrong := check(name, entry)) is not None:
+                    raise PluginError(f"`{name}` in `{point}` names {entry!r:.60}, {wrong}")
             found |= objects
     return found
 
@@ -275,7 +292,7 @@ def guarded(plugin: Plugin) -> Iterator[None]:
     """Leave a plugin out if the code in this block raises."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001  (a package of somebody else must not stop the engine)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (a package of somebody else must not stop the engine)
         installed().leave_out(plugin.name, error)
 
 
@@ -316,8 +333,17 @@ class Hook(Generic[T]):
         Args:
             written: Names of the plugins whose sections a spec has. A plugin with sections that is not among them is neither
                 asked nor imported. None: all are asked.
+
+        Raises: what the import of a plugin that the spec uses raises; another one is left out.
         """
-        return [load(plugin.hooks[self.name]) for plugin in installed().plugins.values() if self._asks(plugin, written)]
+        found: list[T] = []
+        for plugin in [each for each in installed().plugins.values() if self._asks(each, written)]:
+            if written is not None and plugin.name in written:
+                found.append(load(plugin.hooks[self.name]))
+                continue
+            with guarded(plugin):
+                found.append(load(plugin.hooks[self.name]))
+        return found
 
     def _asks(self, plugin: Plugin, written: Collection[str] | None) -> bool:
         return self.name in plugin.hooks and (written is None or not plugin.sections or plugin.name in written)

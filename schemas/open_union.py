@@ -38,7 +38,15 @@ class OneOf(Generic[M]):
     def members(self) -> tuple[type[M], ...]:
         """The classes. Imports those of plugins; one that cannot be imported takes its plugin out."""
         names = [str(tag) for member in self.core for tag in _tags(member, self.key)]
-        return (*self.core, *plugin.loaded(self.point, names).values())
+        return (*self.core, *plugin.loaded(self.point, names, check=self._misfit).values())
+
+    def _misfit(self, name: str, member: Any) -> str | None:
+        """What is wrong with a class of a plugin."""
+        base = next(base for base in self.core[0].__mro__ if all(issubclass(member, base) for member in self.core))
+        if not (isinstance(member, type) and issubclass(member, base)):
+            return f"not a subclass of {base.__name__}"
+        tags = [str(tag) for tag in _tags(member, self.key)]
+        return None if name in tags else f"whose `{self.key}` is {', '.join(tags)}"
 
     def tags(self) -> frozenset[str]:
         """The values of the key that decides, one or more of each class."""

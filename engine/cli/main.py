@@ -69,8 +69,6 @@ def _path(context: Any) -> str:
     return str(context.command_path).removeprefix(context.find_root().command_path).strip()
 
 
-GROUPS = {"import": "Convert a configuration of another engine to a spec."}
-"""Help of groups of commands, to which only plugins add."""
 app = typer.Typer(
     name="engine",
     cls=_Commands,
@@ -151,16 +149,20 @@ def _register_plugins() -> None:
     """Add the commands of plugins; `import NAME` goes into the group `import`, which is there if a plugin adds to it."""
     core = [command.name or "" for command in app.registered_commands]
     groups = {"": app}
-    for name, command in plugin.loaded("commands", core).items():
+    for name, command in plugin.loaded("commands", core, check=_no_command).items():
         group, _, last = name.rpartition(" ")
         if group not in groups:
-            groups[group] = typer.Typer(cls=_Commands, help=GROUPS.get(group), no_args_is_help=True)
+            groups[group] = typer.Typer(cls=_Commands, help=plugin.COMMAND_GROUPS[group], no_args_is_help=True)
             groups[group].callback()(lambda: None)  # or one command would be the group itself
             app.add_typer(groups[group], name=group)
         groups[group].command(last)(command)
     names = {command.name for command in app.registered_commands}
     examples = [f"  {line:45}{words}" for line, words in _EXAMPLES if line.split()[1] in names]
     app.info.help = "\n\n".join([_ABOUT, *examples])
+
+
+def _no_command(_: str, command: Any) -> str | None:
+    return None if callable(command) else "not a function"
 
 
 _register()

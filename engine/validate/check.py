@@ -26,7 +26,7 @@ MORE = "check.more"
 """The id of the finding that reports that a rule has more findings."""
 BROKEN = "check.plugin"
 """The id of the finding that reports that a plugin cannot be used."""
-REPAIR = f"repair or uninstall it, or leave it out: {plugin.OFF}={{name}}"
+REPAIR = "repair or uninstall it"
 UNFINISHED = "check.unfinished"
 """The id of the finding that reports that rules stopped early."""
 
@@ -162,7 +162,13 @@ def _broken_plugins(ctx: CheckContext) -> list[Diagnostic]:
     """A plugin that cannot be used adds nothing, and the spec may need it."""
     origin = ctx.loaded.origin(())
     return [
-        Diagnostic(BROKEN, "warning", f"the plugin `{name}` cannot be used: {why}", REPAIR.format(name=name), origin)
+        Diagnostic(
+            BROKEN,
+            "warning",
+            f"the plugin `{name}` cannot be used: {why}",
+            REPAIR if "(" in name else f"{REPAIR}, or leave it out: {plugin.OFF}={name}",  # another one has its name
+            origin,
+        )
         for name, why in plugin.installed().broken.items()
     ]
 

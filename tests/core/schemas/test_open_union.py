@@ -57,7 +57,12 @@ class Drawn(Kind, frozen=True, kw_only=True):
 
 @pytest.fixture
 def union(monkeypatch: pytest.MonkeyPatch) -> TypeAdapter[Any]:
-    monkeypatch.setattr(plugin, "loaded", lambda point, core: {"drawn": Drawn} if point == "records" else {})
+    def loaded(point: str, core: Any, check: Any) -> dict[str, Any]:
+        assert (point, core, check("drawn", Drawn)) == ("records", ["asked", "answered"], None)
+        assert (check("drawn", dict), check("seen", Drawn)) == ("not a subclass of Kind", "whose `kind` is drawn")
+        return {"drawn": Drawn}
+
+    monkeypatch.setattr(plugin, "loaded", loaded)
     mark: OneOf[Kind] = OneOf("records", (Asked, Answered))
     assert mark.tags() == {"asked", "answered", "drawn"}
     return TypeAdapter(Annotated[Kind, mark])

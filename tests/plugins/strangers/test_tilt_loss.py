@@ -103,6 +103,31 @@ BROKEN = {
         "No module named 'no_module'",
     ),
     "rules": ("PLUGIN = Plugin(name='rules', about='', rules=('no_rules',))", "No module named 'no_rules'"),
+    "exits": ("raise SystemExit('not here')", "SystemExit: not here"),
+    "call": (
+        "PLUGIN = Plugin(name='call', about='', hooks={'spec_facts': 'no_module:facts'})",
+        "No module named 'no_module'",
+    ),
+    "thing": (
+        "PLUGIN = Plugin(name='thing', about='', backends={'thing': 'json:dumps'})",
+        "not a subclass of BackendBase",
+    ),
+    "kind": (
+        "PLUGIN = Plugin(name='kind', about='', backends={'kind': 'engine.schemas.backend:LocalBackendSpec'})",
+        "whose `kind` is local",
+    ),
+    "digits": (
+        "PLUGIN = Plugin(name='digits', about='', commands={'digits': 'string:digits'})",
+        "`digits` in `commands` names '0123456789', not a function",
+    ),
+    "group": (
+        "PLUGIN = Plugin(name='group', about='', commands={'run fast': 'json:dumps'})",
+        "there can be no command `run fast`; the groups of commands are import",
+    ),
+    "import": (
+        "PLUGIN = Plugin(name='import', about='', commands={'import': 'json:dumps'})",
+        "there can be no command `import`; the groups of commands are import",
+    ),
     "needs": (
         "PLUGIN = Plugin(name='needs', about='', needs=('absent',))",
         "it needs the plugin `absent`, which is not there",
@@ -117,6 +142,18 @@ def test_a_broken_one_is_one_warning_with_its_cause(name: str, tmp_path: Path) -
     write_plugin(tmp_path / "site", name, face)
     found = findings(tmp_path / "site", tmp_path)
     assert [cause in line for line in found if "check.plugin" in line] == [True], found
+
+
+@pytest.mark.slow
+def test_one_with_the_name_of_the_engine_s_own_changes_nothing_about_it(tmp_path: Path) -> None:
+    write_plugin(tmp_path / "site", "report", "PLUGIN = Plugin(name='report', about='')")
+    listed = engine(tmp_path / "site", "plugins", "--json", cwd=tmp_path)
+    rows = {row["name"]: row for row in map(json.loads, listed.stdout.splitlines())}
+    assert rows["report"]["package"].startswith("episode-engine ")
+    other = rows["report (stranger_report 2.0)"]
+    assert (other["package"], other["broken"]) == ("stranger_report 2.0", "a plugin `report` is there already")
+    (warning,) = (line for line in findings(tmp_path / "site", tmp_path) if "check.plugin" in line)
+    assert "ENGINE_PLUGINS_OFF" not in warning
 
 
 @pytest.mark.slow
