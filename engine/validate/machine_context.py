@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from engine import plugin
 from engine.actions.action_facts import ALWAYS, OVERFLOW
 from engine.actions.facts import ACTIONS
 from engine.limit import UNBOUNDED
@@ -83,7 +82,7 @@ class MachineContext(CodeContext):
             return self.declared(self.spec.environment.entry.use) if self.spec.environment else None
         if ":" in state.action:
             return self.declared(state.action)
-        return () if plugin.missing("actions", state.action) is None else None
+        return None  # `machine.unknown-action` reports it
 
     def events_in(self, name: str) -> tuple[str, ...] | None:
         """Return the events of a state's action there: `overflow` is one only where a transition handles it."""
@@ -92,6 +91,10 @@ class MachineContext(CodeContext):
         if events is None or facts is None or not facts.overflows or not self.machine.leaving(name, OVERFLOW):
             return events
         return (*events, OVERFLOW)
+
+    def performing(self, action: str) -> list[str]:
+        """The reachable states with an action."""
+        return [name for name, state in self.states.items() if name in self.reachable and state.action == action]
 
     def speaking(self, role: Literal["user", "tool"]) -> list[str]:
         """The reachable states whose action adds a message of a role."""

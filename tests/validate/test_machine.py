@@ -75,7 +75,6 @@ def test_a_machine_of_ones_own_that_is_whole() -> None:
             [
                 "10:17: error[machine.unknown-action] there is no action `call_tool`; did you mean `call_tools`? "
                 "(one of your own is `package.module:name`)",
-                "15:17: error[machine.unknown-event] `B` never emits the event `results`; known: failed, limit",
             ],
         ),
         (
