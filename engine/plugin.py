@@ -137,6 +137,10 @@ class Installed:
     left_out: dict[str, Plugin] = field(default_factory=dict)
     """The faces of broken ones, for messages about what they would add."""
 
+    def is_own(self, name: str) -> bool:
+        """Whether a plugin is one of the engine's own."""
+        return self.packages[name].startswith("episode-engine ")
+
     def leave_out(self, name: str, error: BaseException) -> None:
         """Take a plugin that fails out, with everything that it adds, and those that need it."""
         if (face := self.plugins.pop(name, None)) is not None:

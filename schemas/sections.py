@@ -52,10 +52,20 @@ class SectionOwner(Contract):
         return copy
 
     def value_of(self, key: str) -> Any:
-        """The value of a key: of its class, or of an inline section. Raises: KeyError: no such key."""
+        """The value of a key: of its class, or of an inline section; None of a plugin that was left out.
+
+        Raises:
+            KeyError: no such key.
+        """
         if key in type(self).model_fields:
             return getattr(self, key)
-        return getattr(_inline(type(self), key).or_default(self), key)
+        try:
+            model = _inline(type(self), key)
+        except KeyError:
+            if _is_left_out(type(self), key):  # its row is in a table that was made before
+                return None
+            raise
+        return getattr(model.or_default(self), key)
 
     def with_value(self, key: str, value: Any) -> Self:
         """A copy in which a key has another value; see `value_of`. The value is not validated. Raises: KeyError: no such key."""
@@ -142,6 +152,12 @@ def _inline(owner: type[SectionOwner], key: str) -> type[SpecSection]:
         if section.inline:
             return model
     raise KeyError(key)
+
+
+def _is_left_out(owner: type[SectionOwner], key: str) -> bool:
+    """Whether a plugin that was left out has a key."""
+    faces = plugin.installed().left_out.values()
+    return any(section.owner == owner.OWNER and key in section.keys for face in faces for section in face.sections)
 
 
 def _class_of(section: plugin.Section, owner: type[SectionOwner]) -> type[SpecSection]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from engine import plugin
+from engine.actions.facts import ACTIONS
 from engine.errors import SpecError
-from engine.spec.text.diagnostic import Diagnostic
+from engine.schemas.sections import used_plugins
+from engine.spec.text.diagnostic import Diagnostic, Severity
 from engine.spec.text.masking import mask_all
 from engine.validate.context import CheckContext
 from engine.validate.machine_context import MAX_WORK
@@ -27,6 +29,8 @@ MORE = "check.more"
 BROKEN = "check.plugin"
 """The id of the finding that reports that a plugin cannot be used."""
 REPAIR = "repair or uninstall it"
+SLOW = "slow_findings"
+"""The hook whose code is imported only when it is called."""
 UNFINISHED = "check.unfinished"
 """The id of the finding that reports that rules stopped early."""
 
@@ -91,7 +95,12 @@ def check_rules(
     ctx = CheckContext(loaded, Work(), apart=apart, calls=calls)
     found: list[Diagnostic] = []
     unfinished: list[str] = []
-    for item in all_rules():
+    used = used_plugins(loaded.spec)
+    rules = all_rules()
+    _leave_out_broken(used)
+    if refused := _broken_plugins(ctx, used):
+        return refused, []
+    for item in rules:
         ctx.work.left = MAX_WORK
         ctx.rule = item.id
         if doing is not None:
@@ -158,18 +167,32 @@ def _unfinished(ctx: CheckContext, rules: list[str]) -> Diagnostic:
     return Diagnostic(UNFINISHED, "warning", message, fix, ctx.loaded.origin(("machine",), key=True))
 
 
-def _broken_plugins(ctx: CheckContext) -> list[Diagnostic]:
-    """A plugin that cannot be used adds nothing, and the spec may need it."""
+def _leave_out_broken(used: Collection[str]) -> None:
+    """Leave out plugins of other packages that the spec uses, and whose actions, records or hooks cannot be imported."""
+    for face in list(plugin.installed().plugins.values()):
+        if face.name in used and not plugin.installed().is_own(face.name):
+            with plugin.guarded(face):
+                actions = [ACTIONS[name] for name in face.actions]
+                uses = [use for facts in actions for use in (facts.use, facts.rewrites_machine, facts.makes_room)]
+                hooks = [use for hook, use in face.hooks.items() if hook != SLOW]
+                for use in filter(None, (*uses, *face.records.values(), *hooks)):
+                    plugin.load(use)
+
+
+def _broken_plugins(ctx: CheckContext, used: Collection[str] | None = None) -> list[Diagnostic]:
+    """A plugin that cannot be used adds nothing. A spec that uses one of `used` is refused; others may do without."""
     origin = ctx.loaded.origin(())
+    severity: Severity = "warning" if used is None else "error"
     return [
         Diagnostic(
             BROKEN,
-            "warning",
+            severity,
             f"the plugin `{name}` cannot be used: {why}",
             REPAIR if "(" in name else f"{REPAIR}, or leave it out: {plugin.OFF}={name}",  # another one has its name
             origin,
         )
         for name, why in plugin.installed().broken.items()
+        if used is None or name in used
     ]
 
 
