@@ -42,6 +42,10 @@ class ActionFacts:
     seconds: Seconds
     speaks: Literal["assistant", "user", "tool"] | None = None
     """Role of the message that it adds to the conversation; None if it adds no message or several roles."""
+    silent_events: tuple[str, ...] = ()
+    """Of its events: those with which it adds no message."""
+    writes: tuple[str, ...] = ()
+    """Of an action of a plugin: names of the rewards and facts that it writes."""
     calls: Mapping[str, int] | None = None
     """For an action that samples a reply: what its events say about tool calls; `MAYBE_CALLS` for events not listed."""
     overflows: bool = False

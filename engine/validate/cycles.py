@@ -86,6 +86,7 @@ def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
         action = ctx.states[state].action if state in ctx.states and not ctx.states[state].final else None
         facts = ACTIONS.get(str(action))
         role = facts.speaks if facts is not None else None
+        silent = facts.silent_events if facts is not None else ()
         if role == "user" and said and state not in told:
             told.add(state)
             fix = "lead through a state that generates before the user is asked again"
@@ -94,7 +95,9 @@ def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
         own = (ctx.events_of(ctx.states[state]) or ()) if action is not None else ()
         for event, dests in steps.get(state, {}).items():
             ctx.work.spend(len(dests))
-            spoke = said if event not in own else role in shown_as_user or (said and role != "assistant")
+            spoke = (
+                said if event not in own or event in silent else role in shown_as_user or (said and role != "assistant")
+            )
             new = {(dest, spoke) for dest in dests} - seen
             seen |= new
             waiting += sorted(new)

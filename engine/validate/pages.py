@@ -16,7 +16,7 @@ from importlib.resources.abc import Traversable
 from engine import plugin
 from engine.spec.text.diagnostic import Severity
 
-_HEAD = re.compile(r"\A# `(?P<id>[a-z.-]+)`\n\n\*(?P<severity>error|warning|info)\*: (?P<about>.+)\n")
+_HEAD = re.compile(r"\A# `(?P<id>[a-z0-9_.-]+)`\n\n\*(?P<severity>error|warning|info)\*: (?P<about>.+)\n")
 _SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 _FOLDER = files("engine.validate") / "rules"
 """A link to docs/rules in a checkout, a folder in a wheel."""
@@ -66,7 +66,7 @@ def page_of(rule: str) -> Page | None:
     Raises:
         ValueError: the page does not have the required form.
     """
-    if not re.fullmatch(r"[a-z]+\.[a-z-]{1,60}", rule):
+    if not re.fullmatch(r"[a-z0-9_]{1,60}\.[a-z0-9_-]{1,60}", rule):
         return None
     file = next((file for folder in _folders() if (file := folder / f"{rule}.md").is_file()), None)
     if file is None:

@@ -10,7 +10,7 @@ from engine.spec.code.written_names import WrittenNames
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import nearest_name
 from engine.validate.chart import Place
-from engine.validate.code.code_names import code_names
+from engine.validate.code.code_names import code_names, names_of_plugins
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 
@@ -132,6 +132,7 @@ def _code_may_reward(ctx: CheckContext) -> bool:
         or ctx.spec.rewards.scorer
         or ctx.spec.agent
         or ctx.own_actions
+        or names_of_plugins(ctx)
     )
 
 

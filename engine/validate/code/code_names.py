@@ -6,15 +6,22 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from engine.actions.facts import ACTIONS
 from engine.spec.code.lineage import lineage
 from engine.spec.code.source import Module
 from engine.spec.code.written_names import ANY_NAME, WrittenNames, written_names
 from engine.validate.context import CheckContext
 
 
+def names_of_plugins(ctx: CheckContext) -> frozenset[str]:
+    """Return the names of rewards and facts that the actions of plugins write."""
+    actions = (ACTIONS.get(str(state.action)) for state in ctx.states.values())
+    return frozenset(name for facts in actions if facts is not None for name in facts.writes)
+
+
 def code_names(ctx: CheckContext) -> WrittenNames:
-    """Return the names that environment, tools, users, scorer and own actions write, with all texts in their `with`."""
-    found = WrittenNames()
+    """Return the names that environment, tools, users, scorer, own actions and those of plugins write, with all texts in their `with`."""
+    found = WrittenNames(names_of_plugins(ctx))
     for item in ctx.spec_code:
         adapted = item.role == "environment" and ctx.spec.environment and ctx.spec.environment.adapter
         found |= WrittenNames(frozenset(_texts_in(item.entry.with_)))

@@ -257,7 +257,7 @@ def _step(ctx: CheckContext, path: DataPath) -> Iterator[Finding]:
 def no_user(ctx: CheckContext) -> Iterator[Finding]:
     """A reachable state with the action `ask_user`."""
     if not ctx.users:
-        for name in ctx.speaking("user"):
+        for name in ctx.performing("ask_user"):
             fix = "add `user: {use: …}`, or use a machine without one (`machine: tools` or `single_turn`)"
             yield Finding(f"`{name}` asks the user, and the spec has none", ctx.state_path(name), fix, key=True)
 
@@ -267,7 +267,7 @@ def no_tools(ctx: CheckContext) -> Iterator[Finding]:
     """A reachable state with the action `call_tools`, and neither `tools` nor an environment with `tools()`."""
     if ctx.spec.tools or added_tools(ctx.spec) or environment_tools(ctx) is not False:
         return
-    for name in ctx.speaking("tool"):
+    for name in ctx.performing("call_tools"):
         fix = "add `tools: [{use: …}]`, or use a machine without them (`machine: retry_with_feedback` or `single_turn`)"
         yield Finding(f"`{name}` calls tools, and the spec has none", ctx.state_path(name), fix, key=True)
 
