@@ -1,0 +1,61 @@
+"""`check_sums`: works out the sums in the newest reply.
+
+`perform` finds and checks them, and its record holds the result; `apply` only writes what the record says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.actions.base import BuiltInAction, EpisodeObjects, Services, post_rewards
+from engine.actions.workers import call_spec_code
+from engine.episode import Episode
+from engine.schemas.message import Message
+from engine.schemas.reward import RewardEvent
+from sum_check.facts import ACTION, SECONDS
+from sum_check.record import SumCheckRecord
+from sum_check.spec import SumCheckSpec
+from sum_check.sums import CheckedSum, checked_sums
+
+
+class CheckSumsAction(BuiltInAction):
+    """Ends with `right`, `wrong`, or `unchecked` if the reply has no sum that can be worked out."""
+
+    name = ACTION
+
+    def __init__(self, services: Services, base: Path) -> None:
+        super().__init__(services)
+        self._spec = SumCheckSpec.or_default(services.spec)
+
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> SumCheckRecord:
+        """Check the sums, in a thread, because a long reply would block the other episodes."""
+        sums: list[CheckedSum] = await call_spec_code(
+            self._services.workers,
+            checked_sums,
+            episode.text,
+            seconds=SECONDS,
+            blame="environment",
+            what="the check of sums",
+        )
+        if not sums:
+            return SumCheckRecord()
+        wrong = [each for each in sums if not each.right]
+        reward = RewardEvent(
+            name="sums",
+            value=self._spec.wrong if wrong else self._spec.right,
+            cause=f"{len(wrong)} of {len(sums)} sums wrong",
+        )
+        return SumCheckRecord(sums=sums, messages=_told(wrong), rewards=[reward])
+
+    def apply(self, episode: Episode, record: SumCheckRecord) -> str:
+        """Add the message and write the reward."""
+        episode.conversation.add(list(record.messages))
+        post_rewards(episode, record.rewards, ACTION)
+        return record.event
+
+
+def _told(wrong: Sequence[CheckedSum]) -> list[Message]:
+    """What the model is told about its wrong sums."""
+    lines = [f"`{each.text}` is wrong: the left side is {each.value}." for each in wrong]
+    return [Message(role="user", content="\n".join([*lines, "Write your answer again."]))] if wrong else []

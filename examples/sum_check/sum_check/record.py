@@ -1,0 +1,46 @@
+"""The journal record of a check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
+
+from engine.schemas.journal import RecordBase
+from engine.schemas.message import Message
+from engine.schemas.reward import RewardEvent
+from sum_check.sums import CheckedSum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumCheckRecord(RecordBase):
+    """The sums of a reply were checked. It has all that the episode needs, so a replay checks nothing."""
+
+    kind: Literal["sum_check"] = "sum_check"
+    sums: list[CheckedSum] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    """What the model is told."""
+    rewards: list[RewardEvent] = field(default_factory=list)
+
+    @property
+    def event(self) -> str:
+        """The event of the action."""
+        if not self.sums:
+            return "unchecked"
+        return "right" if all(each.right for each in self.sums) else "wrong"
+
+    def words(self) -> str:
+        """How many sums are wrong."""
+        return f"{sum(not each.right for each in self.sums)} of {len(self.sums)} sums wrong"
+
+    def summary(self) -> dict[str, Any]:
+        """The same for `engine show --json` and `engine view`."""
+        return {"sums": len(self.sums), "wrong": sum(not each.right for each in self.sums)}
+
+    def said(self) -> Sequence[Message]:
+        """What the model is told."""
+        return self.messages
+
+    def with_said(self, messages: Sequence[Message]) -> Self:
+        """The same with other messages."""
+        return replace(self, messages=list(messages))
