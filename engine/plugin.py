@@ -340,14 +340,14 @@ class Hook(Generic[T]):
 
         Raises: what the import of a plugin that the spec uses raises; another one is left out.
         """
-        found: list[T] = []
-        for plugin in [each for each in installed().plugins.values() if self._asks(each, written)]:
+        called: list[T] = []
+        for plugin in [face for face in installed().plugins.values() if self._asks(face, written)]:
             if written is not None and plugin.name in written:
-                found.append(load(plugin.hooks[self.name]))
+                called.append(load(plugin.hooks[self.name]))
                 continue
             with guarded(plugin):
-                found.append(load(plugin.hooks[self.name]))
-        return found
+                called.append(load(plugin.hooks[self.name]))
+        return called
 
     def _asks(self, plugin: Plugin, written: Collection[str] | None) -> bool:
         return self.name in plugin.hooks and (written is None or not plugin.sections or plugin.name in written)
