@@ -21,6 +21,7 @@ import engine
 from engine.errors import StoreError
 from engine.plugin import REINSTALL, installed, names_of
 from engine.schemas.base import Contract
+from engine.schemas.model import ModelSpec
 from engine.schemas.sections import dump, read_stored, used_plugins
 from engine.spec.references import (
     Reference,
@@ -157,6 +158,16 @@ class RunHeader(Contract):
     def rewards(self) -> dict[str, Any]:
         """The spec's section `rewards`."""
         return dict(self._filled(self.spec, strict=False).get("rewards") or {})
+
+    @property
+    def model(self) -> ModelSpec:
+        """The spec's section `model`, which can be read without the plugins that the spec uses."""
+        return ModelSpec.model_validate(self._filled(self.spec, strict=False)["model"])
+
+    @property
+    def base(self) -> Path:
+        """The folder of the spec's file."""
+        return Path(self.spec_path).parent
 
     @property
     def _gone(self) -> dict[str, RunPlugin]:

@@ -54,8 +54,7 @@ def vision_of(store: RunReader) -> Vision | None:
     """
     from engine.tokens.loading import load_format
 
-    loaded = store.header.loaded_spec()
-    vision = load_format(loaded.spec.model, loaded.base).vision
+    vision = load_format(store.header.model, store.header.base).vision
     if vision is not None:
         vision.bank.read_from(stored_images(store))
     return vision

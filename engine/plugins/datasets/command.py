@@ -135,8 +135,7 @@ def export_dataset(form: str, run: str, runs: Path, out: Path | None, given: Map
                 from engine.plugins.datasets.hub import check_push
 
                 check_push(options.push)
-            loaded = store.header.loaded_spec()
-            source = Source(store, loaded, load_format(loaded.spec.model, loaded.base), options.score)
+            source = Source(store, load_format(store.header.model, store.header.base), options.score)
             source.ground_truth = options.ground_truth
             if options.filter is not None:
                 source.episode = EpisodeFilter(store, options.filter)

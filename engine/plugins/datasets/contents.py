@@ -26,7 +26,6 @@ from engine.store.sft_rows import unusable
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory, Turn
-    from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader
     from engine.tokens.format import ChatFormat
 
@@ -46,7 +45,6 @@ class Source:
     """The run that a data set is made of, and what of it is chosen."""
 
     store: RunReader
-    loaded: LoadedSpec
     form: ChatFormat
     score: str | None = None
     """Label of a score whose rewards are used."""
@@ -79,7 +77,7 @@ class Source:
     @property
     def own_template(self) -> dict[str, Any]:
         """The variables of the chat template, if the spec sets any."""
-        return dict(self.loaded.spec.model.template_kwargs)
+        return dict(self.store.header.model.template_kwargs)
 
     def columns(self, **own: Kind) -> dict[str, Kind]:
         """The columns of a table, with those that only some runs have."""
@@ -309,12 +307,18 @@ def verl_table(source: Source) -> Table:
 
 def _openings(source: Source) -> Iterator[tuple[Row, list[View], list[str]]]:
     """For each task: what is known of it, its prompt, and its images."""
-    spec, lost = source.loaded.spec, source.losses.counts
+    spec, lost = (
+        source.store.header.spec,
+        source.losses.counts,
+    )  # as it is stored, since a plugin that it uses may be gone
     for what, here in (
-        ("environment: its steps, score and tools do not run in the trainer", spec.environment is not None),
-        ("tools: give them to the trainer in its own form", bool(spec.tools)),
-        ("user: the trainer's episodes have one turn unless it has a user of its own", bool(spec.users_by_name)),
-        ("scorer: give the trainer a reward function", spec.rewards.scorer is not None),
+        ("environment: its steps, score and tools do not run in the trainer", bool(spec.get("environment"))),
+        ("tools: give them to the trainer in its own form", bool(spec.get("tools"))),
+        (
+            "user: the trainer's episodes have one turn unless it has a user of its own",
+            bool(spec.get("user") or spec.get("users")),
+        ),
+        ("scorer: give the trainer a reward function", bool(spec["rewards"].get("scorer"))),
     ):
         lost[what] += here
     for group in source.groups():

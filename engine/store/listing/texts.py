@@ -92,8 +92,8 @@ _LOADING = Lock()
 def texts_of(store: RunReader) -> TokenTexts:
     """Return the texts of the tokens of a run's model. The tokenizer is loaded once; a failure is kept too."""
     try:
-        loaded = store.loaded_spec()
-    except EngineError as error:
-        return TokenTexts(None, str(error))
+        model = store.header.model.model_dump_json(by_alias=True)
+    except (ValueError, KeyError) as error:
+        return TokenTexts(None, f"the run's `model` cannot be read: {error}")
     with _LOADING:
-        return _load(loaded.spec.model.model_dump_json(by_alias=True), str(loaded.base))
+        return _load(model, str(store.header.base))

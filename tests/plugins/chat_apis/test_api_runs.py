@@ -11,7 +11,7 @@ import pytest
 import yaml
 from api_server import DROPPED, OVERLOADED, WRONG_JSON, ApiServer, rate_limited
 from command_line import engine_here, trajectories_of
-from one_deleted import ROOT, engine
+from one_deleted import ROOT, engine, python
 from slow_cases import each_once
 
 from engine.known_plugins import KNOWN
@@ -160,20 +160,27 @@ def test_a_resume_may_change_what_is_paid_and_no_argument_of_code(tiny_tokenizer
 
 
 @pytest.mark.slow
-def test_what_needs_the_spec_of_a_stored_run_says_which_plugin_it_lacks(
-    tiny_tokenizer_dir: Path, tmp_path: Path
-) -> None:
+def test_a_stored_run_is_shown_and_exported_without_the_plugin(tiny_tokenizer_dir: Path, tmp_path: Path) -> None:
     with ApiServer() as server:
         spec = write_spec(tmp_path, tiny_tokenizer_dir, server, "openai", tasks=1)
         code, _, err = engine_here("run", spec, "-q", cwd=tmp_path)
         assert code == 0, err
     run = str(list_runs(tmp_path / "runs")[-1])
     told = f"its spec uses the plugin `chat_apis`, which is not installed: {KNOWN['chat_apis']['install'][0]}\n"
-    for command in (["export", run, "--format", "trl"], ["replay", run]):
-        answer = engine(ROOT, *command, at=tmp_path, off="chat_apis")
-        assert answer.returncode in (1, 2)
-        assert answer.stderr.endswith(told), answer.stderr
-        assert answer.stderr.count("\n") == 1
-    for command in (["show", run], ["show", run, "t0/0"], ["export", run, "--format", "sft"]):
-        answer = engine(ROOT, *command, at=tmp_path, off="chat_apis")
-        assert answer.returncode == 0, answer.stderr
+    answer = engine(ROOT, "replay", run, at=tmp_path, off="chat_apis")
+    assert (answer.returncode, answer.stderr.endswith(told), answer.stderr.count("\n")) == (1, True, 1), answer.stderr
+    needs_all = "from engine.store import RunStore; RunStore.open(__import__('pathlib').Path({!r})).loaded_spec()"
+    answer = python(ROOT, "-c", needs_all.format(run), at=tmp_path, off="chat_apis")
+    assert answer.stderr.endswith(told), answer.stderr
+    shown = []
+    for command in (
+        ["show", run],
+        ["show", run, "t0/0", "--tokens"],
+        ["export", run, "--format", "sft"],
+        ["export", run, "--format", "trl"],
+        ["export", run, "--format", "verl", "--content", "prompts"],
+    ):
+        answers = [engine(ROOT, *command, at=tmp_path, off=off) for off in ("", "chat_apis")]
+        assert [answer.returncode for answer in answers] == [0, 0], answers
+        shown.append([answer.stdout for answer in answers])
+    assert all(first == second for first, second in shown)
