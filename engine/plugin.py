@@ -37,6 +37,8 @@ HOOKS = frozenset(
     }
 )
 """The names of all hooks. Each is a `Hook` beside the code that calls it."""
+SLOW = "slow_findings"
+"""The hook whose code is imported only when it is called."""
 OWNERS = frozenset({"", "limits", "rollout", "train"})
 """The parts of the spec to which plugins may add keys: paths of the `SectionOwner` classes."""
 COMMAND_GROUPS = {"import": "Convert a configuration of another engine to a spec."}
@@ -298,6 +300,18 @@ def guarded(plugin: Plugin) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:  # noqa: BLE001  (a package of somebody else must not stop the engine)
         installed().leave_out(plugin.name, error)
+
+
+def leave_out_unusable(used: Collection[str]) -> None:
+    """Leave out plugins of other packages that a spec uses, and whose actions, records or hooks cannot be imported."""
+    for plugin in list(installed().plugins.values()):
+        if plugin.name in used and not installed().is_own(plugin.name):
+            with guarded(plugin):
+                rows = [load(use) for use in plugin.actions.values()]
+                uses = [use for row in rows for use in (row.use, row.rewrites_machine, row.makes_room) if use]
+                hooks = [use for hook, use in plugin.hooks.items() if hook != SLOW]
+                for use in (*uses, *plugin.records.values(), *hooks):
+                    load(use)
 
 
 def missing(point: str, name: str) -> str | None:

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError
 
 import engine
 from engine.errors import StoreError
-from engine.plugin import REINSTALL, installed, names_of
+from engine.plugin import REINSTALL, installed, leave_out_unusable, names_of
 from engine.schemas.base import Contract
 from engine.schemas.model import ModelSpec
 from engine.schemas.sections import dump, read_stored, used_plugins
@@ -175,11 +175,14 @@ class RunHeader(Contract):
         return {name: plugin for name, plugin in self.plugins.items() if name not in installed().plugins}
 
     def need_plugins(self) -> None:
-        """Refuse to go on without a plugin that the spec uses. Raises: StoreError."""
+        """Refuse to go on without a plugin that the spec uses, or with one that cannot be used. Raises: StoreError."""
+        leave_out_unusable([name for name, plugin in self.plugins.items() if plugin.used])
         for name, plugin in self._gone.items():
             if plugin.used:
+                why = installed().broken.get(name)
+                state = f"cannot be used ({why})" if why else "is not installed"
                 fix = plugin.install or REINSTALL
-                raise StoreError(f"{self.run_id}: its spec uses the plugin `{name}`, which is not installed: {fix}")
+                raise StoreError(f"{self.run_id}: its spec uses the plugin `{name}`, which {state}: {fix}")
 
     def _filled(self, document: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         """Return a document of this header with the values of its variables filled in."""

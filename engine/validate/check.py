@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from engine import plugin
-from engine.actions.facts import ACTIONS
 from engine.errors import SpecError
 from engine.schemas.sections import used_plugins
 from engine.spec.text.diagnostic import Diagnostic, Severity
@@ -29,8 +28,6 @@ MORE = "check.more"
 BROKEN = "check.plugin"
 """The id of the finding that reports that a plugin cannot be used."""
 REPAIR = "repair or uninstall it"
-SLOW = "slow_findings"
-"""The hook whose code is imported only when it is called."""
 UNFINISHED = "check.unfinished"
 """The id of the finding that reports that rules stopped early."""
 
@@ -97,7 +94,7 @@ def check_rules(
     unfinished: list[str] = []
     used = used_plugins(loaded.spec)
     rules = all_rules()
-    _leave_out_broken(used)
+    plugin.leave_out_unusable(used)
     if refused := _broken_plugins(ctx, used):
         return refused, []
     for item in rules:
@@ -165,18 +162,6 @@ def _unfinished(ctx: CheckContext, rules: list[str]) -> Diagnostic:
     message = f"the spec is too large for these rules to check all of it: {names}"
     fix = "they may miss something: use fewer states, transitions, rules or rows, or simpler conditions"
     return Diagnostic(UNFINISHED, "warning", message, fix, ctx.loaded.origin(("machine",), key=True))
-
-
-def _leave_out_broken(used: Collection[str]) -> None:
-    """Leave out plugins of other packages that the spec uses, and whose actions, records or hooks cannot be imported."""
-    for face in list(plugin.installed().plugins.values()):
-        if face.name in used and not plugin.installed().is_own(face.name):
-            with plugin.guarded(face):
-                actions = [ACTIONS[name] for name in face.actions]
-                uses = [use for facts in actions for use in (facts.use, facts.rewrites_machine, facts.makes_room)]
-                hooks = [use for hook, use in face.hooks.items() if hook != SLOW]
-                for use in filter(None, (*uses, *face.records.values(), *hooks)):
-                    plugin.load(use)
 
 
 def _broken_plugins(ctx: CheckContext, used: Collection[str] | None = None) -> list[Diagnostic]:

@@ -251,6 +251,18 @@ def test_without_the_package_a_spec_that_names_it_has_one_error(empty: Path, tmp
     assert f"error machine.unknown-action there is no action `check_sums`; {known}" in action
 
 
+CAUSE = "ModuleNotFoundError: No module named 'no_such_library'"
+
+
+def broken_copy(layer: Path, folder: Path, module: str) -> Path:
+    """A copy of the layer in which a module of the package cannot be imported."""
+    site = folder / "site"
+    shutil.copytree(layer, site, ignore=shutil.ignore_patterns("__pycache__"))
+    file = site / "sum_check" / f"{module}.py"
+    file.write_text(file.read_text().replace("annotations\n", "annotations\n\nimport no_such_library\n", 1))
+    return site
+
+
 BROKEN = ("action", "facts", "record", "rules", "spec", "spec_facts")
 
 
@@ -260,13 +272,9 @@ def test_a_broken_one_is_told_once_with_its_cause(
     module: str, layer: Path, tmp_path: Path, tiny_tokenizer_dir: Path
 ) -> None:
     """Specs that do not use it are valid and run; one that does is refused before it runs."""
-    site = tmp_path / "site"
-    shutil.copytree(layer, site, ignore=shutil.ignore_patterns("__pycache__"))
-    file = site / "sum_check" / f"{module}.py"
-    file.write_text(file.read_text().replace("annotations\n", "annotations\n\nimport no_such_library\n", 1))
-    cause = "ModuleNotFoundError: No module named 'no_such_library'"
+    site = broken_copy(layer, tmp_path, module)
     plain = scripted_spec("plain", tiny_tokenizer_dir, ["Yes."], tool_calls=None) | {"machine": "single_turn"}
-    told = [f"1:1 warning check.plugin the plugin `sum_check` cannot be used: {cause}"]
+    told = [f"1:1 warning check.plugin the plugin `sum_check` cannot be used: {CAUSE}"]
     lazy = module in ("action", "record", "spec_facts")  # imported only where a spec uses the plugin
     assert [line.partition(";")[0] for line in findings(site, tmp_path, plain)] == ([] if lazy else told)
     run_spec(site, tmp_path, plain)
@@ -275,10 +283,23 @@ def test_a_broken_one_is_told_once_with_its_cause(
     named = "error check.plugin the plugin `sum_check` cannot be used:" if lazy else "unknown key `sum_check`"
     assert named in error
     if lazy:
-        assert cause in error
+        assert CAUSE in error
     refused = engine(site, "run", "s.yaml", "--quiet", "--out", "refused", cwd=tmp_path)
-    assert (refused.returncode, cause in " ".join(refused.stderr.split())) == (1, True), refused.stderr
+    assert (refused.returncode, CAUSE in " ".join(refused.stderr.split())) == (1, True), refused.stderr
     assert not (tmp_path / "refused").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["action", "spec", "spec_facts"])
+def test_a_stored_run_is_not_replayed_with_a_broken_one(
+    module: str, layer: Path, tmp_path: Path, tiny_tokenizer_dir: Path
+) -> None:
+    run, site = run_spec(layer, tmp_path, checked_spec(tiny_tokenizer_dir)), broken_copy(layer, tmp_path, module)
+    assert engine(site, "show", run, "t0/0", cwd=tmp_path).returncode == 0
+    state = f"its spec uses the plugin `sum_check`, which cannot be used ({CAUSE}): pip install sum-check"
+    for command in (["replay", run], ["run", "--resume", run]):
+        refused = engine(site, *command, cwd=tmp_path)
+        assert (refused.returncode, state in " ".join(refused.stderr.split())) == (1, True), refused.stderr
 
 
 @pytest.mark.slow
