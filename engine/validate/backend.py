@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.backends.servers.launched import no_launcher
 from engine.schemas.backend import BackendBase, LocalBackendSpec, ServersSpec, backend_classes
 from engine.schemas.generation import SamplingParams
 from engine.spec.text.diagnostic import DataPath
@@ -41,6 +40,8 @@ def no_launch(ctx: CheckContext) -> Iterator[Finding]:
     fixes: set[str] = set()
     for backend, path in _declared(ctx):
         if isinstance(backend, ServersSpec) and backend.launch is not None:
+            from engine.backends.servers.launched import no_launcher  # the check of another spec imports no backend
+
             fix = no_launcher(backend.kind)
             if fix is not None and fix not in fixes:
                 fixes.add(fix)

@@ -50,6 +50,7 @@ def tracker() -> Iterator[type[Tracker]]:
     """A tracker that another package adds."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(installed().plugins, "made", FACE)
+        monkeypatch.setitem(installed().packages, "made", "made 1.0")
         for name, value in (("runs", {}), ("tracking", []), ("buffers", False), ("can_remove", False)):
             monkeypatch.setattr(Tracker, name, value)
         ReportSpec.model_rebuild(force=True)
