@@ -1,7 +1,7 @@
 """The backends of `backend:`: one config class each, with the capabilities that checks, runner, replay and trainer read.
 
-To add a backend: the runtime class in a new file or folder of `engine/backends/`, and its config class here, in
-`backend_servers.py` or in `backend_api.py`, and in `BackendSpec`. Checks, evaluation, scenarios, model-played users, trainer,
+To add a backend: the runtime class in a new file or folder of `engine/backends/`, and its config class here or in
+`backend_servers.py`, and in `BackendSpec`; or a plugin with both, which names the config class in `backends`. Checks, evaluation, scenarios, model-played users, trainer,
 JSON Schema and docs/spec.md read the class attributes and properties; none of them asks for the `kind`. The capabilities are
 declared here and not on the runtime class, because `engine validate` reads them, and importing the runtime class takes up to
 0.2 s.
