@@ -92,6 +92,8 @@ def run(
             changes.append(f"rollout.drivers={drivers}")
         loaded, tasks, store = prepare(console, spec, changes, limit, out, resume)
         if resume is not None:
+            if drivers is None and any(change.startswith("rollout.drivers=") for change in changes):
+                drivers = loaded.spec.rollout.drivers
             loaded = resumed_drivers(loaded, store, drivers, retry=retry_failed is not None)
     except EngineError as error:
         echo(str(error), err=True)

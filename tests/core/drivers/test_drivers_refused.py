@@ -149,9 +149,10 @@ def test_a_service_does_not_continue_a_run_of_drivers(spec: Path) -> None:
 
 def test_a_run_of_one_process_is_not_continued_by_several(spec: Path) -> None:
     assert engine_here("run", spec, "-q", cwd=spec.parent)[0] == 0
-    status, _, errors = engine_here("run", "--resume", "latest", "--drivers", "2", cwd=spec.parent)
-    assert status == 1
-    assert "was begun by one process, and is continued by one: leave out --drivers" in errors
+    for option in (("--drivers", "2"), ("--set", "rollout.drivers=2")):
+        status, _, errors = engine_here("run", "--resume", "latest", *option, cwd=spec.parent)
+        assert status == 1
+        assert "was begun by one process, and is continued by one: leave out --drivers" in errors
 
 
 def test_without_ray_the_command_says_what_to_install(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_a_signal_stops_all_drivers_and_a_resume_with_another_number_finishes(
     before = finished(folder)
     assert 0 < len(before) < 240
     again = subprocess.run(
-        [sys.executable, "-m", "engine.cli.main", "run", "-q", "--resume", str(folder), "--drivers", "1"],
+        [sys.executable, "-m", "engine.cli.main", "run", "-q", "--resume", str(folder), "--set", "rollout.drivers=1"],
         cwd=tmp_path,
         env={**os.environ, "RAY_AUTH_MODE": "disabled"},
         check=False,
