@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -344,21 +344,23 @@ class Runner:
         self.live.outages = outages
         for outage in outages:
             outage.clocks.add(self._clocks)
-        try:
+        async with AsyncExitStack() as ending:  # one that cannot be closed leaves none of the others open
+            ending.push_async_callback(self._close_roles)
+            for observer in reversed(self._observers):
+                ending.push_async_callback(asyncio.to_thread, observer.close)
+            ending.callback(self._workers.close)
+            for outage in outages:
+                ending.callback(outage.clocks.remove, self._clocks)
+            for service in reversed(self._services):
+                ending.push_async_callback(service.close)
             with rare_collections():
                 for service in self._services:
                     await service.start()
                 yield
-        finally:
-            for service in self._services:
-                await service.close()
-            for outage in outages:
-                outage.clocks.remove(self._clocks)
-            self._workers.close()
-            for observer in self._observers:
-                await asyncio.to_thread(observer.close)
-            self.role_stats = self._roles.stats()
-            await self._roles.close()
+
+    async def _close_roles(self) -> None:
+        self.role_stats = self._roles.stats()
+        await self._roles.close()
 
     async def _run_all(self, episodes: Episodes, stop: asyncio.Event | None) -> None:
         """Run episodes, a bounded number at a time, until none is left or `stop` or `_halt` is set."""
