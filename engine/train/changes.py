@@ -38,7 +38,6 @@ ALLOWED = (
     "backend.launch.*",
     "rollout.concurrency",
     "rollout.live_episodes",
-    "rollout.drivers",
     "rollout.out",
     "rollout.keep",
     "rollout.keep.*",

@@ -76,7 +76,7 @@ def run(
     Ctrl-C; 143 after SIGTERM.
     """
     from engine.cli.console import make_console
-    from engine.cli.reports.run_drivers import resumed_drivers
+    from engine.cli.reports.run_drivers import refuse_resume
     from engine.errors import EngineError
     from engine.logs import configure_logging
 
@@ -88,13 +88,11 @@ def run(
                 "it says what to do again in a run: give --resume RUN too", param_hint="--retry-failed"
             )
         changes = list(overrides or ())
-        if drivers is not None and resume is None:
+        if drivers is not None:
             changes.append(f"rollout.drivers={drivers}")
         loaded, tasks, store = prepare(console, spec, changes, limit, out, resume)
         if resume is not None:
-            if drivers is None and any(change.startswith("rollout.drivers=") for change in changes):
-                drivers = loaded.spec.rollout.drivers
-            loaded = resumed_drivers(loaded, store, drivers, retry=retry_failed is not None)
+            refuse_resume(loaded, store, retry=retry_failed is not None)
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(ERROR) from None

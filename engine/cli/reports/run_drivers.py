@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,13 +30,12 @@ def is_sharded(loaded: LoadedSpec, store: RunStore) -> bool:
     return loaded.spec.rollout.drivers > 1 or (store.folder / SHARDED).exists()
 
 
-def resumed_drivers(loaded: LoadedSpec, store: RunStore, drivers: int | None, *, retry: bool = False) -> LoadedSpec:
-    """The spec of a resumed run, with another number of drivers.
+def refuse_resume(loaded: LoadedSpec, store: RunStore, *, retry: bool = False) -> None:
+    """Refuse a resume that does not fit the number of drivers: that with which the run was begun, and the new one.
 
     Args:
-        loaded: The run's own spec.
+        loaded: The run's spec, with what the resume changes.
         store: The run's store; closed if the resume is refused.
-        drivers: The new number, if there is one.
         retry: Whether failed episodes are to run again.
 
     Raises:
@@ -49,14 +47,10 @@ def resumed_drivers(loaded: LoadedSpec, store: RunStore, drivers: int | None, *,
     from engine.store.shards import SHARDED
     from engine.validate.drivers import refuse_drivers
 
-    begun = is_sharded(loaded, store)
     try:
-        if drivers is not None and drivers > 1 and not (store.folder / SHARDED).exists() and store.statuses():
+        if loaded.spec.rollout.drivers > 1 and not (store.folder / SHARDED).exists() and store.statuses():
             raise StoreError(f"{store.folder} was begun by one process, and is continued by one: leave out --drivers")
-        if drivers is not None:
-            rollout = loaded.spec.rollout.model_copy(update={"drivers": drivers})
-            loaded = replace(loaded, spec=loaded.spec.model_copy(update={"rollout": rollout}))
-        if begun or loaded.spec.rollout.drivers > 1:
+        if is_sharded(loaded, store):
             refused = [message for facts in spec_facts(loaded.spec) for message, _, _ in facts.one_process]
             if retry:
                 refused = ["--retry-failed is not supported in a run with several drivers: leave it out"]
@@ -66,7 +60,6 @@ def resumed_drivers(loaded: LoadedSpec, store: RunStore, drivers: int | None, *,
     except BaseException:
         store.close()
         raise
-    return loaded
 
 
 class DriversPanel(Panel):
