@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
-from importlib.metadata import entry_points
 from typing import Literal, TypeVar
 
 from engine import plugin
@@ -88,6 +87,8 @@ def installed_points(group: str) -> Mapping[str, Mapping[str, str]]:
 @lru_cache(maxsize=16)
 def _points(group: str, path: tuple[str, ...]) -> dict[str, dict[str, str]]:
     """The same for one import path."""
+    from importlib.metadata import entry_points  # specs without an adapter do not need it, and its import costs 8 ms
+
     found: dict[str, dict[str, str]] = {}
     for point in entry_points(group=group):
         package = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "?"

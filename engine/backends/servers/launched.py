@@ -40,7 +40,7 @@ class LaunchedServers(Protocol):
         ...
 
     def stats(self) -> list[dict[str, Any]]:
-        """What is told of each server at the end of a run."""
+        """Statistics of each server, for the summary at the end of a run."""
         ...
 
 

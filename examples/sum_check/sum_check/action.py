@@ -56,6 +56,6 @@ class CheckSumsAction(BuiltInAction):
 
 
 def _told(wrong: Sequence[CheckedSum]) -> list[Message]:
-    """What the model is told about its wrong sums."""
+    """The message to the model about its wrong sums."""
     lines = [f"`{each.text}` is wrong: the left side is {each.value}." for each in wrong]
     return [Message(role="user", content="\n".join([*lines, "Write your answer again."]))] if wrong else []

@@ -19,7 +19,7 @@ class SumCheckRecord(RecordBase):
     kind: Literal["sum_check"] = "sum_check"
     sums: list[CheckedSum] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    """What the model is told."""
+    """The message to the model that lists its wrong sums; none if all are right."""
     rewards: list[RewardEvent] = field(default_factory=list)
 
     @property
@@ -38,7 +38,7 @@ class SumCheckRecord(RecordBase):
         return {"sums": len(self.sums), "wrong": sum(not each.right for each in self.sums)}
 
     def said(self) -> Sequence[Message]:
-        """What the model is told."""
+        """The messages that the record adds to the conversation."""
         return self.messages
 
     def with_said(self, messages: Sequence[Message]) -> Self:
