@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
     from engine.serve.request_log import GroupRequest, RequestLog
     from engine.spec.load import LoadedSpec
-    from engine.store.export import Row
     from engine.store.reader import RunReader
+    from engine.store.rows.export import Row
     from engine.store.store import RunStore
     from engine.tokens.format import ChatFormat
 

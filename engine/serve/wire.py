@@ -19,7 +19,7 @@ from engine.store.parquet import arrow_schema, record_batch
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
 
 ARROW, JSONL = "application/vnd.apache.arrow.stream", "application/jsonl"
 """The media types."""

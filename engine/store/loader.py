@@ -22,9 +22,9 @@ import numpy as np
 
 from engine.errors import StoreError
 from engine.schemas.experts import unpack_experts
-from engine.store.export import Row
 from engine.store.images import stored_images
 from engine.store.private import private_file, private_folder
+from engine.store.rows.export import Row
 from engine.tokens.images import DIGEST, Tensors
 
 if TYPE_CHECKING:

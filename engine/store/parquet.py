@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.schemas.experts import pack_experts
-from engine.store.export import Row, whole_file
+from engine.store.rows.export import Row, whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -13,11 +13,11 @@ from urllib.parse import quote
 
 from engine.errors import StoreError
 from engine.store import codec, database
-from engine.store.export import Row, export_rows, group_rows, plan_of
 from engine.store.places import Place
 from engine.store.private import private_file
 from engine.store.reader import RunReader
 from engine.store.reading import own_header, reading
+from engine.store.rows.export import Row, export_rows, group_rows, plan_of
 from engine.store.shards import META, SUMMARY, TOOLS, VERSION, Part, list_parts
 from engine.store.tool_schemas import ToolSchemas
 from engine.store.upkeep.compact import mentioned_images

@@ -30,8 +30,8 @@ from engine.store.columns import json_text, outcome_row
 if TYPE_CHECKING:
     from engine.schemas.message import Message
     from engine.schemas.trajectory import Branch, Trajectory, Turn
-    from engine.store.export import Row
     from engine.store.reader import RunReader
+    from engine.store.rows.export import Row
 
 SFT_MEANINGS: dict[str, str] = {
     "run_id": "The run.",

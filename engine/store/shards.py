@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 from pydantic import ValidationError
 
 from engine.errors import StoreError
-from engine.store.export import whole_file
 from engine.store.header import RunHeader
 from engine.store.places import Place, is_url
 from engine.store.reader import RunStatus
+from engine.store.rows.export import whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -18,7 +18,7 @@ import numpy as np
 from engine.errors import TrainError
 from engine.runner.stats import Summary, label
 from engine.schemas.train import OverlongPenalty
-from engine.store.export import Plan, Row, group_rows
+from engine.store.rows.export import Plan, Row, group_rows
 from engine.train.credited_rows import BONUSES, CUT
 from engine.train.overlong import cut_by, cut_turns, mask_turns, most_reply_tokens, penalized
 

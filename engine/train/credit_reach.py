@@ -16,7 +16,7 @@ import numpy as np
 from engine.rewards.address import TurnPart
 from engine.rewards.credit import Member, credit, credit_tokens
 from engine.rewards.ledger import PartReward, SealedLedger
-from engine.store.export import member_of
+from engine.store.rows.export import member_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,7 +15,7 @@ from engine.rewards.credit import Member, Values, credit_tokens
 
 if TYPE_CHECKING:
     from engine.schemas.credit import CreditMethod
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
 
 GROUP = "group"
 """Column of the members of a row's group, by episode id: all trainable episodes, also those without a row."""

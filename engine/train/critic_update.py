@@ -19,7 +19,7 @@ from engine.train.tokens import ValueTokens
 from engine.train.value_loss import value_objective
 
 if TYPE_CHECKING:
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
     from engine.train.critic import Critic
     from engine.train.distributed import ProcessGroup
     from engine.train.packing import Pack

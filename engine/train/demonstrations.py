@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.schemas.sft import SftDataSpec
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
     from engine.tokens.format import ChatFormat
     from engine.tokens.images import Tensors
 

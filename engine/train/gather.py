@@ -14,7 +14,7 @@ from engine.train.tokens import Tokens
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
     from engine.train.critic import Critic
     from engine.train.policy import Policy
 

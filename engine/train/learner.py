@@ -41,7 +41,7 @@ from engine.train.value_loss import value_objective
 if TYPE_CHECKING:
     from engine.schemas.credit import CreditMethod
     from engine.schemas.train import TrainSpec
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
     from engine.tokens.image_bank import SentImages
     from engine.train.critic import Critic
     from engine.train.policy import Policy

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from engine.runner.services import Cost
     from engine.runner.stats import Live
     from engine.spec.load import LoadedSpec
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
     from engine.store.upkeep.compact import Compacted
     from engine.tokens.format import ChatFormat
     from engine.train.learner import Learner

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
 
 
 def minibatches(rows: Sequence[Row], count: int, seed: tuple[int, int, int]) -> list[list[Row]]:

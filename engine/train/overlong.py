@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.schemas.limits import LimitsSpec
     from engine.schemas.train import OverlongPenalty
     from engine.schemas.trajectory import Trajectory, Turn
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
 
 
 def cut_by(trajectory: Trajectory, limits: LimitsSpec, most: int) -> str | None:

@@ -35,7 +35,7 @@ MIN_SHARED_TOKENS = 16
 """Minimum number of tokens that sharing a prefix must save. A shorter prefix is computed again for each row."""
 
 Row = Mapping[str, Any]
-"""A row of `engine.store.export`. This module reads `input_ids`, `loss_mask`, `images` and `routed_experts`."""
+"""A row of `engine.store.rows.export`. This module reads `input_ids`, `loss_mask`, `images` and `routed_experts`."""
 _HASH = np.uint64(0x9E3779B97F4A7C15)
 
 

@@ -19,7 +19,7 @@ from engine.spec.rows.sources import ListRows, Rows
 from engine.tokens.thread import Thread
 
 if TYPE_CHECKING:
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
     from engine.tokens.format import ChatFormat
 
 _KEPT = ("run_id", "task_id", "episode_id", "branch", "trainable", "messages", "outcome", "metadata")

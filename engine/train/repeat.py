@@ -16,7 +16,7 @@ from engine.train.batch_log import BatchLog, BatchRecord, to_repeat
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
     from engine.train.batches import RowBuilder
     from engine.train.checkpoint import State
     from engine.train.learner import Learner

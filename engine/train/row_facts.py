@@ -22,7 +22,7 @@ from engine.spec.rows.text_rows import JsonlRows
 from engine.tokens.catalogue import prepared_folder
 
 if TYPE_CHECKING:
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
 
 COLUMNS = (
     "run_id",

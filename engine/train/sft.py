@@ -30,7 +30,7 @@ from engine.train.stopping import unless_stopped
 from engine.train.sync import open_sync
 
 if TYPE_CHECKING:
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
     from engine.train.demonstrations import Demonstrations
 
 log = structlog.get_logger(__name__)

@@ -90,7 +90,7 @@ def kill_after(spec: Path, out: Path, commit: int) -> None:
 def rows_of(run: Path, decode: Callable[[list[int]], str], folder: Path) -> list[Record]:
     """The rows of a run, with the text of their ids."""
     from engine.store import RunStore
-    from engine.store.export import export_rows
+    from engine.store.rows.export import export_rows
 
     with RunStore.open(run, readonly=True) as store:
         return [

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from engine.schemas.credit import CreditSpec
     from engine.schemas.trajectory import Trajectory
-    from engine.store.export import Row
     from engine.store.reader import RunReader
+    from engine.store.rows.export import Row
 
 
 class RecordedScenario(Protocol):
@@ -130,9 +130,9 @@ def export(
     from engine.cli.reports.report import dropped_words, unchecked_warning
     from engine.errors import EngineError
     from engine.logs import configure_logging
-    from engine.store.export import export_rows
     from engine.store.find import find_run
     from engine.store.loader import vision_of, with_image_files
+    from engine.store.rows.export import export_rows
     from engine.store.store import RunStore
 
     configure_logging()
@@ -250,10 +250,10 @@ def _export_sft(
     from engine.cli.console import make_console
     from engine.cli.reports.report import dropped_words
     from engine.errors import EngineError
-    from engine.store.export import write_jsonl
     from engine.store.find import find_run
     from engine.store.listing.finished import TURN_VARIABLES, EpisodeFilter
     from engine.store.loader import vision_of, with_image_files
+    from engine.store.rows.export import write_jsonl
     from engine.store.sft_rows import SftSelection, sft_rows
     from engine.store.store import RunStore
 
@@ -331,8 +331,8 @@ def _write(
     store: RunReader, chosen: str, path: Path, rows: Iterator[Row], credit: CreditSpec, score: str | None
 ) -> int:
     from engine.masking import mask
-    from engine.store.export import write_jsonl
     from engine.store.parquet import write_parquet
+    from engine.store.rows.export import write_jsonl
 
     if chosen == "jsonl":
         return write_jsonl(rows, path)

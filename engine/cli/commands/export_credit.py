@@ -21,7 +21,7 @@ def changed_credit(store: RunReader, score: str | None, changes: list[str]) -> C
     from engine.errors import StoreError
     from engine.schemas.credit import CreditSpec, read_credit
     from engine.spec.text.places import fields_by_key, tagged
-    from engine.store.export import credit_of
+    from engine.store.rows.export import credit_of
 
     values = credit_of(store, score).model_dump(by_alias=True)
     given: dict[str, str] = {}

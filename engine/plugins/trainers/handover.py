@@ -17,7 +17,7 @@ from engine.errors import TrainError
 
 if TYPE_CHECKING:
     from engine.plugins.trainers.pixels import Pixels
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
     from engine.train.batches import Batch
 
 SeveralRows = Literal["refuse", "leave_out"]

@@ -24,11 +24,11 @@ from engine.errors import EngineError, StoreError
 from engine.machine.presets import machine_of
 from engine.plugins.view.group import group_document
 from engine.runner.compare import compare_runs
-from engine.store.export import export_rows
 from engine.store.listing.episode import episode_document
 from engine.store.listing.texts import texts_of
 from engine.store.listing.tokens import sampled_columns, token_columns
 from engine.store.listing.training import Training
+from engine.store.rows.export import export_rows
 
 if TYPE_CHECKING:
     from engine.store.images import StoredImage

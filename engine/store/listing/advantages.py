@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
-from engine.store.export import Row, group_rows, plan_of
+from engine.store.rows.export import Row, group_rows, plan_of
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory

@@ -25,7 +25,7 @@ from engine.runner.replay import Replayer
 from engine.schemas.journal import GenerationRecord
 from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 from engine.tokens import bridging, guard
 from engine.tokens.chat_template import ChatTemplate
 from engine.tokens.proof import Verdict

@@ -17,7 +17,7 @@ from engine.runner.rescore import Rescored, rescore
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.store import RunStore
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 
 FIRST = {"at": "AWAITING_USER_FEEDBACK", "op": "transfer", "from": "last", "to": "previous", "share": 0.5}
 SOLVED = {**FIRST, "when": "feedback.solved"}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.runner.replay import Replayer
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 
 SPEC_CODE = '''
 from engine.schemas.environment import ToolReply, UserTurn

@@ -22,7 +22,7 @@ from engine.serve.http import Call
 from engine.serve.wire import wire_schema
 from engine.spec.load import load_spec
 from engine.store import RunStore, list_runs
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 
 
 @pytest.fixture(scope="module", autouse=True)

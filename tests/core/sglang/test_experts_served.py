@@ -19,7 +19,7 @@ from engine.backends.sglang.checks import EXPERTS_FLAG
 from engine.runner.replay import Replayer
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 from engine.train.policy import Policy
 from engine.train.verify import recompute
 

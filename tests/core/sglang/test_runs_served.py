@@ -27,7 +27,7 @@ from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 from engine.tokens.loading import load_format
 
 HERE = Path(__file__).parent

@@ -19,8 +19,8 @@ from engine.schemas.reward import Posting
 from engine.schemas.trajectory import Failure, Outcome
 from engine.store import RunStore
 from engine.store.columns import outcome_row
-from engine.store.export import export_rows, write_jsonl
 from engine.store.parquet import write_parquet
+from engine.store.rows.export import export_rows, write_jsonl
 
 OUTCOME = OutcomeCredit(baseline="mean", scale="none")
 

@@ -21,7 +21,7 @@ from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
 from engine.store import RunHeader, RunStore
 from engine.store import training as training_folder
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
 from engine.train.trainer import Trainer

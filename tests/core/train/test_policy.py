@@ -298,7 +298,7 @@ def test_a_state_of_another_model_is_refused(folder: Path, tmp_path: Path) -> No
 
 async def rows_of(spec: Path, folder: Path) -> list[dict[str, Any]]:
     """The training rows of a run on the local backend."""
-    from engine.store.export import export_rows
+    from engine.store.rows.export import export_rows
 
     with (await run_to_end(spec, folder)).store as store:
         return list(export_rows(store, trainable_only=True))

@@ -21,10 +21,10 @@ from written_specs import TALKS_ON_WHEN_CUT, save_spec
 from engine.errors import SpecError, StoreError, TrainError
 from engine.spec.load import load_spec
 from engine.store import training as folders
-from engine.store.export import export_rows, write_jsonl
 from engine.store.header import RunHeader
 from engine.store.loader import read_rows
 from engine.store.lock import RunLock
+from engine.store.rows.export import export_rows, write_jsonl
 from engine.tokens.loading import load_format
 from engine.train.batch_log import BatchLog
 from engine.train.checkpoint import Checkpoints

@@ -23,7 +23,7 @@ from engine.cli.main import app
 from engine.errors import FailingError, TrainError
 from engine.store import RunStore
 from engine.store import training as folders
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 from engine.train.checkpoint import checkpoints_of
 from engine.train.trainer import Trainer
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText
 
-from engine.store.export import export_rows
 from engine.store.loader import collate, forward_inputs
 from engine.store.reader import RunReader
+from engine.store.rows.export import export_rows
 from engine.tokens.vision import Vision
 
 

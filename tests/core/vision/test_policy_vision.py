@@ -13,8 +13,8 @@ from transformers import AutoModelForImageTextToText
 
 from engine.errors import TrainError
 from engine.schemas.train import TrainSpec
-from engine.store.export import export_rows, write_jsonl
 from engine.store.loader import beside, collate, forward_inputs, read_rows, vision_of, with_image_files
+from engine.store.rows.export import export_rows, write_jsonl
 from engine.tokens.vision import Vision
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy

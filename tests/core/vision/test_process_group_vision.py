@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from test_policy_vision import gallery_rows
 
-from engine.store.export import write_jsonl
 from engine.store.loader import with_image_files
+from engine.store.rows.export import write_jsonl
 from engine.tokens.vision import Vision
 from engine.train.distributed import SingleProcessGroup
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForImageTextToText
 from engine.errors import TrainError
 from engine.spec.load import load_spec
 from engine.store import training as folders
-from engine.store.export import export_rows, write_jsonl
 from engine.store.header import RunHeader
 from engine.store.loader import collate, forward_inputs, images_folder, vision_of, with_image_files
+from engine.store.rows.export import export_rows, write_jsonl
 from engine.train.sft import SftTrainer
 
 

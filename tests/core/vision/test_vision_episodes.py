@@ -19,8 +19,8 @@ from engine.cli.commands.export import export
 from engine.runner.replay import Replayer
 from engine.schemas.message import ImagePart
 from engine.spec.tasks import load_tasks
-from engine.store.export import export_rows
 from engine.store.loader import beside, collate, images_folder, read_rows, vision_of
+from engine.store.rows.export import export_rows
 from engine.tokens.images import digest_of
 
 LOOK = {"tool_calls": [{"name": "look", "arguments": {"where": "left"}}]}

@@ -15,7 +15,7 @@ from written_specs import save_spec
 
 from engine.runner.replay import Replayer
 from engine.spec.tasks import load_tasks
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
 

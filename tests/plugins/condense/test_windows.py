@@ -27,7 +27,7 @@ from engine.runner.replay import Replayer
 from engine.runner.run import Runner
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
 from engine.train.packing import pack_rows

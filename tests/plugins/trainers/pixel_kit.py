@@ -16,7 +16,7 @@ from engine.schemas.message import Message, TextPart, image_part
 from engine.schemas.reward import RewardEvent
 
 if TYPE_CHECKING:
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
 
 WINDOW: dict[str, Any] = {
     "condense": {"keep": {"images": "last 2", "step": 1}, "opening": True},
@@ -95,7 +95,7 @@ def rows_and_vision(store: Path, folder: Path) -> tuple[list[Row], Any]:
     """The trainable rows of a run store, and the model's image processing with their images in its bank."""
     from engine.plugins.trainers.handover import images_of
     from engine.schemas.model import ModelSpec
-    from engine.store.export import export_rows
+    from engine.store.rows.export import export_rows
     from engine.store.store import RunStore
     from engine.tokens.loading import load_format
 

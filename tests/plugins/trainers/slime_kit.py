@@ -31,7 +31,7 @@ from engine.schemas.environment import EpisodeView, UserTurn
 from engine.schemas.model import ModelSpec
 from engine.schemas.reward import RewardEvent
 from engine.store import RunStore
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 from engine.tokens.loading import load_format
 
 __all__ = ["advantages", "convert", "generate", "generate_rollout"]

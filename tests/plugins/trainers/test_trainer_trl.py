@@ -24,8 +24,8 @@ from engine.plugins.trainers.trl import EngineRollouts, grpo_arguments
 from engine.plugins.trainers.trl.handover import check_batches
 from engine.spec.load import load_spec
 from engine.store import RunStore
-from engine.store.export import export_rows
 from engine.store.loader import collate, forward_inputs
+from engine.store.rows.export import export_rows
 
 SPEC: dict[str, Any] = {
     "spec": "episode/v1",

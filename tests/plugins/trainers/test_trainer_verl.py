@@ -25,7 +25,7 @@ from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.spec.load import load_spec
 from engine.store import RunStore
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 from engine.tokens.vision_families import QwenFamily, TiledFamily
 
 ROOT = Path(__file__).parents[3]

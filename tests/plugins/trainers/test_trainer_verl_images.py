@@ -28,9 +28,9 @@ from engine.schemas.message import ImagePart
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.store import RunStore
-from engine.store.export import export_rows
 from engine.store.images import stored_images
 from engine.store.loader import vision_of
+from engine.store.rows.export import export_rows
 from engine.tokens.loading import load_format
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy

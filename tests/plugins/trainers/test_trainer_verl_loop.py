@@ -23,7 +23,7 @@ from engine.errors import TrainError
 from engine.plugins.trainers.verl.agent_loop import _OPEN, EngineAgentLoop, LoopEpisodes
 from engine.plugins.trainers.verl.tasks import write_tasks
 from engine.store import RunStore
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 
 SCRIPT = Path(__file__).parents[2] / "kit" / "verl_agent_loop.py"
 

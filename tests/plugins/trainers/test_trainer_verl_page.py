@@ -23,7 +23,7 @@ from engine.plugins.trainers.verl.agent_loop import EngineAgentLoop
 from engine.plugins.trainers.verl.tasks import write_tasks
 from engine.spec.load import load_spec
 from engine.store import RunStore
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "from-verl.md").read_text()

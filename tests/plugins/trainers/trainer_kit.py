@@ -8,8 +8,8 @@ from typing import Any
 
 from written_specs import save_spec
 
-from engine.store.export import export_rows
 from engine.store.reader import RunReader
+from engine.store.rows.export import export_rows
 
 TASKS = 5
 FORGETFUL = """\

@@ -11,7 +11,7 @@ from browser_kit import Visitor, chromium, served
 from desk import make_runs
 
 from engine.store import RunStore
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 
 pytestmark = [pytest.mark.browser]
 ACTIONS = 3

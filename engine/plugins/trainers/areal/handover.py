@@ -24,7 +24,7 @@ CHANGES = "a filter, a critic, or an overridden method that changes rows, column
 
 if TYPE_CHECKING:
     from engine.plugins.trainers.pixels import Pixels, RowImages
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
 
 
 class ImageDict(dict[str, Any]):

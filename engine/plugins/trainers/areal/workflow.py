@@ -27,7 +27,7 @@ from engine.spec.load import load_spec
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
 
 log = structlog.get_logger(__name__)
 _REWARD = ("reward_bias", "reward_scaling", "reward_clip")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from engine.plugins.trainers.pixels import Pixels
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
 
     _Ended = tuple[Trajectory, list[Row], dict[str, str]]
 

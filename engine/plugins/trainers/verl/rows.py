@@ -22,7 +22,7 @@ from engine.tokens.images import PreparedImage
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
-    from engine.store.export import Row
+    from engine.store.rows.export import Row
 
 COLUMN = "engine_advantages"
 """The column of the advantages, float32 [response]."""

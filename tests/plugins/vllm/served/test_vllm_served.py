@@ -21,7 +21,7 @@ from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.store import RunStore
-from engine.store.export import export_rows
+from engine.store.rows.export import export_rows
 from engine.tokens.loading import load_format
 from engine.train.policy import Policy
 from engine.train.verify import recompute
