@@ -25,7 +25,7 @@ from engine.spec.code.entry import load_entry
 from engine.spec.code.signature import shape_of
 from engine.spec.conversation import conversation_of, tools_of
 from engine.spec.template import fill, fill_words, found_image, image_folders
-from engine.store.columns import json_text
+from engine.store.rows.columns import json_text
 from engine.tokens.catalogue import prepared_folder
 from engine.tokens.images import DIGEST, digest_of, read_reference
 from engine.tokens.inputs import rendering_digest

@@ -25,7 +25,7 @@ import numpy as np
 import orjson
 
 from engine.schemas.message import ImagePart
-from engine.store.columns import json_text, outcome_row
+from engine.store.rows.columns import json_text, outcome_row
 
 if TYPE_CHECKING:
     from engine.schemas.message import Message

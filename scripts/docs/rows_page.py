@@ -73,8 +73,8 @@ def _sft() -> str:
 
 def rows_page() -> str:
     """Return the page."""
-    from engine.store.columns import MEANINGS
     from engine.store.parquet import describe_types
+    from engine.store.rows.columns import MEANINGS
 
     types = describe_types()
     lines = [

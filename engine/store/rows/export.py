@@ -34,8 +34,8 @@ from engine.rewards.ledger import SealedLedger
 from engine.schemas.credit import CreditSpec
 from engine.schemas.experts import experts_as_text
 from engine.schemas.reward_spec import RewardsSpec
-from engine.store.columns import json_text, message_row, outcome_row, task_row
 from engine.store.private import private_file
+from engine.store.rows.columns import json_text, message_row, outcome_row, task_row
 
 if TYPE_CHECKING:
     from engine.schemas.environment import Task

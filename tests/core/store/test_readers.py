@@ -16,9 +16,9 @@ from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
 from engine.schemas.reward import Posting
 from engine.schemas.trajectory import Failure, Outcome
 from engine.store import RunStore
-from engine.store.columns import MEANINGS
 from engine.store.loader import read_rows
 from engine.store.parquet import describe_types, write_parquet
+from engine.store.rows.columns import MEANINGS
 from engine.store.rows.export import export_rows, write_jsonl
 
 CALL = ToolCall(id="c", name="add", arguments={"a": 1, "deep": {"x": [1.5, None, "é"]}})

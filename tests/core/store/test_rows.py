@@ -18,8 +18,8 @@ from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.reward import Posting
 from engine.schemas.trajectory import Failure, Outcome
 from engine.store import RunStore
-from engine.store.columns import outcome_row
 from engine.store.parquet import write_parquet
+from engine.store.rows.columns import outcome_row
 from engine.store.rows.export import export_rows, write_jsonl
 
 OUTCOME = OutcomeCredit(baseline="mean", scale="none")
