@@ -12,8 +12,7 @@ from engine.errors import StoreError
 from engine.store import database
 from engine.store.catalogue import catalogue_folder
 from engine.store.places import is_url
-from engine.store.private import private_folder
-from engine.store.rows.export import whole_file
+from engine.store.private import private_folder, whole_file
 from engine.store.shards import RUN as SHARDS
 from engine.store.shards import SHARDED, VERSION
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.schemas.experts import pack_experts
-from engine.store.rows.export import Row, whole_file
+from engine.store.private import whole_file
+from engine.store.rows.export import Row
 
 if TYPE_CHECKING:
     import pyarrow as pa

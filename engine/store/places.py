@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import StoreError
-from engine.store.private import private_folder
-from engine.store.rows.export import whole_file
+from engine.store.private import private_folder, whole_file
 
 _OBJECTS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "r2", "memory"})
 """Protocols of stores in which an upload is visible only as a whole."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from engine.errors import StoreError
 
 
 def private_folder(path: Path, *, exist_ok: bool = False) -> None:
@@ -27,3 +31,23 @@ def private_file(path: Path) -> Path:
     """
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
     return path
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a temporary file to write; it is renamed to `path` if the block succeeds, and removed if not.
+
+    Raises:
+        StoreError: the file cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        private_file(draft)
+        try:
+            yield draft
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error}") from error

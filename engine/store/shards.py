@@ -27,8 +27,8 @@ from pydantic import ValidationError
 from engine.errors import StoreError
 from engine.store.header import RunHeader
 from engine.store.places import Place, is_url
+from engine.store.private import whole_file
 from engine.store.reader import RunStatus
-from engine.store.rows.export import whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
-from engine.store.private import private_file, private_folder
+from engine.store.private import private_file, private_folder, whole_file
 from engine.store.rows.columns import json_text
-from engine.store.rows.export import whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -27,7 +27,7 @@ from engine.plugins.scenarios.from_journal import ScriptWriter, expected_of, tas
 from engine.plugins.scenarios.load import ENDINGS, SUFFIX, load_scenarios, spec_of
 from engine.plugins.scenarios.suite import Formats, run_suite
 from engine.spec.load import load_spec
-from engine.store.rows.export import whole_file
+from engine.store.private import whole_file
 
 if TYPE_CHECKING:
     from engine.plugins.scenarios.suite import SuiteResult

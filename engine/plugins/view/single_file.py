@@ -20,7 +20,7 @@ from engine.errors import EngineError, StoreError
 from engine.plugins.view import assets
 from engine.plugins.view.documents import Documents
 from engine.store.listing.listing import Listing
-from engine.store.rows.export import whole_file
+from engine.store.private import whole_file
 
 _ESCAPES = ((b"<", b"\\u003c"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 """Characters that would end the element that holds the data, or a line of a script, and their escapes in JSON."""

@@ -16,10 +16,8 @@ Invariants:
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -27,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.errors import LedgerError, StoreError
+from engine.errors import LedgerError
 from engine.masking import mask
 from engine.rewards.credit import Member, Values, Where, credit_tokens, place
 from engine.rewards.ledger import SealedLedger
 from engine.schemas.credit import CreditSpec
 from engine.schemas.experts import experts_as_text
 from engine.schemas.reward_spec import RewardsSpec
-from engine.store.private import private_file
+from engine.store.private import whole_file
 from engine.store.rows.columns import json_text, message_row, outcome_row, task_row
 
 if TYPE_CHECKING:
@@ -267,23 +265,3 @@ def write_jsonl(rows: Iterable[Row], path: Path) -> int:
             file.write(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
             count += 1
     return count
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Give a temporary file to write; it is renamed to `path` if the block succeeds, and removed if not.
-
-    Raises:
-        StoreError: the file cannot be written.
-    """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        private_file(draft)
-        try:
-            yield draft
-            draft.replace(path)
-        finally:
-            draft.unlink(missing_ok=True)
-    except OSError as error:
-        raise StoreError(f"cannot write {path}: {error}") from error
