@@ -82,12 +82,12 @@ def raw(folder: Path, live: int, entries: int) -> tuple[float, float]:
     path = folder / f"raw-{live}-{time.time_ns()}.db"
     database.create_tables(path)
     connection = database.connect_writer(path)
-    written = [codec.write_record(record) for record in records()]
+    columns = [(made.kind, made.payload, made.tokens) for made in map(codec.encode_record, records())]
     rows = []
     for episode in range(0, max(live, entries // (2 * TURNS)), live):
         for seq in range(2 * TURNS):
             head = ("GENERATING", "tool_calls", "AWAITING_TOOL") if seq % 2 == 0 else ("AWAITING_TOOL", "results", "G")
-            rows += [(episode + n, 0, seq, *head, *written[seq % 2], 1.7e9, 0.2) for n in range(live)]
+            rows += [(episode + n, 0, seq, *head, *columns[seq % 2], 1.7e9, 0.2) for n in range(live)]
     statement = f"INSERT INTO journal VALUES ({', '.join('?' * database.COLUMNS['journal'])})"
     cpu, wall = time.process_time(), time.perf_counter()
     for start in range(0, len(rows), live):

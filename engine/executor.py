@@ -33,7 +33,7 @@ from engine.limit import MAX_STEPS
 from engine.limits import CONTEXT, EPISODE_SECONDS, PROMPT_LIMITS
 from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record, UnreadRecord
 from engine.schemas.trajectory import Failure
-from engine.store.codec import Ending, Written, write_record
+from engine.store.codec import EncodedRecord, Ending, encode_record
 
 if TYPE_CHECKING:
     from engine.actions.images import StoreImages
@@ -57,7 +57,7 @@ class _StateWork(NamedTuple):
 _UNTIMED = nullcontext()
 
 
-Append = Callable[[str, JournalEntry, Written], Awaitable[None]]
+Append = Callable[[str, JournalEntry, EncodedRecord], Awaitable[None]]
 """Appends an entry, given its record in columns. The awaitable is done when the entry is durable; where it is a future,
 the entry already has its position in the journal."""
 Watch = Callable[[Episode, str, str], None]
@@ -394,12 +394,12 @@ def never_built(journal: Sequence[JournalEntry]) -> bool:
     return bool(journal) and isinstance(first := journal[0].record, FailureRecord) and not first.built
 
 
-def _written(record: Record, episode: Episode) -> Written:
+def _written(record: Record, episode: Episode) -> EncodedRecord:
     """A record in columns; the record of a failure instead, where an answer of the spec's code cannot be stored."""
     try:
-        return write_record(record)
+        return encode_record(record)
     except EngineError as error:
-        return write_record(FailureRecord(failure=failure_of(error, episode)))
+        return encode_record(FailureRecord(failure=failure_of(error, episode)))
 
 
 def _comparable(record: Record) -> Any:

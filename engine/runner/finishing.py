@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.errors import StoreError
-from engine.store.codec import write_trajectory
+from engine.store.codec import encode_trajectory
 
 if TYPE_CHECKING:
     from engine.episode import Episode
@@ -55,7 +55,7 @@ class Finisher:
                 cancelled = error
         try:
             trajectory = episode.trajectory(self._store.run_id, exact=self._guard is not None)
-            written = write_trajectory(trajectory)
+            written = encode_trajectory(trajectory)
             if self._guard is not None:
                 judging = asyncio.ensure_future(self._guard.judged(episode, trajectory, written))
                 try:
@@ -68,7 +68,7 @@ class Finisher:
                         raise TimeoutError from error
                     judged = judging.result()
                 if judged is not trajectory:
-                    trajectory, written = judged, write_trajectory(judged)
+                    trajectory, written = judged, encode_trajectory(judged)
             await self._store.finish(trajectory, ending, written)
             for observer in self._observers:
                 observer.episode_ended(trajectory)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engine.episode import Episode
     from engine.schemas.trajectory import Outcome, Trajectory
     from engine.spec.load import LoadedSpec
-    from engine.store.codec import WrittenTrajectory
+    from engine.store.codec import EncodedTrajectory
     from engine.tokens.format import ChatFormat
 
 log = structlog.get_logger(__name__)
@@ -60,7 +60,7 @@ class EpisodeGuard:
         """Why every prompt is rendered whole; None where no row with a wrong bridge was found."""
         form.bridges.whole = form.bridges.whole or self.reason
 
-    async def judged(self, episode: Episode, trajectory: Trajectory, written: WrittenTrajectory) -> Trajectory:
+    async def judged(self, episode: Episode, trajectory: Trajectory, written: EncodedTrajectory) -> Trajectory:
         """The trajectory, with a failure where its rows are not what the chat template writes.
 
         Args:

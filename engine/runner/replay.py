@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
-    from engine.store.codec import Written
+    from engine.store.codec import EncodedRecord
     from engine.store.reader import RunReader
     from engine.tokens.format import ChatFormat
 
@@ -45,7 +45,7 @@ class Replayed:
     """The first difference from the stored episode; None if there is none."""
 
 
-async def _no_append(episode_id: str, entry: JournalEntry, written: Written) -> None:
+async def _no_append(episode_id: str, entry: JournalEntry, written: EncodedRecord) -> None:
     raise AssertionError("a replay writes nothing")
 
 

@@ -80,7 +80,7 @@ def _unsayable(problem: str) -> SpecCodeError:
     )
 
 
-class Written(msgspec.Struct, frozen=True):
+class EncodedRecord(msgspec.Struct, frozen=True):
     """A journal record in columns."""
 
     kind: str
@@ -101,10 +101,10 @@ class Ending(NamedTuple):
     """The last journal entry of an episode, which is written in the same commit as the episode's end."""
 
     entry: JournalEntry
-    written: Written
+    written: EncodedRecord
 
 
-def write_record(record: Record) -> Written:
+def encode_record(record: Record) -> EncodedRecord:
     """Convert a journal record to columns.
 
     Raises:
@@ -119,7 +119,9 @@ def write_record(record: Record) -> Written:
                 packed = pack_experts(generation.routed_experts)
                 tokens, said["routed_experts"] = tokens + packed["data"], [*packed["shape"], packed["dtype"]]
             beside = {"whole": True} if record.whole else {}
-            return Written("generation", json_of({"kind": "generation", "generation": said} | beside), tokens, record)
+            return EncodedRecord(
+                "generation", json_of({"kind": "generation", "generation": said} | beside), tokens, record
+            )
         answers = record.answers()
         problem = next(filter(None, (refusal({place: answer}) for place, answer in (answers or {}).items())), None)
         if problem is not None:
@@ -127,7 +129,7 @@ def write_record(record: Record) -> Written:
         text = json_of(record.data if type(record) is UnreadRecord else record)
         if len(text) > 4 * MAX_SIZE:
             raise _unsayable(f"it has {len(text):,} characters as JSON; {4 * MAX_SIZE:,} are allowed")
-        return Written(record.kind, text, None, record if answers is None else type(record).read_json(text))
+        return EncodedRecord(record.kind, text, None, record if answers is None else type(record).read_json(text))
     except SpecCodeError as error:
         error.blame = record.blame
         raise
@@ -141,14 +143,14 @@ def write_record(record: Record) -> Written:
         raise fault from error
 
 
-def entry_row(entry: JournalEntry, written: Written | None = None) -> tuple[Any, ...]:
+def entry_row(entry: JournalEntry, written: EncodedRecord | None = None) -> tuple[Any, ...]:
     """Convert a journal entry to columns (seq, state, event, dest, kind, payload, tokens, at, seconds).
 
     Args:
         entry: The entry.
         written: Its record in columns, if they exist already.
     """
-    kind, payload, tokens = (made := written or write_record(entry.record)).kind, made.payload, made.tokens
+    kind, payload, tokens = (made := written or encode_record(entry.record)).kind, made.payload, made.tokens
     return entry.seq, entry.state, entry.event, entry.dest, kind, payload, tokens, entry.at, entry.seconds
 
 
@@ -188,7 +190,7 @@ def read_entry(row: Sequence[Any]) -> JournalEntry:
         return JournalEntry.read(told | {"seconds": seconds})
 
 
-class WrittenTrajectory(NamedTuple):
+class EncodedTrajectory(NamedTuple):
     """The rows of a trajectory, without the episode's number."""
 
     trajectory: str
@@ -198,13 +200,13 @@ class WrittenTrajectory(NamedTuple):
     """(seq, turn, name, delta, after, at_turn, op, cause, source)"""
 
 
-def write_trajectory(trajectory: Trajectory) -> WrittenTrajectory:
+def encode_trajectory(trajectory: Trajectory) -> EncodedTrajectory:
     """Convert a trajectory to rows.
 
     Raises:
         StoreError: the arrays of a branch do not match its spans.
     """
-    return WrittenTrajectory(
+    return EncodedTrajectory(
         json_of({name: getattr(trajectory, name) for name in _BESIDE_ROWS}),
         [_write_branch(branch, trajectory.episode_id) for branch in trajectory.branches],
         [tuple(getattr(posting, name) for name in _POSTING) for posting in trajectory.postings],

@@ -119,7 +119,7 @@ def finish(
     track: Track,
     entries: int,
     trajectory: Trajectory,
-    written: codec.WrittenTrajectory,
+    written: codec.EncodedTrajectory,
 ) -> Ended:
     """Write the end of an episode whose journal holds `entries` entries.
 

@@ -216,7 +216,7 @@ class RunStore(RunReader):
         self._tracks.set(episode_id, Track(number, current, len(journal)))
         return journal
 
-    async def append(self, episode_id: str, entry: JournalEntry, written: codec.Written | None = None) -> None:
+    async def append(self, episode_id: str, entry: JournalEntry, written: codec.EncodedRecord | None = None) -> None:
         """Write a journal entry; returns when it is committed, so that a crash of the process can no longer lose it.
 
         Args:
@@ -229,9 +229,9 @@ class RunStore(RunReader):
                 failed write the episode accepts no more entries.
             SpecCodeError: it holds a value that JSON cannot represent.
         """
-        await self.post(episode_id, entry, written or codec.write_record(entry.record))
+        await self.post(episode_id, entry, written or codec.encode_record(entry.record))
 
-    def post(self, episode_id: str, entry: JournalEntry, written: codec.Written) -> Awaitable[None]:
+    def post(self, episode_id: str, entry: JournalEntry, written: codec.EncodedRecord) -> Awaitable[None]:
         """Write a journal entry without waiting: the returned awaitable is done when the entry is committed.
 
         A returned future means that the entry has its place already, so that others may follow before it is committed; they
@@ -241,7 +241,9 @@ class RunStore(RunReader):
         track.next += 1
         return self._writing().append(track, row, written.size)
 
-    def _next_row(self, episode_id: str, entry: JournalEntry, written: codec.Written) -> tuple[Track, tuple[Any, ...]]:
+    def _next_row(
+        self, episode_id: str, entry: JournalEntry, written: codec.EncodedRecord
+    ) -> tuple[Track, tuple[Any, ...]]:
         """Return the episode's track and the journal row of an entry. Raises StoreError if it is not the next entry."""
         self._writing()
         track = self._tracks.get(episode_id, entry.seq)
@@ -278,7 +280,7 @@ class RunStore(RunReader):
         self,
         trajectory: Trajectory,
         ending: codec.Ending | None = None,
-        written: codec.WrittenTrajectory | None = None,
+        written: codec.EncodedTrajectory | None = None,
     ) -> None:
         """Write the end of an episode in one commit: its last entry, outcome, trajectory, branches, postings and status.
 
@@ -295,7 +297,7 @@ class RunStore(RunReader):
         """
         self._writing()
         track = self._tracks.get(trajectory.episode_id)
-        written = written or codec.write_trajectory(trajectory)
+        written = written or codec.encode_trajectory(trajectory)
         last = [self._next_row(trajectory.episode_id, *ending)[1]] if ending is not None else []
         entries = track.next + len(last)
 

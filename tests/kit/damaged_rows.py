@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import engine.runner.finishing as finishing
 from engine.schemas.trajectory import Outcome, Trajectory
-from engine.store.codec import WrittenTrajectory
+from engine.store.codec import EncodedTrajectory
 
 
 @contextmanager
 def damaged_row(branch: int) -> Iterator[list[str]]:
     """The token before the last reply of a branch is another one when the guard gets it. Gives how the guard names that place."""
-    write, places = finishing.write_trajectory, list[str]()
+    write, places = finishing.encode_trajectory, list[str]()
 
-    def damaged(trajectory: Trajectory) -> WrittenTrajectory:
+    def damaged(trajectory: Trajectory) -> EncodedTrajectory:
         if places:
             return write(trajectory)
         rows = list(trajectory.branches)
@@ -28,11 +28,11 @@ def damaged_row(branch: int) -> Iterator[list[str]]:
         places.append(f"branch {branch % len(rows)}, token {last - 1} (id {ids[last - 1]}): ")
         return write(replace(trajectory, branches=rows))
 
-    finishing.write_trajectory = damaged
+    finishing.encode_trajectory = damaged
     try:
         yield places
     finally:
-        finishing.write_trajectory = write
+        finishing.encode_trajectory = write
 
 
 def assert_refused(outcome: Outcome, places: list[str]) -> None:

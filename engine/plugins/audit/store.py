@@ -36,7 +36,7 @@ from engine.schemas.journal import JournalEntry
 from engine.spec.load import load_spec
 from engine.storable import stored_fields
 from engine.store import RunHeader, RunStore
-from engine.store.codec import Written
+from engine.store.codec import EncodedRecord
 from engine.store.header import new_run_id
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ async def store_rows(
         workers.close()
 
 
-async def _no_append(episode_id: str, entry: JournalEntry, written: Written) -> None:
+async def _no_append(episode_id: str, entry: JournalEntry, written: EncodedRecord) -> None:
     raise AssertionError("the entries are appended by the caller")
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory
-    from engine.store.codec import Written
+    from engine.store.codec import EncodedRecord
     from engine.tokens.format import ChatFormat
 
 THREADS = 8
@@ -96,7 +96,7 @@ class _ScenarioEpisode:
             images=ImageStorer(form, images, images.fetch, factory.spec),
         )
 
-    async def _append(self, episode_id: str, entry: JournalEntry, written: Written) -> None:
+    async def _append(self, episode_id: str, entry: JournalEntry, written: EncodedRecord) -> None:
         self._journal.append(entry)
 
     async def play(self, task: Task, scenarios: ScenarioSet, index: int) -> Played:

@@ -32,7 +32,7 @@ from engine.store import codec
 
 
 def through(record: Record, at: float = 1.5, seconds: float = 0.25) -> JournalEntry:
-    written = codec.write_record(record)
+    written = codec.encode_record(record)
     return codec.read_entry((3, "A", "e", "B", written.kind, written.payload, written.tokens, at, seconds))
 
 
@@ -108,7 +108,7 @@ def test_numpy_values_in_facts_become_plain_numbers() -> None:
 def test_what_json_cannot_represent_is_the_fault_of_its_code(value: Any) -> None:
     record = UserRecord(turn=UserTurn(content="x", facts={"bad": value}))
     with pytest.raises(SpecCodeError, match="Facts, results and task fields must be JSON") as caught:
-        codec.write_record(record)
+        codec.encode_record(record)
     assert (caught.value.kind, caught.value.blame) == ("not_json", "user")
 
 
@@ -172,7 +172,7 @@ def test_a_branch_whose_mask_is_not_its_spans_is_refused() -> None:
         branches=[branch],
     )
     with pytest.raises(StoreError, match="t/0: the arrays of branch 0 are not those of its spans"):
-        codec.write_trajectory(trajectory)
+        codec.encode_trajectory(trajectory)
 
 
 def test_messages_with_images_return_equal() -> None:

@@ -188,20 +188,20 @@ def test_every_record_is_stored_and_read_back_as_the_same(record: Any, data: Any
     row = codec.entry_row(entry)
     assert codec.entry_row(codec.read_entry(row)) == row
     assert same(codec.read_entry(row), entry)
-    assert same(codec.write_record(made).record, made)
+    assert same(codec.encode_record(made).record, made)
 
 
 @settings(deadline=None, max_examples=12)
 @given(made=structs(Trajectory))
 def test_every_trajectory_is_stored_and_read_back_as_the_same(made: Trajectory) -> None:
-    written = codec.write_trajectory(made)
+    written = codec.encode_trajectory(made)
     again = codec.read_trajectory(
         written.trajectory,
         [codec.read_branch(row) for row in written.branches],
         [codec.read_posting(row) for row in written.postings],
     )
     check(again)
-    assert codec.write_trajectory(again) == written
+    assert codec.encode_trajectory(again) == written
     assert again.json() == made.json()
 
 
@@ -220,7 +220,7 @@ hostile = (
 @settings(deadline=None, max_examples=examples(100))
 @given(data=st.data())
 def test_stored_bytes_of_another_form_are_refused_by_the_name_of_their_record(data: Any) -> None:
-    written = codec.write_trajectory(data.draw(structs(Trajectory)))
+    written = codec.encode_trajectory(data.draw(structs(Trajectory)))
     rows: list[tuple[Any, Any, str]] = [
         (codec.read_entry, codec.entry_row(data.draw(structs(JournalEntry))), r"journal entry .* \(`.*`\)"),
         (lambda row: codec.read_trajectory(row[0], [], []), (written.trajectory,), "the trajectory"),

@@ -60,10 +60,10 @@ def test_a_row_has_what_the_episode_ended_with(run: Path) -> None:
 
 def test_the_values_of_a_head_are_those_of_the_trajectory() -> None:
     for made in (make_trajectory(1), ended(0, 0), ended(2, 1), ended(5, 0), make_trajectory(0, branches=0)):
-        head = read_head(codec.write_trajectory(made).trajectory)
+        head = read_head(codec.encode_trajectory(made).trajectory)
         assert end_values(frozenset(END_VALUES), head) == end_values(frozenset(END_VALUES), made)
     nan = replace(make_trajectory(), facts={"x": float("inf")})
-    assert read_head(codec.write_trajectory(nan).trajectory).facts == {"x": float("inf")}
+    assert read_head(codec.encode_trajectory(nan).trajectory).facts == {"x": float("inf")}
 
 
 @pytest.mark.parametrize(
