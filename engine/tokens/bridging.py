@@ -17,7 +17,7 @@ from engine.errors import RenderError
 from engine.fast.reply_text import make_reply_text, parts_of, shape_of
 from engine.fast.wrapper import Wrapper, is_plain, make_wrapper
 from engine.tokens.literal import MARK, unquote
-from engine.tokens.proof import ODD_KINDS, Extension, Frame, Trail, Verdict, View, prove, remainder
+from engine.tokens.proof import ODD_KINDS, Extension, Frame, MessageKinds, Verdict, View, prove, remainder
 from engine.tokens.tape_text import difference, end_in, pieces_of
 from engine.tokens.template_keys import TemplateKeys
 
@@ -64,7 +64,7 @@ class Bridges:
 
     def bridge(
         self,
-        trail: Trail,
+        before: MessageKinds,
         reply: View,
         new: Sequence[View],
         *,
@@ -74,8 +74,8 @@ class Bridges:
         kinds: bytes | None = None,
         thinking: bool = False,
         keep: bool = False,
-        conversation: Callable[[], list[View]] | None = None,
-        tape: Tape | None = None,
+        conversation: Callable[[], list[View]],
+        tape: Tape,
         whole: bool | None = None,
     ) -> Extension | str:
         """The exact continuation of a tape whose newest reply is `reply`, or why there is none.
@@ -83,7 +83,7 @@ class Bridges:
         Costs O(new) for a plain reply, and O(reply + new) for another, once this process has met messages of these kinds.
 
         Args:
-            trail: The kinds of all messages up to and including the reply.
+            before: The kinds of all messages up to and including the reply.
             reply: The reply as templates read it.
             new: The messages that follow.
             tools: The conversation's tools.
@@ -93,28 +93,28 @@ class Bridges:
             thinking: The reply ended inside its reasoning.
             keep: Continue although the template would rewrite earlier messages.
             conversation: Gives all messages up to and including the reply; called where a shorter conversation is not enough.
-            tape: The tape, which ends with the reply. Without it, and without `conversation`, probes decide.
+            tape: The tape, which ends with the reply.
             whole: Whether the whole conversation is rendered. Default: as `self.whole` says.
         """
         if kinds is None:
-            kinds = bytes([self._form.views.kind(view) for view in new])
+            kinds = self._kinds(new)
         if whole is None:
             whole = self.whole is not None
-        whole = whole or trail.odd or not ODD_KINDS.isdisjoint(kinds)
-        if self._dated and trail.day != (today := date.today()):
+        whole = whole or before.odd or not ODD_KINDS.isdisjoint(kinds)
+        if self._dated and before.day != (today := date.today()):
             whole = True
             if today != self._day:
                 self._day = today
                 self._verdicts.clear()
                 self._wrappers.clear()
-        if whole and conversation is not None and tape is not None:
-            compared = self._bridge_by_whole(conversation(), new, bytes(trail.kinds) + kinds, tools, last, tape)
+        if whole:
+            compared = self._bridge_by_whole(conversation(), new, kinds, tools, last, tape)
             if not (keep and isinstance(compared, str)):
                 return compared
-        key = (trail.signature(kinds), tools is not None if not (tools and self._reads_tools) else to_json(tools))
+        key = (before.signature(kinds), tools is not None if not (tools and self._reads_tools) else to_json(tools))
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = self._verdicts[key] = prove(self._form, bytes(trail.kinds), kinds, tools)
+            verdict = self._verdicts[key] = prove(self._form, self._kinds(conversation()), kinds, tools)
         if not verdict.bridged or not (verdict.history or keep):
             return verdict.why
         try:
@@ -151,6 +151,9 @@ class Bridges:
             return form.extension(reply, new, tools)
         return Extension(*wrapper.ids(form, [view["content"] for view in new]))
 
+    def _kinds(self, views: Sequence[View]) -> bytes:
+        return bytes([self._form.views.kind(view) for view in views])
+
     def _bridge_by_whole(
         self,
         views: list[View],
@@ -176,7 +179,7 @@ class Bridges:
             at = max(difference(pieces, text) - _BEFORE, 0)
             said = "".join([piece for _, piece in pieces])
             return f"the template writes {text[at : at + _EXCERPT]!r} where the tape has {said[at : at + _EXCERPT]!r}"
-        if role := form.dropped(kinds, tools):
+        if role := form.dropped(self._kinds(views) + kinds, tools):
             return f"the template does not show a message of role `{role}` here"
         closing = [last] if last is not None and last in form.stop_set else []
         # A token that ends a reply may take white space after it: it is encoded again, in front of what follows.
@@ -240,15 +243,13 @@ class Bridges:
         new: Sequence[View],
         found: Extension,
         tools: list[View] | None,
-        conversation: Callable[[], list[View]] | None,
+        conversation: Callable[[], list[View]],
     ) -> str | None:
         """What the template writes for a reply, its end token included; None where it rewrites earlier messages."""
         form = self._form
         shown = None if frame is None else self._shown_in(frame, reply)
         if shown is not None:
             return unquote(shown)
-        if conversation is None:
-            return None
         views = conversation()
         before, whole = form.text(views[:-1], tools), form.text([*views, *new], tools)
         return _between(unquote(before), unquote(whole), form.decode(found.bridge))

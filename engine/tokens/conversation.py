@@ -24,7 +24,7 @@ from engine.tokens.format import ChatFormat
 from engine.tokens.leaf import Leaf, ReplyEnd
 from engine.tokens.parts import call_tokens, text_tokens
 from engine.tokens.prompts import Prompts
-from engine.tokens.proof import Trail
+from engine.tokens.proof import MessageKinds
 from engine.tokens.replies import ParsedReply
 from engine.tokens.sampled import check_sampled
 from engine.tokens.tape import IntVector, Tape
@@ -83,7 +83,7 @@ class Conversation(Prompts):
             self.tapes.length,
             self.thread.state(),
             self._prompted,
-            self._trail.copy(),
+            self._kinds,
             self._newest,
             self._end,
             self._tools,
@@ -122,12 +122,12 @@ class Conversation(Prompts):
         self.thread.resume(kept, new, self._tools, opening=not self.tapes.places, again=again)
         self._condensed = ""
         if leaf is None or leaf.tools != self._tools:
-            self._trail, self._prompted, self._end = Trail(), 0, ReplyEnd(None, False)
+            self._kinds, self._prompted, self._end = MessageKinds(), 0, ReplyEnd(None, False)
             if self.tapes.current is not None:
                 self._condensed = reason or "another thread"
                 self._tokens = 0
             return
-        self._trail, self._newest, self._end = leaf.trail.copy(), leaf.newest, leaf.last
+        self._kinds, self._newest, self._end = leaf.kinds, leaf.newest, leaf.last
         self._prompted = leaf.prompted
         self.tapes.resume(leaf.at, leaf.end, reason)
 
@@ -142,7 +142,7 @@ class Conversation(Prompts):
         found.thread.resume(None if leaf is None else leaf.thread, new, found._tools, opening=False, again=True)
         if leaf is not None and leaf.tools == found._tools:
             found.tapes.begin(self.tapes.all[leaf.at][0].fork(leaf.end), "")
-            found._trail, found._newest, found._end = leaf.trail.copy(), leaf.newest, leaf.last
+            found._kinds, found._newest, found._end = leaf.kinds, leaf.newest, leaf.last
             found._prompted = leaf.prompted
         return found
 
@@ -272,7 +272,7 @@ class Conversation(Prompts):
         )
         as_written = (parsed.attempts and not parsed.as_calls) or self.form.views.spells_tokens(view)
         self.thread.reply(message, view if as_written else None)
-        self._trail.add(self.form.views.kind(view))
+        self._kinds = self._kinds.add(self.form.views.kind(view))
         self._prompted = len(self.thread)
         self._condensed = ""
         self.tapes.places.append(place)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.tokens.proof import Trail, TrailMark, View
+from engine.tokens.proof import MessageKinds, View
 from engine.tokens.tapes import TapesMark
 from engine.tokens.thread import ThreadState, Waiting
 
@@ -32,7 +32,7 @@ class Leaf(NamedTuple):
     thread: ThreadState
     prompted: int
     """How many messages of the thread are on the tape."""
-    trail: Trail
+    kinds: MessageKinds
     newest: View
     """The reply."""
     last: ReplyEnd
@@ -43,6 +43,6 @@ class PromptMark(NamedTuple):
     """The state of a conversation before a prompt was made."""
 
     tapes: TapesMark
-    trail: TrailMark
+    kinds: MessageKinds
     prompted: int
     waiting: Waiting

@@ -17,7 +17,7 @@ from engine.schemas.message import ImagePart, Message
 from engine.schemas.trajectory import Branch
 from engine.tokens.format import ChatFormat
 from engine.tokens.leaf import PromptMark, ReplyEnd
-from engine.tokens.proof import Trail, View
+from engine.tokens.proof import MessageKinds, View
 from engine.tokens.tape import IntVector, Tape
 from engine.tokens.tapes import Tapes
 from engine.tokens.thread import Thread
@@ -42,12 +42,12 @@ class Prompts:
         "_before",
         "_condensed",
         "_end",
+        "_kinds",
         "_made",
         "_newest",
         "_prompted",
         "_tokens",
         "_tools",
-        "_trail",
         "form",
         "history",
         "recorded",
@@ -71,7 +71,7 @@ class Prompts:
         """Why the next prompt begins a branch with a shorter thread; empty where it does not."""
         self._tokens = 0
         """Tokens of that thread."""
-        self._trail = Trail()
+        self._kinds = MessageKinds()
         self.tapes = Tapes()
         """Its tapes, one for each branch."""
         self._prompted = 0
@@ -132,7 +132,7 @@ class Prompts:
         if self._asked:
             raise ValueError("a prompt waits for its reply: call take_back() before condense()")
         self.thread.replace(thread)
-        self._trail, self._prompted = Trail(), 0
+        self._kinds, self._prompted = MessageKinds(), 0
         self._condensed, self._tokens = reason, tokens
 
     def admit(self, new: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
@@ -169,7 +169,7 @@ class Prompts:
         if self._asked and self._prompted == len(self.thread):
             return self.tapes.ids
         if self._before is None:
-            self._before = PromptMark(self.tapes.mark(), self._trail.mark(), self._prompted, self.thread.waiting)
+            self._before = PromptMark(self.tapes.mark(), self._kinds, self._prompted, self.thread.waiting)
         new = self.thread.views(self._prompted)
         kinds = bytes([self.form.views.kind(view) for view in new])
         if self.tapes.current is None:
@@ -180,7 +180,7 @@ class Prompts:
             self._go_on(new, kinds)
         self.thread.prompted()
         for kind in kinds:
-            self._trail.add(kind)
+            self._kinds = self._kinds.add(kind)
         self._prompted = len(self.thread)
         self._asked = True
         self._made = time()
@@ -192,7 +192,7 @@ class Prompts:
         if before is None:
             return
         self.tapes.restore(before.tapes)
-        self._trail.cut(before.trail)
+        self._kinds = before.kinds
         self._prompted, self._asked = before.prompted, False
         self.thread.wait_again(before.waiting)
 
@@ -228,7 +228,7 @@ class Prompts:
         assert tape is not None
         self.whole = self.form.bridges.whole is not None if self.recorded is None else self.recorded
         found = self.form.bridges.bridge(
-            self._trail,
+            self._kinds,
             self._newest,
             new,
             kinds=kinds,

@@ -177,61 +177,43 @@ def _is_marked(text: str) -> bool:
     return text.startswith(MARKERS[0]) and bool(reasoning.strip()) and bool(rest.strip()) and not odd
 
 
-TrailMark = tuple[int, bool, bytes | None, int, int, int]
+class MessageKinds(msgspec.Struct, frozen=True):
+    """What the verdict on a bridge depends on, of the messages before it: a value, made from its predecessor in O(1)."""
 
+    day: date = msgspec.field(default_factory=date.today)
+    """The day on which the conversation began."""
+    opening: bytes = b""
+    """The kinds before the first reply."""
+    replied: bool = False
+    last: bytes = b""
+    """The last three kinds."""
+    pairs: int = 0
+    """A bit for each kind that ever followed another."""
+    since: int = 0
+    """`pairs` since the newest plain message of a user."""
+    since_any: int = 0
+    """`pairs` since the newest message of role `user`."""
+    odd: bool = False
+    """A message is of an odd kind."""
 
-class Trail:
-    """The kinds of a conversation's messages, and the signature that a verdict is kept under. O(1) a message."""
+    def add(self, kind: int) -> MessageKinds:
+        """With one more message."""
+        replied = self.replied or kind >= ASSISTANT
+        pair = 1 << (self.last[-1] * _KINDS + kind) if self.last else 0
+        return MessageKinds(
+            self.day,
+            self.opening if replied else self.opening + bytes((kind,)),
+            replied,
+            self.last[-2:] + bytes((kind,)),
+            self.pairs | pair,
+            0 if kind == USER else self.since | pair,
+            0 if kind in _USERS else self.since_any | pair,
+            self.odd or (kind >= ASSISTANT and is_odd(kind)),
+        )
 
-    __slots__ = ("_head", "_pairs", "_since", "_since_any", "day", "kinds", "odd")
-
-    def __init__(self) -> None:
-        self.kinds = bytearray()
-        self.day = date.today()
-        """The day on which it began."""
-        self.odd = False
-        """A message is of an odd kind."""
-        self._head: bytes | None = None
-        self._pairs = 0
-        """A bit for each kind that ever followed another."""
-        self._since = 0
-        """`_pairs` since the newest plain message of a user."""
-        self._since_any = 0
-        """`_pairs` since the newest message of role `user`."""
-
-    def add(self, kind: int) -> None:
-        """One more message."""
-        kinds = self.kinds
-        if kind >= ASSISTANT:
-            if self._head is None:
-                self._head = bytes(kinds)
-            self.odd = self.odd or is_odd(kind)
-        if kinds:
-            pair = 1 << (kinds[-1] * _KINDS + kind)
-            self._pairs |= pair
-            self._since = 0 if kind == USER else self._since | pair
-            self._since_any = 0 if kind in _USERS else self._since_any | pair
-        kinds.append(kind)
-
-    def copy(self) -> Trail:
-        """A trail that grows independently; O(messages)."""
-        other = Trail()
-        other.kinds, other.day = self.kinds[:], self.day
-        other.cut(self.mark())
-        return other
-
-    def mark(self) -> TrailMark:
-        """The current state, for `cut`."""
-        return len(self.kinds), self.odd, self._head, self._pairs, self._since, self._since_any
-
-    def cut(self, mark: TrailMark) -> None:
-        """Remove the messages since `mark`."""
-        length, self.odd, self._head, self._pairs, self._since, self._since_any = mark
-        del self.kinds[length:]
-
-    def signature(self, new: bytes) -> tuple[bytes | None, int, int, int, bytes, bytes]:
+    def signature(self, new: bytes) -> tuple[bytes, bool, int, int, int, bytes, bytes]:
         """The key of the verdict on the kinds `new` after these messages."""
-        return self._head, self._pairs, self._since, self._since_any, bytes(self.kinds[-3:]), new
+        return self.opening, self.replied, self.pairs, self.since, self.since_any, self.last, new
 
 
 class Frame(NamedTuple):

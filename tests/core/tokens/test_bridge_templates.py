@@ -34,7 +34,7 @@ from engine.tokens.proof import (
     USER,
     Extension,
     Looked,
-    Trail,
+    MessageKinds,
     View,
     kind_of,
     prove,
@@ -149,9 +149,7 @@ def test_kinds_are_what_templates_look_at(view: View, kind: int) -> None:
 def test_markers_that_a_template_does_not_name_are_only_text(formats: Formats) -> None:
     view = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\n42"}
     assert kind_of(view, Looked()) == ASSISTANT
-    trail = Trail()
-    trail.add(ASSISTANT + ODD + CALLS)
-    assert trail.odd
+    assert MessageKinds().add(ASSISTANT + ODD + CALLS).odd
 
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
