@@ -66,9 +66,9 @@ async def through_store(folder: Path, live: int, entries: int) -> tuple[float, f
         async def crew() -> None:
             nonlocal written
             for index in episodes:
-                await store.begin(Task(id=str(index), index=index, fields={}), 0)
+                journal = await store.begin(Task(id=str(index), index=index, fields={}), 0)
                 for seq in range(2 * TURNS):
-                    await store.append(f"{index}/0", entry(seq, turn[seq % 2]))
+                    await journal.append(entry(seq, turn[seq % 2]), codec.encode_record(turn[seq % 2]))
                     written += 1
 
         cpu, wall = time.process_time(), time.perf_counter()

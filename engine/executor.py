@@ -4,8 +4,8 @@ Invariants:
 - An action that anything outside the engine can see begins only when the record before it is durable. Sampling and calls
   of `pure` tools are pipelined: they may begin while that record is being written. A reply is appended only when
   everything before it is durable, so a crash loses at most one unfinished turn.
-- The executor does not write the entry that ends an episode: `run` returns it, and the caller writes it in the same commit
-  as the episode's end. So a journal that has ended belongs to a finished episode. Where it does not (a run of an older
+- The executor does not write the entry that ends an episode: the journal holds it, and writes it in the same commit
+  as the episode's result. So a journal that has ended belongs to a finished episode. Where it does not (a run of an older
   engine, or an end that could not be written), the episode is finished from its journal, and no action is performed.
 - An action that fails or reaches a limit does not change the conversation.
 - An error inside one episode becomes a `Failure` of that episode. `run` raises for cancellation, for errors that stop
@@ -16,9 +16,8 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,13 +32,15 @@ from engine.limit import MAX_STEPS
 from engine.limits import CONTEXT, EPISODE_SECONDS, PROMPT_LIMITS
 from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record, UnreadRecord
 from engine.schemas.trajectory import Failure
-from engine.store.codec import EncodedRecord, Ending, encode_record
+from engine.store.codec import EncodedRecord, encode_record
 
 if TYPE_CHECKING:
     from engine.actions.images import StoreImages
     from engine.deadline import PausableClocks
     from engine.machine.compile import EpisodeMachine
     from engine.rewards.rules import Rules
+    from engine.store.journal import Journal, MemoryJournal
+    from engine.store.writer import Write
 
 
 _GAVE_UP = (LimitRecord, FailureRecord)
@@ -57,9 +58,6 @@ class _StateWork(NamedTuple):
 _UNTIMED = nullcontext()
 
 
-Append = Callable[[str, JournalEntry, EncodedRecord], Awaitable[None]]
-"""Appends an entry, given its record in columns. The awaitable is done when the entry is durable; where it is a future,
-the entry already has its position in the journal."""
 Watch = Callable[[Episode, str, str], None]
 """Called at each transition with the episode, the state before it, and the event."""
 
@@ -78,7 +76,6 @@ class Executor:
         rules: Rules,
         *,
         episode_seconds: float | None,
-        append: Append,
         watch: Watch | None = None,
         store_images: StoreImages | None = None,
         clocks: PausableClocks | None = None,
@@ -96,77 +93,82 @@ class Executor:
         self._rules = rules
         self._ruled = rules.states
         self._seconds = episode_seconds
-        self._append = append
         self._watch = watch
         self._store_images = store_images
         self._clocks = clocks
         self._cut = cut
 
-    async def run(self, episode: Episode, objects: EpisodeObjects) -> Ending | None:
-        """Drive the episode to its end. An error is stored in its `failure`.
-
-        Returns:
-            The last entry, which the caller writes with the episode's end; None if the journal already holds it.
+    async def run(self, episode: Episode, objects: EpisodeObjects, journal: Journal | MemoryJournal) -> None:
+        """Drive the episode to its end. The journal then holds its last entry. An error is stored in the episode's `failure`.
 
         Raises:
             LoopReplacedError: its objects are bound to an event loop that another call blocked; the episode can be
                 resumed from its journal, with new objects.
         """
         if self._seconds is None:
-            return await self._steps(episode, objects, None)
+            await self._steps(episode, objects, journal, None)
+            return
         clock = EpisodeDeadline(self._seconds, time.time() - episode.started)
         clocks = self._clocks
         if clocks is not None:
             clocks.add(clock)
         try:
-            return await self._steps(episode, objects, clock)
+            await self._steps(episode, objects, journal, clock)
         finally:
             if clocks is not None:
                 clocks.remove(clock)
             clock.stop()
 
-    async def _steps(self, episode: Episode, objects: EpisodeObjects, clock: EpisodeDeadline | None) -> Ending | None:
-        written: asyncio.Future[None] | None = None
-        """Awaitable of the newest entry, until something has waited for it."""
+    async def _steps(
+        self,
+        episode: Episode,
+        objects: EpisodeObjects,
+        journal: Journal | MemoryJournal,
+        clock: EpisodeDeadline | None,
+    ) -> None:
+        pending: Write | None = None
+        """The newest entry, until it is durable."""
         while True:
             stage = self._stages[episode.state]
             if stage.action is None and stage.final:
-                return None
-            if written is not None and (stage.action is None or not stage.action.pipelined(episode, objects)):
-                await written
-                written = None
+                return
+            if pending is not None:
+                if pending.durable:
+                    pending = None
+                elif pending.parked or stage.action is None or not stage.action.pipelined(episode, objects):
+                    await pending
+                    pending = None
             at = time.time()
             began = time.perf_counter()
             stood = 0.0 if clock is None else clock.stood
             try:
                 record = await self._perform(episode, stage, objects, clock, began)
             except LoopReplacedError:  # a resume reads the journal
-                if written is not None:
-                    await written
+                if pending is not None:
+                    await pending
                 raise
             seconds = time.perf_counter() - began
             if clock is not None and clock.stood != stood:  # waiting for a server does not count as time of the episode
                 seconds -= clock.stood - stood
-            if written is not None and isinstance(record, GenerationRecord):
-                await written
-            entry = self._fed(episode, record, at, seconds)
-            if self.is_end(entry.entry.dest):
-                return entry
-            appended = self._append(episode.id, *entry)
-            if isinstance(appended, asyncio.Future):
-                written = appended
-            else:
-                await appended
-                written = None
+            if pending is not None and not pending.durable and isinstance(record, GenerationRecord):
+                await pending
+            entry, encoded = self._fed(episode, record, at, seconds)
+            if self.is_end(entry.dest):
+                journal.hold(entry, encoded)
+                return
+            pending = journal.append(entry, encoded)
 
-    async def run_failed(self, episode: Episode, objects: EpisodeObjects, error: EngineError) -> Ending | None:
+    async def run_failed(
+        self, episode: Episode, objects: EpisodeObjects, journal: Journal | MemoryJournal, error: EngineError
+    ) -> None:
         """Run an episode whose objects could not be built: its current state fails, and the episode continues. See `run`."""
         record = FailureRecord(failure=failure_of(error, episode), built=False)
-        entry = self._fed(episode, record, time.time(), 0.0)
-        if self.is_end(entry.entry.dest):
-            return entry
-        await self._append(episode.id, *entry)
-        return await self.run(episode, objects)
+        entry, encoded = self._fed(episode, record, time.time(), 0.0)
+        if self.is_end(entry.dest):
+            journal.hold(entry, encoded)
+            return
+        await journal.append(entry, encoded)
+        await self.run(episode, objects, journal)
 
     def is_end(self, dest: str) -> bool:
         """Whether an entry that leads to `dest` ends its episode, because no action remains there."""
@@ -175,18 +177,18 @@ class Executor:
         stage = self._stages[dest]
         return stage.final and stage.action is None
 
-    def _fed(self, episode: Episode, record: Record, at: float, seconds: float) -> Ending:
+    def _fed(self, episode: Episode, record: Record, at: float, seconds: float) -> tuple[JournalEntry, EncodedRecord]:
         """Feed a record and return its journal entry, which is still to be written."""
         state = episode.state
-        columns = _written(record, episode)
-        record = columns.record  # in the form in which a replay reads it, so that both give the same result
+        encoded = _encoded(record, episode)
+        record = encoded.record  # in the form in which a replay reads it, so that both give the same result
         event, dest = self.feed(episode, record)
         entry = JournalEntry(
             seq=episode.seq, state=state, event=event, dest=dest, record=record, at=at, seconds=seconds
         )
         episode.seq += 1
         episode.seconds[state] = episode.seconds.get(state, 0.0) + seconds
-        return Ending(entry, columns)
+        return entry, encoded
 
     async def _perform(
         self, episode: Episode, stage: _StateWork, objects: EpisodeObjects, clock: EpisodeDeadline | None, now: float
@@ -352,7 +354,7 @@ class Executor:
             raise RestartNeededError(f"{episode.id}: episode_seconds interrupted the call in {entry.state}")
         now = time.perf_counter()
         objects.repeating = record
-        again = _written(await self._perform(episode, self._stages[episode.state], objects, None, now), episode)
+        again = _encoded(await self._perform(episode, self._stages[episode.state], objects, None, now), episode)
         objects.repeating = None
         if _comparable(again.record) != _comparable(record):
             raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) gives a different answer now")
@@ -394,7 +396,7 @@ def never_built(journal: Sequence[JournalEntry]) -> bool:
     return bool(journal) and isinstance(first := journal[0].record, FailureRecord) and not first.built
 
 
-def _written(record: Record, episode: Episode) -> EncodedRecord:
+def _encoded(record: Record, episode: Episode) -> EncodedRecord:
     """A record in columns; the record of a failure instead, where an answer of the spec's code cannot be stored."""
     try:
         return encode_record(record)

@@ -1,10 +1,10 @@
 """Builds the parts of one spec's episodes: services, machine, objects, actions, executors and the episodes themselves.
 
     factory = EpisodeFactory(loaded, format, backend, Workers())
-    executor = factory.executor(append=store.post)
+    executor = factory.executor()
     objects = await factory.object_builder.open(task)
     episode = factory.episode(task, sample, objects)
-    ending = await executor.run(episode, objects)
+    await executor.run(episode, objects, journal)
 
 The runner, replay and scenarios build episodes only here; the trainer does so through the runner. Their differences
 are arguments, so an option of the spec has the same effect in all of them.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from engine.agents.program import ProgramBodies
     from engine.backends.base import Backend
     from engine.deadline import PausableClocks
-    from engine.executor import Append, Watch
+    from engine.executor import Watch
     from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
@@ -94,7 +94,6 @@ class EpisodeFactory:
 
     def executor(
         self,
-        append: Append,
         *,
         actions: Mapping[str, Action] | None = None,
         watch: Watch | None = None,
@@ -104,7 +103,6 @@ class EpisodeFactory:
         """The executor that drives the episodes.
 
         Args:
-            append: Takes each journal entry.
             actions: By state, in place of the spec's actions.
             watch: Called at each transition.
             images: Stores the images that records bring.
@@ -115,7 +113,6 @@ class EpisodeFactory:
             self.actions if actions is None else actions,
             self._rules,
             episode_seconds=self.spec.limits.episode_seconds,
-            append=append,
             watch=watch,
             store_images=None if images is None else images.store_images,
             clocks=clocks,

@@ -60,19 +60,19 @@ class EpisodeGuard:
         """Why every prompt is rendered whole; None where no row with a wrong bridge was found."""
         form.bridges.whole = form.bridges.whole or self.reason
 
-    async def judged(self, episode: Episode, trajectory: Trajectory, written: EncodedTrajectory) -> Trajectory:
+    async def judged(self, episode: Episode, trajectory: Trajectory, encoded: EncodedTrajectory) -> Trajectory:
         """The trajectory, with a failure where its rows are not what the chat template writes.
 
         Args:
             episode: The ended episode.
             trajectory: Its trajectory.
-            written: The same, as it is stored.
+            encoded: The same, as it is stored.
         """
         conversation = episode.conversation
         if conversation.history == "keep" or not conversation.tapes.asked:
             return trajectory  # with `keep`, rows are what was sampled, whatever the template would write
         finding = await self._guard.check(
-            conversation, written.trajectory, [(row[3], row[4]) for row in written.branches]
+            conversation, encoded.trajectory, [(row[3], row[4]) for row in encoded.branches]
         )
         if finding is None:
             return trajectory

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
-    from engine.store.codec import EncodedRecord
     from engine.store.reader import RunReader
     from engine.tokens.format import ChatFormat
 
@@ -43,10 +42,6 @@ class Replayed:
     """Number of tokens of all its branches."""
     difference: str | None
     """The first difference from the stored episode; None if there is none."""
-
-
-async def _no_append(episode_id: str, entry: JournalEntry, written: EncodedRecord) -> None:
-    raise AssertionError("a replay writes nothing")
 
 
 class Replayer:
@@ -63,7 +58,7 @@ class Replayer:
         self._factory = EpisodeFactory(loaded, format, backend, self._workers, role_backends="none")
         self._object_builder = self._factory.object_builder
         self._offers_tools = self._object_builder.shared_toolbox is None
-        self._executor = self._factory.executor(_no_append)
+        self._executor = self._factory.executor()
 
     async def rebuild(self, task: Task, sample: int, journal: list[JournalEntry], upto: int | None = None) -> Episode:
         """Apply a journal to a new episode.

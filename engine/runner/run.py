@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -31,7 +32,6 @@ from engine.executor import RestartNeededError, never_built, until_end
 from engine.factory import EpisodeFactory
 from engine.runner.causes import Causes, Verdict, places
 from engine.runner.crew import rare_collections, run_crew
-from engine.runner.finishing import Finisher
 from engine.runner.guarded import EpisodeGuard
 from engine.runner.observers import episode_observers
 from engine.runner.services import open_services
@@ -50,11 +50,13 @@ if TYPE_CHECKING:
 
     from engine.agents.program import ProgramBodies
     from engine.backends.base import Backend
+    from engine.episode import Episode
     from engine.runner.services import Cost
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
+    from engine.store.journal import Journal
     from engine.store.store import RunStore
     from engine.tokens.format import ChatFormat
 
@@ -135,7 +137,6 @@ class Runner:
         self._object_builder = self._factory.object_builder
         self._roles = self._factory.roles
         self._executor = self._factory.executor(
-            store.post,
             watch=self.live.watch,
             images=ImageStorer(format, store, stored_images(store), spec),
             clocks=self._clocks,
@@ -144,7 +145,6 @@ class Runner:
         self._observers = episode_observers(loaded, store)
         self.guard = EpisodeGuard(format, loaded, store.folder) if backend.declared.exact_ids else None
         """Judges ended episodes; None where no row is trained on, because its exact ids are not known."""
-        self._finisher = Finisher(store, self._observers, self.guard)
         self._elsewhere = programs
         self._faults: list[str] = []
         self._stopped: EngineError | None = None
@@ -206,19 +206,19 @@ class Runner:
         async with self._suspects.admitted(episode_id) as alone:
             journal = await self._store.begin(task, sample, attempt=attempt)
             given_up = self._suspects.given_up(episode_id)
-            if given_up is not None and not self._executor.has_ended(until_end(journal)):
-                await self._store.restart(episode_id)
+            if given_up is not None and not self._executor.has_ended(until_end(journal.entries)):
+                await journal.restart()
                 SCOPE.set(EpisodeScope(episode_id, last=True))
-                return await self.execute(task, sample, [], given_up=given_up)
+                return await self.execute(task, sample, journal, given_up=given_up)
             try:
                 return await self._execute_on_new_loops(task, sample, journal, alone=alone)
             except RestartNeededError as error:
                 shared = self._shared(episode_id)
-                if shared and len(journal) <= len(shared):
+                if shared and len(journal.entries) <= len(shared):
                     raise ReplayError(f"{error}; so it cannot share turns with a fork of its run") from error
                 log.warning("episode begins anew", reason=str(error))
-                await self._store.restart(episode_id, len(shared))
-                return await self._execute_on_new_loops(task, sample, shared, alone=alone)
+                await journal.restart(len(shared))
+                return await self._execute_on_new_loops(task, sample, journal, alone=alone)
 
     async def episode_or_none(self, task: Task, sample: int, faults: list[str], attempt: int = 0) -> Trajectory | None:
         """Run one episode, as `episode`. Returns None, and adds the reason to `faults`, if the engine itself failed in it.
@@ -242,7 +242,7 @@ class Runner:
         self,
         task: Task,
         sample: int,
-        journal: Sequence[JournalEntry],
+        journal: Journal,
         *,
         alone: bool = False,
         given_up: EngineError | None = None,
@@ -253,7 +253,7 @@ class Runner:
         Args:
             task: The episode's task.
             sample: Index of the episode in its group.
-            journal: The entries of this attempt so far.
+            journal: The journal of this attempt.
             alone: Run the spec's code in a worker process; see `engine.runner.suspects`.
             given_up: Fail with this error before anything runs.
             lost: Fail with this error at the end of the journal, and call nothing again.
@@ -264,10 +264,10 @@ class Runner:
             ReplayError: the episode has ended, but cannot be rebuilt.
             StoreError: a record cannot be stored.
         """
-        journal = until_end(journal)
-        ended = self._executor.has_ended(journal)
+        entries = until_end(journal.entries)
+        ended = self._executor.has_ended(entries)
         objects, broken = EpisodeObjects(), given_up
-        if broken is None and not never_built(journal):
+        if broken is None and not never_built(entries):
             try:
                 objects = await self._object_builder.open(task, alone=alone and not ended)
             except EngineError as error:
@@ -275,7 +275,7 @@ class Runner:
                     raise
                 if ended:
                     raise ReplayError(f"it has ended, but its objects cannot be built to finish it: {error}") from error
-                if journal:
+                if entries:
                     raise RestartNeededError(
                         f"its environment, tools or user can no longer be built: {error}"
                     ) from error
@@ -286,14 +286,15 @@ class Runner:
         self.live.enter(episode.state)
         try:
             if broken is not None:
-                ending = await self._executor.run_failed(episode, objects, broken)
+                await self._executor.run_failed(episode, objects, journal, broken)
             elif lost is not None:
-                await self._executor.restore(episode, objects, journal, call=False)
-                ending = await self._executor.run_failed(episode, objects, lost)
+                await self._executor.restore(episode, objects, entries, call=False)
+                await self._executor.run_failed(episode, objects, journal, lost)
             else:
-                await self._executor.restore(episode, objects, journal)
-                ending = None if ended else await self._executor.run(episode, objects)
-            trajectory = await self._finisher.finish(episode, ending)
+                await self._executor.restore(episode, objects, entries)
+                if not ended:
+                    await self._executor.run(episode, objects, journal)
+            trajectory = await self._finish(episode, journal)
             self.live.end(trajectory)
             return trajectory
         finally:
@@ -303,6 +304,16 @@ class Runner:
             self._roles.release(episode.id)
             for service in self._services:
                 service.release(episode.id)
+
+    async def _finish(self, episode: Episode, journal: Journal) -> Trajectory:
+        """Have an ended episode judged, store its result, and tell the observers, also if this is cancelled meanwhile."""
+        make = partial(episode.trajectory, self._store.run_id, exact=self.guard is not None)
+        try:
+            return await journal.finish(make, None if self.guard is None else partial(self.guard.judged, episode))
+        finally:
+            if journal.trajectory is not None:
+                for observer in self._observers:
+                    observer.episode_ended(journal.trajectory)
 
     def count(self, trajectory: Trajectory) -> None:
         """Count a finished episode of this launch.
@@ -391,9 +402,7 @@ class Runner:
         fork = self._store.header.fork
         return shared_entries(self._store.journal(episode_id, 0), fork.turn) if fork is not None else []
 
-    async def _execute_on_new_loops(
-        self, task: Task, sample: int, journal: Sequence[JournalEntry], *, alone: bool
-    ) -> Trajectory:
+    async def _execute_on_new_loops(self, task: Task, sample: int, journal: Journal, *, alone: bool) -> Trajectory:
         """Call `execute`, and again from the journal if other code blocked the event loop that the episode's objects are bound to.
 
         An episode that cannot be restored, or that loses its loop `MAX_LOSSES` times, fails instead.
@@ -410,6 +419,7 @@ class Runner:
                 break
             except LoopReplacedError as error:
                 log.debug("episode is resumed from its journal", episode=episode_id, reason=str(error))
-                lost, journal = error, self._store.journal(episode_id)
+                lost = error
+                await journal.reread()
         SCOPE.set(EpisodeScope(episode_id, 1 + MAX_LOSSES, last=True))
         return await self.execute(task, sample, journal, alone=alone, lost=lost)

@@ -97,13 +97,6 @@ class EncodedRecord(msgspec.Struct, frozen=True):
         return len(self.payload) + (len(self.tokens) if self.tokens else 0)
 
 
-class Ending(NamedTuple):
-    """The last journal entry of an episode, which is written in the same commit as the episode's end."""
-
-    entry: JournalEntry
-    written: EncodedRecord
-
-
 def encode_record(record: Record) -> EncodedRecord:
     """Convert a journal record to columns.
 
@@ -143,15 +136,16 @@ def encode_record(record: Record) -> EncodedRecord:
         raise fault from error
 
 
-def entry_row(entry: JournalEntry, written: EncodedRecord | None = None) -> tuple[Any, ...]:
+def entry_row(entry: JournalEntry, encoded: EncodedRecord | None = None) -> tuple[Any, ...]:
     """Convert a journal entry to columns (seq, state, event, dest, kind, payload, tokens, at, seconds).
 
     Args:
         entry: The entry.
-        written: Its record in columns, if they exist already.
+        encoded: Its record, if it is encoded already.
     """
-    kind, payload, tokens = (made := written or encode_record(entry.record)).kind, made.payload, made.tokens
-    return entry.seq, entry.state, entry.event, entry.dest, kind, payload, tokens, entry.at, entry.seconds
+    encoded = encoded or encode_record(entry.record)
+    columns = encoded.kind, encoded.payload, encoded.tokens
+    return entry.seq, entry.state, entry.event, entry.dest, *columns, entry.at, entry.seconds
 
 
 @contextmanager
@@ -198,6 +192,11 @@ class EncodedTrajectory(NamedTuple):
     """(branch, reason, tokens, spans, input_ids, logprobs, weight_versions)"""
     postings: list[tuple[Any, ...]]
     """(seq, turn, name, delta, after, at_turn, op, cause, source)"""
+
+    @property
+    def size(self) -> int:
+        """Its approximate size in memory, in bytes."""
+        return len(self.trajectory) + sum(12 * int(branch[2]) for branch in self.branches)
 
 
 def encode_trajectory(trajectory: Trajectory) -> EncodedTrajectory:

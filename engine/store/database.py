@@ -38,7 +38,8 @@ APPLICATION_ID = 0x45504953
 _PAGE = 8192
 _CHECKPOINT_PAGES = 2000
 _WAL_BYTES = 64 * 2**20
-_CHUNKS = (64, 8, 1)
+MAX_ROWS = 64
+"""Maximum number of rows of one statement."""
 
 # A journal entry is always added at the end of the table. If the table were keyed by episode, each entry would dirty a page of
 # its own (measured: 3 to 4 times the CPU). The unique index is narrow, and running episodes are next to each other in it.
@@ -160,7 +161,9 @@ def connect_writer(path: Path) -> sqlite3.Connection:
     """
     _must_exist(path)
     try:
-        connection = sqlite3.connect(path, isolation_level=None, timeout=30.0, check_same_thread=False)
+        connection = sqlite3.connect(
+            path, isolation_level=None, timeout=30.0, check_same_thread=False, cached_statements=256
+        )
         check_version(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
@@ -249,14 +252,11 @@ def insert(connection: sqlite3.Connection, table: str, rows: Sequence[tuple[Any,
     """Insert rows, many with one statement.
 
     `executemany` releases the interpreter lock once per row, and each time waits up to 5 ms for a busy event loop; a statement
-    with many rows does so once. There are only a few statement sizes, so all statements stay prepared.
+    with many rows does so once. The connection keeps the statements of all sizes prepared.
     """
-    start = 0
-    while start < len(rows):
-        left = len(rows) - start
-        size = next(chunk for chunk in _CHUNKS if chunk <= left)
-        connection.execute(_insert(table, size), _flat(rows[start : start + size]))
-        start += size
+    for start in range(0, len(rows), MAX_ROWS):
+        part = rows[start : start + MAX_ROWS]
+        connection.execute(_insert(table, len(part)), _flat(part))
 
 
 def _flat(rows: Iterable[tuple[Any, ...]]) -> list[Any]:

@@ -20,7 +20,6 @@ from engine.store.upkeep import dropped
 if TYPE_CHECKING:
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
-    from engine.store.writer import Track
 
 
 def episode_id_of(task_id: str, sample_index: int) -> str:
@@ -63,10 +62,10 @@ def begin(
     """
     _same_task(connection, task, fields)
     episode_id = episode_id_of(task.id, sample_index)
-    found = connection.execute(
+    row = connection.execute(
         "SELECT number, attempt, status, started FROM episodes WHERE id = ?", (episode_id,)
     ).fetchone()
-    if found is None:
+    if row is None:
         number = connection.execute(
             "INSERT INTO episodes (id, task_id, task_index, sample_index, seed, status, attempt, started) "
             "VALUES (?, ?, ?, ?, ?, 'running', ?, ?)",
@@ -75,7 +74,7 @@ def begin(
         assert number is not None
         crashes.mark_running(connection, number)
         return number, first, []
-    number, attempt, status, started = found
+    number, attempt, status, started = row
     if dropped.forget(connection, number):  # it is sampled again, after a training went back to an older checkpoint
         mark_pending(connection, [(number,)])
         attempt, status, started = attempt + 1, "pending", None
@@ -102,40 +101,54 @@ def mark_pending(connection: sqlite3.Connection, numbers: Sequence[tuple[int]]) 
     )
 
 
-def restart(connection: sqlite3.Connection, track: Track, keep: int) -> None:
-    """Begin an episode's next attempt with the first `keep` journal entries of its first attempt."""
+def restart(connection: sqlite3.Connection, number: int, attempt: int, keep: int) -> list[Any]:
+    """Begin the attempt after `attempt` with the first `keep` journal entries of the first attempt; return its journal rows."""
     connection.execute(
         f"INSERT INTO journal SELECT episode, ?, {ENTRY} FROM journal WHERE episode = ? AND attempt = 0 AND seq < ?",
-        (track.attempt + 1, track.number, keep),
+        (attempt + 1, number, keep),
     )
     connection.execute(
-        "UPDATE episodes SET attempt = ?, started = ? WHERE number = ?",
-        (track.attempt + 1, time.time(), track.number),
+        "UPDATE episodes SET attempt = ?, started = ? WHERE number = ?", (attempt + 1, time.time(), number)
     )
+    return journal_rows(connection, number, attempt + 1)
 
 
 def finish(
     connection: sqlite3.Connection,
-    track: Track,
-    entries: int,
+    number: int,
+    attempt: int,
+    before: int,
+    last: Sequence[tuple[Any, ...]],
     trajectory: Trajectory,
-    written: codec.EncodedTrajectory,
+    encoded: codec.EncodedTrajectory,
 ) -> Ended:
-    """Write the end of an episode whose journal holds `entries` entries.
+    """Write the result of an episode.
+
+    Args:
+        connection: The writer's connection.
+        number: The episode's number.
+        attempt: The attempt that ends.
+        before: How many entries its journal has.
+        last: The row of its last entry, if that is not written yet.
+        trajectory: The result.
+        encoded: The result in rows.
 
     Raises:
         StoreError: part of the journal is missing.
     """
-    number = track.number
+    database.insert(connection, "journal", last)
     crashes.mark_done(connection, number)
-    held = connection.execute(
-        "SELECT count(*) FROM journal WHERE episode = ? AND attempt = ?", (number, track.attempt)
+    count = connection.execute(
+        "SELECT count(*) FROM journal WHERE episode = ? AND attempt = ?", (number, attempt)
     ).fetchone()[0]
-    if held != entries:
-        raise StoreError(f"{trajectory.episode_id}: {held} of {entries} journal entries are written; it cannot be done")
-    connection.execute("INSERT INTO trajectories VALUES (?, ?, ?)", (number, track.attempt, written.trajectory))
-    database.insert(connection, "branches", [(number, *row) for row in written.branches])
-    database.insert(connection, "postings", [(number, *row) for row in written.postings])
+    entries = before + len(last)
+    if count != entries:
+        raise StoreError(
+            f"{trajectory.episode_id}: {count} of {entries} journal entries are written; it cannot be done"
+        )
+    connection.execute("INSERT INTO trajectories VALUES (?, ?, ?)", (number, attempt, encoded.trajectory))
+    database.insert(connection, "branches", [(number, *row) for row in encoded.branches])
+    database.insert(connection, "postings", [(number, *row) for row in encoded.postings])
     outcome = trajectory.outcome
     failure = outcome.failure
     connection.execute(
@@ -157,14 +170,14 @@ def finish(
             number,
         ),
     )
-    return Ended(trajectory.episode_id, track.attempt)
+    return Ended(trajectory.episode_id, attempt)
 
 
 def _same_task(connection: sqlite3.Connection, task: Task, fields: str) -> None:
-    known = connection.execute("SELECT position, fields FROM tasks WHERE id = ?", (task.id,)).fetchone()
-    if known is None:
+    stored = connection.execute("SELECT position, fields FROM tasks WHERE id = ?", (task.id,)).fetchone()
+    if stored is None:
         connection.execute("INSERT INTO tasks VALUES (?, ?, ?)", (task.id, task.index, fields))
-    elif known != (task.index, fields):
+    elif stored != (task.index, fields):
         raise StoreError(
             f"task `{task.id}` is not what it was when this run began: its row or its position has changed. "
             "Resume with the tasks that the run began with, or begin a new run"

@@ -1,9 +1,9 @@
 """The run store: header, tasks, journals, results and images of a run in one SQLite file.
 
     store = RunStore.create(Path("runs"), RunHeader.of(loaded))
-    journal = await store.begin(task, sample_index)       # empty, or the entries of an interrupted run
-    await store.append(episode_id, entry)                 # returns when a crash can no longer lose the entry
-    await store.finish(trajectory)
+    journal = await store.begin(task, sample_index)       # `journal.entries`: those of an interrupted run
+    await journal.append(entry, encode_record(record))    # a crash can no longer lose the entry
+    await journal.finish(make_trajectory)
     store.close()
 
     with RunStore.open(find_run("latest"), readonly=True) as store:
@@ -11,7 +11,7 @@
 
 Invariants:
 - A run has one writer, and any number of readers in any process, also while it is written.
-- A journal has no gaps: entries of an attempt are numbered from 0, and no entry is durable before all earlier ones are.
+- A journal has no gaps: see `engine.store.journal`.
 - A finished episode is complete: outcome, trajectory, branches and postings are written in one commit.
 """
 
@@ -21,7 +21,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import islice
@@ -33,28 +33,27 @@ import structlog
 import engine
 from engine.errors import StoreError
 from engine.schemas.environment import Task
-from engine.schemas.journal import JournalEntry
 from engine.schemas.message import ImagePart
-from engine.schemas.trajectory import Blame, EpisodeScore, Trajectory
+from engine.schemas.trajectory import Blame, EpisodeScore
 from engine.storable import stored_fields
 from engine.store import codec, crashes, database, episode_rows
-from engine.store.ended import Ended, EndedList, report_lost
+from engine.store.ended import EndedList, report_lost
 from engine.store.episode_rows import episode_id_of
 from engine.store.find import find_run
 from engine.store.header import RunHeader, package_versions
 from engine.store.images import measure
+from engine.store.journal import Journal
 from engine.store.lock import RunLock
 from engine.store.private import private_folder
 from engine.store.reader import RunReader
-from engine.store.reading import EpisodeRow, decoding, own_header, reading
+from engine.store.reading import EpisodeRow, own_header, reading
 from engine.store.scores import write_score
 from engine.store.sharded import ShardedRun, note_status
 from engine.store.shards import DRIVERS, SHARDED, shards_of
-from engine.store.tracks import Tracks
 from engine.store.upkeep import dropped
 from engine.store.upkeep.again import begin_again
 from engine.store.upkeep.fork import copy_shared
-from engine.store.writer import Track, Writer
+from engine.store.writer import Writer
 
 __all__ = ["EpisodeRow", "RunStore", "episode_id_of", "find_run"]
 
@@ -73,7 +72,7 @@ class RunStore(RunReader):
         self._lock = lock
         self._writer = writer
         self._closed = False
-        self._tracks = Tracks()
+        self._running: set[str] = set()
         self._images: set[str] = set()
 
     @classmethod
@@ -187,9 +186,7 @@ class RunStore(RunReader):
         while part := list(islice(remaining, PLANNED)):
             await self._writing().do(partial(episode_rows.plan, tasks=part, samples_per_task=samples_per_task))
 
-    async def begin(
-        self, task: Task, sample_index: int, *, seed: int | None = None, attempt: int = 0
-    ) -> list[JournalEntry]:
+    async def begin(self, task: Task, sample_index: int, *, seed: int | None = None, attempt: int = 0) -> Journal:
         """Begin an episode, or continue an interrupted one.
 
         Args:
@@ -199,68 +196,25 @@ class RunStore(RunReader):
             attempt: Number of its first attempt in this store: greater than 0 if earlier attempts were made in stores of other drivers.
 
         Returns:
-            The journal of its current attempt: empty for a new episode.
+            The journal of its current attempt: without entries for a new episode.
 
         Raises:
             StoreError: it is done, it is running already, or its task differs from the one that the run began with.
         """
         writer = self._writing()
         episode_id = episode_id_of(task.id, sample_index)
-        with self._tracks.beginning(episode_id):
+        if episode_id in self._running:
+            raise StoreError(f"{episode_id} is running already")
+        self._running.add(episode_id)
+        try:
             fields = codec.json_of(stored_fields(task.fields))
-            number, current, rows = await writer.do(
-                lambda connection: episode_rows.begin(connection, task, fields, sample_index, seed, attempt)
+            job = partial(
+                episode_rows.begin, task=task, fields=fields, sample_index=sample_index, seed=seed, first=attempt
             )
-        with decoding(self._path, episode_id):
-            journal = [codec.read_entry(row) for row in rows]
-        self._tracks.set(episode_id, Track(number, current, len(journal)))
-        return journal
-
-    async def append(self, episode_id: str, entry: JournalEntry, written: codec.EncodedRecord | None = None) -> None:
-        """Write a journal entry; returns when it is committed, so that a crash of the process can no longer lose it.
-
-        Args:
-            episode_id: An episode that has begun.
-            entry: Its next entry.
-            written: The entry's record in columns, if the caller has them already.
-
-        Raises:
-            StoreError: the entry is not the episode's next, the episode has not begun, or the write failed. After a
-                failed write the episode accepts no more entries.
-            SpecCodeError: it holds a value that JSON cannot represent.
-        """
-        await self.post(episode_id, entry, written or codec.encode_record(entry.record))
-
-    def post(self, episode_id: str, entry: JournalEntry, written: codec.EncodedRecord) -> Awaitable[None]:
-        """Write a journal entry without waiting: the returned awaitable is done when the entry is committed.
-
-        A returned future means that the entry has its place already, so that others may follow before it is committed; they
-        are lost with it if the commit fails. Any other awaitable must be awaited first.
-        """
-        track, row = self._next_row(episode_id, entry, written)
-        track.next += 1
-        return self._writing().append(track, row, written.size)
-
-    def _next_row(
-        self, episode_id: str, entry: JournalEntry, written: codec.EncodedRecord
-    ) -> tuple[Track, tuple[Any, ...]]:
-        """Return the episode's track and the journal row of an entry. Raises StoreError if it is not the next entry."""
-        self._writing()
-        track = self._tracks.get(episode_id, entry.seq)
-        return track, (track.number, track.attempt, *codec.entry_row(entry, written))
-
-    async def restart(self, episode_id: str, keep: int = 0) -> None:
-        """Begin an episode again, as a new attempt with an empty journal. The journal of the old attempt is kept.
-
-        Args:
-            episode_id: An episode that has begun.
-            keep: Number of entries of the first attempt with which the new journal begins: those that a fork shares.
-        """
-        self._writing()
-        track = self._tracks.get(episode_id)
-        with self._tracks.giving_up(episode_id, track):
-            await self._writing().do(lambda connection: episode_rows.restart(connection, track, keep), track)
-        self._tracks.set(episode_id, Track(track.number, track.attempt + 1, keep))
+            return Journal(writer, self._running, episode_id, *await writer.do(job))
+        except BaseException:
+            self._running.discard(episode_id)
+            raise
 
     async def begin_again(self, blames: Sequence[Blame]) -> list[str]:
         """Give a new attempt to every finished episode whose failure has one of `blames`. Old journals are kept.
@@ -275,41 +229,6 @@ class RunStore(RunReader):
             lambda connection: begin_again(connection, blames, self.header.fork)
         )
         return found
-
-    async def finish(
-        self,
-        trajectory: Trajectory,
-        ending: codec.Ending | None = None,
-        written: codec.EncodedTrajectory | None = None,
-    ) -> None:
-        """Write the end of an episode in one commit: its last entry, outcome, trajectory, branches, postings and status.
-
-        If the caller is cancelled while it waits, the write still happens.
-
-        Args:
-            trajectory: The episode.
-            ending: Its last journal entry, if that is not written yet.
-            written: Its rows, if they are made already.
-
-        Raises:
-            StoreError: the episode has not begun, part of its journal is missing, or the write failed.
-            SpecCodeError: it holds a value that JSON cannot represent.
-        """
-        self._writing()
-        track = self._tracks.get(trajectory.episode_id)
-        written = written or codec.encode_trajectory(trajectory)
-        last = [self._next_row(trajectory.episode_id, *ending)[1]] if ending is not None else []
-        entries = track.next + len(last)
-
-        def job(connection: sqlite3.Connection) -> Ended:
-            database.insert(connection, "journal", last)
-            return episode_rows.finish(connection, track, entries, trajectory, written)
-
-        size = len(written.trajectory) + sum(12 * branch[2] for branch in written.branches)
-        size += ending.written.size if ending is not None else 0
-        with self._tracks.giving_up(trajectory.episode_id, track):
-            await self._writing().do(job, track, size, at_once=True)
-        self._tracks.end(trajectory.episode_id)
 
     async def drop(self, episode_ids: Sequence[str], *, keep_failed: bool = False) -> dropped.Content:
         """Delete the content of a group's episodes in one commit. The space is used for the next episodes; see `engine.store.upkeep.dropped`.

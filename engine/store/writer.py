@@ -1,13 +1,13 @@
 """The thread that writes: it commits writes in groups and wakes all their waiters together.
 
 Invariants:
-- A future resolves only after the commit that holds its write, and every future resolves: with the result, or
-  with a StoreError.
+- A write is durable only after the commit that holds it, and every write ends: durable with its result, or with a StoreError.
 - All writes that are submitted during a commit form the next commit. An event loop submits once per
   iteration and is woken once per commit, however many of its tasks wait.
 - A write that fails (for example a duplicate) fails alone: its commit is rolled back and each write is tried separately.
   After a failed write nothing else of that episode is written, so a journal never has a gap.
-- The amount of unwritten data is bounded: if a loop has more than `BOUND` unwritten bytes, its writers wait.
+- The amount of unwritten data is bounded: if a loop has more than `BOUND` unwritten bytes, its further writes are parked,
+  and who makes them waits.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import contextlib
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Generator
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
 
 from engine.errors import EngineError, StoreError
-from engine.store.database import insert, problem
+from engine.store.database import MAX_ROWS, insert, problem
 from engine.store.ended import Ended, EndedList
 
 log = structlog.get_logger(__name__)
@@ -36,98 +36,100 @@ _BATCH = 1024
 """Maximum number of writes in one commit."""
 _OVERHEAD = 512
 """Bytes that a write counts in addition to its payload."""
+FINISHING = 64
+"""Maximum number of results of one event loop that wait in memory to be written; each is several times as large as its episode."""
 
 
-class Track:
-    """The write position in one episode's journal."""
+class OrderedWrites(Protocol):
+    """Writes of which none is made after one that failed: a journal."""
 
-    __slots__ = ("attempt", "broken", "closing", "next", "number")
-
-    def __init__(self, number: int, attempt: int, next_seq: int) -> None:
-        self.number = number
-        self.attempt = attempt
-        self.next = next_seq
-        self.broken: StoreError | None = None
-        """The error of the first failed write of this episode, set by the writer."""
-        self.closing = False
-        """Whether its last write is running."""
+    failure: StoreError | None
+    """The error of the first failed write, set by the writer."""
 
 
-class Write(msgspec.Struct, eq=False):
-    """One write: a journal row, or a function of the connection."""
+class Write(msgspec.Struct, eq=False, kw_only=True):
+    """One write: a journal row, or a function of the connection. Awaiting it waits for its commit, and raises its error.
 
-    future: asyncio.Future[Any]
-    weight: int
-    row: tuple[Any, ...] | None
-    job: Callable[[sqlite3.Connection], Any] | None
-    track: Track | None
+    It is made whether somebody waits or not; cancelling who waits does not take it back.
+    """
+
+    row: tuple[Any, ...] | None = None
+    job: Callable[[sqlite3.Connection], Any] | None = None
+    journal: OrderedWrites | None = None
+    weight: int = 0
+    durable: bool = False
+    """Whether it is committed. Set by the loop's thread, as what follows."""
+    parked: bool = False
+    """Whether it waits until the loop has fewer unwritten bytes. Its episode must await it, so that no more are parked."""
+    waiter: asyncio.Future[None] | None = None
+    """Made when somebody waits."""
     result: Any = None
+    """What the function returned. Set by the writer, as the error."""
     error: BaseException | None = None
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self.durable and self.error is None:
+            if self.waiter is None or self.waiter.done():  # the task that waited was cancelled
+                self.waiter = asyncio.get_running_loop().create_future()
+            yield from self.waiter
+        if self.error is not None:
+            raise self.error
+        return self.result
 
 
 class _Lane:
     """The queue of one event loop. Used only from that loop's thread, except where noted."""
 
-    __slots__ = ("_queue", "fresh", "loop", "parked", "weight")
+    __slots__ = ("_queue", "fresh", "loop", "parked", "places", "weight")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, queue: SimpleQueue[tuple[_Lane, list[Write]] | None]) -> None:
         self.loop = loop
         self.fresh: list[Write] = []
-        self.parked: deque[tuple[asyncio.Future[None], int]] = deque()
-        self._queue = queue
+        self.parked: deque[Write] = deque()
+        self.places = asyncio.Semaphore(FINISHING)
         self.weight = 0
+        self._queue = queue
 
-    def try_reserve(self, weight: int) -> bool:
-        """Reserve `weight` bytes if the bound allows it, and return whether it did."""
+    def put(self, write: Write) -> Write:
+        """Submit a write, in the order of the calls; it is parked while the bound is exceeded."""
         if self.parked or self.weight > BOUND:
-            return False
-        self.weight += weight
-        return True
+            write.parked = True
+            self.parked.append(write)
+            return write
+        return self.put_at_once(write)
 
-    async def reserve(self, weight: int) -> None:
-        """Wait until `weight` bytes can be reserved, in the order of the calls."""
-        turn: asyncio.Future[None] = self.loop.create_future()
-        self.parked.append((turn, weight))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the bytes are reserved already
-                self.weight -= weight
-                self._grant_waiters()
-            raise
-
-    def put(self, write: Write) -> None:
-        """Submit a write whose bytes are reserved."""
+    def put_at_once(self, write: Write) -> Write:
+        """Submit a write whatever the bound says."""
+        self.weight += write.weight
         if not self.fresh:
             self.loop.call_soon(self.submit)
         self.fresh.append(write)
+        return write
 
     def submit(self) -> None:
-        """Give the writes of this iteration of the loop to the writer. `close` calls it too."""
+        """Give the writes of this iteration of the loop to the writer."""
         if self.fresh:
             fresh, self.fresh = self.fresh, []
             self._queue.put((self, fresh))
 
+    def submit_all(self) -> None:
+        """Give all writes to the writer, parked ones too. Called by `close`."""
+        self.fresh.extend(self.parked)
+        self.weight += sum(write.weight for write in self.parked)
+        self.parked.clear()
+        self.submit()
+
     def resolve(self, writes: list[Write]) -> None:
-        """Wake all tasks that waited for a commit."""
+        """End the writes of a commit, and wake all tasks that wait for them."""
         for write in writes:
             self.weight -= write.weight
-            future = write.future
-            if future.done():
-                continue  # the caller was cancelled; the write is still valid
-            if write.error is None:
-                future.set_result(write.result)
-            else:
-                future.set_exception(write.error)
-                future.exception()  # nobody may await the future of a post; do not report its exception as never retrieved
-        self._grant_waiters()
-
-    def _grant_waiters(self) -> None:
+            write.durable = write.error is None
+            if write.waiter is not None and not write.waiter.done():
+                write.waiter.set_result(None)
         while self.parked and self.weight <= BOUND:
-            turn, weight = self.parked.popleft()
-            if not turn.done():
-                self.weight += weight
-                turn.set_result(None)
+            write = self.parked.popleft()
+            write.parked = False
+            self.put_at_once(write)
 
 
 class Writer:
@@ -142,7 +144,7 @@ class Writer:
     def __init__(self, connection: sqlite3.Connection, name: str, ended: EndedList | None = None) -> None:
         self._connection = connection
         self._ended = ended
-        self._name = name
+        self.name = name
         self._queue: SimpleQueue[tuple[_Lane, list[Write]] | None] = SimpleQueue()
         self._lanes: dict[asyncio.AbstractEventLoop, _Lane] = {}
         self._closed = False
@@ -150,52 +152,41 @@ class Writer:
         self._thread = threading.Thread(target=self._work, name="run-store", daemon=True)
         self._thread.start()
 
-    def append(self, track: Track, row: tuple[Any, ...], size: int) -> Awaitable[None]:
-        """Write a journal row; the returned awaitable is done when the row is committed. `size` is the payload's size in bytes."""
-        lane = self._lane()
-        weight = size + _OVERHEAD
-        if not lane.try_reserve(weight):
-            return self._append_late(lane, track, row, weight)
-        future: asyncio.Future[Any] = lane.loop.create_future()
-        lane.put(Write(future, weight, row, None, track))
-        return future
+    def append(self, journal: OrderedWrites, row: tuple[Any, ...], size: int) -> Write:
+        """Write a journal row. `size` is the payload's size in bytes.
 
-    async def _append_late(self, lane: _Lane, track: Track, row: tuple[Any, ...], weight: int) -> None:
-        try:
-            await lane.reserve(weight)
-        except asyncio.CancelledError:
-            track.next -= 1  # nothing was submitted
-            raise
-        future: asyncio.Future[Any] = lane.loop.create_future()
-        lane.put(Write(future, weight, row, None, track))
-        await future
+        Raises:
+            StoreError: the writer is closed, or has failed.
+        """
+        return self._lane().put(Write(journal=journal, row=row, weight=size + _OVERHEAD))
 
-    async def do(
+    def do(
         self,
         job: Callable[[sqlite3.Connection], Any],
-        track: Track | None = None,
+        journal: OrderedWrites | None = None,
         size: int = 0,
         *,
         at_once: bool = False,
-    ) -> Any:
-        """Call a function with the connection inside a commit, and return its result when that is committed.
+    ) -> Write:
+        """Call a function with the connection inside a commit; awaiting the write returns its result.
 
-        With `at_once` the call ignores the bound, so cancelling the caller does not cancel the write. The caller bounds the number of those
-        calls. A commit that fails is rolled back and tried again write by write, so the function may be called twice.
+        With `at_once` the bound is ignored; the caller bounds the number of those calls. A commit that fails is rolled back and
+        tried again write by write, so the function may be called twice.
+
+        Raises:
+            StoreError: the writer is closed, or has failed.
         """
         lane = self._lane()
-        weight = size + _OVERHEAD
-        if at_once:
-            lane.weight += weight
-        elif not lane.try_reserve(weight):
-            await lane.reserve(weight)
-        future: asyncio.Future[Any] = lane.loop.create_future()
-        lane.put(Write(future, weight, None, job, track))
-        return await future
+        write = Write(journal=journal, job=job, weight=size + _OVERHEAD)
+        return lane.put_at_once(write) if at_once else lane.put(write)
+
+    def places(self) -> asyncio.Semaphore:
+        """The places of this event loop for results that wait to be written."""
+        return self._lane().places
 
     def _lane(self) -> _Lane:
         if self._closed or self._dead is not None:
-            raise self._dead or StoreError(f"{self._name} is closed")
+            raise self._dead or StoreError(f"{self.name} is closed")
         loop = asyncio.get_running_loop()
         lane = self._lanes.get(loop)
         if lane is None:
@@ -208,13 +199,9 @@ class Writer:
             return
         self._closed = True
         for lane in list(self._lanes.values()):
-            lane.submit()
+            lane.submit_all()
         self._queue.put(None)
         self._thread.join()
-        # Waiting writers would wait for a commit that never happens.
-        for lane in list(self._lanes.values()):
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
-                lane.loop.call_soon_threadsafe(_reject_waiters, lane, StoreError(f"{self._name} is closed"))
         self._connection.close()
         if self._ended is not None:
             self._ended.close()
@@ -251,7 +238,7 @@ class Writer:
                 write.error = write.error or dead
             if self._dead is None:
                 self._dead = dead
-                log.error("the run store's writer failed", store=self._name, error=repr(error))
+                log.error("the run store's writer failed", store=self.name, error=repr(error))
         for lane, group in by_lane.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
                 lane.loop.call_soon_threadsafe(lane.resolve, group)
@@ -267,21 +254,24 @@ class Writer:
             for write in writes:
                 try:
                     self._commit([write])
-                except Exception as own:  # noqa: BLE001  (as above)
+                except Exception as alone:  # noqa: BLE001  (as above)
                     self._rollback()
-                    self._fail(write, own)
+                    self._fail(write, alone)
 
     def _commit(self, writes: list[Write]) -> None:
         rows = []
         jobs = []
         for write in writes:
-            if write.track is not None and write.track.broken is not None:
-                raise write.track.broken
+            if write.journal is not None and write.journal.failure is not None:
+                raise write.journal.failure
             if write.row is not None:
                 rows.append(write.row)
             else:
                 jobs.append(write)
         connection = self._connection
+        if not jobs and len(rows) <= MAX_ROWS:  # one statement, which is a commit by itself
+            insert(connection, "journal", rows)
+            return
         connection.execute("BEGIN IMMEDIATE")
         # Rows first: a function that depends on a row (`finish`) was submitted after it.
         if rows:
@@ -290,7 +280,7 @@ class Writer:
             assert write.job is not None
             write.result = write.job(connection)
         connection.execute("COMMIT")
-        if self._ended is not None and (ended := [each.result for each in jobs if isinstance(each.result, Ended)]):
+        if self._ended is not None and (ended := [write.result for write in jobs if isinstance(write.result, Ended)]):
             self._ended.add(ended)
 
     def _rollback(self) -> None:
@@ -300,19 +290,12 @@ class Writer:
     def _fail(self, write: Write, error: BaseException) -> None:
         failure = error if isinstance(error, EngineError) else self._failure(error)
         write.error = failure
-        if write.track is not None and isinstance(failure, StoreError):
-            write.track.broken = failure
+        if write.journal is not None and isinstance(failure, StoreError):
+            write.journal.failure = write.journal.failure or failure
 
     def _failure(self, error: BaseException) -> StoreError:
         if isinstance(error, StoreError):
             return error
-        told = problem(self._name, error, "write")
-        told.__cause__ = error
-        return told
-
-
-def _reject_waiters(lane: _Lane, error: StoreError) -> None:
-    while lane.parked:
-        turn, _ = lane.parked.popleft()
-        if not turn.done():
-            turn.set_exception(error)
+        failure = problem(self.name, error, "write")
+        failure.__cause__ = error
+        return failure

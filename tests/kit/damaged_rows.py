@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import engine.runner.finishing as finishing
+import engine.store.journal as journal
 from engine.schemas.trajectory import Outcome, Trajectory
 from engine.store.codec import EncodedTrajectory
 
@@ -14,7 +14,7 @@ from engine.store.codec import EncodedTrajectory
 @contextmanager
 def damaged_row(branch: int) -> Iterator[list[str]]:
     """The token before the last reply of a branch is another one when the guard gets it. Gives how the guard names that place."""
-    write, places = finishing.encode_trajectory, list[str]()
+    write, places = journal.encode_trajectory, list[str]()
 
     def damaged(trajectory: Trajectory) -> EncodedTrajectory:
         if places:
@@ -28,11 +28,11 @@ def damaged_row(branch: int) -> Iterator[list[str]]:
         places.append(f"branch {branch % len(rows)}, token {last - 1} (id {ids[last - 1]}): ")
         return write(replace(trajectory, branches=rows))
 
-    finishing.encode_trajectory = damaged
+    journal.encode_trajectory = damaged
     try:
         yield places
     finally:
-        finishing.encode_trajectory = write
+        journal.encode_trajectory = write
 
 
 def assert_refused(outcome: Outcome, places: list[str]) -> None:

@@ -36,7 +36,7 @@ from engine.schemas.journal import JournalEntry
 from engine.spec.load import load_spec
 from engine.storable import stored_fields
 from engine.store import RunHeader, RunStore
-from engine.store.codec import EncodedRecord
+from engine.store.codec import encode_record
 from engine.store.header import new_run_id
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ async def store_rows(
                 file.writelines(json.dumps(fields, ensure_ascii=False) + "\n" for fields in each.values())
             backend = ReplayBackend.open(loaded.spec.backend, form, loaded)
             factory = EpisodeFactory(loaded, form, backend, workers, role_backends="none")
-            executor = factory.executor(_no_append)
+            executor = factory.executor()
             slots = asyncio.Semaphore(_AT_ONCE)
 
             async def write(row: Examined, task: Task, sample: int) -> None:
@@ -135,10 +135,6 @@ async def store_rows(
             return store
     finally:
         workers.close()
-
-
-async def _no_append(episode_id: str, entry: JournalEntry, written: EncodedRecord) -> None:
-    raise AssertionError("the entries are appended by the caller")
 
 
 def _tasks(rows: Sequence[Examined]) -> list[Task]:
@@ -167,7 +163,7 @@ async def _write(
     rules: list[str],
 ) -> None:
     """Write one row: apply its records to an episode, append them, and finish it with the row's own tokens."""
-    await store.begin(task, sample, seed=0)
+    journal = await store.begin(task, sample, seed=0)
     episode = factory.episode(task, sample, EpisodeObjects())
     records = records_of(row, rules)
     while True:
@@ -177,9 +173,10 @@ async def _write(
         entry = JournalEntry(
             seq=episode.seq, state=state, event=event, dest=dest, record=record, at=time.time(), seconds=0.0
         )
-        await store.append(episode.id, entry)
+        await journal.append(entry, encode_record(record))
         episode.seq += 1
         episode.seconds[state] = episode.seconds.get(state, 0.0)
         if executor.is_end(dest):
             break
-    await store.finish(with_own_tokens(episode.trajectory(store.header.run_id, exact=row.row.has_ids), row))
+    trajectory = with_own_tokens(episode.trajectory(store.header.run_id, exact=row.row.has_ids), row)
+    await journal.finish(lambda: trajectory)

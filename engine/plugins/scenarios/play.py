@@ -17,18 +17,17 @@ from engine.machine.presets import machine_of
 from engine.plugins.scenarios.coverage import Edge, Watcher
 from engine.plugins.scenarios.load import ScenarioSet, ScenarioSpecs, check_scenario, check_tools
 from engine.plugins.scenarios.scripted import script_actions, script_objects
-from engine.schemas.journal import JournalEntry, LimitRecord
+from engine.schemas.journal import LimitRecord
 from engine.schemas.script import Script
 from engine.spec.conversation import conversation_of
+from engine.store.journal import MemoryJournal
 
 if TYPE_CHECKING:
     from engine.actions.workers import Workers
     from engine.machine.presets import ResolvedMachine
     from engine.plugins.scenarios.schema import Scenario
     from engine.schemas.environment import Task
-    from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory
-    from engine.store.codec import EncodedRecord
     from engine.tokens.format import ChatFormat
 
 THREADS = 8
@@ -87,17 +86,13 @@ class _ScenarioEpisode:
         self._workers = workers
         self._scenario = scenario
         self._watcher = Watcher(resolved)
-        self._journal: list[JournalEntry] = []
+        self._journal = MemoryJournal()
         images = MemoryImages()
         self._executor = factory.executor(
-            self._append,
             actions=script_actions(factory.actions, scenario, factory.spec.limits.episode_seconds),
             watch=self._watcher,
             images=ImageStorer(form, images, images.fetch, factory.spec),
         )
-
-    async def _append(self, episode_id: str, entry: JournalEntry, written: EncodedRecord) -> None:
-        self._journal.append(entry)
 
     async def play(self, task: Task, scenarios: ScenarioSet, index: int) -> Played:
         """Run the episode to its end."""
@@ -112,15 +107,13 @@ class _ScenarioEpisode:
                 script_objects(objects, self._scenario, self._workers)
             episode = self._factory.episode(task, self._scenario.sample, objects)
             if broken is None:
-                ending = await self._executor.run(episode, objects)
+                await self._executor.run(episode, objects, self._journal)
             else:
-                ending = await self._executor.run_failed(episode, objects, broken)
-            if ending is not None:
-                await self._append(episode.id, *ending)
+                await self._executor.run_failed(episode, objects, self._journal, broken)
             trajectory = episode.trajectory("scenario", exact=True)
         finally:
             await self._factory.object_builder.close(objects)
-        limits = [entry.record.limit for entry in self._journal if isinstance(entry.record, LimitRecord)]
+        limits = [entry.record.limit for entry in self._journal.entries if isinstance(entry.record, LimitRecord)]
         states = [self._factory.machine.initial, *(dest for _, _, dest in trajectory.path)]
         return Played(trajectory, limits, states, self._watcher.taken, self._opening(task))
 

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import typer
+from journals import write_result
 from typer.testing import CliRunner, Result
 
 from engine.cli.commands.export import export
@@ -55,10 +56,10 @@ async def fill(out: Path, *, whole: bool) -> None:
     header = RunHeader(run_id=RUN, name="demo", created=0.0, engine_version="0", spec={"rewards": {"credit": credit}})
     with RunStore.create(out, header) as store:
         for sample, (reward, trainable) in enumerate([(1.0, True), (0.0, True), (9.0, False)]):
-            await store.begin(Task(id="t", index=0, fields={}), sample)
-            await store.finish(episode(sample, reward, trainable))
+            begun = await store.begin(Task(id="t", index=0, fields={}), sample)
+            await write_result(begun, episode(sample, reward, trainable))
         if not whole:
-            await store.begin(Task(id="t", index=0, fields={}), 3)
+            begun = await store.begin(Task(id="t", index=0, fields={}), 3)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from journals import write_result
 from typer.testing import CliRunner, Result
 
 from engine.cli.graph import graph
@@ -95,8 +96,9 @@ async def fill(out: Path) -> None:
     task = Task(id="t", index=0, fields={})
     with RunStore.create(out, header) as store:
         for sample in range(2):
-            await store.begin(task, sample)
-            await store.finish(
+            begun = await store.begin(task, sample)
+            await write_result(
+                begun,
                 Trajectory(
                     run_id="demo-1",
                     episode_id=f"t/{sample}",
@@ -114,7 +116,7 @@ async def fill(out: Path) -> None:
                         * sample,
                         ("GENERATING", "answered", "DONE"),
                     ],
-                )
+                ),
             )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from journals import write_entries, write_result
 from typer.testing import CliRunner, Result
 
 from engine.cli.commands.show import show
@@ -74,13 +75,14 @@ async def fill(out: Path) -> None:
     task = Task(id="sum", index=0, fields={})
     failure = Failure(kind="user_error", blame="user", message="it hung", state="AWAITING_USER", turn=1, trace="Trace")
     with RunStore.create(out, header) as store:
-        await store.begin(task, 0)
-        await store.finish(
-            episode(0, Outcome(state="DONE", event="satisfied", solved=True, reward=1.1, rewards={"reward": 1.0}))
+        begun = await store.begin(task, 0)
+        await write_result(
+            begun,
+            episode(0, Outcome(state="DONE", event="satisfied", solved=True, reward=1.1, rewards={"reward": 1.0})),
         )
-        await store.begin(task, 1)
-        await store.finish(episode(1, Outcome(state="DONE", event="failed", failure=failure, trainable=False)))
-        await store.begin(task, 2)
+        begun = await store.begin(task, 1)
+        await write_result(begun, episode(1, Outcome(state="DONE", event="failed", failure=failure, trainable=False)))
+        begun = await store.begin(task, 2)
         records: list[tuple[str, str, str, Record]] = [
             ("PENDING", "ready", "GENERATING", ResetRecord(reset=Reset(messages=[Message(role="user", content="q")]))),
             (
@@ -96,8 +98,8 @@ async def fill(out: Path) -> None:
             ("AWAITING_USER", "feedback", "GENERATING", UserRecord(turn=UserTurn(content="Not\nright.", solved=True))),
         ]
         for seq, (state, event, dest, record) in enumerate(records):
-            await store.append(
-                "sum/2", JournalEntry(seq=seq, state=state, event=event, dest=dest, record=record, at=0.0, seconds=1.25)
+            await write_entries(
+                begun, JournalEntry(seq=seq, state=state, event=event, dest=dest, record=record, at=0.0, seconds=1.25)
             )
 
 

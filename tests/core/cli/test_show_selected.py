@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from command_line import engine_here
+from journals import write_entries, write_result
 from listing_kit import begin, ended, fill, new_run
 from PIL import Image
 from store_kit import make_header, make_task
@@ -37,7 +38,7 @@ async def judged(store: Any) -> None:
     """Task t9: a picture, and a judge's words."""
     buffer = BytesIO()
     Image.new("RGB", (8, 6), "red").save(buffer, format="PNG")
-    await store.begin(make_task(9, question="what colour?", answer="red", notes={"a": [1, 2]}), 0)
+    begun = await store.begin(make_task(9, question="what colour?", answer="red", notes={"a": [1, 2]}), 0)
     picture = await store.put_image(buffer.getvalue())
     made = replace(ended(5, 0), task_id="t9", episode_id="t9/0")
     made = replace(
@@ -46,8 +47,8 @@ async def judged(store: Any) -> None:
     event = RewardEvent(turn=1, name="judge", value=0.7, cause="the judge gave 7", source="judge")
     record = ScoreRecord(rewards=[event], replies=["Well said.\nScore: 7"])
     entry = JournalEntry(seq=0, state="DONE", event="", dest="DONE", record=record, at=1.0, seconds=0.1)
-    await store.append("t9/0", entry)
-    await store.finish(made)
+    await write_entries(begun, entry)
+    await write_result(begun, made)
 
 
 @pytest.fixture(scope="module")

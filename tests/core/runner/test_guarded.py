@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 from engine.actions import generate
 from engine.cli.main import app
 from engine.errors import StoreError
-from engine.runner import finishing
 from engine.runner.guarded import FILE
 from engine.runner.replay import Replayer
 from engine.schemas.journal import GenerationRecord
@@ -255,7 +254,7 @@ async def test_a_run_whose_guard_is_killed_ends_and_hands_nothing_over_unchecked
 async def test_a_run_that_is_stopped_while_its_guard_hangs_loses_nothing(
     hostile: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finishing, "PATIENCE", 0.01)
+    monkeypatch.setattr("engine.store.journal.PATIENCE", 0.01)
     monkeypatch.setattr(guard, "_current", None)
     resumed = Resumed(hostile(PLAIN, tasks={"rows": [{"id": "a"}]}))
     running = asyncio.create_task(resumed.run(tmp_path / "runs"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from journals import write_entries
 
 from engine.backends.registry import open_backend
 from engine.runner.replay import Replayer
@@ -169,9 +170,9 @@ async def test_an_episode_is_taken_up_again_without_asking_for_what_was_answered
     backend = open_backend(ran.loaded, ran.form)
     await backend.start()
     with RunStore.create(ran.store.folder.parent / "again", ran.store.header) as store:
-        await store.begin(load_tasks(ran.loaded)[0], 0)
+        begun = await store.begin(load_tasks(ran.loaded)[0], 0)
         for entry in journal[:answered]:
-            await store.append("a/0", entry)
+            await write_entries(begun, entry)
     with RunStore.open(store.folder) as store:
         again = Runner(ran.loaded, load_tasks(ran.loaded), ran.form, backend, store)
         await again.run()

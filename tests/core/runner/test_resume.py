@@ -13,11 +13,15 @@ from typing import Any
 import code_for_tests as spec_code
 import pytest
 from endings import CASES, ONCE, ONE, filled
+from journals import write_entries
 from slow_cases import each_once, slow_but
 from stopping import Resumed, content
 
+from engine.runner.guarded import EpisodeGuard
 from engine.schemas.journal import JournalEntry
+from engine.schemas.trajectory import Trajectory
 from engine.store import RunHeader, RunStore, list_runs
+from engine.store.codec import EncodedTrajectory
 
 MAX_COMMITS = 60
 SIDE = ("an external tool", "the environment is external", "an external user")
@@ -164,33 +168,32 @@ async def test_a_call_that_may_have_been_made_is_not_made_again_in_its_attempt(m
 async def test_who_waits_to_be_finished_is_finished_when_the_run_is_interrupted(
     make_spec: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("engine.runner.finishing.FINISHING", 1)
+    monkeypatch.setattr("engine.store.writer.FINISHING", 1)
     rows = [{"id": f"t{number}"} for number in range(8)]
     resumed = Resumed(make_spec(["It is 42."], tasks={"rows": rows}, **PAID))
     stop = asyncio.Event()
-    finish = RunStore.finish
+    judged = EpisodeGuard.judged
 
-    async def slow(*arguments: Any) -> None:
+    async def slow(*arguments: Any) -> Trajectory:
         while spec_code.CALLS["one"] < 8:  # noqa: ASYNC110  (counted in other threads)
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)  # all wait now, but one
         stop.set()
         await asyncio.sleep(0)
-        await finish(*arguments)
+        return await judged(*arguments)
 
-    monkeypatch.setattr(RunStore, "finish", slow)
+    monkeypatch.setattr(EpisodeGuard, "judged", slow)
     await resumed.run(tmp_path / "runs", stop)
     assert spec_code.CALLS["one"] == 8
     with resumed.store(tmp_path / "runs") as store:
-        # The one that was in `slow` when it was cancelled is lost, as with any exception; the others waited.
-        assert len(store.finished()) == 7
+        assert len(store.finished()) == 8
 
 
 @pytest.mark.parametrize("commits", slow_but([2, 9], 9))
 async def test_interrupting_many_episodes_pays_each_final_score_once(
     make_spec: Any, tmp_path: Path, commits: int, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("engine.runner.finishing.FINISHING", 4)  # so that many wait to be finished
+    monkeypatch.setattr("engine.store.writer.FINISHING", 4)  # so that many wait to be finished
     rows = [{"id": f"t{number}"} for number in range(80)]
     resumed = Resumed(make_spec(["It is 42."], tasks={"rows": rows}, rollout={"concurrency": 64}, **PAID))
     await resumed.stopped(tmp_path / "runs", commits)
@@ -207,9 +210,7 @@ async def copied(resumed: Resumed, source: Path, out: Path, extra: int = 0) -> N
         task = store.task("a")
     again: list[JournalEntry] = [replace(journal[-1], seq=journal[-1].seq + n + 1) for n in range(extra)]
     with RunStore.create(out, RunHeader.of(resumed.loaded)) as store:
-        await store.begin(task, 0)
-        for entry in [*journal, *again]:
-            await store.append("a/0", entry)
+        await write_entries(await store.begin(task, 0), *journal, *again)
 
 
 @pytest.mark.parametrize(
@@ -266,15 +267,14 @@ async def test_an_end_that_cannot_be_written_is_not_performed_again(
     make_spec: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     resumed = Resumed(make_spec(["It is 42."], **PAID))
-    finish = RunStore.finish
 
-    async def failing(*_: Any) -> None:
+    def failing(trajectory: Trajectory) -> EncodedTrajectory:
         raise ValueError("no row can be made of it")
 
-    monkeypatch.setattr(RunStore, "finish", failing)
-    (fault,) = (await resumed.run(tmp_path / "runs")).faults
+    with monkeypatch.context() as patched:
+        patched.setattr("engine.store.journal.encode_trajectory", failing)
+        (fault,) = (await resumed.run(tmp_path / "runs")).faults
     assert "no row can be made of it" in fault
-    monkeypatch.setattr(RunStore, "finish", finish)
     assert (await resumed.run(tmp_path / "runs")).faults == []
     assert spec_code.CALLS["one"] == 1
     with resumed.store(tmp_path / "runs") as store:
@@ -290,9 +290,7 @@ async def test_a_journal_that_leads_elsewhere_is_a_fault_of_that_episode_alone(m
         journal = store.journal("a/0")
     changed = {"user": None, "machine": "single_turn"}
     with RunStore.create(tmp_path / "old", RunHeader.of(first.loaded)) as store:
-        await store.begin(first_task(first), 0)
-        for entry in journal[:3]:
-            await store.append("a/0", entry)
+        await write_entries(await store.begin(first_task(first), 0), *journal[:3])
     other = Resumed(make_spec(["no", "It is 42."], tasks={"rows": rows}, **changed))
     (fault,) = (await other.run(tmp_path / "old")).faults
     assert "ReplayError: a/0: step 1 led from GENERATING by `answered` to AWAITING_USER_FEEDBACK; now it leads" in fault

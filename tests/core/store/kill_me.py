@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent)]
@@ -18,6 +19,7 @@ sys.path[:0] = [str(Path(__file__).parent)]
 from store_kit import make_entry, make_header, make_task, make_trajectory  # type: ignore[import-not-found]  # noqa: E402
 
 from engine.store import RunStore, list_runs  # noqa: E402
+from engine.store.codec import encode_record  # noqa: E402
 
 ENTRIES = 5
 
@@ -40,10 +42,11 @@ async def main(folder: Path, alive: int) -> None:
             if f"t{index}/0" in done:
                 continue
             journal = await store.begin(make_task(index), 0)
-            for seq in range(len(journal), ENTRIES):
-                await store.append(f"t{index}/0", make_entry(seq, index))
+            for seq in range(len(journal.entries), ENTRIES):
+                entry = make_entry(seq, index)
+                await journal.append(entry, encode_record(entry.record))
                 say("entry", index, seq)
-            await store.finish(make_trajectory(index))
+            await journal.finish(partial(make_trajectory, index))
             say("done", index)
 
     await asyncio.gather(*(crew() for _ in range(alive)))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from journals import write_entries, write_result
 from store_kit import make_entry, make_header, make_task, make_trajectory
 
 from engine.schemas.environment import UserTurn
@@ -14,6 +15,7 @@ from engine.schemas.journal import FailureRecord, JournalEntry, UserRecord
 from engine.schemas.message import ImagePart, Message
 from engine.schemas.trajectory import Failure, Outcome, Trajectory
 from engine.store import RunStore
+from engine.store.journal import Journal
 from engine.store.training import begin as begin_training
 from engine.train.batch_log import BatchLog, BatchRecord
 from engine.train.metrics import MetricsLog
@@ -55,7 +57,7 @@ async def fill(store: RunStore, tasks: int = 6, samples: int = 2, *, of: Any = e
     for index in range(first, first + tasks):
         task = make_task(index, level=LEVELS[index % 2], answer=str(index))
         for sample in range(samples):
-            await store.begin(task, sample)
+            begun = await store.begin(task, sample)
             made = of(index, sample)
             last = JournalEntry(
                 seq=0,
@@ -69,19 +71,19 @@ async def fill(store: RunStore, tasks: int = 6, samples: int = 2, *, of: Any = e
             said = UserTurn(content="no", solved=index > 2, facts={"wrong": index}) if index else None
             if said is not None:
                 first_entry = replace(last, record=UserRecord(turn=UserTurn(content="first")))
-                await store.append(made.episode_id, first_entry)
-                await store.append(made.episode_id, replace(last, seq=1, record=UserRecord(turn=said)))
-            await store.append(made.episode_id, replace(last, seq=2 if said else 0))
-            await store.finish(made)
+                await write_entries(begun, first_entry)
+                await write_entries(begun, replace(last, seq=1, record=UserRecord(turn=said)))
+            await write_entries(begun, replace(last, seq=2 if said else 0))
+            await write_result(begun, made)
 
 
-async def begin(store: RunStore, index: int, entries: int) -> str:
+async def begin(store: RunStore, index: int, entries: int) -> Journal:
     """Begin an episode, which stays unfinished."""
     task = make_task(index, level=LEVELS[index % 2], answer=str(index))
-    await store.begin(task, 0)
+    begun = await store.begin(task, 0)
     for seq in range(entries):
-        await store.append(f"t{index}/0", make_entry(seq))
-    return f"t{index}/0"
+        await write_entries(begun, make_entry(seq))
+    return begun
 
 
 def new_run(out: Path, run_id: str = "run-20260101-000000-abcd", **header: Any) -> RunStore:

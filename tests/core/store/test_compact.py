@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journals import write_entries, write_result
 from slow_cases import slow_but
 from store_kit import make_entry, make_header, make_task, make_trajectory, plain
 
@@ -44,9 +45,9 @@ async def fill(out: Path, *, groups: int = GROUPS, tokens: int = 400, failed: tu
 
 
 async def begin_and_finish(store: RunStore, index: int, sample: int, *, tokens: int = 40, failed: bool = False) -> None:
-    await store.begin(make_task(index), sample)
+    begun = await store.begin(make_task(index), sample)
     for seq in range(4):
-        await store.append(f"t{index}/{sample}", make_entry(seq, index, tokens))
+        await write_entries(begun, make_entry(seq, index, tokens))
     trajectory = make_trajectory(index, sample)
     if failed:
         failure = Failure(kind="timeout", blame="tool", message="no answer", state="AWAITING_TOOL", turn=0)
@@ -54,7 +55,7 @@ async def begin_and_finish(store: RunStore, index: int, sample: int, *, tokens: 
         trajectory = make_trajectory(
             index, sample, outcome=type(outcome)(state="FAILED", event="failed", failure=failure)
         )
-    await store.finish(trajectory)
+    await write_result(begun, trajectory)
 
 
 def group(index: int) -> list[str]:
@@ -157,13 +158,13 @@ async def test_a_running_store_drops_and_uses_the_space_again(tmp_path: Path) ->
 
 async def test_an_unfinished_episode_of_a_group_that_nothing_continues_is_dropped_too(tmp_path: Path) -> None:
     with RunStore.create(tmp_path, make_header()) as store:
-        await store.begin(make_task(0), 0)
-        await store.append("t0/0", make_entry(0))
-        await store.append("t0/0", make_entry(1, tokens=5_000))
+        begun = await store.begin(make_task(0), 0)
+        await write_entries(begun, make_entry(0))
+        await write_entries(begun, make_entry(1, tokens=5_000))
     told = compact(store.folder, [["t0/0"]], keep_failed=False)
     assert told.size > 40_000
     with RunStore.open(store.folder) as again:
-        assert await again.begin(make_task(0), 0) == []  # from the beginning, as a new attempt
+        assert (await again.begin(make_task(0), 0)).entries == []  # from the beginning, as a new attempt
         assert again.episode("t0/0").attempt == 1
         assert again.dropped().episodes == 0
 
@@ -185,11 +186,11 @@ async def test_images_go_with_the_last_episode_that_shows_them(tmp_path: Path) -
     with RunStore.create(tmp_path, make_header()) as store:
         part = await store.put_image(PNG)
         for index in range(2):
-            await store.begin(make_task(index), 0)
+            begun = await store.begin(make_task(index), 0)
             shown = Message(role="user", content=[part])
             entry = make_entry(0)
-            await store.append(f"t{index}/0", replace(entry, record=ResetRecord(reset=Reset(messages=[shown]))))
-            await store.finish(make_trajectory(index, messages=[shown]))
+            await write_entries(begun, replace(entry, record=ResetRecord(reset=Reset(messages=[shown]))))
+            await write_result(begun, make_trajectory(index, messages=[shown]))
     folder = store.folder
     assert compact(folder, [["t0/0"]], keep_failed=False).images == 0
     with RunStore.open(folder, readonly=True) as reader:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from journals import write_result
 from rows_page import rows_page
 from slow_cases import slow_after
 
@@ -40,8 +41,8 @@ async def files(store: RunStore, maker: Any, tmp_path: Path) -> dict[str, Path]:
     posting = Posting(seq=0, turn=0, name="reward", delta=1.0, after=1.0, at_turn=0, op="add")
     for index, (outcome, messages) in enumerate(zip(outcomes, (spoken, []), strict=True)):
         trajectory = maker.trajectory(index, 0, outcome=outcome, messages=messages, facts={"tries": [1, {"a": None}]})
-        await store.begin(maker.task(index), 0)
-        await store.finish(replace(trajectory, postings=[posting]))
+        begun = await store.begin(maker.task(index), 0)
+        await write_result(begun, replace(trajectory, postings=[posting]))
     found = {"jsonl": tmp_path / "rows.jsonl", "parquet": tmp_path / "rows.parquet"}
     assert write_jsonl(export_rows(store), found["jsonl"]) == write_parquet(export_rows(store), found["parquet"])
     return found

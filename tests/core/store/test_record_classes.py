@@ -15,6 +15,7 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from journals import write_entries, write_result
 from validated_structs import STRUCTS, check, same
 
 from engine.errors import StoreError
@@ -257,9 +258,9 @@ async def test_a_reader_names_the_file_the_episode_and_the_record(
     store: RunStore, maker: Any, table: str, column: str, value: Any, what: str
 ) -> None:
     await store.plan([maker.task()], 1)
-    await store.begin(maker.task(), 0)
-    await store.append("t0/0", maker.entry(0))
-    await store.finish(maker.trajectory())
+    begun = await store.begin(maker.task(), 0)
+    await write_entries(begun, maker.entry(0))
+    await write_result(begun, maker.trajectory())
     store.close()
     with closing(sqlite3.connect(store.folder / "run.db")) as connection, connection:
         connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = (SELECT min(rowid) FROM {table})", (value,))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from journals import write_result
 
 from engine.errors import StoreError
 from engine.schemas.credit import OutcomeCredit, TurnReturnCredit
@@ -33,8 +34,8 @@ def earning(maker: Any, sample: int, reward: float, **changes: Any) -> Any:
 
 async def keep(store: RunStore, maker: Any, *trajectories: Any) -> None:
     for trajectory in trajectories:
-        await store.begin(maker.task(int(trajectory.task_id[1:])), trajectory.sample_index)
-        await store.finish(trajectory)
+        begun = await store.begin(maker.task(int(trajectory.task_id[1:])), trajectory.sample_index)
+        await write_result(begun, trajectory)
 
 
 async def test_a_branch_is_a_row_with_its_arrays_as_stored(store: RunStore, maker: Any) -> None:
@@ -81,8 +82,8 @@ async def test_the_uses_of_a_task_in_a_training_are_groups_of_their_own(store: R
     for use, sample, reward in (("", 0, 1.0), ("~1", 0, 5.0), ("", 1, 0.0), ("~1", 1, 7.0)):
         name = f"t0{use}"
         made = earning(maker, sample, reward, task_id=name, episode_id=f"{name}/{sample}")
-        await store.begin(maker.task(0).model_copy(update={"id": name}), sample)
-        await store.finish(made)
+        begun = await store.begin(maker.task(0).model_copy(update={"id": name}), sample)
+        await write_result(begun, made)
     rows = [
         (row["episode_id"], row["advantages"].max(), row["advantages"].min())
         for row in export_rows(store, credit=OUTCOME)

@@ -13,6 +13,7 @@ import duckdb
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from journals import write_entries, write_result
 from store_kit import make_entry, make_header, make_task, make_trajectory, plain
 
 from engine.errors import StoreError
@@ -32,11 +33,11 @@ TASKS, SAMPLES = 4, 2
 async def finish(store: RunStore, task: int, sample: int, *, attempt: int = 0, reward: float = 1.0) -> None:
     """Run an episode to its end; what is in it follows from (task, sample, attempt)."""
     seed = 10 * attempt + 1
-    await store.begin(make_task(task), sample, seed=3, attempt=attempt)
+    begun = await store.begin(make_task(task), sample, seed=3, attempt=attempt)
     for seq in range(3):
-        await store.append(f"t{task}/{sample}", make_entry(seq, seed))
+        await write_entries(begun, make_entry(seq, seed))
     outcome = Outcome(state="DONE", event="satisfied", solved=reward > 0, reward=reward, rewards={"reward": reward})
-    await store.finish(make_trajectory(task, sample, seed=seed, outcome=outcome))
+    await write_result(begun, make_trajectory(task, sample, seed=seed, outcome=outcome))
 
 
 def make_run(folder: Path, place: str | None = None) -> Path:
@@ -131,17 +132,17 @@ async def test_a_run_that_goes_on_is_read_as_it_is(tmp_path: Path) -> None:
         await own.plan([make_task(0), make_task(1)], 1)
     with driver(run, "0") as store, Listing.open([run]) as listing:
         assert [(row.episode, row.status) for row in listing.page().rows] == [("t0/0", "pending"), ("t1/0", "pending")]
-        await store.begin(make_task(0), 0)
-        await store.append("t0/0", make_entry(0))
+        begun = await store.begin(make_task(0), 0)
+        await write_entries(begun, make_entry(0))
         read = RunStore.open(run, readonly=True)
         assert read.status == "running"
         assert read.current_states() == {"t0/0": "GENERATING"}
         assert len(read.journal("t0/0")) == 1
         row = listing.page().rows[0]
         assert (row.status, row.state) == ("running", "GENERATING")
-        await store.append("t0/0", make_entry(1))
-        await store.append("t0/0", make_entry(2))
-        await store.finish(make_trajectory(0, 0))
+        await write_entries(begun, make_entry(1))
+        await write_entries(begun, make_entry(2))
+        await write_result(begun, make_trajectory(0, 0))
         page = listing.page("outcome.reward > 0.5")
         assert [row.episode for row in page.rows] == ["t0/0"]
         Publisher(store.folder, str(run / "shards"), "0").publish(["t0"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import duckdb
 import pytest
+from journals import write_entries, write_result
 from store_kit import make_entry, make_header, make_task, make_trajectory, plain
 
 from engine.errors import StoreError
@@ -20,10 +21,10 @@ HEADER = make_header()
 
 async def finish(store: RunStore, task: int, sample: int, *, attempt: int = 0, seed: int = 1) -> None:
     """Run one episode of two journal entries."""
-    await store.begin(make_task(task), sample, seed=3, attempt=attempt)
+    begun = await store.begin(make_task(task), sample, seed=3, attempt=attempt)
     for seq in range(2):
-        await store.append(f"t{task}/{sample}", make_entry(seq, seed))
-    await store.finish(make_trajectory(task, sample, seed=seed))
+        await write_entries(begun, make_entry(seq, seed))
+    await write_result(begun, make_trajectory(task, sample, seed=seed))
 
 
 @pytest.fixture
@@ -90,9 +91,9 @@ async def test_images_that_episodes_name_go_with_them(run: Path) -> None:
     with RunStore.create(run / "drivers", HEADER, name="0") as store:
         image = await store.put_image(file.getvalue())
         task = make_task(0, picture=image.image)
-        await store.begin(task, 0)
-        await store.append("t0/0", make_entry(0))
-        await store.finish(make_trajectory(0, 0))
+        begun = await store.begin(task, 0)
+        await write_entries(begun, make_entry(0))
+        await write_result(begun, make_trajectory(0, 0))
         await finish(store, 1, 0)
         publisher = Publisher(store.folder, str(run / "shards"), "0")
         publisher.publish(["t1"])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journals import write_entries
 
 from engine.store import RunStore, find_run
 
@@ -121,7 +122,7 @@ def test_a_crash_is_counted_although_the_disk_is_full_at_the_next_opening(proces
 async def test_episodes_that_a_stop_left_go_on(processes: Processes, tmp_path: Path, maker: object) -> None:
     await asyncio.to_thread(processes.end, tmp_path / "run", ENDS["an exit at once"][0])
     with RunStore.open(tmp_path / "run") as store:
-        assert await store.begin(maker.task(0), 0) == []  # type: ignore[attr-defined]
+        assert (await store.begin(maker.task(0), 0)).entries == []  # type: ignore[attr-defined]
 
 
 async def test_an_episode_that_gets_further_each_time_is_no_suspect(tmp_path: Path, maker: Any) -> None:
@@ -132,14 +133,12 @@ async def test_an_episode_that_gets_further_each_time_is_no_suspect(tmp_path: Pa
     for _ in range(6):
         for name, task in names.items():
             journal = await store.begin(task, 0)
-            begin = len(journal)
-            if name == "again" and journal:
-                await store.restart(f"{task.id}/0")
-                begin = 0
+            if name == "again" and journal.entries:
+                await journal.restart()
+            begin = len(journal.entries)
             if name != "stands":
                 for seq in range(begin, begin + 2):
-                    entry = replace(maker.entry(seq), at=time.time())
-                    await store.append(f"{task.id}/0", entry)
+                    await write_entries(journal, replace(maker.entry(seq), at=time.time()))
         assert store._writer is not None
         assert store._lock is not None
         store._writer.close()

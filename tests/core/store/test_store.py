@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journals import write_entries, write_result
 
 from engine.errors import SpecCodeError, StoreError
 from engine.schemas.environment import UserTurn
@@ -19,17 +20,17 @@ from engine.store import RunStore
 
 
 async def test_a_journal_comes_back_bit_equal_and_in_order(store: RunStore, maker: Any) -> None:
-    assert await store.begin(maker.task(), 0, seed=5) == []
+    journal = await store.begin(maker.task(), 0, seed=5)
+    assert (journal.episode_id, journal.attempt, journal.entries) == ("t0/0", 0, [])
     entries = [maker.entry(seq) for seq in range(9)]
-    for entry in entries:
-        await store.append("t0/0", entry)
+    await write_entries(journal, *entries)
     assert maker.same(store.journal("t0/0"), entries)
 
 
 async def test_an_acknowledged_entry_is_in_the_file_already(store: RunStore, maker: Any) -> None:
-    await store.begin(maker.task(), 0)
+    journal = await store.begin(maker.task(), 0)
     for seq in range(5):
-        await store.append("t0/0", maker.entry(seq))
+        await write_entries(journal, maker.entry(seq))
         code = "import sqlite3, sys; print(sqlite3.connect(sys.argv[1]).execute('SELECT max(seq) FROM journal').fetchone()[0])"
         command = [sys.executable, "-c", code, str(store.folder / "run.db")]
         out = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
@@ -37,9 +38,10 @@ async def test_an_acknowledged_entry_is_in_the_file_already(store: RunStore, mak
 
 
 async def test_a_trajectory_comes_back_equal(store: RunStore, maker: Any) -> None:
-    await store.begin(maker.task(), 0)
+    journal = await store.begin(maker.task(), 0)
     trajectory = maker.trajectory()
-    await store.finish(trajectory)
+    assert await journal.finish(lambda: trajectory) is trajectory
+    assert journal.trajectory is trajectory
     assert maker.same(store.trajectory("t0/0"), trajectory)
     row = store.episode("t0/0")
     assert (row.status, row.state, row.event, row.solved, row.trainable) == ("done", "DONE", "satisfied", True, True)
@@ -52,17 +54,16 @@ async def test_a_trajectory_comes_back_equal(store: RunStore, maker: Any) -> Non
 async def test_trajectories_stream_in_the_order_of_tasks_and_samples(store: RunStore, maker: Any) -> None:
     order = [(index, sample) for index in range(40) for sample in range(4)]
     for index, sample in reversed(order):
-        await store.begin(maker.task(index), sample)
-        await store.finish(maker.trajectory(index, sample, branches=1))
+        await write_result(await store.begin(maker.task(index), sample), maker.trajectory(index, sample, branches=1))
     assert [item.episode_id for item in store.trajectories()] == [f"t{index}/{sample}" for index, sample in order]
 
 
 async def test_an_episode_is_done_wholly_or_not_at_all(store: RunStore, maker: Any) -> None:
-    await store.begin(maker.task(), 0)
+    journal = await store.begin(maker.task(), 0)
     good = maker.trajectory()
     doubled = replace(good, postings=[good.postings[0], good.postings[0]])
     with pytest.raises(StoreError, match="the same step was written twice"):
-        await store.finish(doubled)
+        await write_result(journal, doubled)
     connection = sqlite3.connect(store.folder / "run.db")
     for table in ("trajectories", "branches", "postings"):
         assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
@@ -74,47 +75,47 @@ async def test_an_episode_is_done_wholly_or_not_at_all(store: RunStore, maker: A
 
 async def test_resume_gives_back_the_journal_and_refuses_what_is_done(tmp_path: Path, maker: Any) -> None:
     with RunStore.create(tmp_path, maker.header()) as store:
-        await store.begin(maker.task(0), 0)
-        await store.finish(maker.trajectory(0))
-        await store.begin(maker.task(1), 0)
-        for seq in range(3):
-            await store.append("t1/0", maker.entry(seq, 1))
+        await write_result(await store.begin(maker.task(0), 0), maker.trajectory(0))
+        journal = await store.begin(maker.task(1), 0)
+        await write_entries(journal, *(maker.entry(seq, 1) for seq in range(3)))
         folder = store.folder
     with RunStore.open(folder) as store:
         assert store.finished() == {"t0/0"}
         with pytest.raises(StoreError, match="t0/0 is done; it is not run again"):
             await store.begin(maker.task(0), 0)
         journal = await store.begin(maker.task(1), 0)
-        assert maker.same(journal, [maker.entry(seq, 1) for seq in range(3)])
+        assert maker.same(journal.entries, [maker.entry(seq, 1) for seq in range(3)])
         with pytest.raises(StoreError, match="t1/0: entry 2 was given, but the next entry is 3"):
-            await store.append("t1/0", maker.entry(2, 1))
-        await store.append("t1/0", maker.entry(3, 1))
-        await store.finish(maker.trajectory(1))
+            await write_entries(journal, maker.entry(2, 1))
+        await write_entries(journal, maker.entry(3, 1))
+        await write_result(journal, maker.trajectory(1))
         assert store.finished() == {"t0/0", "t1/0"}
 
 
 async def test_restart_begins_a_new_attempt_and_keeps_the_old_one(store: RunStore, maker: Any) -> None:
-    await store.begin(maker.task(), 0)
-    for seq in range(4):
-        await store.append("t0/0", maker.entry(seq, 1))
-    await store.restart("t0/0")
-    for seq in range(2):
-        await store.append("t0/0", maker.entry(seq, 2))
-    await store.finish(maker.trajectory())
+    journal = await store.begin(maker.task(), 0)
+    await write_entries(journal, *(maker.entry(seq, 1) for seq in range(4)))
+    await journal.restart()
+    assert (journal.attempt, journal.entries) == (1, [])
+    await write_entries(journal, *(maker.entry(seq, 2) for seq in range(2)))
+    await write_result(journal, maker.trajectory())
     assert maker.same(store.journal("t0/0"), [maker.entry(seq, 2) for seq in range(2)])
     assert maker.same(store.journal("t0/0", attempt=0), [maker.entry(seq, 1) for seq in range(4)])
     assert store.episode("t0/0").attempt == 1
 
 
-async def test_a_gap_or_a_stranger_is_refused(store: RunStore, maker: Any) -> None:
-    with pytest.raises(StoreError, match="t0/0 is not running: begin it first"):
-        await store.append("t0/0", maker.entry(0))
-    await store.begin(maker.task(), 0)
+async def test_a_gap_and_what_comes_after_the_end_are_refused(store: RunStore, maker: Any) -> None:
+    journal = await store.begin(maker.task(), 0)
     with pytest.raises(StoreError, match="t0/0 is running already"):
         await store.begin(maker.task(), 0)
     with pytest.raises(StoreError, match="t0/0: entry 1 was given, but the next entry is 0"):
-        await store.append("t0/0", maker.entry(1))
+        await write_entries(journal, maker.entry(1))
     assert store.journal("t0/0") == []
+    await write_result(journal, maker.trajectory())
+    with pytest.raises(StoreError, match="t0/0 is done"):
+        await write_entries(journal, maker.entry(0))
+    with pytest.raises(StoreError, match="t0/0 is done"):
+        await journal.restart()
 
 
 async def test_a_task_that_has_changed_is_refused(tmp_path: Path, maker: Any) -> None:
@@ -124,22 +125,21 @@ async def test_a_task_that_has_changed_is_refused(tmp_path: Path, maker: Any) ->
     with RunStore.open(folder) as store:
         with pytest.raises(StoreError, match="task `t0` is not what it was when this run began"):
             await store.begin(maker.task(0, question="2 + 3"), 0)
-        assert await store.begin(maker.task(0, question="2 + 2"), 0) == []
+        assert (await store.begin(maker.task(0, question="2 + 2"), 0)).entries == []
 
 
 async def test_what_json_cannot_say_fails_its_own_episode_alone(store: RunStore, maker: Any) -> None:
-    for index in range(2):
-        await store.begin(maker.task(index), 0)
+    journals = [await store.begin(maker.task(index), 0) for index in range(2)]
     bad = JournalEntry(
         seq=0, state="A", event="e", dest="B", at=0.0, seconds=0.0,
         record=UserRecord(turn=UserTurn(content="x", facts={"thing": object()})),
     )  # fmt: skip
     results = await asyncio.gather(
-        store.append("t0/0", bad), store.append("t1/0", maker.entry(0)), return_exceptions=True
+        write_entries(journals[0], bad), write_entries(journals[1], maker.entry(0)), return_exceptions=True
     )
     assert isinstance(results[0], SpecCodeError)
     assert results[1] is None
-    await store.append("t0/0", maker.entry(0))
+    await write_entries(journals[0], maker.entry(0))
     assert len(store.journal("t0/0")) == len(store.journal("t1/0")) == 1
 
 
@@ -147,8 +147,7 @@ async def test_planned_episodes_are_pending_until_begun(store: RunStore, maker: 
     tasks = [maker.task(index) for index in range(3)]
     await store.plan(tasks, 2)
     await store.plan(tasks, 2)
-    await store.begin(tasks[1], 1)
-    await store.append("t1/1", maker.entry(0))
+    await write_entries(await store.begin(tasks[1], 1), maker.entry(0))
     assert [(row.id, row.status) for row in store.episodes()] == [
         ("t0/0", "pending"), ("t0/1", "pending"), ("t1/0", "pending"),
         ("t1/1", "running"), ("t2/0", "pending"), ("t2/1", "pending"),
@@ -160,11 +159,11 @@ async def test_planned_episodes_are_pending_until_begun(store: RunStore, maker: 
 async def test_a_second_writer_is_refused_and_readers_are_not(store: RunStore, maker: Any) -> None:
     with pytest.raises(StoreError, match=r"is being written by process \d+; wait for it or stop it"):
         RunStore.open(store.folder)
-    await store.begin(maker.task(), 0)
+    journal = await store.begin(maker.task(), 0)
     with RunStore.open(store.folder, readonly=True) as reader:
         assert reader.status == "running"
         assert reader.header == store.header
-        await store.append("t0/0", maker.entry(0))
+        await write_entries(journal, maker.entry(0))
         assert maker.same(reader.journal("t0/0"), [maker.entry(0)])
         with pytest.raises(StoreError, match="was opened for reading"):
             await reader.begin(maker.task(1), 0)
@@ -177,8 +176,7 @@ async def test_status_says_how_the_run_was_left(tmp_path: Path, maker: Any) -> N
     store.close()
     assert store.status == "interrupted"
     store = RunStore.open(store.folder)
-    await store.begin(maker.task(), 0)
-    await store.finish(maker.trajectory())
+    await write_result(await store.begin(maker.task(), 0), maker.trajectory())
     store.close()
     store.close()
     assert store.status == "done"
@@ -188,17 +186,16 @@ async def test_status_says_how_the_run_was_left(tmp_path: Path, maker: Any) -> N
 
 
 async def test_a_closed_store_refuses_at_once(store: RunStore, maker: Any) -> None:
-    await store.begin(maker.task(), 0)
+    journal = await store.begin(maker.task(), 0)
     store.close()
     with pytest.raises(StoreError, match=r"run\.db is closed"):
-        await store.append("t0/0", maker.entry(0))
+        await write_entries(journal, maker.entry(0))
 
 
 async def test_closing_writes_what_is_under_way_and_wakes_everybody(tmp_path: Path, maker: Any) -> None:
     store = RunStore.create(tmp_path, maker.header())
-    for index in range(50):
-        await store.begin(maker.task(index), 0)
-    waiting = [asyncio.create_task(store.append(f"t{index}/0", maker.entry(0, index))) for index in range(50)]
+    journals = [await store.begin(maker.task(index), 0) for index in range(50)]
+    waiting = [asyncio.create_task(write_entries(journal, maker.entry(0, n))) for n, journal in enumerate(journals)]
     await asyncio.sleep(0)
     store.close()
     assert await asyncio.gather(*waiting) == [None] * 50

@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from journals import write_entries, write_result
 
 from engine.errors import StoreError
 from engine.store import RunStore, writer
-from engine.store.writer import Track
+from engine.store.codec import encode_record
+from engine.store.journal import Journal
+
+
+async def begun(store: RunStore, maker: Any, count: int) -> list[Journal]:
+    """The journals of so many new episodes."""
+    return [await store.begin(maker.task(index), 0) for index in range(count)]
 
 
 def count_commits(store: RunStore) -> list[str]:
@@ -25,61 +32,65 @@ def count_commits(store: RunStore) -> list[str]:
 
 
 async def test_entries_of_one_moment_are_one_commit(store: RunStore, maker: Any) -> None:
-    for index in range(200):
-        await store.begin(maker.task(index), 0)
+    journals = await begun(store, maker, 200)
     seen = count_commits(store)
-    await asyncio.gather(*(store.append(f"t{index}/0", maker.entry(0, index)) for index in range(200)))
-    assert seen.count("COMMIT") == 1
-    assert [len(store.journal(f"t{index}/0")) for index in range(200)] == [1] * 200
+    await asyncio.gather(*(write_entries(journal, maker.entry(0, n)) for n, journal in enumerate(journals)))
+    assert [statement.split(" ", 1)[0] for statement in seen] == ["BEGIN", *["INSERT"] * 4, "COMMIT"]
+    seen.clear()
+    await asyncio.gather(*(write_entries(journal, maker.entry(1, n)) for n, journal in enumerate(journals[:64])))
+    assert [statement.split(" ", 1)[0] for statement in seen] == ["INSERT"], "one statement is a commit"
+    assert [len(store.journal(f"t{index}/0")) for index in range(200)] == [2] * 64 + [1] * 136
 
 
 async def test_a_commit_wakes_a_loop_once(store: RunStore, maker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for index in range(100):
-        await store.begin(maker.task(index), 0)
+    journals = await begun(store, maker, 100)
     loop = asyncio.get_running_loop()
     calls: list[Any] = []
     inner = loop.call_soon_threadsafe
     monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args, **kw: (calls.append(args), inner(*args, **kw))[1])
-    await asyncio.gather(*(store.append(f"t{index}/0", maker.entry(0, index)) for index in range(100)))
+    await asyncio.gather(*(write_entries(journal, maker.entry(0, n)) for n, journal in enumerate(journals)))
     assert len(calls) == 1
 
 
 async def test_one_bad_write_fails_alone(store: RunStore, maker: Any) -> None:
-    for index in range(20):
-        await store.begin(maker.task(index), 0)
-    await store.append("t7/0", maker.entry(0, 7))
-    store._tracks.get("t7/0").next = 0  # the same step again
+    journals = await begun(store, maker, 20)
+    await write_entries(journals[7], maker.entry(0, 7))
+    journals[7]._length = 0  # the same step again
     results = await asyncio.gather(
-        *(store.append(f"t{index}/0", maker.entry(0, index)) for index in range(20)), return_exceptions=True
+        *(write_entries(journal, maker.entry(0, n)) for n, journal in enumerate(journals)), return_exceptions=True
     )
     assert [index for index, result in enumerate(results) if result is not None] == [7]
     assert isinstance(results[7], StoreError)
     assert "the same step was written twice" in str(results[7])
     assert [len(store.journal(f"t{index}/0")) for index in range(20)] == [1] * 20
     with pytest.raises(StoreError, match="t7/0 takes no more entries"):
-        await store.append("t7/0", maker.entry(1, 7))
-    await store.append("t8/0", maker.entry(1, 8))
+        await write_entries(journals[7], maker.entry(1, 7))
+    with pytest.raises(StoreError, match="t7/0 takes no more entries"):
+        await write_result(journals[7], maker.trajectory(7))
+    with pytest.raises(StoreError, match="t7/0 takes no more entries"):
+        await journals[7].restart()
+    await write_entries(journals[8], maker.entry(1, 8))
 
 
 async def test_after_a_failed_write_the_episode_has_no_gap(store: RunStore, maker: Any) -> None:
-    await store.begin(maker.task(), 0)
-    await store.append("t0/0", maker.entry(0))
-    store._tracks.get("t0/0").next = 0
-    results = await asyncio.gather(
-        *(store.append("t0/0", maker.entry(seq)) for seq in range(4)), return_exceptions=True
-    )
+    journal = await store.begin(maker.task(), 0)
+    await write_entries(journal, maker.entry(0))
+    journal._length = 0
+    writes = [journal.append(entry, encode_record(entry.record)) for entry in map(maker.entry, range(4))]
+    results = await asyncio.gather(*writes, return_exceptions=True)
+    assert [write.durable for write in writes] == [False] * 4
     assert [type(result) for result in results] == [StoreError] * 4
     assert [entry.seq for entry in store.journal("t0/0")] == [0]
 
 
 async def test_a_cancelled_append_is_written_all_the_same(store: RunStore, maker: Any) -> None:
-    await store.begin(maker.task(), 0)
-    task = asyncio.create_task(store.append("t0/0", maker.entry(0)))
+    journal = await store.begin(maker.task(), 0)
+    task = asyncio.create_task(write_entries(journal, maker.entry(0)))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await store.append("t0/0", maker.entry(1))
+    await write_entries(journal, maker.entry(1))
     assert maker.same(store.journal("t0/0"), [maker.entry(0), maker.entry(1)])
 
 
@@ -87,42 +98,74 @@ async def test_what_waits_to_be_written_is_bounded(
     store: RunStore, maker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "BOUND", 20_000)
-    for index in range(100):
-        await store.begin(maker.task(index), 0)
+    journals = await begun(store, maker, 100)
     lane = store._writer._lanes[asyncio.get_running_loop()]  # type: ignore[union-attr]
     most, inner = 0, writer._Lane.put
 
-    def put(self: Any, write: Any) -> None:
+    def put(self: Any, write: Any) -> Any:
         nonlocal most
         inner(self, write)
         most = max(most, self.weight)
+        return write
 
     monkeypatch.setattr(writer._Lane, "put", put)
     entries = [maker.entry(seq, tokens=256) for seq in range(6)]
 
-    async def episode(index: int) -> None:
-        for entry in entries:
-            await store.append(f"t{index}/0", entry)
-
-    await asyncio.gather(*(episode(index) for index in range(100)))
+    await asyncio.gather(*(write_entries(journal, *entries) for journal in journals))
     assert [len(store.journal(f"t{index}/0")) for index in range(100)] == [6] * 100
     assert 20_000 < most < 20_000 + 3_000  # one write over: the last that found room
     assert (lane.weight, len(lane.parked)) == (0, 0)
 
 
-async def test_a_cancelled_wait_for_room_leaves_no_gap(
+async def test_a_write_that_is_parked_is_made_though_who_waits_is_cancelled(
     store: RunStore, maker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "BOUND", 0)
-    for index in range(3):
-        await store.begin(maker.task(index), 0)
-    tasks = [asyncio.create_task(store.append(f"t{index}/0", maker.entry(0, index))) for index in range(3)]
+    journals = await begun(store, maker, 3)
+    tasks = [asyncio.create_task(write_entries(journal, maker.entry(0, n))) for n, journal in enumerate(journals)]
     await asyncio.sleep(0)
     tasks[1].cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(result) for result in results] == [type(None), asyncio.CancelledError, type(None)]
-    await store.append("t1/0", maker.entry(0, 1))
+    await write_entries(journals[1], maker.entry(1, 1))
+    assert [len(store.journal(f"t{index}/0")) for index in range(3)] == [1, 2, 1]
+
+
+async def test_closing_makes_the_writes_that_are_parked(
+    tmp_path: Path, maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunStore.create(tmp_path, maker.header()) as store:
+        journals = await begun(store, maker, 3)
+        monkeypatch.setattr(writer, "BOUND", 0)
+        entry = maker.entry(0)
+        writes = [journal.append(entry, encode_record(entry.record)) for journal in journals]
+        assert [write.parked for write in writes] == [False, True, True]
+    await asyncio.gather(*writes)
     assert [len(store.journal(f"t{index}/0")) for index in range(3)] == [1, 1, 1]
+
+
+async def test_a_write_has_a_future_only_where_somebody_waits(store: RunStore, maker: Any) -> None:
+    (journal,) = await begun(store, maker, 1)
+    first, second = maker.entry(0), maker.entry(1)
+    write = journal.append(first, encode_record(first.record))
+    assert not write.durable
+    await journal.append(second, encode_record(second.record))
+    assert (write.durable, write.waiter) == (True, None)
+    await write
+    assert write.waiter is None
+
+
+async def test_a_write_is_awaited_again_after_a_cancellation(store: RunStore, maker: Any) -> None:
+    (journal,) = await begun(store, maker, 1)
+    entry = maker.entry(0)
+    write = journal.append(entry, encode_record(entry.record))
+    waiting = asyncio.ensure_future(write)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await write
+    assert write.durable
 
 
 def test_several_event_loops_write_to_one_store(tmp_path: Path, maker: Any) -> None:
@@ -130,9 +173,8 @@ def test_several_event_loops_write_to_one_store(tmp_path: Path, maker: Any) -> N
 
         async def episodes(base: int) -> None:
             async def one(index: int) -> None:
-                await store.begin(maker.task(index), 0)
-                for seq in range(5):
-                    await store.append(f"t{index}/0", maker.entry(seq, index))
+                journal = await store.begin(maker.task(index), 0)
+                await write_entries(journal, *(maker.entry(seq, index) for seq in range(5)))
 
             await asyncio.gather(*(one(base + number) for number in range(10)))
 
@@ -146,8 +188,7 @@ def test_several_event_loops_write_to_one_store(tmp_path: Path, maker: Any) -> N
 
 
 async def test_a_full_disk_is_a_store_error_and_what_was_written_stays_readable(store: RunStore, maker: Any) -> None:
-    for index in range(30):
-        await store.begin(maker.task(index), 0)
+    journals = await begun(store, maker, 30)
     await store._writer.do(lambda c: c.execute(f"PRAGMA max_page_count = {c.execute('PRAGMA page_count').fetchone()[0] + 4}"))  # type: ignore[union-attr]  # fmt: skip
     written, refused = {}, []
 
@@ -155,7 +196,7 @@ async def test_a_full_disk_is_a_store_error_and_what_was_written_stays_readable(
         written[index] = 0
         for seq in range(10):
             try:
-                await store.append(f"t{index}/0", maker.entry(seq, index, 64))
+                await write_entries(journals[index], maker.entry(seq, index, 64))
             except StoreError as error:
                 refused.append(str(error))
                 return
@@ -170,8 +211,7 @@ async def test_a_full_disk_is_a_store_error_and_what_was_written_stays_readable(
     for index, count in written.items():
         assert maker.same(store.journal(f"t{index}/0"), [maker.entry(seq, index, 64) for seq in range(count)])
     await store._writer.do(lambda c: c.execute("PRAGMA max_page_count = 1000000"))  # type: ignore[union-attr]
-    await store.begin(maker.task(99), 0)
-    await store.append("t99/0", maker.entry(0, 99))
+    await write_entries(await store.begin(maker.task(99), 0), maker.entry(0, 99))
     with sqlite3.connect(store.folder / "run.db") as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
@@ -183,16 +223,17 @@ from pathlib import Path
 from store_kit import make_entry, make_header, make_task
 from engine.errors import StoreError
 from engine.store import RunStore
+from engine.store.codec import encode_record
 
 async def main():
     store = RunStore.create(Path(sys.argv[1]), make_header())
-    for index in range(8):
-        await store.begin(make_task(index), 0)
+    journals = [await store.begin(make_task(index), 0) for index in range(8)]
     resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
     async def episode(index):
         for seq in range(1000):
             try:
-                await store.append(f"t{index}/0", make_entry(seq, index, 64))
+                entry = make_entry(seq, index, 64)
+                await journals[index].append(entry, encode_record(entry.record))
             except StoreError as error:
                 return seq, str(error)
     for index, (count, error) in enumerate(await asyncio.wait_for(asyncio.gather(*map(episode, range(8))), 120)):
@@ -222,20 +263,14 @@ def test_a_file_that_may_not_grow_fails_every_waiter_and_stays_whole(tmp_path: P
 async def test_a_writer_that_breaks_wakes_everybody_with_the_reason(
     store: RunStore, maker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for index in range(5):
-        await store.begin(maker.task(index), 0)
+    journals = await begun(store, maker, 5)
 
     def broken(self: Any, writes: Any) -> None:
         raise MemoryError("no memory")
 
     monkeypatch.setattr(writer.Writer, "_commit_all", broken)
-    waits = [store.append(f"t{index}/0", maker.entry(0, index)) for index in range(5)]
+    waits = [write_entries(journal, maker.entry(0, n)) for n, journal in enumerate(journals)]
     results = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), 120)
     assert [str(result) for result in results] == [f"cannot write {store.folder / 'run.db'}: no memory"] * 5
     with pytest.raises(StoreError, match="no memory"):
         await store.begin(maker.task(9), 0)
-
-
-def test_a_track_stands_at_its_next_entry() -> None:
-    track = Track(3, 1, 4)
-    assert (track.number, track.attempt, track.next, track.broken, track.closing) == (3, 1, 4, None, False)

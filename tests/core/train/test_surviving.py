@@ -12,6 +12,7 @@ from typing import Any
 import code_for_training as spec_code
 import numpy as np
 import pytest
+from journals import write_entries
 from safetensors.torch import load_file
 from slow_cases import slow_but
 from trainings import begin_training, policy_weights, resume_training
@@ -347,20 +348,20 @@ async def test_tokens_that_any_launch_sampled_again_are_counted(tmp_path: Path, 
     """Turns of 16 tokens: a first attempt with one turn, then another with a turn before and a turn in each of two launches."""
     task, header, entry = maker_of_entries
     store = RunStore.create(tmp_path, header)
-    await store.begin(task, 0)
+    begun = await store.begin(task, 0)
     for seq in (0, 1):
-        await store.append("t0/0", entry(seq, at=time.time()))
-    await store.restart("t0/0")
-    await store.append("t0/0", entry(0, at=time.time()))
-    await store.append("t0/0", entry(1, at=time.time()))
+        await write_entries(begun, entry(seq, at=time.time()))
+    await begun.restart()
+    await write_entries(begun, entry(0, at=time.time()))
+    await write_entries(begun, entry(1, at=time.time()))
     store.close()
     for seq in (2, 4):  # first a tool's answer, in the next launch a turn
         store = RunStore.open(tmp_path / header.run_id)
         stored = StoredEpisodes(store, 1)
         assert stored.continues("t0", 0)
-        await store.begin(task, 0)
+        begun = await store.begin(task, 0)
         for number in range(seq, seq + 2 if seq == 2 else seq + 1):
-            await store.append("t0/0", entry(number + (seq == 4), at=time.time(), seq=number))
+            await write_entries(begun, entry(number + (seq == 4), at=time.time(), seq=number))
         assert stored.regenerated_tokens("t0", 0) == (16 if seq == 2 else 16 + 16)
         store.close()
 

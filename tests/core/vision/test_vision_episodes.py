@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import vision_kit
 from damaged_rows import assert_refused, damaged_row
+from journals import write_entries
 from recompute import apart
 from slow_cases import slow_but, slow_but_each
 from vision_code import FIRST, MACHINE, SECOND, THIRD
@@ -107,9 +108,9 @@ async def test_a_run_that_broke_off_goes_on_with_its_images(make_spec: Any, run_
     store = RunStore.create(tmp_path / "broken", RunHeader.of(ran.loaded))
     for digest in ran.store.image_digests():
         await store.put_image(ran.store.image(digest).data)
-    await store.begin(task, 0)
+    begun = await store.begin(task, 0)
     for entry in journal[:4]:  # reset, a reply, what was shown, a reply
-        await store.append("a/0", entry)
+        await write_entries(begun, entry)
     store.close()
     store = RunStore.open(store.folder)
     form = load_format(ran.loaded.spec.model, ran.loaded.base)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from command_line import trajectories_of
 from ended_runs import Ran
+from journals import write_entries
 from slow_cases import slow_but
 from test_condensing import sampled
 from test_policy_vision import open_policy
@@ -155,9 +156,9 @@ async def test_a_resume_after_a_window_slid_gives_the_same_rows(
     store = RunStore.create(tmp_path / "broken", RunHeader.of(ran.loaded))
     for digest in ran.store.image_digests():
         await store.put_image(ran.store.image(digest).data)
-    await store.begin(load_tasks(ran.loaded)[0], 0)
+    begun = await store.begin(load_tasks(ran.loaded)[0], 0)
     for entry in journal[: slid + 1]:
-        await store.append("a/0", entry)
+        await write_entries(begun, entry)
     store.close()
     store = RunStore.open(store.folder)
     form = load_format(ran.loaded.spec.model, ran.loaded.base)

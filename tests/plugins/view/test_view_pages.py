@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from browser_kit import ENGINE, Visitor, aside, chromium, environment, served
 from desk import make_runs
+from journals import write_entries, write_result
 from listing_kit import make_training
 from store_kit import make_entry, make_header, make_task, make_trajectory
 
@@ -57,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 async def fill_hostile(store: RunStore) -> None:
     """Write an episode whose texts attack the page."""
     task = make_task(0, **{SHORT: ALL, "answer": ALL})
-    await store.begin(task, 0)
+    begun = await store.begin(task, 0)
     made = make_trajectory(0)
     said = Message(
         role="assistant",
@@ -85,8 +86,8 @@ async def fill_hostile(store: RunStore) -> None:
     records = (make_entry(0).record, make_entry(1).record, tools, score, FailureRecord(failure=failure))
     for seq, record in enumerate(records):
         entry = JournalEntry(seq=seq, state="S", event="e", dest="D", record=record, at=1.0 + seq, seconds=0.5)
-        await store.append("t0/0", entry)
-    await store.finish(whole)
+        await write_entries(begun, entry)
+    await write_result(begun, whole)
 
 
 @pytest.fixture(scope="module")
@@ -302,9 +303,9 @@ def test_an_episode_that_goes_on_grows_in_the_page(browser: Any, tmp_path: Path)
     with ExitStack() as stack:
         stack.callback(loop.close)
         store = stack.enter_context(RunStore.create(tmp_path / "runs", make_header()))
-        aside(loop.run_until_complete, store.begin(make_task(), 0))
+        begun = aside(loop.run_until_complete, store.begin(make_task(), 0))
         for seq in range(2):
-            aside(loop.run_until_complete, store.append("t0/0", make_entry(seq)))
+            aside(loop.run_until_complete, write_entries(begun, make_entry(seq)))
         address = stack.enter_context(served(store.folder, cwd=tmp_path))
         visitor = Visitor(browser, address)
         assert "running" in visitor.text("table.episodes")
@@ -312,9 +313,9 @@ def test_an_episode_that_goes_on_grows_in_the_page(browser: Any, tmp_path: Path)
         visitor.page.locator("#turn-0").wait_for()
         assert visitor.page.locator("#turn-1").count() == 0
         for seq in range(2, 4):
-            aside(loop.run_until_complete, store.append("t0/0", make_entry(seq)))
+            aside(loop.run_until_complete, write_entries(begun, make_entry(seq)))
         visitor.page.locator("#turn-1").wait_for()
-        aside(loop.run_until_complete, store.finish(make_trajectory()))
+        aside(loop.run_until_complete, write_result(begun, make_trajectory()))
         visitor.page.locator(".episode-head .reward.big").wait_for()
         visitor.press("u")
         visitor.page.locator("table.episodes .reward").wait_for()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from journals import write_entries, write_result
 from store_kit import make_entry, make_header, make_task, make_trajectory
 
 from engine.schemas.journal import ScoreRecord
@@ -89,10 +90,10 @@ async def store(tmp_path: Path) -> RunStore:
     """An episode that is done, and one that is running."""
     with RunStore.create(tmp_path, make_header()) as made:
         for sample in (0, 1):
-            await made.begin(make_task(), sample)
-            for seq in range(4):
-                await made.append(f"t0/{sample}", make_entry(seq, seed=sample))
-        await made.finish(make_trajectory())
+            journal = await made.begin(make_task(), sample)
+            await write_entries(journal, *(make_entry(seq, seed=sample) for seq in range(4)))
+            if sample == 0:
+                await write_result(journal, make_trajectory())
     return RunStore.open(made.folder, readonly=True)
 
 
@@ -125,11 +126,11 @@ async def test_each_reply_of_a_judge_has_its_mark_and_nothing_is_lost(tmp_path: 
     given = [RewardEvent(turn=at, name=f"mark {at}", value=0.5, source="judge") for at in range(marks)]
     said = [f"reply {at}" for at in range(replies)]
     with RunStore.create(tmp_path, make_header()) as made:
-        await made.begin(make_task(), 0)
+        journal = await made.begin(make_task(), 0)
         for seq, record in enumerate(
             (make_entry(0).record, make_entry(1).record, ScoreRecord(rewards=given, replies=said))
         ):
-            await made.append("t0/0", replace(make_entry(seq), record=record))
+            await write_entries(journal, replace(make_entry(seq), record=record))
         step = episode_document(made, "t0/0")["path"][-1]
     assert [each["text"] for each in step["judge"] if each["text"] is not None] == said
     own = [each["mark"]["name"] for each in step["judge"] if each["mark"] is not None]
@@ -151,10 +152,9 @@ async def test_a_tokenizer_that_cannot_be_read_is_said_in_the_tokens(tmp_path: P
         "tasks": {"source": "python", "use": "a:b"},
     }
     with RunStore.create(tmp_path / "runs", make_header(spec=spec)) as made:
-        await made.begin(make_task(), 0)
-        for seq in range(4):
-            await made.append("t0/0", make_entry(seq))
-        await made.finish(make_trajectory())
+        journal = await made.begin(make_task(), 0)
+        await write_entries(journal, *map(make_entry, range(4)))
+        await write_result(journal, make_trajectory())
         columns = token_columns(made, "t0/0", 0)
     assert columns["texts"] is None
     assert str(model) in columns["problem"]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from journals import write_entries, write_result
 from listing_kit import begin, ended, failure, fill, new_run
 from slow_cases import slow_but_each
 from store_kit import make_entry, make_task, make_trajectory
@@ -155,14 +156,14 @@ def test_text_is_searched_in_what_was_said_alone(run: Path, text: str, found: li
 async def test_text_is_searched_in_what_a_judge_said_of_the_last_attempt(tmp_path: Path) -> None:
     with new_run(tmp_path) as store:
         for index, replies in enumerate((['Poor: "no" reason', "good"], [], ["POOR work"])):
-            await store.begin(make_task(index), 0)
+            begun = await store.begin(make_task(index), 0)
             record = ScoreRecord(rewards=[], replies=replies)
-            await store.append(f"t{index}/0", replace(make_entry(0), record=record))
+            await write_entries(begun, replace(make_entry(0), record=record))
             if index == 2:
-                await store.restart("t2/0")
-            await store.finish(ended(index, 0))
-        await store.begin(make_task(3), 0)  # unfinished
-        await store.append("t3/0", replace(make_entry(0), record=ScoreRecord(rewards=[], replies=["poor"])))
+                await begun.restart()
+            await write_result(begun, ended(index, 0))
+        begun = await store.begin(make_task(3), 0)  # unfinished
+        await write_entries(begun, replace(make_entry(0), record=ScoreRecord(rewards=[], replies=["poor"])))
     with Listing.open([store.folder]) as listing:
         assert names(listing, text="poor") == ["t0/0"]
         assert names(listing, text='"NO" reason') == ["t0/0"]
@@ -202,7 +203,8 @@ def test_neighbours_and_groups_follow_the_list(run: Path) -> None:
 async def test_a_list_follows_a_run_that_is_written(tmp_path: Path) -> None:
     with new_run(tmp_path) as store:
         await fill(store, 1, 1)
-        name = await begin(store, 1, 4)
+        begun = await begin(store, 1, 4)
+        name = begun.episode_id
         with Listing.open([store.folder]) as listing:
             rows = {row.episode: row for row in listing.page().rows}
             assert (rows[name].status, rows[name].turns, rows[name].tokens, rows[name].state) == (
@@ -211,7 +213,7 @@ async def test_a_list_follows_a_run_that_is_written(tmp_path: Path) -> None:
             assert names(listing, "outcome.reward < 100.0") == ["t0/0"]
             assert names(listing, 'task.level == "hard"') == [name]
             assert names(listing, 'episode.status == "running" && run.step == -1') == [name]
-            await store.finish(ended(1, 0))
+            await write_result(begun, ended(1, 0))
             assert listing.row(store.run_id, name).outcome == "limit: assistant_turns"
             assert names(listing, "outcome.reward < 100.0") == ["t0/0", name]
             assert await store.begin_again(["tool"]) == ["t0/0"]
