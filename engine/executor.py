@@ -25,7 +25,7 @@ from engine.actions.action_facts import FAILED, LIMIT, OVERFLOW
 from engine.actions.base import Action, EpisodeObjects
 from engine.actions.calls import LoopReplacedError
 from engine.deadline import EpisodeDeadline
-from engine.episode import Episode
+from engine.episode.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, SpecCodeError
 from engine.failures import failure_of, unexpected
 from engine.limit import MAX_STEPS

@@ -21,7 +21,7 @@ from engine.actions.cut_texts import TextCutter
 from engine.actions.objects import ObjectBuilder
 from engine.actions.registry import build_actions
 from engine.actions.role_models import RoleModels
-from engine.episode import Episode
+from engine.episode.episode import Episode
 from engine.executor import Executor
 from engine.limits import limit_variables
 from engine.machine.compile import EpisodeMachine

@@ -12,7 +12,7 @@ from engine.schemas.trajectory import Blame, Failure
 from engine.storable import valid_text, words_of
 
 if TYPE_CHECKING:
-    from engine.episode import Episode
+    from engine.episode.episode import Episode
 
 log = structlog.get_logger(__name__)
 

@@ -14,7 +14,7 @@ from engine import plugin
 from engine.limit import UNBOUNDED, Limit
 
 if TYPE_CHECKING:
-    from engine.episode import Episode
+    from engine.episode.episode import Episode
     from engine.schemas.limits import LimitsSpec
 
 

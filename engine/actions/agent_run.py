@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.actions.ahead import AheadSampler
     from engine.actions.base import EpisodeObjects, Services
     from engine.agents.threads import AgentThreads
-    from engine.episode import Episode
+    from engine.episode.episode import Episode
     from engine.schemas.agent import AgentSpec
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.generation import GenerateRequest, Generation

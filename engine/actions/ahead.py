@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.actions.generate import GenerateAction
     from engine.agents.inbox import Exchange, Inbox
     from engine.agents.threads import AgentThreads
-    from engine.episode import Episode
+    from engine.episode.episode import Episode
 
 
 class _Job(NamedTuple):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services, bounds_of, post_rewards
 from engine.actions.workers import call_spec_code
-from engine.episode import Episode
+from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.limit import Limit
 from engine.schemas.environment import UserTurn

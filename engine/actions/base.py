@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.actions.workers import Workers
     from engine.agents.program import ProgramBodies
     from engine.backends.base import Backend
-    from engine.episode import Episode
+    from engine.episode.episode import Episode
     from engine.isolation.remote import Cell
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.journal import Record

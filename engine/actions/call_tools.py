@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services, post_rewards
-from engine.episode import Episode
+from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.schemas.journal import ToolsRecord
 from engine.schemas.message import Message

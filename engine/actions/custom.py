@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from engine.actions.action_facts import OWN_ACTION_SECONDS
 from engine.actions.base import EpisodeObjects, LimitedAction, Services, post_rewards
 from engine.actions.workers import call_spec_code
-from engine.episode import Episode
+from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.isolation.pool import RemoteFunction
 from engine.isolation.remote import Origin, function_in

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services
 from engine.actions.room import rooms_of
-from engine.episode import Episode
+from engine.episode.episode import Episode
 from engine.errors import BackendError
 from engine.limit import Limit
 from engine.limits import CONTEXT, limits_of

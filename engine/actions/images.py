@@ -27,7 +27,7 @@ from engine.store.images import measure
 from engine.tokens.images import DIGEST, Source, digest_of, measure_pixels, read_reference
 
 if TYPE_CHECKING:
-    from engine.episode import Episode
+    from engine.episode.episode import Episode
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.trajectory import Blame
     from engine.tokens.format import ChatFormat

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine.episode import derive_seed
+from engine.episode.episode import derive_seed
 from engine.errors import SpecCodeError
 from engine.schemas.environment import EpisodeView
 from engine.schemas.message import Message

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.actions.workers import call_spec_code, on_main_loop
-from engine.episode import derive_seed
+from engine.episode.episode import derive_seed
 from engine.errors import SpecCodeError
 from engine.schemas.environment import EpisodeView, UserTurn
 from engine.schemas.message import Message

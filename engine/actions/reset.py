@@ -9,7 +9,7 @@ from engine.actions.base import BuiltInAction, EpisodeObjects, Services
 from engine.actions.workers import call_spec_code
 from engine.agents.echo import EchoIndex
 from engine.agents.threads import AgentThreads
-from engine.episode import Episode
+from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.schemas.environment import Reset
 from engine.schemas.journal import ResetRecord

@@ -21,7 +21,7 @@ from engine.agents.rewards import SOURCE
 from engine.agents.server import now
 from engine.agents.threads import AgentThreads, newest_reply
 from engine.agents.wire.requests import ApiError, Replies
-from engine.episode import Episode
+from engine.episode.episode import Episode
 from engine.errors import ImageError, RenderError, SpecCodeError
 from engine.schemas.journal import AgentRecord
 

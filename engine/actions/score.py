@@ -13,7 +13,7 @@ from engine.actions.base import BuiltInAction, EpisodeObjects, Services, post_re
 from engine.actions.facts import SCORERS
 from engine.actions.judge import Judge
 from engine.actions.workers import call_spec_code
-from engine.episode import Episode
+from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.isolation.pool import RemoteFunction
 from engine.isolation.remote import Origin, function_in

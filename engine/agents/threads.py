@@ -17,7 +17,7 @@ from engine.schemas.message import MalformedCall, Message
 if TYPE_CHECKING:
     from engine.agents.inbox import Exchange
     from engine.agents.wire.requests import ModelRequest
-    from engine.episode import Episode
+    from engine.episode.episode import Episode
     from engine.tokens.conversation import Conversation
     from engine.tokens.leaf import Leaf
 

@@ -25,7 +25,7 @@ from engine.store.private import private_file
 from engine.tokens.guard import Difference, Finding, Guard
 
 if TYPE_CHECKING:
-    from engine.episode import Episode
+    from engine.episode.episode import Episode
     from engine.schemas.trajectory import Outcome, Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.codec import EncodedTrajectory

@@ -24,7 +24,7 @@ from engine.storable import valid_text, words_of
 from engine.store.images import stored_images
 
 if TYPE_CHECKING:
-    from engine.episode import Episode
+    from engine.episode.episode import Episode
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory

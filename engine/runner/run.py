@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from engine.agents.program import ProgramBodies
     from engine.backends.base import Backend
-    from engine.episode import Episode
+    from engine.episode.episode import Episode
     from engine.runner.services import Cost
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.actions.facts import ACTIONS
-from engine.episode import Episode
+from engine.episode.episode import Episode
 from engine.runner.causes import BACKEND_SHARE, Cause, Causes
 from engine.schemas.trajectory import Outcome, Trajectory
 

@@ -15,7 +15,7 @@ from typing import Any
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services
 from engine.actions.images import in_memory
 from engine.actions.workers import call_spec_code
-from engine.episode import Episode, derive_seed
+from engine.episode.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
 from engine.isolation.pool import RemoteFunction
 from engine.isolation.remote import Origin, function_in

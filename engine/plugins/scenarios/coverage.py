@@ -19,7 +19,7 @@ from engine.machine.presets import ResolvedMachine, ResolvedTransition
 from engine.validate.context import CheckContext
 
 if TYPE_CHECKING:
-    from engine.episode import Episode
+    from engine.episode.episode import Episode
     from engine.spec.load import LoadedSpec
 
 Edge = tuple[str, str, str, str | None]

@@ -28,7 +28,7 @@ from engine.schemas.journal import ScoreRecord
 if TYPE_CHECKING:
     from engine.actions.base import EpisodeObjects
     from engine.actions.workers import Workers
-    from engine.episode import Episode
+    from engine.episode.episode import Episode
     from engine.plugins.scenarios.schema import (
         OutOfTime,
         Scenario,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.actions.base import BuiltInAction, EpisodeObjects, Services, post_rewards
 from engine.actions.workers import call_spec_code
-from engine.episode import Episode
+from engine.episode.episode import Episode
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
 from sum_check.facts import ACTION, SECONDS

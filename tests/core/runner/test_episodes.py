@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scripted_replies import ADD, call
 
-from engine.episode import derive_seed
+from engine.episode.episode import derive_seed
 from engine.runner.replay import Replayer
 from engine.schemas.message import TextPart
 
