@@ -76,7 +76,7 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
         "spec code in a thread of its own, watched",
         tuple(f"engine/actions/{name}.py" for name in ("guest", "guests", "calls", "workers", "threads", "toolbox")),
     ),
-    ("executor, actions, episode", ("engine/executor.py", "engine/episode/episode.py", "engine/actions/")),
+    ("executor, actions, episode", ("engine/episode/executor.py", "engine/episode/episode.py", "engine/actions/")),
     ("journal before effects", ("engine/store/",)),
     (
         "exact bridges",

@@ -22,7 +22,7 @@ from engine.actions.objects import ObjectBuilder
 from engine.actions.registry import build_actions
 from engine.actions.role_models import RoleModels
 from engine.episode.episode import Episode
-from engine.executor import Executor
+from engine.episode.executor import Executor
 from engine.limits import limit_variables
 from engine.machine.compile import EpisodeMachine
 from engine.machine.presets import machine_of
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from engine.agents.program import ProgramBodies
     from engine.backends.base import Backend
     from engine.deadline import PausableClocks
-    from engine.executor import Watch
+    from engine.episode.executor import Watch
     from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat

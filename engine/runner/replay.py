@@ -14,8 +14,8 @@ import numpy as np
 from engine.actions.base import EpisodeObjects
 from engine.actions.workers import Workers
 from engine.backends.replay import ReplayBackend
+from engine.episode.executor import never_built, until_end
 from engine.errors import EngineError, ReplayError, StoreError
-from engine.executor import never_built, until_end
 from engine.factory import EpisodeFactory
 from engine.runner.guarded import as_judged
 from engine.schemas.base import Struct

@@ -40,7 +40,7 @@ from engine.store.codec import encode_record
 from engine.store.header import new_run_id
 
 if TYPE_CHECKING:
-    from engine.executor import Executor
+    from engine.episode.executor import Executor
     from engine.schemas.model import ModelSpec
     from engine.tokens.format import ChatFormat
 

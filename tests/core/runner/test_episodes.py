@@ -331,7 +331,7 @@ async def test_rules_move_rewards_at_user_turns(make_spec, run_spec) -> None:
 
 
 async def test_an_unbounded_machine_is_stopped(make_spec, run_spec, monkeypatch) -> None:
-    monkeypatch.setattr("engine.executor.MAX_STEPS", 20)
+    monkeypatch.setattr("engine.episode.executor.MAX_STEPS", 20)
     machine = {
         "initial": "A",
         "states": {"A": {"action": "code_for_tests:measure"}, "DONE": {"final": True}},
