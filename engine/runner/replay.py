@@ -14,9 +14,9 @@ import numpy as np
 from engine.actions.base import EpisodeObjects
 from engine.actions.workers import Workers
 from engine.backends.replay import ReplayBackend
+from engine.episode.compiled import EpisodeFactory
 from engine.episode.executor import never_built, until_end
 from engine.errors import EngineError, ReplayError, StoreError
-from engine.factory import EpisodeFactory
 from engine.runner.guarded import as_judged
 from engine.schemas.base import Struct
 from engine.schemas.trajectory import EpisodeScore, Failure

@@ -27,9 +27,9 @@ from engine.actions.calls import SCOPE, EpisodeScope, LoopReplacedError
 from engine.actions.images import ImageStorer
 from engine.actions.workers import Workers
 from engine.deadline import PausableClocks
+from engine.episode.compiled import EpisodeFactory
 from engine.episode.executor import RestartNeededError, never_built, until_end
 from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
-from engine.factory import EpisodeFactory
 from engine.runner.causes import Causes, Verdict, places
 from engine.runner.crew import rare_collections, run_crew
 from engine.runner.guarded import EpisodeGuard

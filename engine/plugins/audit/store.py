@@ -27,7 +27,7 @@ import yaml
 from engine.actions.base import EpisodeObjects
 from engine.actions.workers import Workers
 from engine.backends.replay import ReplayBackend
-from engine.factory import EpisodeFactory
+from engine.episode.compiled import EpisodeFactory
 from engine.plugins.audit.episodes import next_record, records_of, with_own_tokens
 from engine.plugins.audit.examine import Examined
 from engine.plugins.audit.findings import Report

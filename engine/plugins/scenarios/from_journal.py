@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from engine.actions.workers import Workers
 from engine.backends.replay import ReplayBackend
 from engine.backends.scripted import write_reply
+from engine.episode.compiled import EpisodeFactory
 from engine.errors import BackendError, EngineError, SpecError, StoreError
-from engine.factory import EpisodeFactory
 from engine.limits import EPISODE_SECONDS
 from engine.machine.presets import machine_of
 from engine.schemas.journal import (

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from engine.actions.base import EpisodeObjects
 from engine.actions.images import ImageStorer, MemoryImages
 from engine.backends.scripted import ScriptedBackend
+from engine.episode.compiled import EpisodeFactory
 from engine.errors import EngineError
-from engine.factory import EpisodeFactory
 from engine.machine.presets import machine_of
 from engine.plugins.scenarios.coverage import Edge, Watcher
 from engine.plugins.scenarios.load import ScenarioSet, ScenarioSpecs, check_scenario, check_tools
