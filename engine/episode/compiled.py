@@ -24,7 +24,7 @@ from engine.actions.role_models import RoleModels
 from engine.episode.episode import Episode
 from engine.episode.executor import Executor
 from engine.limits import limit_variables
-from engine.machine.compile import EpisodeMachine
+from engine.machine.machine import EpisodeMachine
 from engine.machine.presets import machine_of
 from engine.rewards.rules import compile_rules
 from engine.tokens.conversation import Conversation

@@ -23,7 +23,7 @@ from machine_simulator import (
     on_cycle,
 )
 
-from engine.machine.compile import EpisodeMachine
+from engine.machine.machine import EpisodeMachine
 from engine.schemas.limits import LimitsSpec
 from engine.spec.load import load_spec
 from engine.validate import check_spec

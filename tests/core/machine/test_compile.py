@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import GuardError, SpecError
-from engine.machine.compile import EpisodeMachine, UnhandledEvent
 from engine.machine.guards import Guard
+from engine.machine.machine import EpisodeMachine, UnhandledEvent
 from engine.machine.presets import PRESETS, resolve_machine
 from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
 
