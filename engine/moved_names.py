@@ -16,6 +16,7 @@ MOVED: dict[str, str] = {
     "engine.cli.audit": "engine.plugins.audit.command",
     "engine.cli.validate_examine": "engine.cli.validate.examine",
     "engine.doctor": "engine.plugins.doctor",
+    "engine.episode:Episode": "engine.episode.episode:Episode",
     "engine.integrations.audit": "engine.plugins.audit",
     "engine.integrations.datasets": "engine.plugins.datasets",
     "engine.integrations.environments": "engine.plugins.adapters",

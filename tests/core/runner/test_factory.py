@@ -25,7 +25,7 @@ def test_only_the_factory_builds(name: str) -> None:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
     ]
-    assert found == ["factory.py"]
+    assert found == ["episode/compiled.py"]
 
 
 async def test_a_replayed_episode_has_the_seeds_of_its_run(
