@@ -67,7 +67,7 @@ def engine_turns(form: Any, shown: list[bytes], store_images: Callable[[Any, Any
             else:
                 conversation.open([message])
             conversation.prompt()
-            conversation.shown()
+            conversation.placed_images()
             seconds.append(time.perf_counter() - began)
             conversation.reply(
                 Generation.read(

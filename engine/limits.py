@@ -65,7 +65,7 @@ _CORE: tuple[Limit, ...] = (
         "images",
         "Images in the conversation.",
         "generate",
-        lambda episode: len(episode.conversation.thread.images),
+        lambda episode: len(episode.conversation.images),
         variable="images.shown",
         budget="images",
         inclusive=True,

@@ -62,7 +62,7 @@ class GenerateAction(BuiltInAction):
 
     def _too_long(self, episode: Episode) -> int | None:
         """Return the minimum number of tokens of the prompt, if it exceeds a limit; None means: tokenise the prompt."""
-        waiting = episode.conversation.thread.characters
+        waiting = episode.conversation.characters
         if waiting <= LONG_TEXT:
             return None
         least = episode.conversation.length + waiting // self._longest
@@ -73,9 +73,8 @@ class GenerateAction(BuiltInAction):
         some must go. At most once per turn."""
         if episode.made_room_at == episode.turn:
             return None
-        thread = episode.conversation.thread
         for room in self._rooms:
-            if (shown := room.images(thread, self._most_images)) is not None:
+            if (shown := room.images(episode.conversation, self._most_images)) is not None:
                 return "images", float(shown)
         bounds = [(limit, most) for limit, most in self._bounds if limit.unit == "tokens"]
         least = self._too_long(episode)
@@ -93,7 +92,7 @@ class GenerateAction(BuiltInAction):
 
     def prepare(self, episode: Episode) -> Awaitable[object] | None:
         """Tokenise a long text in a thread, one at a time: a megabyte takes about a second and much memory."""
-        if episode.conversation.thread.characters <= LONG_TEXT or self._too_long(episode) is not None:
+        if episode.conversation.characters <= LONG_TEXT or self._too_long(episode) is not None:
             return None
         return asyncio.get_running_loop().run_in_executor(_TOKENIZING, episode.conversation.prompt)
 
@@ -135,7 +134,7 @@ class GenerateAction(BuiltInAction):
         Raises:
             EngineError: The prompt cannot be made.
         """
-        counts = {"turns": turn, "tokens": len(conversation.prompt()), "images": len(conversation.thread.images)}
+        counts = {"turns": turn, "tokens": len(conversation.prompt()), "images": len(conversation.images)}
         if any(limit.is_reached(counts[limit.unit], most) for limit, most in self._bounds):
             return None
         return self._request(episode, conversation, turn, asked)
@@ -143,8 +142,8 @@ class GenerateAction(BuiltInAction):
     def _request(
         self, episode: Episode, conversation: Conversation, turn: int, asked: Mapping[str, Any]
     ) -> GenerateRequest:
-        prompt = conversation.prompt()
-        images, spans = conversation.shown()
+        prompt, tape = conversation.prompt(), conversation.tape
+        images, spans = conversation.placed_images()
         return GenerateRequest(
             episode_id=episode.id,
             turn=turn,
@@ -157,8 +156,8 @@ class GenerateAction(BuiltInAction):
             images=images,
             image_spans=spans,
             adapter=self._adapter,
-            experts_from=conversation.routed if self._asks_experts else None,
-            messages=list(conversation.thread.messages) if self._sends_messages else None,
+            experts_from=tape.routed if self._asks_experts and tape is not None else None,
+            messages=list(conversation.shown) if self._sends_messages else None,
             tools=conversation.tools if self._sends_messages else None,
         )
 

@@ -178,9 +178,9 @@ class ImageStorer:
         most = self._vision.most_images if self._vision is not None else None
         if most is None:
             return record
-        shown = episode.conversation.thread
-        thread = [*shown.messages, *(message for part in said for message in part)]
-        opening = len(thread) if episode.turn < 0 else shown.opening
+        conversation = episode.conversation
+        thread = [*conversation.shown, *(message for part in said for message in part)]
+        opening = len(thread) if episode.turn < 0 else conversation.opening
         count = sum(len(message.images) for message in thread)
         count -= sum(room.leaving(thread, opening) for room in self._rooms)
         if count > most:

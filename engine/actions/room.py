@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from engine.actions.action_facts import ActionFacts
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.message import Message
+    from engine.tokens.conversation import Conversation
     from engine.tokens.format import ChatFormat
-    from engine.tokens.thread import Thread
 
 
 class Room:
@@ -23,8 +23,8 @@ class Room:
         """Tokens that a prompt must leave, given those that a reply needs."""
         return free
 
-    def images(self, thread: Thread, most: float) -> int | None:
-        """The number of images in a thread that has too many, of which `most` may be shown; None: it has not."""
+    def images(self, conversation: Conversation, most: float) -> int | None:
+        """The number of images that a conversation shows, where they are too many, of which `most` may be shown; None: they are not."""
         return None
 
     def leaving(self, messages: Sequence[Message], opening: int) -> int:

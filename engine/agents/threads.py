@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from engine.agents.inbox import Exchange
     from engine.agents.wire.requests import ModelRequest
     from engine.episode.episode import Episode
-    from engine.tokens.conversation import Conversation
-    from engine.tokens.leaf import Leaf
+    from engine.tokens.conversation import Conversation, ConversationMark
 
 
 class AgentThreads:
@@ -30,7 +29,7 @@ class AgentThreads:
         index: An empty index of replies.
     """
 
-    __slots__ = ("_index", "_leaves", "_request", "opening", "sampling")
+    __slots__ = ("_index", "_marks", "_request", "opening", "sampling")
 
     def __init__(self, opening: Sequence[Message], index: EchoIndex) -> None:
         self.opening = list(opening)
@@ -38,7 +37,7 @@ class AgentThreads:
         self.sampling: dict[str, Any] = {}
         """Parameters that the newest request sets, by their names in `agent.allow`."""
         self._index = index
-        self._leaves: dict[int, Leaf] = {}
+        self._marks: dict[int, ConversationMark] = {}
         """By turn: the conversation directly after its reply."""
         self._request: Request | None = None
         """The newest request."""
@@ -66,14 +65,14 @@ class AgentThreads:
             RenderError: The model cannot be shown it.
         """
         place = self.find(request)
-        leaf = None if place.parent is None else self._leaves[place.parent]
-        return episode.conversation.after(leaf, request.messages[place.covered :], request.tools)
+        mark = None if place.parent is None else self._marks[place.parent]
+        return episode.conversation.after(mark, request.messages[place.covered :], request.tools)
 
     def note_reply(self, episode: Episode) -> None:
         """Add the newest reply, if it is not known yet. A second call changes nothing."""
-        if self._request is None or episode.turn < 0 or episode.turn in self._leaves:
+        if self._request is None or episode.turn < 0 or episode.turn in self._marks:
             return
-        self._leaves[episode.turn] = episode.conversation.leaf()
+        self._marks[episode.turn] = episode.conversation.mark()
         self._index.add_reply(self._request, episode.turn, newest_reply(episode))
 
     def attach(self, episode: Episode, record: AgentRecord) -> None:
@@ -82,9 +81,9 @@ class AgentThreads:
         Raises:
             RenderError: The model cannot be shown it.
         """
-        leaf = None if record.parent is None else self._leaves[record.parent]
+        mark = None if record.parent is None else self._marks[record.parent]
         episode.conversation.resume_at(
-            leaf, record.messages, tools=record.tools, reason=record.reason, again=record.sample > 0
+            mark, record.messages, tools=record.tools, reason=record.reason, again=record.sample > 0
         )
         self.sampling = record.sampling
         self._request = self._index.add_request(record.messages, tools_key(record.tools), record.parent)
@@ -97,7 +96,7 @@ def newest_reply(episode: Episode, *, logprobs: bool = False) -> ModelReply:
         episode: The episode.
         logprobs: Whether the program asks for the log-probs of the sampled tokens.
     """
-    said = next(message for message in reversed(episode.conversation.thread.messages) if message.role == "assistant")
+    said = next(message for message in reversed(episode.conversation.shown) if message.role == "assistant")
     raw = [attempt.raw for attempt in episode.attempts if isinstance(attempt, MalformedCall)]
     text = "\n".join([*([said.text] if said.text else []), *raw])
     assert episode.finish is not None
@@ -120,6 +119,8 @@ def newest_reply(episode: Episode, *, logprobs: bool = False) -> ModelReply:
 
 def _sampled(conversation: Conversation) -> list[SampledToken]:
     """The tokens of the newest turn, with the log-probs of its row."""
-    ids, logprobs = conversation.tapes.newest()
+    place = conversation.turns[-1]
+    tape = conversation.tapes[place.branch]
+    ids, logprobs = tape.ids[place.start : place.end], tape.newest_logprobs(place.end - place.start)
     data_of = conversation.form.fast.data_of
     return [SampledToken(data_of(id_), logprob) for id_, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True)]

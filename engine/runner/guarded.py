@@ -69,7 +69,7 @@ class EpisodeGuard:
             encoded: The same, as it is stored.
         """
         conversation = episode.conversation
-        if conversation.history == "keep" or not conversation.tapes.asked:
+        if conversation.history == "keep" or not conversation.asked:
             return trajectory  # with `keep`, rows are what was sampled, whatever the template would write
         finding = await self._guard.check(
             conversation, encoded.trajectory, [(row[3], row[4]) for row in encoded.branches]
@@ -91,8 +91,8 @@ class EpisodeGuard:
                 f"{finding.message}; run it again with `engine run --resume RUN --retry-failed all`{also}",
             )
         turn = max((turn.index for turn in trajectory.turns if turn.branch == finding.branch), default=-1)
-        *_, whole, _ = sorted(episode.conversation.tapes.asked.items())[finding.branch][1]
-        kind = PROMPT if finding.turns == 1 or whole or finding.spelled else BRIDGE
+        asked = sorted(episode.conversation.asked.items())[finding.branch][1]
+        kind = PROMPT if finding.turns == 1 or asked.whole or finding.spelled else BRIDGE
         place = f"branch {finding.branch}, token {finding.token} (id {finding.id})"
         if finding.spelled:
             advice = (

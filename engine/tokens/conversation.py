@@ -1,34 +1,44 @@
 """A conversation: messages go in, exact prompts come out, and each branch is one tape.
 
-Invariant: the prompt that a reply is sampled from is the tape up to that point, id for id, and sampled ids are never decoded
-and encoded again. After a reply, the next prompt continues the tape with a checked bridge. Where there is none,
-`history: branch` begins a new tape from the whole conversation as the template writes it now, and `history: keep` continues
-with the sampled tokens as they are, or raises `BridgeError`. Each sampled token is on exactly one tape. A prompt that gets no
-reply is removed (`take_back`), so the tape depends on messages and samples only, and not on failed attempts.
+Invariant: the prompt that a reply is sampled from is the current tape, id for id; sampled ids are never decoded and encoded again,
+and each sampled token is on exactly one tape. After a reply, the next prompt continues the tape with a checked bridge. Where there
+is none, `history: branch` begins a tape with the thread as the template writes it now, and `history: keep` continues with the sampled
+tokens as they are, or raises `BridgeError`. A prompt that gets no reply is removed (`take_back`), so the tapes depend on messages and
+samples only, and not on failed attempts.
 
-Prompts are made in prompts.py. The messages, and those of them that the model is shown, are in `thread` (thread.py); the tapes are in tapes.py. `resume_at` continues
-after any earlier reply, from the state that `leaf` gave (leaf.py).
+    conversation = Conversation(form, tools=[], history="branch")
+    conversation.open([Message(role="user", content="What is 2 + 2?")])
+    reply = conversation.reply(sampled_from(conversation.prompt()), turn=0)
+    conversation.add([Message(role="user", content="Are you sure?")])
+    conversation.prompt()                              # the tape so far, closing, bridge
+
+The lists of a thread only grow, so a mark is a thread and its length, and going back to a mark copies the thread only if it has grown.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from time import time
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 
-from engine.errors import BackendError
+from engine.errors import BackendError, BridgeError, RenderError
 from engine.schemas.generation import Generation
-from engine.schemas.message import MalformedCall, Message, ToolCall
+from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
+from engine.schemas.trajectory import Branch
 from engine.tokens.format import ChatFormat
-from engine.tokens.leaf import Leaf, ReplyEnd
 from engine.tokens.parts import call_tokens, text_tokens
-from engine.tokens.prompts import Prompts
-from engine.tokens.proof import MessageKinds
+from engine.tokens.proof import MessageKinds, View
 from engine.tokens.replies import ParsedReply
-from engine.tokens.sampled import check_sampled
-from engine.tokens.tape import IntVector, Tape
-from engine.tokens.tapes import TAIL, TurnPlace
+from engine.tokens.tape import IntVector, Tape, largest
+from engine.tokens.views import IntendedTokens
+from engine.tokens.vision import PlacedImage
+
+TAIL = 64
+"""Ids before a reply that its parser may look at."""
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -41,15 +51,88 @@ class Reply(msgspec.Struct, frozen=True):
     """The message's content."""
 
 
-class Conversation(Prompts):
-    """One episode's messages and tapes.
+class TurnPlace(msgspec.Struct, frozen=True, gc=False):
+    """Position of one turn's sampled tokens."""
 
-        conversation = Conversation(form, tools=[], history="branch")
-        conversation.open([Message(role="user", content="What is 2 + 2?")])
-        ids = conversation.prompt()                       # int32, the whole prompt
-        reply = conversation.reply(generation, turn=0)
-        conversation.add([Message(role="user", content="Are you sure?")])
-        ids = conversation.prompt()                       # the tape so far, closing, bridge
+    branch: int
+    start: int
+    end: int
+
+
+class ReplyEnd(msgspec.Struct, frozen=True):
+    """How a reply ended."""
+
+    last: int | None = None
+    """Its last sampled id; None if there is none."""
+    thinking: bool = False
+    """Whether it ended inside its reasoning."""
+    sampled: str | None = None
+    """The reply as it was sampled, where that is more than its content."""
+
+
+class Thread:
+    """The messages that the model is shown. Its lists only grow."""
+
+    __slots__ = ("intended", "messages", "numbers", "verbatim")
+
+    def __init__(self, messages: list[Message], numbers: list[int | None] | None = None) -> None:
+        self.messages = messages
+        self.numbers = numbers
+        """By message: its number in `Conversation.messages`; None for one that stands for others. None: the thread is that list."""
+        self.verbatim: dict[int, View] = {}
+        """By number in the thread: views of replies that a template gets as they were written (their calls, or text that only spells a token)."""
+        self.intended: dict[int, IntendedTokens] = {}
+        """By number in the thread: where special tokens in the prompt's messages are intended as tokens."""
+
+
+class ConversationMark(msgspec.Struct, frozen=True, eq=False):
+    """The state of a conversation directly after a reply, from which `resume_at` continues. O(1)."""
+
+    thread: Thread
+    length: int
+    """How many messages the thread had; it may have grown since."""
+    tape: int
+    """Number of the reply's tape."""
+    end: int
+    """Length of that tape after the reply."""
+    kinds: MessageKinds
+    reply_end: ReplyEnd
+    tools: list[dict[str, Any]] | None
+
+
+class AskedThread(msgspec.Struct, frozen=True, eq=False):
+    """What a reply was an answer to."""
+
+    thread: Thread
+    length: int
+    """How many messages the thread had; it has grown since."""
+    tools: list[dict[str, Any]] | None
+    whole: bool
+    """`Conversation.whole`."""
+    made: float
+    """When the prompt was made, in Unix time."""
+
+
+class _Undo:
+    """The state before a prompt that has no reply yet."""
+
+    __slots__ = ("at", "characters", "end", "kinds", "prompted", "tape", "tapes")
+
+    def __init__(self, tapes: int, at: int, tape: Tape | None, kinds: MessageKinds, prompted: int) -> None:
+        self.tapes = tapes
+        """How many tapes there were."""
+        self.at = at
+        self.tape = tape
+        """The current tape, number `at`."""
+        self.end = (0, 0, 0) if tape is None else tape.mark()
+        self.kinds = kinds
+        self.prompted = prompted
+        self.characters = 0
+        """Characters of the messages that are in prompts since."""
+
+
+class Conversation:
+    """One episode's messages and tapes.
 
     Args:
         form: The chat format, shared by all episodes.
@@ -60,38 +143,528 @@ class Conversation(Prompts):
         RenderError: There are tools, and no reader reads the calls that the template writes.
     """
 
-    __slots__ = ("_checked", "_written")
+    __slots__ = (
+        "_at",
+        "_begins",
+        "_checked",
+        "_end",
+        "_kinds",
+        "_made",
+        "_newest",
+        "_opening",
+        "_prompt",
+        "_prompted",
+        "_thread",
+        "_thread_tokens",
+        "_undo",
+        "_views",
+        "_written",
+        "asked",
+        "characters",
+        "form",
+        "history",
+        "messages",
+        "recorded",
+        "tapes",
+        "tools",
+        "turns",
+        "whole",
+    )
 
     def __init__(
         self, form: ChatFormat, tools: Sequence[dict[str, Any]], history: Literal["branch", "keep"] = "branch"
     ) -> None:
-        super().__init__(form, tools, history)
+        self.form = form
+        self.history: Literal["branch", "keep"] = history
+        """What to do where the template rewrites history."""
+        self.tools = self._readable(tools)
+        """Schemas of the tools that the next prompt shows, in OpenAI's form; None where there are none."""
+        self.messages: list[Message] = []
+        """All messages so far, in order."""
+        self._thread = Thread(self.messages)
+        self._opening: int | None = None
+        """How many messages of the thread preceded the first reply; None before it."""
+        self._views: dict[int, View] = {}
+        """By number in the thread: views of messages since the last prompt."""
+        self.characters = 0
+        """Characters of the messages since the last prompt, which the next one tokenises."""
+
+        self.tapes: list[Tape] = []
+        """One for each branch, in the order in which they began. Only one without a turn is ever removed or replaced."""
+        self._at = -1
+        """Number of the current tape; -1 before the first."""
+        self.turns: list[TurnPlace] = []
+        """By turn: where its sampled tokens are."""
+        self.asked: dict[int, AskedThread] = {}
+        """By number of a tape: what its newest reply answered."""
+
+        self._kinds = MessageKinds()
+        """The kinds of the messages in the current prompt, or of these and its reply."""
+        self._prompted = 0
+        """How many messages of the thread are in the current prompt, or were in it when its reply came."""
+        self._prompt: IntVector | None = None
+        """The prompt that waits for its reply, while nothing is added."""
+        self._undo: _Undo | None = None
+        """None where no prompt waits for its reply."""
+        self._begins = ""
+        """Why the next prompt begins a branch with another thread; empty where it does not."""
+        self._thread_tokens = 0
+        """Tokens of that thread."""
+        self.recorded: bool | None = None
+        """What `whole` was when the next prompt was made, for a replay; None: as the format says now."""
+        self.whole = False
+        """Whether the newest bridge was found by rendering the whole conversation because the format was told to (`Bridges.whole`)."""
+        self._made = 0.0
+        """When the newest prompt was made, in Unix time."""
+
+        self._newest: View = {}
+        """The newest reply."""
+        self._end = ReplyEnd()
+        self._checked: Generation | None = None
+        """The reply that `check` admitted last."""
         self._written = ""
         """The newest reply of a backend that gives text and no ids."""
-        self._checked: Generation | None = None
 
-    def leaf(self) -> Leaf:
-        """The current state, directly after a reply; O(conversation).
+    # --- messages -----------------------------------------------------------------------------------------
+
+    def open(self, messages: Sequence[Message], intended: Sequence[IntendedTokens] = ()) -> None:
+        """Begin with the prompt's messages, which may contain examples of replies.
+
+        Args:
+            messages: The messages.
+            intended: For each of the first messages, where special tokens are intended as tokens; see `MessageViews.of`. In all
+                other text they are plain text.
+
+        Raises:
+            RenderError: There are messages already, or the format cannot show one.
+        """
+        if self.messages:
+            raise RenderError("the conversation has begun already")
+        self._thread.intended.update(enumerate(intended))
+        for message in messages:
+            self._say(message)
+
+    def add(self, messages: Sequence[Message]) -> None:
+        """Add messages of a user, tools or an environment.
+
+        Raises:
+            RenderError: A message has role `assistant`: only the model replies. Or the format cannot show one.
+        """
+        for message in messages:
+            if message.role == "assistant":
+                raise RenderError(
+                    "a message of role `assistant` was added to a running episode; only the model replies"
+                )
+        for message in messages:
+            self._say(message)
+
+    def show(self, thread: Sequence[int | Message], reason: str, tokens: int) -> None:
+        """Show the model another thread from the next prompt on, which begins a branch.
+
+        Args:
+            thread: Its messages: numbers of `messages` that are shown now, or messages that stand for others.
+            reason: The branch's reason.
+            tokens: How many tokens it has (`measure`).
+
+        Raises:
+            ValueError: A number is not shown now, or a prompt waits for its reply.
+        """
+        if self._undo is not None:
+            raise ValueError("a prompt waits for its reply: call take_back() before show()")
+        place_of = {number: place for place, number in enumerate(self.numbers) if number is not None}
+        if missing := [item for item in thread if isinstance(item, int) and item not in place_of]:
+            raise ValueError(f"message {missing[0]} is not in the thread")
+        shown = Thread(
+            [self.messages[item] if isinstance(item, int) else item for item in thread],
+            [item if isinstance(item, int) else None for item in thread],
+        )
+        places = [place_of[item] if isinstance(item, int) else None for item in thread]
+        _take_over(self._thread, places, shown)
+        self._thread = shown
+        self._views, self.characters = {}, 0
+        self._kinds, self._prompted = MessageKinds(), 0
+        self._begins, self._thread_tokens = reason, tokens
+
+    @property
+    def shown(self) -> list[Message]:
+        """The messages that the model is shown."""
+        return self._thread.messages
+
+    @property
+    def numbers(self) -> Sequence[int | None]:
+        """By shown message: its number in `messages`; None for one that stands for others."""
+        numbers = self._thread.numbers
+        return range(len(self.messages)) if numbers is None else numbers
+
+    @property
+    def opening(self) -> int:
+        """How many shown messages precede the first reply."""
+        return len(self.shown) if self._opening is None else self._opening
+
+    @property
+    def images(self) -> list[ImagePart]:
+        """The images of the shown messages, in order."""
+        return [image for message in self.shown for image in message.images]
+
+    def views(self, start: int = 0, end: int | None = None) -> list[View]:
+        """The shown messages from number `start` up to `end`, as the template gets them."""
+        numbers: Sequence[int] = range(start, len(self.shown) if end is None else end)
+        if self.form.skips_system:
+            numbers = [number for number in numbers if number == 0 or self.shown[number].role != "system"]
+        views = [self._view(number) for number in numbers]
+        return _alternating(views) if self.form.alternates else views
+
+    def measure(self, thread: Sequence[Message]) -> int:
+        """Tokens of a prompt that shows these messages; O(conversation).
+
+        Args:
+            thread: Messages that are shown now (the same objects), and others.
+
+        Raises:
+            RenderError: The template refuses them.
+        """
+        form = self.form
+        view_of = {id(message): self._view(number) for number, message in enumerate(self.shown)}
+        places = [
+            at for at, message in enumerate(thread) if not (at and form.skips_system and message.role == "system")
+        ]
+        views = [view_of.get(id(thread[at])) or form.views.of(thread[at]) for at in places]
+        ids = form.render_views(_alternating(views) if form.alternates else views, self.tools)
+        return len(self._expanded(ids, thread)[0])
+
+    def _say(self, message: Message) -> None:
+        """Add a message that the model did not sample. One that the format cannot show changes nothing."""
+        number, intended = len(self.shown), self._thread.intended
+        self._views[number] = self.form.views.of(message, intended.get(number, ()))
+        self.characters += len(message.text)
+        self._prompt = None
+        self._keep(message)
+
+    def _keep(self, message: Message) -> None:
+        """Add a message to `messages` and to the thread, which are one list until another thread is shown."""
+        if self._thread.numbers is not None:
+            self._thread.numbers.append(len(self.messages))
+            self._thread.messages.append(message)
+        self.messages.append(message)
+
+    def _view(self, number: int) -> View:
+        thread = self._thread
+        view = thread.verbatim.get(number) or self._views.get(number)
+        return self.form.views.of(thread.messages[number], thread.intended.get(number, ())) if view is None else view
+
+    def _readable(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+        if tools and self.form.unread_calls:
+            raise RenderError(f"{self.form.unread_calls}; set model.tool_calls: {self.form.other_calls}")
+        return list(tools) or None
+
+    # --- prompts ------------------------------------------------------------------------------------------
+
+    @property
+    def tape(self) -> Tape | None:
+        """The current tape; None before the first."""
+        return self.tapes[self._at] if self.tapes else None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the current tape; after `show`, of the thread that the next one begins with."""
+        if self._begins and self._undo is None:
+            return self._thread_tokens
+        return len(self.tapes[self._at]) if self.tapes else 0
+
+    def prompt(self) -> IntVector:
+        """The ids that the next reply is sampled from: the whole current tape. int32 [tokens], read-only.
+
+        A second call before a reply gives the same ids. A prompt that cannot be made is taken back.
+
+        Raises:
+            RenderError: The template refuses these messages.
+            ImageError: The template's image markers are not those of the messages' images.
+            BridgeError: `history: keep` is set, and the tape cannot be continued.
+        """
+        if self._prompt is not None:
+            return self._prompt
+        waited = self._undo is not None
+        if self._undo is None:
+            self._undo = _Undo(len(self.tapes), self._at, self.tape, self._kinds, self._prompted)
+        try:
+            new = self.views(self._prompted)
+            kinds = bytes([self.form.views.kind(view) for view in new])
+            if not self.tapes:
+                self._begin("")
+            elif waited or self._begins:
+                self._begin(self._begins or "the prompt was changed before its reply came", anew=waited)
+            else:
+                self._go_on(self.tapes[self._at], new, kinds)
+        except BaseException:
+            self.take_back()
+            raise
+        self._undo.characters += self.characters
+        self._views, self.characters = {}, 0
+        for kind in kinds:
+            self._kinds = self._kinds.add(kind)
+        self._prompted = len(self.shown)
+        self._made = time()
+        self._prompt = self.tapes[self._at].ids
+        return self._prompt
+
+    def take_back(self) -> None:
+        """Undo the newest `prompt()`, which got no reply. The tape is as it was before."""
+        undo, self._undo, self._prompt = self._undo, None, None
+        if undo is None:
+            return
+        del self.tapes[undo.tapes :]
+        self._at = undo.at
+        if undo.tape is not None:
+            self.tapes[undo.at] = undo.tape
+            undo.tape.cut(undo.end)
+        self._kinds, self._prompted = undo.kinds, undo.prompted
+        self.characters += undo.characters
+
+    def placed_images(self) -> tuple[list[ImagePart], list[tuple[int, int]]]:
+        """The images of `prompt()`, in order, and the tokens [start, end) of each. They are checked again.
+
+        Raises:
+            ImageError: The prompt's placeholders are not those of its images (kind `image_mismatch`).
+        """
+        tape, vision = self.tape, self.form.vision
+        if vision is None or tape is None:
+            return [], []
+        vision.check_spans(tape.ids, [PlacedImage(picture, start) for picture, start in tape.images])
+        return (
+            [ImagePart(image=picture.digest) for picture, _ in tape.images],
+            [(start, start + len(picture.ids)) for picture, start in tape.images],
+        )
+
+    def _go_on(self, tape: Tape, new: list[View], kinds: bytes) -> None:
+        """Continue the tape after its newest reply, or begin a new one."""
+        keep = self.history == "keep"
+        self.whole = self.form.bridges.whole is not None if self.recorded is None else self.recorded
+        extension = self.form.bridges.bridge(
+            self._kinds,
+            self._newest,
+            new,
+            kinds=kinds,
+            tools=self.tools,
+            last=self._end.last,
+            sampled=self._end.sampled,
+            thinking=self._end.thinking,
+            keep=keep,
+            conversation=lambda: self.views(0, self._prompted),
+            tape=tape,
+            whole=self.whole,
+        )
+        if not isinstance(extension, str):
+            bridge, images = self._expanded(extension.bridge, self.shown[self._prompted :])
+            if extension.closing:
+                tape.append("closing", extension.closing)
+            tape.append("bridge", bridge, images=images)
+        elif keep:
+            raise BridgeError(f"the tape cannot go on exactly: {extension}; set model.history: branch")
+        else:
+            self._begin(extension)
+
+    def _begin(self, reason: str, *, anew: bool = False) -> None:
+        """Begin a tape with the whole thread, unless its ids continue the current one; `anew`: the current one has them already."""
+        tape = self.tape
+        render = self.form.render if tape is not None else self.form.render_opening
+        ids, images = self._expanded(render(self.views(), self.tools), self.shown)
+        if tape is not None and not anew and len(tape) < len(ids) and np.array_equal(tape.ids, ids[: len(tape)]):
+            cut = len(tape)
+            if self._end.last not in self.form.stop_set:
+                cut += int(ids[cut]) in self.form.stop_set
+            tape.append("closing", ids[len(tape) : cut])
+            tape.append("bridge", ids[cut:], images=[(picture, at - cut) for picture, at in images if at >= cut])
+            return
+        vision = self.form.vision
+        fresh = Tape(self.form.vocab_size, None if vision is None else vision.placeholder_id, reason)
+        fresh.append("prompt", ids, images=images)
+        self._put(fresh)
+
+    def _put(self, fresh: Tape) -> None:
+        """Make a tape the current one. It replaces the current one if that has no turn, with its reason."""
+        tape = self.tape
+        if tape is None or tape.has_turns:
+            self.tapes.append(fresh)
+            self._at = len(self.tapes) - 1
+        else:
+            fresh.reason = tape.reason
+            self.tapes[self._at] = fresh
+
+    def _expanded(
+        self, ids: Sequence[int] | IntVector, messages: Sequence[Message]
+    ) -> tuple[IntVector, list[PlacedImage]]:
+        """Rendered ids in which markers are replaced by the messages' images."""
+        if self.form.vision is None:
+            return np.asarray(ids, np.int32), []
+        return self.form.vision.expand(ids, [image.image for message in messages for image in message.images])
+
+    # --- replies ------------------------------------------------------------------------------------------
+
+    def reply(self, generation: Generation, turn: int) -> Reply:
+        """Append what was sampled from `prompt()` to the tape, and parse it.
+
+        Raises:
+            BackendError, ImageError: As `check` does.
+            RenderError: The reader of replies failed.
+            ValueError: There was no call of `prompt()` since the last reply or message.
+        """
+        prompt = self._prompt
+        if prompt is None:
+            raise ValueError("nothing was asked: call prompt() before reply()")
+        tape, before, ids = self.tapes[self._at], prompt[-TAIL:], generation.output_ids
+        if generation.text is not None and not len(ids):
+            return self._reply_in_text(tape, generation, generation.text, turn)
+        self.check(generation)
+        self._checked = None
+        start, end = tape.append(
+            "generated",
+            ids,
+            turn=turn,
+            logprobs=generation.logprobs,
+            versions=generation.versions,
+            experts=generation.routed_experts,
+            checked=True,
+        )
+        replies = self.form.replies
+        self._undo = self._prompt = None
+        parsed = replies.parse(ids, before=before, turn=turn, tools=self.tools or ())
+        sampled = None if replies.is_plain(parsed) else self.form.decode(ids)
+        self._end = ReplyEnd(int(ids[-1]) if end > start else None, parsed.thinking, sampled)
+        return self._replied(parsed, TurnPlace(self._at, start, end), ids)
+
+    def _reply_in_text(self, tape: Tape, generation: Generation, text: str, turn: int) -> Reply:
+        """The reply of a backend that gives text and no ids: nothing counts as sampled, and its text is on the tape with loss mask 0."""
+        start, end = tape.append("generated", [], turn=turn, logprobs=[])
+        replies = self.form.replies
+        self._undo = self._prompt = None
+        if generation.calls or generation.reasoning:
+            parsed, text = replies.given(text, generation.reasoning, generation.calls)
+        else:
+            parsed = replies.parse_text(text, turn=turn, tools=self.tools or ())
+        tape.append("bridge", self.form.encode(text))
+        self._written = text
+        self._end = ReplyEnd(None, parsed.thinking, None if replies.is_plain(parsed) else text)
+        return self._replied(parsed, TurnPlace(self._at, start, end), signed=generation.signed)
+
+    def _replied(
+        self,
+        parsed: ParsedReply,
+        place: TurnPlace,
+        ids: IntVector | None = None,
+        signed: list[dict[str, Any]] | None = None,
+    ) -> Reply:
+        views, thread = self.form.views, self._thread
+        message = Message(
+            role="assistant",
+            content=parsed.content,
+            reasoning=parsed.reasoning,
+            signed=signed,
+            tool_calls=[attempt for attempt in parsed.attempts if isinstance(attempt, ToolCall)],
+        )
+        view = views.of_reply(parsed, () if ids is None else ids)
+        number = len(thread.messages)
+        self.asked[place.branch] = AskedThread(thread, number, self.tools, self.whole, self._made)
+        if (parsed.attempts and not parsed.as_calls) or views.spells_tokens(view):
+            thread.verbatim[number] = view
+        if self._opening is None:
+            self._opening = number
+        self._keep(message)
+        self._kinds = self._kinds.add(views.kind(view))
+        self._prompted = number + 1
+        self._newest = view
+        self._begins, self.recorded = "", None
+        self.turns.append(place)
+        return Reply(message, parsed.attempts, parsed.content)
+
+    def check(self, generation: Generation) -> None:
+        """Refuse a reply that the model cannot have sampled. The reply that was checked last is not checked again.
+
+        Raises:
+            BackendError: An id is not in the vocabulary (`bad_token`), a log-probability is not finite (`bad_logprob`), or the arrays
+                have other types or shapes than a `Generation`, or experts are not those of the tokens that they were requested for
+                (`bad_reply`).
+            ImageError: It contains a placeholder of images (`sampled_placeholder`).
+        """
+        if generation is self._checked:
+            return
+        ids, logprobs, size = generation.output_ids, generation.logprobs, self.form.vocab_size
+        if not (_is_vector(ids, np.int32) and _is_vector(logprobs, np.float32) and len(ids) == len(logprobs)):
+            raise BackendError(
+                "the backend gave a reply whose `output_ids` and `logprobs` are not a flat int32 array and a flat float32 "
+                "array of one length",
+                kind="bad_reply",
+            )
+        if largest(ids) >= size:
+            wrong = next(int(id_) for id_ in ids if not 0 <= id_ < size)
+            raise BackendError(
+                f"the backend sampled id {wrong}, but the model's vocabulary is [0, {size}): does it serve the model "
+                "that the spec names?",
+                kind="bad_token",
+            )
+        if self.form.vision is not None:
+            self.form.vision.check_sampled(ids)
+        if not math.isfinite(np.add.reduce(logprobs)):
+            raise BackendError("the backend gave a log-probability that is not a finite number", kind="bad_logprob")
+        if generation.routed_experts is not None and self.tapes:
+            try:
+                self.tapes[self._at].admit_experts(len(ids), generation.routed_experts)
+            except ValueError as error:
+                raise BackendError(f"backend.routed_experts: {error}", kind="bad_reply") from None
+        self._checked = generation
+
+    def sampled(self, turn: int) -> tuple[IntVector, IntVector]:
+        """Up to `TAIL` ids before a turn's sampled ids, and these; int32 [tokens] each, read-only."""
+        place = self.turns[turn]
+        ids = self.tapes[place.branch].ids
+        return ids[max(0, place.start - TAIL) : place.start], ids[place.start : place.end]
+
+    def call_tokens(self, turn: int, call: int) -> tuple[int, int] | None:
+        """The sampled tokens [start, end) of a tool call of a turn; see `engine.tokens.parts.call_tokens`."""
+        before, ids = self.sampled(turn)
+        return call_tokens(self.form, ids, before, self.tools or (), call)
+
+    def text_tokens(self, turn: int, text: str) -> tuple[int, int] | None:
+        """The sampled tokens [start, end) of a turn that hold a text; see `engine.tokens.parts.text_tokens`."""
+        return text_tokens(self.form, self.sampled(turn)[1], text)
+
+    @property
+    def written(self) -> str:
+        """The newest reply as it was sampled, without the token that ended it; empty before the first."""
+        if not self.turns:
+            return ""
+        ids = self.sampled(-1)[1]
+        if not len(ids):  # of a backend that gives text and no ids
+            return self._written
+        return self.form.decode(ids[:-1] if int(ids[-1]) in self.form.stop_set else ids)
+
+    def branches(self) -> list[Branch]:
+        """One training row for each tape that has a reply (or the first tape, where none has)."""
+        tapes = [tape for tape in self.tapes if tape.has_turns] or self.tapes[:1]
+        return [tape.branch(index) for index, tape in enumerate(tapes)]
+
+    # --- going on after an earlier reply ------------------------------------------------------------------
+
+    def mark(self) -> ConversationMark:
+        """The current state, directly after a reply.
 
         Raises:
             ValueError: A prompt waits for its reply, or there is no reply yet.
         """
-        if self._asked or not self.tapes.places:
-            raise ValueError("a leaf is the state directly after a reply")
-        return Leaf(
-            self.tapes.at,
-            self.tapes.length,
-            self.thread.state(),
-            self._prompted,
+        if self._undo is not None or not self.turns:
+            raise ValueError("a mark is the state directly after a reply")
+        return ConversationMark(
+            self._thread,
+            len(self.shown),
+            self._at,
+            len(self.tapes[self._at]),
             self._kinds,
-            self._newest,
             self._end,
-            self._tools,
+            self.tools,
         )
 
     def resume_at(
         self,
-        leaf: Leaf | None,
+        mark: ConversationMark | None,
         new: Sequence[Message],
         *,
         tools: Sequence[dict[str, Any]] = (),
@@ -104,7 +677,7 @@ class Conversation(Prompts):
         begins a branch: with the tape's own ids up to the reply (not trained again), or rendered anew for other tools.
 
         Args:
-            leaf: The reply's state (`leaf()`); None begins a thread without a reply.
+            mark: The reply's state (`mark()`); None begins a thread without a reply.
             new: The messages that follow. Those of role `assistant` were not sampled.
             tools: The schemas of the tools from here on.
             reason: The branch's reason, where it begins one.
@@ -114,169 +687,122 @@ class Conversation(Prompts):
             RenderError: As `admit`. Nothing has changed then.
             ValueError: A prompt waits for its reply.
         """
-        if self._asked:
+        if self._undo is not None:
             raise ValueError("a prompt waits for its reply: call take_back() before resume_at()")
         self.admit(new, tools)
-        self.tapes.drop_unanswered()
-        self._tools, kept = list(tools) or None, None if leaf is None else leaf.thread
-        self.thread.resume(kept, new, self._tools, opening=not self.tapes.places, again=again)
-        self._condensed = ""
-        if leaf is None or leaf.tools != self._tools:
-            self._kinds, self._prompted, self._end = MessageKinds(), 0, ReplyEnd(None, False)
-            if self.tapes.current is not None:
-                self._condensed = reason or "another thread"
-                self._tokens = 0
+        if self.tapes and not self.tapes[-1].has_turns:
+            self.tapes.pop()
+            self._at = len(self.tapes) - 1
+        begun = bool(self.turns)
+        self._show_again(mark, tools)
+        for message in new:
+            if again or (message.role == "assistant" and begun):
+                self._show_only(message)
+            else:
+                self._say(message)
+        if mark is None or not self._goes_on_after(mark):
+            self._begins, self._thread_tokens = (reason or "another thread") if self.tapes else "", 0
             return
-        self._kinds, self._newest, self._end = leaf.kinds, leaf.newest, leaf.last
-        self._prompted = leaf.prompted
-        self.tapes.resume(leaf.at, leaf.end, reason)
+        self._at = mark.tape
+        if len(self.tapes[mark.tape]) != mark.end:
+            self.tapes.append(self.tapes[mark.tape].fork(mark.end, reason))
+            self._at = len(self.tapes) - 1
 
-    def after(self, leaf: Leaf | None, new: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Conversation:
+    def after(
+        self, mark: ConversationMark | None, new: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+    ) -> Conversation:
         """A conversation whose prompt is the one that `resume_at` with these arguments leads to. This one does not change.
 
         Raises:
             RenderError: As `admit`.
         """
-        found = Conversation(self.form, tools, self.history)
-        found.admit(new, tools)
-        found.thread.resume(None if leaf is None else leaf.thread, new, found._tools, opening=False, again=True)
-        if leaf is not None and leaf.tools == found._tools:
-            found.tapes.begin(self.tapes.all[leaf.at][0].fork(leaf.end), "")
-            found._kinds, found._newest, found._end = leaf.kinds, leaf.newest, leaf.last
-            found._prompted = leaf.prompted
-        return found
+        other = Conversation(self.form, tools, self.history)
+        other.admit(new, tools)
+        other._show_again(mark, tools, copy=True)
+        for message in new:
+            other._show_only(message)
+        if mark is not None and other._goes_on_after(mark):
+            other._put(self.tapes[mark.tape].fork(mark.end, ""))
+        return other
 
-    def reply(self, generation: Generation, turn: int) -> Reply:
-        """Append what was sampled from `prompt()` to the tape, and parse it.
-
-        Raises:
-            BackendError: An id is not in the vocabulary (`bad_token`), a log-probability is not finite (`bad_logprob`), or experts
-                are not those of the tokens that they were requested for (`bad_reply`).
-            ImageError: It contains a placeholder of images (`sampled_placeholder`).
-            RenderError: The reader of replies failed.
-            ValueError: There was no call of `prompt()` since the last reply.
-        """
-        if not self._asked:
-            raise ValueError("nothing was asked: call prompt() before reply()")
-        tape = self.tapes.current
-        assert tape is not None
-        before = tape.ids[-TAIL:]
-        if generation.text is not None and not len(generation.output_ids):
-            return self._reply_in_text(tape, generation, generation.text, turn)
-        self.check(generation)
-        self._checked = None
-        ids = generation.output_ids
-        start, end = tape.append(
-            "generated",
-            ids,
-            turn=turn,
-            logprobs=generation.logprobs,
-            versions=generation.versions,
-            experts=generation.routed_experts,
-            checked=True,
-        )
-        self._before = None
-        parsed = self.form.replies.parse(ids, before=before, turn=turn, tools=self._tools or ())
-        sampled = None if self.form.replies.is_plain(parsed) else self.form.decode(ids)
-        last = int(ids[-1]) if end > start else None
-        return self._replied(
-            parsed, TurnPlace(self.tapes.at, start, end), ReplyEnd(last, parsed.thinking, sampled), ids
-        )
-
-    def call_tokens(self, turn: int, call: int) -> tuple[int, int] | None:
-        """The sampled tokens [start, end) of a tool call of a turn; see `engine.tokens.parts.call_tokens`."""
-        before, ids = self.tapes.sampled(turn)
-        return call_tokens(self.form, ids, before, self._tools or (), call)
-
-    def text_tokens(self, turn: int, text: str) -> tuple[int, int] | None:
-        """The sampled tokens [start, end) of a turn that hold a text; see `engine.tokens.parts.text_tokens`."""
-        return text_tokens(self.form, self.tapes.sampled(turn)[1], text)
-
-    @property
-    def routed(self) -> int:
-        """How many tokens of `prompt()`, from the first one on, have known experts."""
-        tape = self.tapes.current
-        return 0 if tape is None else tape.routed
-
-    @property
-    def turns(self) -> list[TurnPlace]:
-        """(branch, start, end) of each turn's sampled tokens."""
-        return self.tapes.places
-
-    @property
-    def written(self) -> str:
-        """The newest reply as it was sampled, without the token that ended it; empty before the first."""
-        if not self.tapes.places:
-            return ""
-        ids = self.tapes.sampled(-1)[1]
-        if not len(ids):  # of a backend that gives text and no ids
-            return self._written
-        return self.form.decode(ids[:-1] if int(ids[-1]) in self.form.stop_set else ids)
-
-    def check(self, generation: Generation) -> None:
-        """Refuse a reply that the model cannot have sampled. The reply that was checked last is not checked again.
+    def admit(self, new: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
+        """Check messages and tools for `resume_at`.
 
         Raises:
-            BackendError, ImageError: As `reply` does.
+            RenderError: The format cannot show a message, or does not read calls of tools.
         """
-        if generation is self._checked:
-            return
-        check_sampled(self.form, generation)
-        tape = self.tapes.current
-        if generation.routed_experts is not None and tape is not None:
-            try:
-                tape.admit_experts(len(generation.output_ids), generation.routed_experts)
-            except ValueError as error:
-                raise BackendError(f"backend.routed_experts: {error}", kind="bad_reply") from None
-        self._checked = generation
+        self._readable(tools)
+        for message in new:
+            self.form.views.of(message)
 
-    def _reply_in_text(self, tape: Tape, generation: Generation, text: str, turn: int) -> Reply:
-        """The reply of a backend that gives text and no ids: nothing counts as sampled, and its text is on the tape with loss mask 0."""
-        start, end = tape.append("generated", [], turn=turn, logprobs=[])
-        self._before = None
-        if generation.calls or generation.reasoning:
-            parsed, text = self.form.replies.given(text, generation.reasoning, generation.calls)
+    def _show_again(
+        self, mark: ConversationMark | None, tools: Sequence[dict[str, Any]], *, copy: bool = False
+    ) -> None:
+        """Show the thread of a mark, or one without a message. A thread that has grown since, or of another conversation, is copied."""
+        self.tools, self._begins = list(tools) or None, ""
+        self._views, self.characters = {}, 0
+        self._kinds, self._prompted, self._end = MessageKinds(), 0, ReplyEnd()
+        if mark is None:
+            self._thread = Thread([], []) if self.messages else Thread(self.messages)
+        elif copy or len(mark.thread.messages) != mark.length:
+            self._thread = _beginning(mark.thread, mark.length)
         else:
-            parsed = self.form.replies.parse_text(text, turn=turn, tools=self._tools or ())
-        tape.append("bridge", self.form.encode(text))
-        self._written = text
-        end_ = ReplyEnd(None, parsed.thinking, None if self.form.replies.is_plain(parsed) else text)
-        return self._replied(parsed, TurnPlace(self.tapes.at, start, end), end_, signed=generation.signed)
+            self._thread = mark.thread
 
-    def _replied(
-        self,
-        parsed: ParsedReply,
-        place: TurnPlace,
-        end: ReplyEnd,
-        ids: IntVector | None = None,
-        signed: list[dict[str, Any]] | None = None,
-    ) -> Reply:
-        message = Message(
-            role="assistant",
-            content=parsed.content,
-            reasoning=parsed.reasoning,
-            signed=signed,
-            tool_calls=[attempt for attempt in parsed.attempts if isinstance(attempt, ToolCall)],
-        )
-        view = self.form.views.of_reply(parsed, () if ids is None else ids)
-        thread = self.thread
-        messages, numbers = thread.messages, None if thread.messages is thread.said else thread.numbers
-        self.tapes.asked[place.branch] = (
-            messages,
-            numbers,
-            len(messages),
-            thread.verbatim,
-            self._tools,
-            self.whole,
-            self._made,
-        )
-        as_written = (parsed.attempts and not parsed.as_calls) or self.form.views.spells_tokens(view)
-        self.thread.reply(message, view if as_written else None)
-        self._kinds = self._kinds.add(self.form.views.kind(view))
-        self._prompted = len(self.thread)
-        self._condensed = ""
-        self.tapes.places.append(place)
-        self._newest = view
-        self._end = end
-        self._asked, self.recorded = False, None
-        return Reply(message, parsed.attempts, parsed.content)
+    def _show_only(self, message: Message) -> None:
+        """Add a message that is not in `messages`, or was added there before."""
+        if self._thread.numbers is None:
+            self._thread = _beginning(self._thread, len(self.shown))
+        assert self._thread.numbers is not None
+        self._thread.numbers.append(None)
+        self._thread.messages.append(message)
+
+    def _goes_on_after(self, mark: ConversationMark) -> bool:
+        """Go on after the reply of a mark; False where its tools are not those that are shown now."""
+        if mark.tools != self.tools:
+            return False
+        self._kinds, self._end, self._prompted = mark.kinds, mark.reply_end, mark.length
+        self._newest = self._view(mark.length - 1)
+        return True
+
+
+def _beginning(thread: Thread, length: int) -> Thread:
+    """The first messages of a thread, as a thread that grows by itself."""
+    numbers: list[int | None] = [*range(length)] if thread.numbers is None else thread.numbers[:length]
+    beginning = Thread(thread.messages[:length], numbers)
+    _take_over(thread, range(length), beginning)
+    return beginning
+
+
+def _take_over(thread: Thread, places: Sequence[int | None], other: Thread) -> None:
+    """Give a thread what its messages have in another one beside their text; by message: its number there."""
+    for number, place in enumerate(places):
+        if place is not None and place in thread.verbatim:
+            other.verbatim[number] = thread.verbatim[place]
+        if place is not None and place in thread.intended:
+            other.intended[number] = thread.intended[place]
+
+
+def _is_vector(array: np.ndarray, dtype: type[np.generic]) -> bool:
+    """Whether a backend's array is of one dimension and of a type."""
+    return isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == 1
+
+
+def _alternating(views: Sequence[View]) -> list[View]:
+    """Messages in which no message of a user follows another: their contents are joined."""
+    joined: list[View] = []
+    for view in views:
+        if joined and joined[-1]["role"] == view["role"] == "user":
+            view = {**view, "content": _joined(joined.pop()["content"], view["content"])}
+        joined.append(view)
+    return joined
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Two contents of one message, with a blank line between them."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else content for content in (first, second)
+    ]
+    return [*parts[0], {"type": "text", "text": "\n\n"}, *parts[1]]

@@ -160,15 +160,16 @@ def _asked(conversation: Conversation) -> list[tuple[Any, ...]]:
 
     A thread is how many of the episode's first messages it has or, where it has others, numbers of these and messages.
     """
-    tapes, found = conversation.tapes, []
-    for at, (messages, numbers, count, verbatim, tools, _, made) in sorted(tapes.asked.items()):
-        thread: Any = count
-        if numbers is not None:
-            pairs = zip(messages[:count], numbers, strict=False)
-            thread = [message if number is None else number for message, number in pairs]
-        before = {number: view for number, view in verbatim.items() if number < count}
-        found.append((thread, before, tools, tapes.all[at][0].inherited, made))
-    return found
+    branches = []
+    for number, asked in sorted(conversation.asked.items()):
+        thread, count = asked.thread, asked.length
+        shown: Any = count
+        if thread.numbers is not None:
+            pairs = zip(thread.messages[:count], thread.numbers, strict=False)
+            shown = [message if place is None else place for message, place in pairs]
+        verbatim = {place: view for place, view in thread.verbatim.items() if place < count}
+        branches.append((shown, verbatim, asked.tools, conversation.tapes[number].inherited, asked.made))
+    return branches
 
 
 class _LostError(Exception):

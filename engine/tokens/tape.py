@@ -73,11 +73,12 @@ class Tape:
         tape.append("generated", [4, 5], turn=0, logprobs=[-0.1, -0.2])
         tape.append("closing", [6])
         tape.append("bridge", [7, 8])
-        tape.branch(0, "").loss_mask            # array([0, 0, 0, 1, 1, 0, 0, 0])
+        tape.branch(0).loss_mask            # array([0, 0, 0, 1, 1, 0, 0, 0])
 
     Args:
         vocab_size: Ids must be below it; None checks only that they are not negative.
         placeholder: The id that images are made of; None for a model without images.
+        reason: Why it began; empty for the first of a conversation.
     """
 
     __slots__ = (
@@ -95,10 +96,12 @@ class Tape:
         "_vocab",
         "images",
         "inherited",
+        "reason",
         "routed",
     )
 
-    def __init__(self, vocab_size: int | None = None, placeholder: int | None = None) -> None:
+    def __init__(self, vocab_size: int | None = None, placeholder: int | None = None, reason: str = "") -> None:
+        self.reason = reason
         self._vocab = vocab_size if vocab_size is not None else 1 << 31
         self._placeholder = placeholder
         self.images: list[tuple[ProcessedImage, int]] = []
@@ -250,27 +253,27 @@ class Tape:
         self._length, self._view = length, None
         del self._spans[spans:], self.images[images:]
 
-    def fork(self, end: int) -> Tape:
+    def fork(self, end: int, reason: str) -> Tape:
         """A tape whose prompt is this tape's first `end` tokens. They are not trained there: each sampled token is trained once.
 
         Their experts come again with the first reply on the new tape.
 
         Args:
             end: The end of a span.
+            reason: Why it begins.
         """
-        fresh = Tape(self._vocab, self._placeholder)
+        fresh = Tape(self._vocab, self._placeholder, reason)
         fresh._forked = True
         own = [(first, last) for kind, first, last, _ in self._records() if kind == _GENERATED and last <= end]
         fresh.inherited = [*self.inherited, *own]
         fresh.append("prompt", self._ids[:end], images=[(picture, at) for picture, at in self.images if at < end])
         return fresh
 
-    def branch(self, index: int, reason: str) -> Branch:
+    def branch(self, index: int) -> Branch:
         """The training row of this tape; everything is derived from its spans.
 
         Args:
             index: The branch's number in the trajectory.
-            reason: Why the branch began; empty for the first.
         """
         n = self._length
         kinds, starts, ends, turns_of = np.array(self._spans, np.int32).reshape(-1, _FIELDS).T
@@ -283,7 +286,7 @@ class Tape:
             versions[start:end] = version
         return Branch(
             index=index,
-            reason=reason,
+            reason=self.reason,
             spans=self.spans,
             input_ids=self._ids[:n].copy(),
             loss_mask=sampled.astype(np.int32),

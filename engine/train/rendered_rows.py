@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import EngineError
 from engine.schemas.message import Message, ToolCall
 from engine.spec.rows.sources import ListRows, Rows
-from engine.tokens.thread import Thread
+from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
     from engine.store.rows.export import Row
@@ -91,9 +91,9 @@ def _reply(
 
 
 def _ids(messages: Sequence[Message], tools: list[dict[str, Any]] | None, form: ChatFormat) -> list[int]:
-    thread = Thread(form, tools)
-    thread.open(messages, ())
-    return form.render_views(thread.views(), tools)
+    conversation = Conversation(form, tools or [])
+    conversation.open(messages)
+    return form.render_views(conversation.views(), tools)
 
 
 def _message(given: dict[str, Any]) -> Message:

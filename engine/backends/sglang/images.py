@@ -107,7 +107,7 @@ def sample_prompt(format: ChatFormat) -> tuple[IntVector, list[int], str | None]
     vision.bank.put(digest, data, "image/png")
     conversation.open([Message(role="user", content=[ImagePart(image=digest), text])])
     ids = conversation.prompt()
-    return ids, vision.compact(ids, conversation.shown()[1]).tolist(), digest
+    return ids, vision.compact(ids, conversation.placed_images()[1]).tolist(), digest
 
 
 async def ask_logprobs(

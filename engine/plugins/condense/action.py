@@ -40,7 +40,7 @@ from engine.schemas.message import Message
 from engine.schemas.trajectory import Block, Condensation
 from engine.spec.code.entry import load_entry
 from engine.spec.template import fill, own_spans
-from engine.tokens.thread import Thread
+from engine.tokens.conversation import Conversation
 
 
 def condense_spec(services: Services) -> CondenseSpec:
@@ -84,36 +84,36 @@ class CondenseAction(BuiltInAction):
         Raises:
             EngineError: the condenser failed, or its package is not installed.
         """
-        shown = episode.conversation.thread
-        before = shown.measure(shown.messages)
+        conversation = episode.conversation
+        before = conversation.measure(conversation.shown)
         if self._spec.keep is not None:
-            found = await self._slid(shown, self._spec.keep)
+            found = await self._slid(conversation, self._spec.keep)
         elif isinstance(self._spec.chunks, ByHistory):
             found = await self._history(episode, objects)
         else:
             found = await self._chunks(episode, objects, before)
         new, blocks, sampled = found
         vision = self._services.format.vision
-        after = shown.measure(new if vision is None else in_memory(new, vision)) if new else before
+        after = conversation.measure(new if vision is None else in_memory(new, vision)) if new else before
         if not new or (after >= before and self._spec.keep is None):  # a window limits the number of images
             return CondenseRecord(before=before, after=before, sampled=sampled)
-        numbers = {id(message): at for message, at in zip(shown.messages, shown.numbers, strict=True)}
+        numbers = {id(message): at for message, at in zip(conversation.shown, conversation.numbers, strict=True)}
         thread = [message if (at := numbers.get(id(message))) is None else at for message in new]
         return CondenseRecord(thread=thread, blocks=blocks, before=before, after=after, sampled=sampled)
 
-    async def _slid(self, shown: Thread, keep: WindowSpec) -> tuple[list[Message], list[Block], int]:
+    async def _slid(self, conversation: Conversation, keep: WindowSpec) -> tuple[list[Message], list[Block], int]:
         """Only the newest images stay: (thread, blocks, sampled tokens)."""
-        vision, older = self._services.format.vision, older_images(self._spec, shown.messages, shown.opening)
+        vision, older = self._services.format.vision, older_images(self._spec, conversation.shown, conversation.opening)
         if vision is None or not older:
             return [], [], 0
-        return await asyncio.to_thread(slid, keep, shown.messages, older, vision.bank), [], 0
+        return await asyncio.to_thread(slid, keep, conversation.shown, older, vision.bank), [], 0
 
     async def _chunks(
         self, episode: Episode, objects: EpisodeObjects, before: int
     ) -> tuple[list[Message], list[Block], int]:
         """Condense chunks, oldest first, until the prompt has the target's length: (thread, blocks, sampled tokens)."""
-        shown = episode.conversation.thread
-        waiting = chunks_of(self._spec, shown.messages, shown.opening, self._count)
+        conversation = episode.conversation
+        waiting = chunks_of(self._spec, conversation.shown, conversation.opening, self._count)
         target = self._target(before)
         over = before - target
         budget = self._budget()
@@ -124,7 +124,7 @@ class CondenseAction(BuiltInAction):
             expected = 0
             while waiting and expected < over:
                 chunk = waiting.pop(0)
-                pictured = chunk.part < 0 and bool(shown.messages[chunk.place].images)
+                pictured = chunk.part < 0 and bool(conversation.shown[chunk.place].images)
                 if pictured or chunk.tokens > budget:
                     batch.append(chunk)
                     expected += max(1, chunk.tokens - budget)
@@ -135,11 +135,11 @@ class CondenseAction(BuiltInAction):
             )
             for chunk, (text, used) in zip(batch, answers, strict=True):
                 sampled += used
-                pictured = chunk.part < 0 and bool(shown.messages[chunk.place].images)
+                pictured = chunk.part < 0 and bool(conversation.shown[chunk.place].images)
                 shorter = chunk.tokens - self._count(block_text(len(episode.blocks) + 1, text))
                 if text and (shorter > 0 or pictured):
                     done[chunk] = text
-            over = shown.measure(self._rebuilt(episode, done)[0]) - target
+            over = conversation.measure(self._rebuilt(episode, done)[0]) - target
         return *self._rebuilt(episode, done), sampled
 
     def _rebuilt(self, episode: Episode, done: dict[Chunk, str]) -> tuple[list[Message], list[Block]]:
@@ -151,17 +151,17 @@ class CondenseAction(BuiltInAction):
             by_place.setdefault(chunk.place, []).append((chunk, block_text(number, done[chunk])))
         thread = [
             replaced(message, by_place[place]) if place in by_place else message
-            for place, message in enumerate(episode.conversation.thread.messages)
+            for place, message in enumerate(episode.conversation.shown)
         ]
         return thread, blocks
 
     async def _history(self, episode: Episode, objects: EpisodeObjects) -> tuple[list[Message], list[Block], int]:
         """One message stands for the history: (thread, blocks, sampled tokens)."""
-        shown = episode.conversation.thread
+        conversation = episode.conversation
         by_policy = isinstance(self._spec.condenser, PolicySummarySpec)
-        thread = shown.messages
+        thread = conversation.shown
         said = thread[:-2] if by_policy else thread  # without the request for a summary, and the summary
-        start, end = history_of(said, shown.opening, self._spec.keep_last)
+        start, end = history_of(said, conversation.opening, self._spec.keep_last)
         if start == end:
             return [], [], 0
         text = history_text(said[start:end])
@@ -241,12 +241,12 @@ class CondenseAction(BuiltInAction):
             return "unchanged"
         blocks = [block.number for block in record.blocks]
         saved = record.before - record.after
-        shown = episode.conversation.thread
-        count, what = len(older_images(self._spec, shown.messages, shown.opening)), "image"
+        conversation = episode.conversation
+        count, what = len(older_images(self._spec, conversation.shown, conversation.opening)), "image"
         if self._spec.keep is None:
             count, what = len(blocks), "block"
         reason = f"condensed: {count} {what}{'s' * (count > 1)}, {saved} tokens fewer"
-        episode.conversation.condense(record.thread, reason, record.after)
+        conversation.show(record.thread, reason, record.after)
         episode.blocks |= {block.number: block.original for block in record.blocks}
         episode.condensations.append(
             Condensation(

@@ -13,8 +13,8 @@ from engine.schemas.message import Message
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
+    from engine.tokens.conversation import Conversation
     from engine.tokens.format import ChatFormat
-    from engine.tokens.thread import Thread
 
 _ASKED, _REPLIED = Message(role="user", content="Q"), Message(role="assistant", content="A")
 
@@ -36,13 +36,13 @@ class CondenseRoom(Room):
         fixed = self._condense.reserve_tokens
         return free + self._more if fixed is None else fixed
 
-    def images(self, thread: Thread, most: float) -> int | None:
+    def images(self, conversation: Conversation, most: float) -> int | None:
         """The number of images, if the window of `condense.keep` slides."""
         keep = self._condense.keep
         if keep is None:
             return None
-        older = len(older_images(self._condense, thread.messages, thread.opening))
-        slides = older >= keep.further or (older and len(thread.images) > most)
+        older = len(older_images(self._condense, conversation.shown, conversation.opening))
+        slides = older >= keep.further or (older and len(conversation.images) > most)
         return older + keep.newest if slides else None
 
     def leaving(self, messages: Sequence[Message], opening: int) -> int:

@@ -213,7 +213,7 @@ class Player:
             return Result("WRONG", str(wrong))
         except RenderError as error:
             return Result("refused", str(error), self.needless)
-        reasons = [reason for _, reason in self.conversation.tapes.all[1:]]
+        reasons = [tape.reason for tape in self.conversation.tapes[1:]]
         if reasons:
             return Result("branched", "; ".join(reasons), self.needless)
         return Result("spaced" if self.spaced else "exact")
@@ -222,7 +222,7 @@ class Player:
         """The conversation as it is now, in OpenAI's form. `raw`: replies as text, as they were sampled."""
         found = []
         for index, message in enumerate(self.conversation.messages):
-            view = self.conversation.thread.verbatim.get(index)
+            view = self.conversation._thread.verbatim.get(index)
             if raw and index in self.raw:
                 found.append({"role": "assistant", "content": self.raw[index]})
                 continue
@@ -264,12 +264,12 @@ class Player:
 
     def _check(self) -> None:
         """The next prompt is what the template writes, or begins a branch that had to begin."""
-        tapes = self.conversation.tapes.all
-        before, old = len(tapes), tapes[-1][0] if tapes else None
+        tapes = self.conversation.tapes
+        before, old = len(tapes), tapes[-1] if tapes else None
         said = self._pieces(old) if old is not None else []
         prompt = self.conversation.prompt().tolist()
         text = self._written()
-        tape, reason = self.conversation.tapes.all[-1]
+        tape = self.conversation.tapes[-1]
         spelled = any(self.form.fast.quoting.spans(message.text) for message in self.conversation.messages)
         for span in tape.spans:
             ids = prompt[span.start : span.end]
@@ -285,13 +285,17 @@ class Player:
         if "".join(self.form.decode(prompt).split()) != "".join(text.split()):
             raise Wrong(f"{self.form.decode(prompt)!r} ends before {text!r}")
         self.spaced += found
-        if len(self.conversation.tapes.all) > before >= 1:
-            if not reason:
+        if len(self.conversation.tapes) > before >= 1:
+            if not tape.reason:
                 raise Wrong("a branch without a reason")
             for other in (False, True)[: 2 - self.form.knows_reasoning]:
                 whole = self._written(raw=other)
-                if "no added token" not in reason and aligned(said, whole) is not None and self._ends_well(said, whole):
-                    self.needless = self.needless or f"{reason} | {said[-1][1]!r} in {whole!r}"
+                if (
+                    "no added token" not in tape.reason
+                    and aligned(said, whole) is not None
+                    and self._ends_well(said, whole)
+                ):
+                    self.needless = self.needless or f"{tape.reason} | {said[-1][1]!r} in {whole!r}"
 
     def _ends_well(self, said: list[tuple[bool, str]], text: str) -> bool:
         """Whether the template goes on after the tape with an added token, or with white space and one."""
@@ -400,7 +404,7 @@ class Player:
 
     def _check_guard(self) -> None:
         """The guard finds nothing wrong with what is right."""
-        if not self.conversation.tapes.asked:
+        if not self.conversation.asked:
             return
         rows = [_write_branch(as_seen(branch), "e/0") for branch in self.conversation.branches()]
         told = Guard(self.form, ModelSpec(path=self.form.fast.name_or_path), Path())._told

@@ -166,12 +166,12 @@ class Told:
             self.conversation.check(generation)
         reply = self.conversation.reply(generation, turn)
         self._keep(reply.message)
-        self.after[turn] = self.conversation.leaf(), [*self.shown], [*self.numbers]
+        self.after[turn] = self.conversation.mark(), [*self.shown], [*self.numbers]
         return reply.message, reply.attempts, reply.text
 
     def resume(self, turn: int | None, messages: list[Message], tools: list[dict[str, Any]], again: bool) -> None:
-        leaf, shown, numbers = (None, [], []) if turn is None else self.after[turn]
-        self.conversation.resume_at(leaf, messages, tools=tools, reason="resumed", again=again)
+        mark, shown, numbers = (None, [], []) if turn is None else self.after[turn]
+        self.conversation.resume_at(mark, messages, tools=tools, reason="resumed", again=again)
         self.shown, self.numbers = [*shown], [*numbers]
         for message in messages:
             if again or (message.role == "assistant" and self.after):
@@ -182,9 +182,9 @@ class Told:
 
     def foretold(self, turn: int | None, messages: list[Message], tools: list[dict[str, Any]]) -> list[int] | Refused:
         """The prompt that `resume` leads to, which it does not need."""
-        leaf = None if turn is None else self.after[turn][0]
+        mark = None if turn is None else self.after[turn][0]
         try:
-            return self.conversation.after(leaf, messages, tools).prompt().tolist()
+            return self.conversation.after(mark, messages, tools).prompt().tolist()
         except (RenderError, BridgeError) as error:
             return Refused(str(error))
 
@@ -197,11 +197,11 @@ class Told:
         shown = [self.shown[part] if isinstance(part, int) else part for part in thread]
         numbers = [self.numbers[part] if isinstance(part, int) else None for part in thread]
         try:
-            tokens = self.conversation.thread.measure([part if isinstance(part, Message) else self.conversation.thread.messages[part] for part in thread])  # fmt: skip
+            tokens = self.conversation.measure([part if isinstance(part, Message) else self.conversation.shown[part] for part in thread])  # fmt: skip
         except RenderError:
             tokens = None
         parts = [message if number is None else number for number, message in zip(numbers, shown, strict=True)]
-        self.conversation.condense(parts, "shortened", tokens or 0)
+        self.conversation.show(parts, "shortened", tokens or 0)
         self.shown, self.numbers = shown, numbers
         return tokens
 
@@ -210,18 +210,18 @@ class Told:
         conversation = self.conversation
         return {
             "length": conversation.length,
-            "characters": conversation.thread.characters,
+            "characters": conversation.characters,
             "rows": [row.json() for row in conversation.branches()],
-            "turns": [tuple(place) for place in conversation.turns],
+            "turns": [*conversation.turns],
             "tools": conversation.tools,
             "messages": [*conversation.messages],
-            "shown": [*conversation.thread.messages],
+            "shown": [*conversation.shown],
             "written": conversation.written,
         }
 
     def check_messages(self) -> None:
         assert list(self.conversation.messages) == self.said
-        assert list(self.conversation.thread.messages) == self.shown
+        assert list(self.conversation.shown) == self.shown
 
     def _keep(self, message: Message) -> None:
         self.numbers.append(len(self.said))
@@ -300,7 +300,8 @@ class Play:
         assert [row.index for row in rows] == list(range(len(rows)))
         assert [bool(row.reason) for row in rows] == [at > 0 for at in range(len(rows))]
         covered = [np.zeros(len(row.input_ids), np.int32) for row in rows]
-        for turn, (sampled, (branch, start, end)) in enumerate(zip(self.sampled, turns, strict=True)):
+        for turn, (sampled, place) in enumerate(zip(self.sampled, turns, strict=True)):
+            branch, start, end = place.branch, place.start, place.end
             having = [row.index for row in rows if turn in row.turn_ids]
             assert having == ([branch] if sampled.ids else [])
             row = rows[branch]
@@ -427,11 +428,11 @@ class Play:
         conversation = self.main.conversation
         before = self.main.visible()
         with pytest.raises(ValueError, match="directly after a reply"):
-            conversation.leaf()
+            conversation.mark()
         with pytest.raises(ValueError, match="take_back"):
             conversation.resume_at(None, [SUMMARY])
         with pytest.raises(ValueError, match="take_back"):
-            conversation.condense([SUMMARY], "shortened", 1)
+            conversation.show([SUMMARY], "shortened", 1)
         for wrong in (_generation([self.form.vocab_size], [-1.0], []), _generation([1], [float("nan")], [])):
             with pytest.raises(BackendError):
                 conversation.check(wrong)

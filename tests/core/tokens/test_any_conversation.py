@@ -135,7 +135,8 @@ def check_exact(conversation: Conversation, prompts: list[np.ndarray], replies: 
         assert branch.spans[0].kind == "prompt"
     covered = [np.zeros(len(branch.input_ids), np.int32) for branch in branches]
     assert len(conversation.turns) == len(replies)
-    for turn, ((index, start, end), prompt, ids) in enumerate(zip(conversation.turns, prompts, replies, strict=True)):
+    for turn, (place, prompt, ids) in enumerate(zip(conversation.turns, prompts, replies, strict=True)):
+        index, start, end = place.branch, place.start, place.end
         row = branches[index]
         assert row.input_ids[:start].tolist() == prompt.tolist()
         assert row.input_ids[start:end].tolist() == ids
@@ -188,7 +189,7 @@ def test_a_prompt_that_gets_no_reply_leaves_nothing_behind(case: str, formats: F
     tried.open([user(first)])
 
     def same() -> None:
-        assert (tried.length, tried.thread.characters) == (plain.length, plain.thread.characters)
+        assert (tried.length, tried.characters) == (plain.length, plain.characters)
         assert [row.json() for row in tried.branches()] == [row.json() for row in plain.branches()]
 
     def attempt() -> None:
@@ -235,18 +236,18 @@ def test_a_bridge_is_what_the_whole_conversation_renders_to(case: str, formats: 
     conversation = Conversation(form, TOOLS, history)  # type: ignore[arg-type]
     conversation.open([user(data.draw(TEXTS))])
     try:
-        shown = form.render(conversation.thread.views(), TOOLS)
+        shown = form.render(conversation.views(), TOOLS)
         for turn, (ids, stopped, new) in enumerate(plan):
             conversation.prompt()
-            tapes = len(conversation.tapes.all)
+            tapes = len(conversation.tapes)
             conversation.reply(generation(reply_ids(form, ids, stopped)), turn)
             conversation.add(new)
             following = conversation.prompt()
-            whole = form.render(conversation.thread.views(), TOOLS)
-            if len(conversation.tapes.all) > tapes:
+            whole = form.render(conversation.views(), TOOLS)
+            if len(conversation.tapes) > tapes:
                 assert following.tolist() == whole
             else:
-                last = conversation.tapes.all[-1][0].spans[-1]
+                last = conversation.tapes[-1].spans[-1]
                 assert last.kind == "bridge"
                 assert whole[len(whole) - (last.end - last.start) :] == following[last.start :].tolist()
                 assert form.decode(whole).startswith(form.decode(shown))

@@ -186,7 +186,7 @@ def test_a_format_can_render_the_whole_conversation_from_any_turn_on(tmp_path: P
         ]
     ):
         conversation.prompt()
-        before = len(conversation.tapes.all)
+        before = len(conversation.tapes)
         conversation.reply(said(form, "Yes.<|im_end|>"), turn)
         form.bridges.whole = whole
         conversation.add([Message(role="user", content=text)])
@@ -194,8 +194,8 @@ def test_a_format_can_render_the_whole_conversation_from_any_turn_on(tmp_path: P
         if whole is not None:
             assert prompt == form.render(conversation.messages)
         if tapes is not None:
-            assert len(conversation.tapes.all) - before == tapes
-    assert conversation.tapes.all[-1][1] == (
+            assert len(conversation.tapes) - before == tapes
+    assert conversation.tapes[-1].reason == (
         "the template writes '>system\\nHurry.<|im_end|>\\n<|im_start|>user\\nGo.<|i' "
         "where the tape has '>system\\nRelax.<|im_end|>\\n<|im_start|>user\\nGo.<|i'"
     )
@@ -221,7 +221,7 @@ def test_a_conversation_that_goes_on_after_midnight_shows_the_new_date(
         assert f"Today is 0{now.day} Mar 2026" in prompt
         old.reply(said(form, "Yes.<|im_end|>"), turn)
         old.add([Message(role="user", content="Go on.")])
-    assert [reason != "" for _, reason in old.tapes.all] == [False, True]
+    assert [tape.reason != "" for tape in old.tapes] == [False, True]
     fresh = Conversation(form, [])
     fresh.open([Message(role="user", content="Go.")])
     assert "Today is 02 Mar 2026" in form.decode(fresh.prompt())

@@ -166,7 +166,7 @@ def test_another_token_that_ends_replies_begins_a_branch(formats: Formats, histo
     if history == "branch":
         assert form.decode(conversation.prompt()[start:]) == f"42<|im_end|>{tail}"
         assert (
-            conversation.tapes.all[1][1]
+            conversation.tapes[1].reason
             == "the reply ended with '<|endoftext|>', where the template writes '<|im_end|>'"
         )
     else:
@@ -230,7 +230,7 @@ def test_tool_results_speak_as_a_user_where_the_template_has_no_tools(formats: F
     assert form.decode(conversation.prompt()).endswith(
         "<call>calculate(1)</call><|im_end|>\n<|im_start|>user\n1\n\n Well?<|im_end|>\n<|im_start|>model\n"
     )
-    assert conversation.prompt().tolist() == form.render(conversation.thread.views(), TOOLS)
+    assert conversation.prompt().tolist() == form.render(conversation.views(), TOOLS)
 
 
 def test_nothing_that_the_template_would_lose_is_said(formats: Formats) -> None:
@@ -292,7 +292,7 @@ def test_a_backend_that_answers_in_text_trains_nothing(formats: Formats) -> None
     reply = conversation.reply(answer, 0)
     assert [attempt.name for attempt in reply.attempts if isinstance(attempt, ToolCall)] == ["calculate"]
     conversation.add([tool("2")])
-    assert conversation.prompt().tolist() == form.render(conversation.thread.views(), TOOLS)
+    assert conversation.prompt().tolist() == form.render(conversation.views(), TOOLS)
     (row,) = conversation.branches()
     assert row.loss_mask.sum() == 0
 
@@ -338,8 +338,8 @@ def test_length_is_that_of_the_current_branch(formats: Formats) -> None:
     assert conversation.length == 0
     conversation.open([user("Hm?")])
     assert conversation.length == 0
-    assert conversation.thread.characters == 3
+    assert conversation.characters == 3
     prompt = conversation.prompt()
-    assert (conversation.length, conversation.thread.characters) == (len(prompt), 0)
+    assert (conversation.length, conversation.characters) == (len(prompt), 0)
     conversation.reply(generation([1, 2, 3]), 0)
     assert conversation.length == len(prompt) + 3

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from chat_kit import PLAIN, make_tokenizer
@@ -84,7 +85,7 @@ async def test_text_that_is_cut_otherwise_is_found_although_it_reads_the_same(fo
     ids = branch.input_ids.tolist()
     at = next(at for at, id_ in enumerate(ids) if len(form.decode([id_])) == 2 and form.decode([id_]).isalpha())
     letters = [form.fast.convert_tokens_to_ids(letter) for letter in form.decode([ids[at]])]
-    tape = conversation.tapes.all[0][0]
+    tape = conversation.tapes[0]
     tape._ids = np.array([*ids[:at], *letters, *ids[at + 1 :]], np.int32)
     tape._length += 1
     kinds, starts, ends, turns = np.array(tape._spans).reshape(-1, 4).T
@@ -108,9 +109,9 @@ async def test_a_branch_that_begins_with_what_another_one_sampled_is_compared_an
     assert form.encode("answer") != letters
     conversation.prompt()
     conversation.reply(generation([*letters, *form.encode("<|im_end|>")]), 0)
-    leaf = conversation.leaf()
+    mark = conversation.mark()
     for turn, text in enumerate(["And then?", "And before?"], start=1):
-        conversation.resume_at(leaf, [user(text)])
+        conversation.resume_at(mark, [user(text)])
         conversation.prompt()
         conversation.reply(said(form, "Two.<|im_end|>"), turn)
     assert len(conversation.branches()) == 2
@@ -138,9 +139,9 @@ async def test_a_template_that_shows_the_time_is_rendered_at_that_of_the_prompt(
         ModelSpec(path=str(make_tokenizer(tmp_path, f"{{{{ strftime_now('%H:%M:%S') }}}}{PLAIN}"))), tmp_path
     )
     conversation = talk(form, "One.<|im_end|>")
-    *rest, made = conversation.tapes.asked[0]
+    asked = conversation.asked[0]
     assert await judged(guard_of(form), conversation) is None
-    conversation.tapes.asked[0] = (*rest, made - 5)
+    conversation.asked[0] = msgspec.structs.replace(asked, made=asked.made - 5)
     assert isinstance(await judged(guard_of(form), conversation), Difference)
 
 

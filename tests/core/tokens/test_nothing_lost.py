@@ -104,10 +104,10 @@ def check(form: ChatFormat, pieces: list[Piece]) -> None:
     ids = form.encode(text)
     reply = conversation.reply(generation([*ids, form.stop_token_ids[0]]), 0)
     _check_message(bare(form.decode(ids)), pieces, reply)
-    branches = len(conversation.tapes.all)
+    branches = len(conversation.tapes)
     conversation.add([user("Q2?")])
     shown = form.decode(conversation.prompt()).partition("Q1?")[2].rpartition("Q2?")[0]
-    if len(conversation.tapes.all) > branches:
+    if len(conversation.tapes) > branches:
         _check_branch(bare(shown), pieces, reply)
 
 

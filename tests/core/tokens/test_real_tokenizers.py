@@ -160,12 +160,12 @@ def test_any_sampled_ids_stay_as_they_were(real: Callable[..., ChatFormat], name
             ),
             turn,
         )
-        branch, start, end = conversation.turns[turn]
+        place = conversation.turns[turn]
         conversation.add([Message(role=data.draw(st.sampled_from(["user", "tool"])), content=data.draw(TEXTS))])
-        row = conversation.branches()[branch]
-        assert row.input_ids[:start].tolist() == prompt.tolist()
-        assert row.input_ids[start:end].tolist() == sampled
-        assert np.flatnonzero(row.turn_ids == turn).tolist() == list(range(start, end))
+        row = conversation.branches()[place.branch]
+        assert row.input_ids[: place.start].tolist() == prompt.tolist()
+        assert row.input_ids[place.start : place.end].tolist() == sampled
+        assert np.flatnonzero(row.turn_ids == turn).tolist() == list(range(place.start, place.end))
 
 
 # --- the templates that trl ships ------------------------------------------------------------------------------------

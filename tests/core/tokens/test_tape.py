@@ -15,7 +15,7 @@ from engine.tokens.tape import Tape, as_seen
 
 
 def test_everything_is_derived_from_spans() -> None:
-    tape = Tape(vocab_size=100)
+    tape = Tape(vocab_size=100, reason="why")
     assert tape.append("prompt", [1, 2, 3]) == (0, 3)
     assert tape.append(
         "generated",
@@ -27,7 +27,7 @@ def test_everything_is_derived_from_spans() -> None:
     tape.append("closing", [9])
     tape.append("bridge", [10, 11])
     tape.append("generated", [12], turn=3, logprobs=np.array([-2.0], np.float32))
-    row = tape.branch(2, "why")
+    row = tape.branch(2)
     assert (row.index, row.reason) == (2, "why")
     assert row.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 9, 10, 11, 12]
     assert row.loss_mask.tolist() == [0, 0, 0, 1, 1, 1, 0, 0, 0, 1]
@@ -120,18 +120,18 @@ def test_views_stay_right_however_the_tape_grows(pieces: list[list[int]]) -> Non
 
 def test_a_row_is_a_copy() -> None:
     tape = begun()
-    row = tape.branch(0, "")
+    row = tape.branch(0)
     row.input_ids[0] = 99
     assert tape.ids.tolist() == [1, 2, 3]
 
 
 def test_a_row_as_seen_ends_with_its_last_sampled_token() -> None:
     tape = begun()
-    assert as_seen(tape.branch(0, "")).input_ids.tolist() == [1, 2, 3]
+    assert as_seen(tape.branch(0)).input_ids.tolist() == [1, 2, 3]
     tape.append("generated", [4], turn=0, logprobs=[-1.0])
     tape.append("closing", [5])
     tape.append("bridge", [6])
-    row = as_seen(tape.branch(0, ""))
+    row = as_seen(tape.branch(0))
     assert row.input_ids.tolist() == [1, 2, 3, 4]
     assert row.turn_ids.tolist() == [-1, -1, -1, 0]
     assert [span.kind for span in row.spans] == ["prompt", "generated"]
