@@ -128,8 +128,7 @@ class Journal:
             StoreError: an entry is missing or could not be written, or the write failed.
             SpecCodeError: the result holds a value that JSON cannot represent.
         """
-        if self.failure is not None or self._closing:
-            raise self._refusal()
+        self._must_be_open()
         waits = _Uninterrupted()
         places = self._writer.places()
         await waits.repeat(places.acquire)
@@ -163,7 +162,6 @@ class Journal:
         return trajectory
 
     def _write_result(self, trajectory: Trajectory, encoded: EncodedTrajectory) -> Write:
-        self._closing = True
         rows, size = [], encoded.size
         if self._held is not None:
             entry, record = self._held
@@ -178,7 +176,9 @@ class Journal:
             trajectory=trajectory,
             encoded=encoded,
         )
-        return self._writer.do(job, self, size, at_once=True)
+        write = self._writer.do(job, self, size, at_once=True)
+        self._closing = True
+        return write
 
     async def restart(self, keep: int = 0) -> None:
         """Give the attempt up and begin the next one; the old entries are kept. The cancellation of the caller is raised after it.
@@ -189,13 +189,11 @@ class Journal:
         Raises:
             StoreError: the write failed.
         """
-        if self.failure is not None or self._closing:
-            raise self._refusal()
-        self._closing = True
+        self._must_be_open()
         waits = _Uninterrupted()
-        write = self._writer.do(
-            partial(episode_rows.restart, number=self._number, attempt=self.attempt, keep=keep), self
-        )
+        job = partial(episode_rows.restart, number=self._number, attempt=self.attempt, keep=keep)
+        write = self._writer.do(job, self)
+        self._closing = True
         try:
             rows = await waits.repeat(lambda: write)
         finally:
@@ -208,6 +206,10 @@ class Journal:
     async def reread(self) -> None:
         """Read the entries again: of an episode that is resumed in the launch that wrote them."""
         self._open(await self._writer.do(partial(journal_rows, number=self._number, attempt=self.attempt)))
+
+    def _must_be_open(self) -> None:
+        if self.failure is not None or self._closing:
+            raise self._refusal()
 
     def _refusal(self, seq: int | None = None) -> StoreError:
         if self.failure is not None:

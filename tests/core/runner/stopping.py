@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from endings import filled
+
 from engine.backends.registry import open_backend
 from engine.errors import StoreError
 from engine.runner.replay import Replayer
@@ -126,6 +128,56 @@ def content(trajectory: Trajectory) -> dict[str, Any]:
     if told["outcome"]["failure"] is not None:
         del told["outcome"]["failure"]["trace"]
     return told
+
+
+SIDE = ("an external tool", "the environment is external", "an external user")
+"""Cases whose every call is logged and of an external environment."""
+
+
+def lines(log: Path) -> list[str]:
+    """What a case's log holds."""
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def clear(log: Path) -> None:
+    """Begin a log anew."""
+    log.unlink(missing_ok=True)
+
+
+async def undisturbed(made: Any, case: str, tmp_path: Path) -> tuple[dict[str, Any], list[str]]:
+    """What a case comes to, and what it logs."""
+    log = tmp_path / "log"
+    replies, changes = filled(case, str(log))
+    resumed = Resumed(made(replies, **changes))
+    await resumed.run(tmp_path / "whole")
+    with resumed.store(tmp_path / "whole") as store:
+        (trajectory,) = store.trajectories()
+    calls = lines(log)
+    clear(log)
+    return content(trajectory), calls
+
+
+async def check(resumed: Resumed, out: Path, wanted: dict[str, Any], calls: list[str], log: Path, where: str) -> None:
+    """Resume a stopped run, and hold it to the undisturbed one."""
+    with resumed.store(out) as store:
+        held = sum(len(store.journal(row.id)) for row in store.episodes())
+    result = await resumed.run(out)
+    assert result.faults == [], where
+    with resumed.store(out) as store:
+        (trajectory,) = store.trajectories()
+        attempt = store.episode(trajectory.episode_id).attempt
+        journal = store.journal(trajectory.episode_id)
+        assert [entry.seq for entry in journal if not entry.dest] in ([], [len(journal) - 1]), where
+    assert content(trajectory) == wanted, where
+    assert await resumed.differences(out) == [], where
+    if any(case in where for case in SIDE):
+        made = lines(log)
+        if attempt or not held:  # it began anew: what had been called before, and then everything once
+            assert made[-len(calls) :] == calls, where
+            assert made[: -len(calls)] == calls[: len(made) - len(calls)], where
+        else:
+            assert made == calls, where
+    clear(log)
 
 
 def serve(path: Path) -> None:

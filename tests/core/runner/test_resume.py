@@ -15,7 +15,7 @@ import pytest
 from endings import CASES, ONCE, ONE, filled
 from journals import write_entries
 from slow_cases import each_once, slow_but
-from stopping import Resumed, content
+from stopping import Resumed, check, content, lines, undisturbed
 
 from engine.runner.guarded import EpisodeGuard
 from engine.schemas.journal import JournalEntry
@@ -24,62 +24,12 @@ from engine.store import RunHeader, RunStore, list_runs
 from engine.store.codec import EncodedTrajectory
 
 MAX_COMMITS = 60
-SIDE = ("an external tool", "the environment is external", "an external user")
-"""Cases whose every call is logged and of an external environment."""
-
-
 PAID: dict[str, Any] = {"user": None, "tools": None, "machine": "single_turn", "rewards": ONE}
 QUICK = {
     "stopped": ["an external tool"],
     "starved": ["tools and a user, and an environment that scores", "a user that a model plays"],
 }
 """Of the cases, those that the default run stops at every commit, by the way of stopping."""
-
-
-def lines(log: Path) -> list[str]:
-    """What a case's log holds."""
-    return log.read_text().splitlines() if log.exists() else []
-
-
-def clear(log: Path) -> None:
-    """Begin a log anew."""
-    log.unlink(missing_ok=True)
-
-
-async def undisturbed(made: Any, case: str, tmp_path: Path) -> tuple[dict[str, Any], list[str]]:
-    """What a case comes to, and what it logs."""
-    log = tmp_path / "log"
-    replies, changes = filled(case, str(log))
-    resumed = Resumed(made(replies, **changes))
-    await resumed.run(tmp_path / "whole")
-    with resumed.store(tmp_path / "whole") as store:
-        (trajectory,) = store.trajectories()
-    calls = lines(log)
-    clear(log)
-    return content(trajectory), calls
-
-
-async def check(resumed: Resumed, out: Path, wanted: dict[str, Any], calls: list[str], log: Path, where: str) -> None:
-    """Resume a stopped run, and hold it to the undisturbed one."""
-    with resumed.store(out) as store:
-        held = sum(len(store.journal(row.id)) for row in store.episodes())
-    result = await resumed.run(out)
-    assert result.faults == [], where
-    with resumed.store(out) as store:
-        (trajectory,) = store.trajectories()
-        attempt = store.episode(trajectory.episode_id).attempt
-        journal = store.journal(trajectory.episode_id)
-        assert [entry.seq for entry in journal if not entry.dest] in ([], [len(journal) - 1]), where
-    assert content(trajectory) == wanted, where
-    assert await resumed.differences(out) == [], where
-    if any(case in where for case in SIDE):
-        made = lines(log)
-        if attempt or not held:  # it began anew: what had been called before, and then everything once
-            assert made[-len(calls) :] == calls, where
-            assert made[: -len(calls)] == calls[: len(made) - len(calls)], where
-        else:
-            assert made == calls, where
-    clear(log)
 
 
 @pytest.mark.parametrize(
