@@ -18,7 +18,7 @@ from engine.actions.action_facts import ALWAYS, NO_CALLS, OVERFLOW, OWN_ACTION_S
 from engine.limits import limits_of
 
 if TYPE_CHECKING:
-    from engine.machine.presets import ResolvedMachine
+    from engine.machine.machine import ResolvedMachine
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.machine import StateSpec
 

@@ -20,7 +20,7 @@ from engine.actions.workers import call_spec_code
 from engine.errors import EngineError, SpecCodeError
 from engine.isolation.pool import FunctionTool, HeldObject, Pool, RemoteFunction
 from engine.isolation.remote import Cell, Origin, RemoteObject, RemoteTool
-from engine.machine.presets import machine_of
+from engine.machine.machine import resolved_machine
 from engine.schemas.entry import IsolationSpec
 from engine.spec.added import added_tools
 from engine.spec.code.entry import load_entry
@@ -134,7 +134,7 @@ class ObjectBuilder:
             for name, user in spec.users_by_name.items()
         }
         """The factory of each user, by name; for a model-played user, the factory of its grader."""
-        states = machine_of(spec).states.values()
+        states = resolved_machine(spec).states.values()
         self._calls_tools = any(state.action == CallToolsAction.name for state in states)
         tools = [(factory(tool, "tool", tool.isolation), tool) for tool in spec.tools if tool.facts is None]
         self._servers = ToolServers([tool for tool in spec.tools if tool.facts is not None], base, services)

@@ -36,12 +36,12 @@ def graph(
     from engine.actions.facts import events_of
     from engine.errors import EngineError
     from engine.machine.graph import mermaid
-    from engine.machine.presets import machine_of
+    from engine.machine.machine import resolved_machine
     from engine.spec.load import load_spec
 
     try:
         loaded = load_spec(spec, list(overrides or ()))
-        machine = machine_of(loaded.spec)
+        machine = resolved_machine(loaded.spec)
         counts = _counts(run, Path(loaded.spec.rollout.out)) if run is not None else None
     except EngineError as error:
         echo(str(error), err=True)

@@ -24,8 +24,7 @@ from engine.actions.role_models import RoleModels
 from engine.episode.episode import Episode
 from engine.episode.executor import Executor
 from engine.limits import limit_variables
-from engine.machine.machine import EpisodeMachine
-from engine.machine.presets import machine_of
+from engine.machine.machine import Machine, resolved_machine
 from engine.rewards.rules import compile_rules
 from engine.tokens.conversation import Conversation
 
@@ -83,8 +82,8 @@ class EpisodeFactory:
         self.roles = RoleModels(loaded, format, backend, generations, allowed=role_backends, training=training)
         """Models of model-played users and judges; the caller who needs them calls `start` and `close`."""
         self.services = Services(spec, format, backend, workers, generations, self.roles, programs, folder)
-        resolved = machine_of(spec)
-        self.machine = EpisodeMachine(resolved)
+        resolved = resolved_machine(spec)
+        self.machine = Machine(resolved)
         self.object_builder = ObjectBuilder(self.services, loaded.base)
         self.actions = build_actions(resolved.states, self.services, loaded.base)
         """Actions by state; states without an action are left out."""

@@ -37,7 +37,7 @@ from engine.store.codec import EncodedRecord, encode_record
 if TYPE_CHECKING:
     from engine.actions.images import StoreImages
     from engine.deadline import PausableClocks
-    from engine.machine.machine import EpisodeMachine
+    from engine.machine.machine import Machine
     from engine.rewards.rules import Rules
     from engine.store.journal import Journal, MemoryJournal
     from engine.store.writer import Write
@@ -71,7 +71,7 @@ class Executor:
 
     def __init__(
         self,
-        machine: EpisodeMachine,
+        machine: Machine,
         actions: Mapping[str, Action],
         rules: Rules,
         *,

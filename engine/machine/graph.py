@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.machine.presets import ResolvedMachine, ResolvedTransition, resolve_machine
+from engine.machine.machine import ResolvedMachine, ResolvedTransition, resolve_machine
 from engine.schemas.machine import MachineSpec
 
 Counts = Mapping[tuple[str, str, str], int]

@@ -1,29 +1,68 @@
-"""A spec's machine as a pure function: (state, event, context) -> state.
+"""A spec's machine as a pure function: (state, event, values) -> state.
 
 Invariant: all episodes of a spec share one `transitions.Machine`, which never changes after it is built. No model is added to
 it: each step triggers on a temporary model that contains only the state, so steps of different tasks and threads are
 independent. Transitions without conditions are looked up once, when the machine is built.
+
+A resolved machine is what `Machine` and the checks read: the spec's machine merged with its preset, one transition for each (source, trigger),
+in the order in which they are tried. Each transition knows the index of the spec's transition that it came from, so that findings have a position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from transitions import Machine
-
 from engine.errors import EngineError, GuardError, SpecError
 from engine.machine.guards import Guard
-from engine.machine.presets import ResolvedMachine, ResolvedTransition, resolve_machine
-from engine.schemas.machine import MachineSpec
+from engine.machine.presets import ANY, PRESETS
+from engine.plugin import load
+from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
+from engine.schemas.sections import written_entries
 from engine.spec.text.diagnostic import DataPath, Diagnostic
 
 if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
     from engine.schemas.trajectory import Blame
 
 ReadContext = Callable[[frozenset[str]], Mapping[str, Any]]
 """Builds the requested guard variables, and no others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedTransition:
+    """The destination of one event in one state, if its condition holds."""
+
+    trigger: str
+    source: str
+    dest: str
+    conditions: str | None = None
+    """One CEL expression; None: always."""
+    index: int | None = None
+    """Index in the spec's `machine.transitions`; None if it comes from the preset."""
+    wildcard: bool = False
+    """Whether the source was written as `"*"`."""
+
+
+@dataclass(frozen=True)
+class ResolvedMachine:
+    """A machine merged with its preset, with every transition expanded."""
+
+    initial: str
+    states: dict[str, StateSpec]
+    transitions: list[ResolvedTransition]
+    """In the order in which they are tried."""
+
+    @property
+    def final(self) -> frozenset[str]:
+        """States in which an episode ends."""
+        return frozenset(name for name, state in self.states.items() if state.final)
+
+    def leaving(self, source: str, trigger: str | None = None) -> list[ResolvedTransition]:
+        """Return the transitions out of a state, for one event or all, in the order in which they are tried."""
+        return [t for t in self.transitions if t.source == source and trigger in (None, t.trigger)]
 
 
 class UnhandledEvent(EngineError):
@@ -42,10 +81,10 @@ class _Step:
         self.state = state
 
 
-class EpisodeMachine:
+class Machine:
     """The machine of all episodes of one spec.
 
-        machine = EpisodeMachine(machine_of(spec))
+        machine = Machine(resolved_machine(spec))
         machine.next("GENERATING", "answered", episode.context)     # "AWAITING_USER_FEEDBACK"
 
     Raises:
@@ -54,6 +93,8 @@ class EpisodeMachine:
     """
 
     def __init__(self, machine: ResolvedMachine | MachineSpec) -> None:
+        import transitions  # where a spec is only checked, nothing is driven
+
         resolved = resolve_machine(machine) if isinstance(machine, MachineSpec) else machine
         self.resolved = resolved
         self.initial = resolved.initial
@@ -63,7 +104,7 @@ class EpisodeMachine:
         if problems:
             raise SpecError(problems)
         guards = {text: Guard(text) for t in resolved.transitions if (text := t.conditions) is not None}
-        shared = Machine(
+        shared = transitions.Machine(
             model=None,
             states=list(resolved.states),
             initial=resolved.initial,
@@ -79,12 +120,13 @@ class EpisodeMachine:
             auto_transitions=False,
         )
         self._events = shared.events
-        self._settled = {
+        self.settled = {
             (state, name): dest
             for state in resolved.states
             for name in shared.events
             if (dest := self._unconditional(state, name)) is not None
         }
+        """(state, event) -> next state, where no condition is asked."""
         self._sources = {
             name: frozenset(t.source for t in resolved.transitions if t.trigger == name) for name in shared.events
         }
@@ -105,7 +147,7 @@ class EpisodeMachine:
             UnhandledEvent: the state has no transition for this event, or no condition holds.
             GuardError: a condition has no result for these values.
         """
-        settled = self._settled.get((state, event))
+        settled = self.settled.get((state, event))
         if settled is not None:
             return settled
         if state not in self._sources.get(event, ()):
@@ -164,3 +206,48 @@ def unknown_states(machine: ResolvedMachine) -> list[Diagnostic]:
 def _nearest(name: str, machine: ResolvedMachine) -> str:
     near = get_close_matches(name, machine.states, n=1)
     return f"did you mean `{near[0]}`?" if near else f"the states are {', '.join(machine.states)}"
+
+
+def resolved_machine(spec: EpisodeSpec) -> ResolvedMachine:
+    """Resolve a spec's machine, with the states that sections of plugins ask for."""
+    machine = resolve_machine(spec.machine)
+    for facts in written_entries(spec, "actions"):
+        if facts.rewrites_machine:
+            machine = load(facts.rewrites_machine)(spec, machine)
+    return machine
+
+
+def resolve_machine(machine: MachineSpec) -> ResolvedMachine:
+    """Merge a machine with its preset, and expand every transition.
+
+    The spec's states are added to those of the preset and replace states of the same name. Its transitions are tried
+    first. A transition of the preset that can never be taken (an unconditional one precedes it, or its source is now final)
+    is left out. Names are not checked: a transition may name a state that does not exist.
+    """
+    preset = PRESETS[machine.preset] if machine.preset is not None else None
+    states = {**(preset.states if preset else {}), **machine.states}
+    initial = machine.initial or (preset.initial if preset else None)
+    assert initial is not None  # MachineSpec validates this
+    standing = [name for name, state in states.items() if not state.final]
+    transitions = [t for index, spec in enumerate(machine.transitions) for t in _spell_out(spec, standing, index)]
+    settled = {(t.source, t.trigger) for t in transitions if t.conditions is None}
+    for spec in preset.transitions if preset else ():
+        added = [
+            t for t in _spell_out(spec, standing, None) if t.source in standing and (t.source, t.trigger) not in settled
+        ]
+        transitions += added
+        settled |= {(t.source, t.trigger) for t in added if t.conditions is None}
+    return ResolvedMachine(initial, states, transitions)
+
+
+def _spell_out(spec: TransitionSpec, standing: list[str], index: int | None) -> list[ResolvedTransition]:
+    """One transition for each source and trigger, each named once."""
+    pairs: dict[tuple[str, str], bool] = {}
+    for written in spec.sources:
+        for source in standing if written == ANY else [written]:
+            for trigger in spec.triggers:
+                pairs.setdefault((source, trigger), written == ANY)
+    return [
+        ResolvedTransition(trigger, source, spec.dest, spec.conditions, index, wildcard)
+        for (source, trigger), wildcard in pairs.items()
+    ]

@@ -1,22 +1,10 @@
-"""The preset machines, and how a spec's machine is merged with its preset.
-
-Invariant: a resolved machine is equivalent to the spec's machine, with one transition for each (source, trigger), in the order
-in which they are tried. Each transition knows the index of the spec's transition that it came from, so that findings have a
-position.
-"""
+"""A table: the preset machines, and what each is for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from engine.plugin import load
 from engine.schemas.machine import MachineSpec, Preset, StateSpec, TransitionSpec
-from engine.schemas.sections import written_entries
-
-if TYPE_CHECKING:
-    from engine.schemas.episode import EpisodeSpec
 
 ANY = "*"
 """The source of a transition that applies in every state that is not final."""
@@ -147,82 +135,3 @@ ABOUT: Mapping[Preset, str] = {
     "agent": "The program of `agent` runs, and each of its requests to the model API is a turn, until it ends.",
 }
 """A description of each preset, for docs/spec.md."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedTransition:
-    """The destination of one event in one state, if its condition holds."""
-
-    trigger: str
-    source: str
-    dest: str
-    conditions: str | None = None
-    """One CEL expression; None: always."""
-    index: int | None = None
-    """Index in the spec's `machine.transitions`; None if it comes from the preset."""
-    wildcard: bool = False
-    """Whether the source was written as `"*"`."""
-
-
-@dataclass(frozen=True)
-class ResolvedMachine:
-    """A machine merged with its preset, with every transition expanded."""
-
-    initial: str
-    states: dict[str, StateSpec]
-    transitions: list[ResolvedTransition]
-    """In the order in which they are tried."""
-
-    @property
-    def final(self) -> frozenset[str]:
-        """States in which an episode ends."""
-        return frozenset(name for name, state in self.states.items() if state.final)
-
-    def leaving(self, source: str, trigger: str | None = None) -> list[ResolvedTransition]:
-        """Return the transitions out of a state, for one event or all, in the order in which they are tried."""
-        return [t for t in self.transitions if t.source == source and trigger in (None, t.trigger)]
-
-
-def machine_of(spec: EpisodeSpec) -> ResolvedMachine:
-    """Resolve a spec's machine, with the states that sections of plugins ask for."""
-    machine = resolve_machine(spec.machine)
-    for facts in written_entries(spec, "actions"):
-        if facts.rewrites_machine:
-            machine = load(facts.rewrites_machine)(spec, machine)
-    return machine
-
-
-def resolve_machine(machine: MachineSpec) -> ResolvedMachine:
-    """Merge a machine with its preset, and expand every transition.
-
-    The spec's states are added to those of the preset and replace states of the same name. Its transitions are tried
-    first. A transition of the preset that can never be taken (an unconditional one precedes it, or its source is now final)
-    is left out. Names are not checked: a transition may name a state that does not exist.
-    """
-    preset = PRESETS[machine.preset] if machine.preset is not None else None
-    states = {**(preset.states if preset else {}), **machine.states}
-    initial = machine.initial or (preset.initial if preset else None)
-    assert initial is not None  # MachineSpec validates this
-    standing = [name for name, state in states.items() if not state.final]
-    transitions = [t for index, spec in enumerate(machine.transitions) for t in _spell_out(spec, standing, index)]
-    settled = {(t.source, t.trigger) for t in transitions if t.conditions is None}
-    for spec in preset.transitions if preset else ():
-        added = [
-            t for t in _spell_out(spec, standing, None) if t.source in standing and (t.source, t.trigger) not in settled
-        ]
-        transitions += added
-        settled |= {(t.source, t.trigger) for t in added if t.conditions is None}
-    return ResolvedMachine(initial, states, transitions)
-
-
-def _spell_out(spec: TransitionSpec, standing: list[str], index: int | None) -> list[ResolvedTransition]:
-    """One transition for each source and trigger, each named once."""
-    pairs: dict[tuple[str, str], bool] = {}
-    for written in spec.sources:
-        for source in standing if written == ANY else [written]:
-            for trigger in spec.triggers:
-                pairs.setdefault((source, trigger), written == ANY)
-    return [
-        ResolvedTransition(trigger, source, spec.dest, spec.conditions, index, wildcard)
-        for (source, trigger), wildcard in pairs.items()
-    ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import FailingError
-from engine.machine.presets import machine_of
+from engine.machine.machine import resolved_machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -140,7 +140,7 @@ def places(loaded: LoadedSpec, tasks: Sequence[Task]) -> Callable[[Trajectory, F
     """Return a function that finds the place in the spec of a failure: the entry whose code or server failed."""
     chosen = loaded.spec.tasks.user is not None
     users: Mapping[str, str | None] = {task.id: task.user for task in tasks} if chosen else {}
-    actions = {name: state.action for name, state in machine_of(loaded.spec).states.items()}
+    actions = {name: state.action for name, state in resolved_machine(loaded.spec).states.items()}
 
     def place(trajectory: Trajectory, failure: Failure) -> str:
         path = _path(loaded, failure, users.get(trajectory.task_id), actions.get(failure.state))

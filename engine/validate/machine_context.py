@@ -11,7 +11,8 @@ from engine.actions.action_facts import ALWAYS, OVERFLOW
 from engine.actions.facts import ACTIONS
 from engine.limit import UNBOUNDED
 from engine.limits import COUNTERS, EPISODE_SECONDS, FIELDS, limits_of
-from engine.machine.presets import ANY, PRESETS, ResolvedMachine, ResolvedTransition, machine_of
+from engine.machine.machine import ResolvedMachine, ResolvedTransition, resolved_machine
+from engine.machine.presets import ANY, PRESETS
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.machine import StateSpec
 from engine.spec.text.diagnostic import DataPath
@@ -60,7 +61,7 @@ class MachineContext(CodeContext):
             raise WorkLimitError(
                 f"the machine has more than {MAX_TRANSITIONS:,} transitions, with lists and `*` expanded"
             )
-        return machine_of(self.spec)
+        return resolved_machine(self.spec)
 
     @property
     def states(self) -> dict[str, StateSpec]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from engine.machine.presets import ResolvedTransition
+from engine.machine.machine import ResolvedTransition
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.logic import ALWAYS, MAX_CASES, Formula, implies, overlap

@@ -13,7 +13,8 @@ from pydantic_core import PydanticUndefined
 from engine.actions.action_facts import ALWAYS, LIMIT
 from engine.actions.facts import ACTIONS
 from engine.limits import LIMITS
-from engine.machine.presets import ABOUT, resolve_machine
+from engine.machine.machine import resolve_machine
+from engine.machine.presets import ABOUT
 from engine.machine.variables import VARIABLES
 from engine.schemas.base import Bytes, Seconds
 from engine.schemas.descriptions import description_of

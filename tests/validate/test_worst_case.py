@@ -23,7 +23,7 @@ from machine_simulator import (
     on_cycle,
 )
 
-from engine.machine.machine import EpisodeMachine
+from engine.machine.machine import Machine
 from engine.schemas.limits import LimitsSpec
 from engine.spec.load import load_spec
 from engine.validate import check_spec
@@ -116,7 +116,7 @@ def test_dead_ends_and_endless_ways_are_those_that_there_are(machine: str) -> No
 def test_no_episode_of_the_real_machine_goes_beyond_it(machine: str, chance: random.Random) -> None:
     ctx = load(machine)
     most = most_counts(ctx.graph)
-    walked = EpisodeMachine(ctx.machine)
+    walked = Machine(ctx.machine)
     simulator = Simulator(ctx, cap=1000)
     at = Stand(walked.initial, 0, 0, 0, 0, 0, False)
     for _ in range(40):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.machine.presets import ResolvedMachine, ResolvedTransition
+from engine.machine.machine import ResolvedMachine, ResolvedTransition
 from engine.plugins.condense.spec import CondenseSpec
 from engine.schemas.machine import StateSpec
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from xml.sax.saxutils import escape, quoteattr
 
 from engine.machine.graph import ANY_STATE, Counts, Edge, Events, Picture, picture
-from engine.machine.presets import ResolvedMachine
+from engine.machine.machine import ResolvedMachine
 from engine.plugins.pictures.layout import GAP_Y, Box, Layout, Link, lay_out
 from engine.schemas.machine import MachineSpec
 

@@ -15,7 +15,7 @@ from engine.actions.action_facts import FAILED, LIMIT
 from engine.actions.facts import may_be_limited
 from engine.errors import EngineError
 from engine.machine.guards import Guard
-from engine.machine.presets import ResolvedMachine, ResolvedTransition
+from engine.machine.machine import ResolvedMachine, ResolvedTransition
 from engine.validate.context import CheckContext
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from engine.backends.scripted import write_reply
 from engine.episode.compiled import EpisodeFactory
 from engine.errors import BackendError, EngineError, SpecError, StoreError
 from engine.limits import EPISODE_SECONDS
-from engine.machine.presets import machine_of
+from engine.machine.machine import resolved_machine
 from engine.schemas.journal import (
     FailureRecord,
     GenerationRecord,
@@ -70,7 +70,7 @@ class ScriptWriter:
     def write(self, trajectory: Trajectory, journal: Sequence[JournalEntry], task: Task) -> dict[str, Any]:
         """Return `replies`, `tools`, `user`, `environment`, `scorer`, `steps` and `out_of_time`."""
         spec = self.loaded.spec
-        states = machine_of(spec).states
+        states = resolved_machine(spec).states
         user = spec.users_by_name.get(task.user or "") if spec.users_by_name else None
         asks_user = user is not None and (self.everything or user.model_played or user.effects == "external")
         environment = spec.environment
@@ -321,7 +321,7 @@ def expected_of(
     outcome = trajectory.outcome
     limits = [entry.record.limit for entry in journal if isinstance(entry.record, LimitRecord)]
     expected: dict[str, Any] = {
-        "states": [machine_of(loaded.spec).initial, *(dest for _, _, dest in trajectory.path)],
+        "states": [resolved_machine(loaded.spec).initial, *(dest for _, _, dest in trajectory.path)],
         "events": [event for _, event, _ in trajectory.path],
         "outcome": {
             "state": outcome.state,

@@ -31,7 +31,7 @@ from engine.validate import refuse_first_tasks
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from engine.machine.presets import ResolvedMachine
+    from engine.machine.machine import ResolvedMachine
     from engine.schemas.environment import Task
     from engine.spec.load import Document, LoadedSpec
 

@@ -13,7 +13,7 @@ from engine.actions.images import ImageStorer, MemoryImages
 from engine.backends.scripted import ScriptedBackend
 from engine.episode.compiled import EpisodeFactory
 from engine.errors import EngineError
-from engine.machine.presets import machine_of
+from engine.machine.machine import resolved_machine
 from engine.plugins.scenarios.coverage import Edge, Watcher
 from engine.plugins.scenarios.load import ScenarioSet, ScenarioSpecs, check_scenario, check_tools
 from engine.plugins.scenarios.scripted import script_actions, script_objects
@@ -24,7 +24,7 @@ from engine.store.journal import MemoryJournal
 
 if TYPE_CHECKING:
     from engine.actions.workers import Workers
-    from engine.machine.presets import ResolvedMachine
+    from engine.machine.machine import ResolvedMachine
     from engine.plugins.scenarios.schema import Scenario
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
@@ -56,7 +56,7 @@ async def play(specs: ScenarioSpecs, scenarios: ScenarioSet, index: int, form: C
     """
     scenario = scenarios.file.scenarios[index]
     loaded = specs.loaded(scenarios, index)
-    resolved = machine_of(loaded.spec)
+    resolved = resolved_machine(loaded.spec)
     check_scenario(loaded, resolved, scenarios, index)
     task = specs.task(loaded, scenarios, index)
     backend = ScriptedBackend(_script(scenario), form)

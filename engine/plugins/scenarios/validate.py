@@ -62,13 +62,13 @@ def scenario_problems(
 
 
 def _misfits(specs: ScenarioSpecs, scenarios: ScenarioSet, skipped: list[str]) -> Iterator[Diagnostic]:
-    from engine.machine.presets import machine_of
+    from engine.machine.machine import resolved_machine
     from engine.plugins.scenarios.load import check_scenario
 
     for index in range(len(scenarios.file.scenarios)):
         try:
             loaded = specs.loaded(scenarios, index)
-            check_scenario(loaded, machine_of(loaded.spec), scenarios, index)
+            check_scenario(loaded, resolved_machine(loaded.spec), scenarios, index)
             if _made_by_code(loaded) and not isinstance(scenarios.file.scenarios[index].task, dict):
                 skipped[:] = [TASK_RULE]
             else:

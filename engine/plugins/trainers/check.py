@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from engine.actions.action_facts import ActionFacts
 from engine.actions.facts import ACTIONS
 from engine.errors import TrainError
-from engine.machine.presets import machine_of
+from engine.machine.machine import resolved_machine
 from engine.schemas.message import ImagePart
 from engine.spec.added import spec_facts
 from engine.spec.text.diagnostic import DataPath, Severity
@@ -45,7 +45,7 @@ def uses(loaded: LoadedSpec) -> Iterator[Use]:
     that rewrites history."""
     spec = loaded.spec
     train, credit = spec.train, spec.rewards.credit
-    names = {state.action for state in machine_of(spec).states.values() if state.action is not None}
+    names = {state.action for state in resolved_machine(spec).states.values() if state.action is not None}
     actions = [facts for name in names if (facts := ACTIONS.get(name)) is not None]
     several = len(actions) < len(names) or any(map(_puts_tokens_between, actions))
     if spec.backend.exact_ids:

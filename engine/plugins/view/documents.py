@@ -21,7 +21,7 @@ import orjson
 from engine import plugin
 from engine.actions.facts import events_of
 from engine.errors import EngineError, StoreError
-from engine.machine.presets import machine_of
+from engine.machine.machine import resolved_machine
 from engine.plugins.view.group import group_document
 from engine.runner.compare import compare_runs
 from engine.store.listing.episode import episode_document
@@ -211,7 +211,7 @@ class Documents:
         if (draw := plugin.loaded("graph_formats").get("svg")) is None:
             return {"svg": None, "problem": plugin.missing("graph_formats", "svg")}
         try:
-            machine = machine_of(self.listing.store(run).loaded_spec().spec)
+            machine = resolved_machine(self.listing.store(run).loaded_spec().spec)
             return {"svg": draw(machine, None, events_of(machine)), "problem": None}
         except EngineError as error:
             return {"svg": None, "problem": str(error)}

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from command_line import run_to_store
 
-from engine.machine.presets import resolve_machine
+from engine.machine.machine import resolve_machine
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks

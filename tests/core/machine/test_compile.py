@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from engine.errors import GuardError, SpecError
 from engine.machine.guards import Guard
-from engine.machine.machine import EpisodeMachine, UnhandledEvent
-from engine.machine.presets import PRESETS, resolve_machine
+from engine.machine.machine import Machine, UnhandledEvent, resolve_machine
+from engine.machine.presets import PRESETS
 from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
 
 
@@ -23,16 +23,16 @@ def user_turns(taken: int, most: int = 3) -> Any:
 
 
 @pytest.fixture(scope="module")
-def machine() -> EpisodeMachine:
-    return EpisodeMachine(resolve_machine(MachineSpec(preset="tools_and_user")))
+def machine() -> Machine:
+    return Machine(resolve_machine(MachineSpec(preset="tools_and_user")))
 
 
-def test_the_first_transition_whose_condition_holds_is_taken(machine: EpisodeMachine) -> None:
+def test_the_first_transition_whose_condition_holds_is_taken(machine: Machine) -> None:
     assert machine.next("GENERATING", "answered", user_turns(2)) == "AWAITING_USER_FEEDBACK"
     assert machine.next("GENERATING", "answered", user_turns(3)) == "DONE"
 
 
-def test_what_hangs_on_no_condition_reads_no_context(machine: EpisodeMachine) -> None:
+def test_what_hangs_on_no_condition_reads_no_context(machine: Machine) -> None:
     def context(names: frozenset[str]) -> Mapping[str, Any]:
         raise AssertionError(f"{names} were asked for")
 
@@ -40,7 +40,7 @@ def test_what_hangs_on_no_condition_reads_no_context(machine: EpisodeMachine) ->
     assert machine.next("AWAITING_TOOL", "results", context) == "GENERATING"
 
 
-def test_only_the_variables_that_a_guard_reads_are_asked_for(machine: EpisodeMachine) -> None:
+def test_only_the_variables_that_a_guard_reads_are_asked_for(machine: Machine) -> None:
     asked: list[frozenset[str]] = []
 
     def context(names: frozenset[str]) -> Mapping[str, Any]:
@@ -53,7 +53,7 @@ def test_only_the_variables_that_a_guard_reads_are_asked_for(machine: EpisodeMac
     assert asked == [frozenset({"turns", "limits"})]
 
 
-def test_an_unhandled_event_names_what_the_state_does_handle(machine: EpisodeMachine) -> None:
+def test_an_unhandled_event_names_what_the_state_does_handle(machine: Machine) -> None:
     with pytest.raises(UnhandledEvent) as caught:
         machine.next("AWAITING_TOOL", "answered", user_turns(0))
     assert str(caught.value) == (
@@ -65,8 +65,8 @@ def test_an_unhandled_event_names_what_the_state_does_handle(machine: EpisodeMac
         machine.next("DONE", "limit", user_turns(0))
 
 
-def one_guard(conditions: str) -> EpisodeMachine:
-    return EpisodeMachine(
+def one_guard(conditions: str) -> Machine:
+    return Machine(
         MachineSpec(
             initial="A",
             states={"A": StateSpec(action="generate"), "B": StateSpec(final=True)},
@@ -94,7 +94,7 @@ def test_a_guard_that_fails_names_its_transition() -> None:
 
 def test_states_that_are_not_there_are_all_told() -> None:
     with pytest.raises(SpecError) as caught:
-        EpisodeMachine(
+        Machine(
             MachineSpec(
                 preset="tools",
                 initial="PENDNG",
@@ -124,7 +124,7 @@ def test_a_condition_that_is_not_cel_is_refused() -> None:
 
 
 def test_a_transition_may_lead_back_to_its_own_state() -> None:
-    machine = EpisodeMachine(
+    machine = Machine(
         MachineSpec(
             initial="A",
             states={"A": StateSpec(action="generate"), "B": StateSpec(final=True)},
@@ -137,7 +137,7 @@ def test_a_transition_may_lead_back_to_its_own_state() -> None:
     assert [machine.next("A", "go", user_turns(n)) for n in range(3)] == ["A", "A", "B"]
 
 
-def test_threads_and_tasks_get_the_answers_of_one_alone(machine: EpisodeMachine) -> None:
+def test_threads_and_tasks_get_the_answers_of_one_alone(machine: Machine) -> None:
     asked = [("GENERATING", "answered", n % 5) for n in range(4000)] + [("AWAITING_TOOL", "results", 0)] * 1000
 
     def answer(question: tuple[str, str, int]) -> str:
@@ -173,7 +173,7 @@ transitions = st.lists(
 @given(transitions, st.sampled_from(STATES), st.sampled_from(EVENTS), st.integers(0, 5))
 def test_next_is_the_first_match_of_the_list(written: list[TransitionSpec], state: str, event: str, taken: int) -> None:
     states = {name: StateSpec(action="generate") for name in STATES} | {"END": StateSpec(final=True)}
-    machine = EpisodeMachine(MachineSpec(initial="A", states=states, transitions=written))
+    machine = Machine(MachineSpec(initial="A", states=states, transitions=written))
     context = user_turns(taken)
     expected = next(
         (
@@ -194,7 +194,7 @@ def test_next_is_the_first_match_of_the_list(written: list[TransitionSpec], stat
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_compiles(name: str) -> None:
-    machine = EpisodeMachine(MachineSpec(preset=name))
+    machine = Machine(MachineSpec(preset=name))
     assert (machine.initial, machine.final) == ("PENDING", {"DONE"})
     first = "AGENT_RUNNING" if name == "agent" else "GENERATING"
     assert machine.next("PENDING", "ready", user_turns(0)) == first

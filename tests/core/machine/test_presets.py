@@ -7,7 +7,8 @@ import pytest
 from engine.actions.action_facts import ALWAYS
 from engine.actions.facts import ACTIONS
 from engine.machine.guards import guard_problems
-from engine.machine.presets import ABOUT, PRESETS, ResolvedTransition, resolve_machine
+from engine.machine.machine import ResolvedTransition, resolve_machine
+from engine.machine.presets import ABOUT, PRESETS
 from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
 
 
