@@ -33,6 +33,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.store.rows.row import RowEpisode, TrainingRow
+
 SAMPLES, PROMPT, TURN, OBSERVATION, TURNS = 8, 64, 76, 48, 4
 COMPLETION = TURNS * TURN + (TURNS - 1) * OBSERVATION
 TEMPERATURE, CLIP_LOW, CLIP_HIGH, RATE = 0.9, 0.2, 0.28, 1e-4
@@ -71,7 +73,7 @@ def make_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
 
 
-def record(folder: Path, vocabulary: int) -> list[dict[str, Any]]:
+def record(folder: Path, vocabulary: int) -> list[TrainingRow]:
     """Rows with the log-probs of a model that is a little off the one that learns."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -100,16 +102,14 @@ def record(folder: Path, vocabulary: int) -> list[dict[str, Any]]:
                 labels = tokens[0, start : start + 64, None]
                 logprobs[start : start + 64] = chances[: len(labels)].gather(1, labels)[:, 0].numpy()
         rows.append(
-            {
-                "task_id": "a",
-                "episode_id": f"a-{sample}",
-                "input_ids": ids,
-                "loss_mask": mask,
-                "turn_ids": turns,
-                "logprobs": logprobs * mask,
-                "advantages": np.full(len(ids), draw.normal(), np.float32) * mask,
-                "images": [],
-            }
+            TrainingRow.of_tokens(
+                ids,
+                mask,
+                turn_ids=turns,
+                logprobs=logprobs * mask,
+                advantages=np.full(len(ids), draw.normal(), np.float32),
+                episode=RowEpisode(task_id="a", episode_id=f"a-{sample}"),
+            )
         )
     return rows
 
@@ -137,29 +137,29 @@ class Ours:
         self._learner = Learner(Policy.load(folder, spec, temperature=TEMPERATURE, vocab=None, vision=None), spec)
         self.policy = self._learner.policy
 
-    def step(self, rows: list[dict[str, Any]]) -> tuple[float, float]:
+    def step(self, rows: list[TrainingRow]) -> tuple[float, float]:
         """Loss and gradient norm."""
         told = self._learner.step(rows, 0)
         return told["loss"], told["grad_norm"]
 
 
-def theirs(folder: Path, rows: list[dict[str, Any]], args: argparse.Namespace, steps: int, each: Any) -> None:
+def theirs(folder: Path, rows: list[TrainingRow], args: argparse.Namespace, steps: int, each: Any) -> None:
     """`GRPOTrainer.train()`; `each(loss, gradient norm, CPU seconds)` is called after every step."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    ids = torch.tensor(np.stack([row["input_ids"] for row in rows]).astype(np.int64))
-    mask = torch.tensor(np.stack([row["loss_mask"] for row in rows]).astype(np.int64))[:, PROMPT:]
+    ids = torch.tensor(np.stack([row.branch.input_ids for row in rows]).astype(np.int64))
+    mask = torch.tensor(np.stack([row.branch.loss_mask for row in rows]).astype(np.int64))[:, PROMPT:]
     batch = {
         "prompt_ids": ids[:, :PROMPT],
         "prompt_mask": torch.ones(len(rows), PROMPT, dtype=torch.int64),
         "completion_ids": ids[:, PROMPT:],
         "completion_mask": torch.ones(len(rows), COMPLETION, dtype=torch.int64),
         "tool_mask": mask,
-        "advantages": torch.tensor([float(row["advantages"].sum() / row["loss_mask"].sum()) for row in rows]),
-        "old_per_token_logps": torch.tensor(np.stack([row["logprobs"] for row in rows]))[:, PROMPT:],
+        "advantages": torch.tensor([float(row.advantages.mean()) for row in rows]),
+        "old_per_token_logps": torch.tensor(np.stack([row.branch.logprobs for row in rows]))[:, PROMPT:],
         "num_items_in_batch": mask.sum(),
     }
 
@@ -248,7 +248,7 @@ def _adapter(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return Ours(folder, args).policy.state()
 
 
-def compare(folder: Path, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+def compare(folder: Path, rows: list[TrainingRow], args: argparse.Namespace) -> None:
     """Both sides in turns."""
     ours = Ours(folder, args)
     times: dict[str, list[float]] = {"ours": [], "trl": []}
@@ -272,7 +272,7 @@ def compare(folder: Path, rows: list[dict[str, Any]], args: argparse.Namespace) 
     print(f"CPU time: {least['ours']:.2f} s, trl {least['trl']:.2f} s: {least['ours'] / least['trl']:.2f}x")
 
 
-def alone(folder: Path, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+def alone(folder: Path, rows: list[TrainingRow], args: argparse.Namespace) -> None:
     """Our side only."""
     ours, times = Ours(folder, args), []
     for _ in range(args.repetitions):
@@ -283,7 +283,7 @@ def alone(folder: Path, rows: list[dict[str, Any]], args: argparse.Namespace) ->
     print(f"CPU time: {min(times[1:]):.2f} s")
 
 
-def peak(side: str, folder: Path, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+def peak(side: str, folder: Path, rows: list[TrainingRow], args: argparse.Namespace) -> None:
     """Two steps of one side; prints the process's highest memory, in MB."""
     if side == "ours":
         ours = Ours(folder, args)
@@ -326,7 +326,7 @@ def main() -> None:
         make_tokenizer(folder)
         rows = record(folder, args.vocabulary)
         np.save(folder / "rows.npy", np.array(rows, dtype=object), allow_pickle=True)
-        trained = sum(int(row["loss_mask"].sum()) for row in rows)
+        trained = sum(len(row.places) for row in rows)
         print(
             f"{len(rows)} x ({PROMPT} + {COMPLETION}) tokens, {TURNS} turns, {trained:,} trained; vocabulary {args.vocabulary:,}, "
             f"hidden {args.hidden}, {args.layers} layers, {args.threads} threads"

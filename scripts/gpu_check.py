@@ -78,27 +78,24 @@ def open_policy(folder: Path, **train: Any) -> Any:
     return Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None), spec
 
 
-def rows_of(count: int, prompt: int, reply: int, vocabulary: int) -> list[dict[str, Any]]:
+def rows_of(count: int, prompt: int, reply: int, vocabulary: int) -> list[Any]:
     """Rows of one task: the prompt is the same, and all tokens of the replies are trained."""
     import numpy as np
+
+    from engine.store.rows.row import RowEpisode, TrainingRow
 
     draw = np.random.default_rng(0)
     shared = draw.integers(3, vocabulary, prompt)
     rows = []
     for number in range(count):
         ids = np.concatenate([shared, draw.integers(3, vocabulary, reply)]).astype(np.int32)
-        mask = (np.arange(len(ids)) >= prompt).astype(np.int32)
         rows.append(
-            {
-                "task_id": "a",
-                "episode_id": f"a-{number}",
-                "input_ids": ids,
-                "loss_mask": mask,
-                "turn_ids": mask - 1,
-                "logprobs": np.zeros(len(ids), np.float32),
-                "advantages": (1.0 if number % 2 else -1.0) * mask.astype(np.float32),
-                "images": [],
-            }
+            TrainingRow.of_tokens(
+                ids,
+                np.arange(len(ids)) >= prompt,
+                advantages=np.full(len(ids), 1.0 if number % 2 else -1.0),
+                episode=RowEpisode(task_id="a", episode_id=f"a-{number}"),
+            )
         )
     return rows
 

@@ -22,7 +22,7 @@ from engine.schemas.generation import SamplingParams
 from engine.schemas.train import TrainSpec
 from engine.serve.http import ServiceError
 from engine.store.store import episode_id_of
-from engine.train.batches import ZERO_ADVANTAGE, RowBuilder
+from engine.train.batches import GroupBuilder, without_signal
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.serve.request_log import GroupRequest, RequestLog
     from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader
-    from engine.store.rows.export import Row
+    from engine.store.rows.row import TrainingRow
     from engine.store.store import RunStore
     from engine.tokens.format import ChatFormat
 
@@ -46,7 +46,7 @@ class ReadyGroup:
 
     note: Mapping[str, Any]
     """What is said about it (docs/serve.md)."""
-    rows: Sequence[Row] = ()
+    rows: Sequence[TrainingRow] = ()
     images: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
     """Media type and bytes by digest."""
 
@@ -97,7 +97,7 @@ class GroupRuns:
         self.faults: list[str] = []
         """Episodes that could not be finished because of an error in the engine."""
         self._live = asyncio.Semaphore(self.capacity)
-        self._rows = RowBuilder(loaded.spec, train, loaded.base)
+        self._rows = GroupBuilder(loaded.spec, train, loaded.base)
         self._runners: dict[bytes, Runner | DriverRollouts] = {b"{}": runner}
         self._services = AsyncExitStack()
         self._making = asyncio.Lock()
@@ -178,9 +178,11 @@ class GroupRuns:
         finally:
             del self._groups[key]
         small = self._rows.is_small(trajectories, request.samples)
-        rows = [] if small else self._rows.rows(trajectories)
-        rows = [row | {"run_id": self._store.run_id} for row in rows]
-        digests = {image["image"] for row in rows for image in row["images"]}
+        of_run = [
+            replace(each, run_id=self._store.run_id) for each in trajectories
+        ]  # a driver's store has an id of its own
+        rows = [] if small else self._rows.rows(of_run)
+        digests = {image.image for row in rows for image in row.branch.images}
         if digests:
             self._reader.refresh()
         stored = [self._reader.image(digest) for digest in sorted(digests)]
@@ -199,7 +201,7 @@ class GroupRuns:
             "rows": len(rows),
             "sums": _sums(rows),
             "episodes": episodes,
-            "signal": any(float(abs(row["advantages"]).max(initial=0.0)) > ZERO_ADVANTAGE for row in rows),
+            "signal": not without_signal(rows),
             "left_out": None if rows else "too_few_episodes" if small else "no_rows",
         }
         return ReadyGroup(note | about, rows, {each.digest: (each.mime, each.data) for each in stored})
@@ -229,14 +231,12 @@ class GroupRuns:
         return trajectory
 
 
-def _sums(rows: Sequence[Row]) -> dict[str, float]:
+def _sums(rows: Sequence[TrainingRow]) -> dict[str, float]:
     """Tokens, trained tokens, and the sum of the absolute advantages of the trained ones, which a client compares with its own."""
-    trained = [row["loss_mask"] == 1 for row in rows]
-    advantages = [row["advantages"][mask].astype(float) for row, mask in zip(rows, trained, strict=True)]
     return {
-        "tokens": sum(len(row["input_ids"]) for row in rows),
-        "trained": sum(int(mask.sum()) for mask in trained),
-        "advantages": sum(float(abs(of_row).sum()) for of_row in advantages),
+        "tokens": sum(len(row.branch.input_ids) for row in rows),
+        "trained": sum(len(row.places) for row in rows),
+        "advantages": sum(float(abs(row.advantages.astype(float)).sum()) for row in rows),
     }
 
 

@@ -19,7 +19,7 @@ from engine.store.parquet import arrow_schema, record_batch
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from engine.store.rows.export import Row
+    from engine.store.rows.row import TrainingRow
 
 ARROW, JSONL = "application/vnd.apache.arrow.stream", "application/jsonl"
 """The media types."""
@@ -32,7 +32,9 @@ class WireWriter(Protocol):
 
     content_type: str
 
-    def group(self, rows: Sequence[Row], images: Mapping[str, tuple[str, bytes]], note: Mapping[str, Any]) -> bytes:
+    def group(
+        self, rows: Sequence[TrainingRow], images: Mapping[str, tuple[str, bytes]], note: Mapping[str, Any]
+    ) -> bytes:
         """The bytes of one group.
 
         Args:
@@ -56,11 +58,10 @@ def wire_schema() -> pa.Schema:
     return arrow_schema().append(pa.field("image_data", pa.list_(image)))
 
 
-def _image_data(rows: Sequence[Row], images: Mapping[str, tuple[str, bytes]]) -> Iterator[list[dict[str, Any]]]:
+def _image_data(rows: Sequence[TrainingRow], images: Mapping[str, tuple[str, bytes]]) -> Iterator[list[dict[str, Any]]]:
     seen: set[str] = set()
     for row in rows:
-        new = [each["image"] for each in row["images"] if each["image"] not in seen]
-        new = list(dict.fromkeys(new))
+        new = list(dict.fromkeys(image.image for image in row.branch.images if image.image not in seen))
         seen.update(new)
         yield [{"image": name, "mime": images[name][0], "data": images[name][1]} for name in new]
 
@@ -100,7 +101,9 @@ class ArrowWriter:
         self._sink = _Sink()
         self._stream = pa.ipc.new_stream(self._sink, wire_schema())
 
-    def group(self, rows: Sequence[Row], images: Mapping[str, tuple[str, bytes]], note: Mapping[str, Any]) -> bytes:
+    def group(
+        self, rows: Sequence[TrainingRow], images: Mapping[str, tuple[str, bytes]], note: Mapping[str, Any]
+    ) -> bytes:
         """See `WireWriter`."""
         self._write(rows, list(_image_data(rows, images)), {"group": note})
         return self._sink.take()
@@ -111,12 +114,13 @@ class ArrowWriter:
         self._stream.close()
         return self._sink.take()
 
-    def _write(self, rows: Sequence[Row], data: list[list[dict[str, Any]]], note: Mapping[str, Any]) -> None:
+    def _write(self, rows: Sequence[TrainingRow], data: list[list[dict[str, Any]]], note: Mapping[str, Any]) -> None:
         import pyarrow as pa
 
         schema = wire_schema()
-        columns = [*record_batch(rows).columns, pa.array(data, schema.field("image_data").type)]
-        batch = pa.RecordBatch.from_arrays(columns, schema=schema)
+        batch = record_batch([row.columns() for row in rows])
+        arrays = [*batch.columns, pa.array(data, schema.field("image_data").type)]
+        batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
         self._stream.write_batch(batch, custom_metadata={NOTE: orjson.dumps(note)})
 
 
@@ -125,14 +129,18 @@ class JsonWriter:
 
     content_type = JSONL
 
-    def group(self, rows: Sequence[Row], images: Mapping[str, tuple[str, bytes]], note: Mapping[str, Any]) -> bytes:
+    def group(
+        self, rows: Sequence[TrainingRow], images: Mapping[str, tuple[str, bytes]], note: Mapping[str, Any]
+    ) -> bytes:
         """See `WireWriter`."""
         lines = []
         for row, data in zip(rows, _image_data(rows, images), strict=True):
             shown = [each | {"data": base64.b64encode(each["data"]).decode()} for each in data]
-            experts = row["routed_experts"]
-            packed = None if experts is None else experts_as_text(experts)
-            lines.append(_line({"row": row | {"routed_experts": packed, "image_data": shown}}))
+            experts = row.branch.routed_experts
+            columns = row.columns()
+            columns["routed_experts"] = None if experts is None else experts_as_text(experts)
+            columns["image_data"] = shown
+            lines.append(_line({"row": columns}))
         return b"".join([*lines, _line({"group": note})])
 
     def end(self, note: Mapping[str, Any]) -> bytes:

@@ -24,13 +24,13 @@ from engine.errors import StoreError
 from engine.schemas.experts import unpack_experts
 from engine.store.images import stored_images
 from engine.store.private import private_file, private_folder
-from engine.store.rows.export import Row
 from engine.tokens.images import DIGEST, Tensors
 
 if TYPE_CHECKING:
     import torch
 
     from engine.store.reader import RunReader
+    from engine.store.rows.columns import Columns
     from engine.tokens.vision import Vision
 
 _BY_TOKEN: dict[str, tuple[Any, float | int]] = {
@@ -111,7 +111,7 @@ class TensorFolder:
         return found
 
 
-def with_image_files(rows: Iterable[Row], path: Path, vision: Callable[[], Vision | None]) -> Iterator[Row]:
+def with_image_files(rows: Iterable[Columns], path: Path, vision: Callable[[], Vision | None]) -> Iterator[Columns]:
     """Yield the rows unchanged, and write their images' tensors beside `path`. `vision` is called at the first image.
 
     Raises:
@@ -129,7 +129,7 @@ def with_image_files(rows: Iterable[Row], path: Path, vision: Callable[[], Visio
         yield row
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[Columns]:
     """Read the rows of a JSONL or Parquet file of `engine export`, with arrays as NumPy.
 
     Raises:
@@ -150,9 +150,9 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise StoreError(f"cannot read {path}: {error}") from error
 
 
-def typed_row(row: Row) -> Row:
+def typed_row(row: Columns) -> Columns:
     """Convert the lists of numbers of a row of a file back to arrays: int32 and float32 [tokens]."""
-    typed: Row = {
+    typed: Columns = {
         name: np.array(row[name], np.int32) for name in ("input_ids", "loss_mask", "weight_versions", "turn_ids")
     }
     for name in ("logprobs", "token_rewards", "advantages"):
@@ -169,7 +169,7 @@ def beside(vision: Vision, path: Path) -> Vision:
     return vision
 
 
-def collate(rows: Sequence[Row], vision: Vision | None = None, *, pad_id: int = 0) -> dict[str, torch.Tensor]:
+def collate(rows: Sequence[Columns], vision: Vision | None = None, *, pad_id: int = 0) -> dict[str, torch.Tensor]:
     """Collate rows into one batch, padded on the right.
 
     Args:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from engine.schemas.experts import pack_experts
 from engine.store.private import whole_file
-from engine.store.rows.export import Row
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from engine.store.rows.columns import Columns
 
 GROUP_ROWS = 1024
 """Maximum number of rows in a row group."""
@@ -25,7 +26,7 @@ GROUP_TOKENS = 2_000_000
 
 @cache
 def arrow_schema() -> pa.Schema:
-    """Return the Arrow schema of the columns of `columns.py`."""
+    """Return the Arrow schema of the columns of `rows/columns.py`."""
     import pyarrow as pa
 
     part = pa.struct(
@@ -117,7 +118,7 @@ def arrow_schema() -> pa.Schema:
     )
 
 
-def write_parquet(rows: Iterable[Row], path: Path, metadata: dict[str, str] | None = None) -> int:
+def write_parquet(rows: Iterable[Columns], path: Path, metadata: dict[str, str] | None = None) -> int:
     """Write rows as Parquet, one row group at a time, and return their number.
 
     Args:
@@ -133,11 +134,11 @@ def write_parquet(rows: Iterable[Row], path: Path, metadata: dict[str, str] | No
     schema = arrow_schema().with_metadata(metadata or {})
     count = 0
     with whole_file(path) as draft, pq.ParquetWriter(draft, schema, compression="zstd") as writer:
-        waiting: list[Row] = []
+        waiting: list[Columns] = []
         tokens = 0
-        for row in rows:
-            waiting.append(row)
-            tokens += len(row["input_ids"]) + _bytes(row) // 8
+        for columns in rows:
+            waiting.append(columns)
+            tokens += len(columns["input_ids"]) + _bytes(columns) // 8
             count += 1
             if len(waiting) >= GROUP_ROWS or tokens >= GROUP_TOKENS:
                 writer.write_batch(record_batch(waiting))
@@ -147,24 +148,24 @@ def write_parquet(rows: Iterable[Row], path: Path, metadata: dict[str, str] | No
     return count
 
 
-def _bytes(row: Row) -> int:
+def _bytes(columns: Columns) -> int:
     """Return the size of a row's long texts and its experts. A row group can hold at most 2 GiB of one column."""
-    said = sum(len(message["content"]) for message in row["messages"])
-    experts = row["routed_experts"]
-    return said + len(row["task_fields"] or "") + len(row["facts"]) + (0 if experts is None else int(experts.nbytes))
+    texts = sum(len(message["content"]) for message in columns["messages"])
+    texts += len(columns["task_fields"] or "") + len(columns["facts"])
+    experts = columns["routed_experts"]
+    return texts + (0 if experts is None else int(experts.nbytes))
 
 
-def record_batch(rows: Sequence[Row]) -> pa.RecordBatch:
+def record_batch(rows: Sequence[Columns]) -> pa.RecordBatch:
     """Return rows as one Arrow record batch with the columns of `arrow_schema`."""
     import pyarrow as pa
 
     schema = arrow_schema()
-    routed = [row["routed_experts"] for row in rows]
-    packed = {"routed_experts": [None if experts is None else pack_experts(experts) for experts in routed]}
-    columns = [
-        pa.array(packed.get(column.name) or [row[column.name] for row in rows], column.type) for column in schema
+    values = {field.name: [columns[field.name] for columns in rows] for field in schema}
+    values["routed_experts"] = [
+        None if experts is None else pack_experts(experts) for experts in values["routed_experts"]
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
+    return pa.RecordBatch.from_arrays([pa.array(values[field.name], field.type) for field in schema], schema=schema)
 
 
 def describe_types() -> dict[str, str]:

@@ -8,7 +8,10 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from engine.errors import StoreError
@@ -17,11 +20,15 @@ from engine.store.places import Place
 from engine.store.private import private_file
 from engine.store.reader import RunReader
 from engine.store.reading import own_header, reading
-from engine.store.rows.export import Row, export_rows, group_rows, plan_of
+from engine.store.rows.build import RowBuilder
+from engine.store.rows.export import export_rows
 from engine.store.shards import META, SUMMARY, TOOLS, VERSION, Part, list_parts
 from engine.store.tool_schemas import ToolSchemas
 from engine.store.upkeep.compact import mentioned_images
 from engine.store.upkeep.dropped import has_table
+
+if TYPE_CHECKING:
+    from engine.store.rows.columns import Columns
 
 _PUBLISHED = "published.jsonl"
 _COPIED = ("journal", "trajectories", "branches", "postings")
@@ -162,19 +169,16 @@ def _write_rows(store: RunReader, file: Path) -> None:
     write_parquet(_rows(store), file, {"run_id": store.run_id})
 
 
-def _rows(store: RunReader) -> Iterator[Row]:
+def _rows(store: RunReader) -> Iterator[Columns]:
     """The training rows. A credit method that needs a critic's values gives no advantages here."""
-    plan = plan_of(store)
-    if not plan.credit.needs_values:
+    builder = RowBuilder.of_run(store)
+    if not builder.credit.needs_values:
         yield from export_rows(store)
         return
-    from dataclasses import replace
-    from itertools import groupby
-
-    plan = replace(plan, values=None)
-    for task, group in groupby(store.trajectories(), key=lambda each: each.task_id):
-        for row in group_rows(list(group), plan, task=store.task(task)):
-            yield row | {"advantages": None}
+    builder = replace(builder, values=None)
+    for task, group in groupby(store.trajectories(), key=lambda trajectory: trajectory.task_id):
+        for row in builder.rows(list(group), store.task(task)):
+            yield replace(row, advantages=row.advantages[:0]).columns()
 
 
 def _write_summaries(store: RunReader, file: Path, part: Part) -> None:

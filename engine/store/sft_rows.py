@@ -1,7 +1,7 @@
 """Converts stored episodes to rows for supervised fine-tuning (`engine export --format sft`).
 
     chosen = SftSelection()                     # every episode without a failure that is not the policy's
-    write_jsonl(sft_rows(store, chosen), Path("sft.jsonl"))
+    write_jsonl((row.columns() for row in sft_rows(store, chosen)), Path("sft.jsonl"))
     chosen.summary()
 
 `docs/rows.md` has the columns. A row is one branch: the ids that the model was shown and sampled, and the same conversation as messages.
@@ -15,23 +15,25 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
+from engine.schemas.base import Struct
 from engine.schemas.message import ImagePart
-from engine.store.rows.columns import json_text, outcome_row
+from engine.store.rows.columns import json_text, outcome_columns
 
 if TYPE_CHECKING:
     from engine.schemas.message import Message
-    from engine.schemas.trajectory import Branch, Trajectory, Turn
+    from engine.schemas.trajectory import Branch, ImageSpan, Outcome, Trajectory, Turn
     from engine.store.reader import RunReader
-    from engine.store.rows.export import Row
+    from engine.store.rows.columns import Columns
 
 SFT_MEANINGS: dict[str, str] = {
     "run_id": "The run.",
@@ -53,6 +55,57 @@ SFT_MEANINGS: dict[str, str] = {
     "metadata": "The origin of the row: spec, model, engine_version, created, score.",
 }
 """The meaning of every column of a row for supervised fine-tuning, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftRow(Struct):
+    """One branch of an episode for supervised fine-tuning."""
+
+    run_id: str
+    task_id: str
+    episode_id: str
+    branch: Branch
+    loss_mask: npt.NDArray[np.int32] | None
+    """1 on the sampled tokens of the chosen turns, int32 [T]; None where a backend gave no ids."""
+    images: Sequence[ImageSpan] | None
+    """None in a run without images."""
+    messages: Sequence[Columns]
+    message_turns: Sequence[int]
+    tools: str | None
+    outcome: Outcome
+    metadata: Mapping[str, Any]
+
+    def columns(self) -> Columns:
+        """The row as a dict; columns that do not apply are not there."""
+        columns: Columns = {
+            "run_id": self.run_id,
+            "task_id": self.task_id,
+            "episode_id": self.episode_id,
+            "branch": self.branch.index,
+            "trainable": True,
+        }
+        if self.loss_mask is not None:
+            columns["input_ids"] = self.branch.input_ids
+            columns["loss_mask"] = columns["assistant_masks"] = self.loss_mask
+            columns["turn_ids"] = self.branch.turn_ids
+        if self.images is not None:  # TRL takes rows with such a column for those of a vision-language model
+            columns["images"] = [image.plain() for image in self.images]
+        columns |= {"messages": self.messages, "message_turns": self.message_turns}
+        if self.tools:
+            columns["tools"] = self.tools
+        return columns | {"outcome": outcome_columns(self.outcome), "metadata": self.metadata}
+
+    def identity(self) -> bytes:
+        """Digest of what the row trains."""
+        digest = blake2b(digest_size=16)
+        if self.loss_mask is not None:
+            digest.update(np.asarray(self.branch.input_ids, np.int64).tobytes())
+            digest.update(b"|")
+            digest.update(np.asarray(self.loss_mask, np.int8).tobytes())
+            digest.update(orjson.dumps([image.image for image in self.images or ()]))
+        else:
+            digest.update(orjson.dumps([self.messages, [turn >= 0 for turn in self.message_turns]]))
+        return digest.digest()
 
 
 def _all(*_: Any) -> bool:
@@ -77,7 +130,7 @@ class SftSelection:
         return [f"left out: {count} {reason}" for reason, count in sorted(self.left_out.items())]
 
 
-def sft_rows(store: RunReader, chosen: SftSelection, *, score: str | None = None) -> Iterator[Row]:
+def sft_rows(store: RunReader, chosen: SftSelection, *, score: str | None = None) -> Iterator[SftRow]:
     """Yield the rows of the chosen episodes, in the order of tasks, samples and branches.
 
     Args:
@@ -107,22 +160,20 @@ def sft_rows(store: RunReader, chosen: SftSelection, *, score: str | None = None
             chosen.left_out[reason] += 1
             continue
         trained = {turn.index for turn in trajectory.turns if chosen.turn(trajectory, turn)}
-        found = False
+        has_rows = False
         for branch in trajectory.branches:
-            row = _row(trajectory, branch, trained, in_parts)
+            row = _row(trajectory, branch, trained, in_parts, tools_of(trajectory.episode_id), metadata)
             if row is None:
                 chosen.left_out["rows without a chosen turn"] += 1
                 continue
-            identity = _identity(row)
+            identity = row.identity()
             if identity in seen:
                 chosen.left_out["copies of other rows"] += 1
                 continue
             seen.add(identity)
-            found = True
-            if tools := tools_of(trajectory.episode_id):
-                row["tools"] = tools
-            yield row | {"outcome": outcome_row(trajectory.outcome), "metadata": metadata}
-        chosen.episodes += found
+            has_rows = True
+            yield row
+        chosen.episodes += has_rows
 
 
 def unusable(trajectory: Trajectory) -> str | None:
@@ -135,39 +186,41 @@ def unusable(trajectory: Trajectory) -> str | None:
     return None if trajectory.turns else "episodes without a turn"
 
 
-def _row(trajectory: Trajectory, branch: Branch, trained: set[int], in_parts: bool) -> Row | None:
-    """The row of a branch without outcome and metadata; None if none of its turns is trained."""
-    own = [turn for turn in trajectory.turns if turn.branch == branch.index]
+def _row(
+    trajectory: Trajectory,
+    branch: Branch,
+    trained: set[int],
+    in_parts: bool,
+    tools: str | None,
+    metadata: Mapping[str, Any],
+) -> SftRow | None:
+    """The row of a branch; None if none of its turns is trained."""
+    turns_of_branch = [turn for turn in trajectory.turns if turn.branch == branch.index]
     sampled = any(turn.end > turn.start for turn in trajectory.turns)
     # A backend that gives no ids gives malformed calls as no part of a message: such a turn is not whole.
-    turns = {turn.index for turn in own if turn.index in trained and (sampled or turn.event != "malformed")}
+    turns = {turn.index for turn in turns_of_branch if turn.index in trained and (sampled or turn.event != "malformed")}
     if not turns:
         return None
-    messages, numbers = shown_messages(trajectory, own[-1].index)
-    row: Row = {
-        "run_id": trajectory.run_id,
-        "task_id": trajectory.task_id,
-        "episode_id": trajectory.episode_id,
-        "branch": branch.index,
-        "trainable": True,
-    }
+    mask = None
     if sampled:
-        mask = (branch.loss_mask == 1) & np.isin(branch.turn_ids, sorted(turns))
+        mask = ((branch.loss_mask == 1) & np.isin(branch.turn_ids, sorted(turns))).astype(np.int32)
         if not mask.any():
             return None
-        row |= {
-            "input_ids": branch.input_ids,
-            "loss_mask": mask.astype(np.int32),
-            "assistant_masks": mask.astype(np.int32),
-            "turn_ids": branch.turn_ids,
-        }
+    messages, numbers = shown_messages(trajectory, turns_of_branch[-1].index)
     turn_of = {at: turn for turn, at in enumerate(reply_numbers(trajectory))}
-    if in_parts:  # TRL takes rows with such a column for those of a vision-language model
-        row["images"] = [image.plain() for image in branch.images]
-    return row | {
-        "messages": [_openai(message, in_parts) for message in messages],
-        "message_turns": [turn if (turn := turn_of.get(at, -1)) in turns else -1 for at in numbers],
-    }
+    return SftRow(
+        run_id=trajectory.run_id,
+        task_id=trajectory.task_id,
+        episode_id=trajectory.episode_id,
+        branch=branch,
+        loss_mask=mask,
+        images=branch.images if in_parts else None,
+        messages=[_openai(message, in_parts) for message in messages],
+        message_turns=[turn if (turn := turn_of.get(at, -1)) in turns else -1 for at in numbers],
+        tools=tools,
+        outcome=trajectory.outcome,
+        metadata=metadata,
+    )
 
 
 def reply_numbers(trajectory: Trajectory) -> list[int]:
@@ -217,16 +270,3 @@ def _openai(message: Message, in_parts: bool) -> dict[str, Any]:
         "name": message.name,
     }
     return {"role": message.role, "content": content} | {key: value for key, value in more.items() if value}
-
-
-def _identity(row: Row) -> bytes:
-    """Digest of what a row trains."""
-    digest = blake2b(digest_size=16)
-    if "input_ids" in row:
-        digest.update(np.asarray(row["input_ids"], np.int64).tobytes())
-        digest.update(b"|")
-        digest.update(np.asarray(row["loss_mask"], np.int8).tobytes())
-        digest.update(orjson.dumps([image["image"] for image in row.get("images", ())]))
-    else:
-        digest.update(orjson.dumps([row["messages"], [turn >= 0 for turn in row["message_turns"]]]))
-    return digest.digest()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +18,7 @@ import numpy as np
 from engine.errors import TrainError
 from engine.runner.stats import Summary, label
 from engine.schemas.train import OverlongPenalty
-from engine.store.rows.export import Plan, Row, group_rows
-from engine.train.credited_rows import BONUSES, CUT
+from engine.store.rows.build import RowBuilder
 from engine.train.overlong import cut_by, cut_turns, mask_turns, most_reply_tokens, penalized
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.train import BonusSpec, TrainSpec
     from engine.schemas.trajectory import Trajectory
+    from engine.store.rows.row import Floats, TrainingRow
 
 ZERO_ADVANTAGE = 1e-9
 """Advantages below this value count as 0: they are rounding errors of equal rewards."""
@@ -43,7 +43,7 @@ class Group:
     version: int
     """Version of the weights when the group started."""
     trajectories: Sequence[Trajectory]
-    rows: Sequence[Row]
+    rows: Sequence[TrainingRow]
     """The training rows of the group."""
     resumed: int = 0
     """Number of its episodes that continued from the journal of an earlier launch."""
@@ -62,9 +62,9 @@ class Group:
     @property
     def without_signal(self) -> bool:
         """Whether every advantage is 0, so that the group has no gradient. Unknown, and so false, before a critic has given values."""
-        if any(CUT in row for row in self.rows):
+        if any(row.credit is not None and row.credit.needs_values for row in self.rows):
             return False
-        return not any(np.abs(row["advantages"]).max(initial=0.0) > ZERO_ADVANTAGE for row in self.rows)
+        return without_signal(self.rows)
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class Batch:
     """Number of groups that were sampled although the filter skipped every other draw."""
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TrainingRow]:
         """All rows to train on."""
         return [row for group in self.used for row in group.rows]
 
@@ -160,7 +160,7 @@ class Batch:
     def _staleness(self) -> dict[str, float]:
         behind: Counter[int] = Counter()
         for row in self.rows:
-            versions = row["weight_versions"][row["loss_mask"] == 1]
+            versions = row.branch.weight_versions[row.places]
             for version, count in zip(*np.unique(versions, return_counts=True), strict=True):
                 behind[self.version - int(version)] += int(count)
         tokens = behind.total()
@@ -171,10 +171,10 @@ class Batch:
         }
 
 
-class RowBuilder:
-    """Builds the training rows of a group, with the credit and the advantage bonuses of the spec.
+class GroupBuilder:
+    """Builds groups and their training rows, with the credit, the bonuses and the treatment of cut replies of the spec.
 
-    If the credit needs a critic's values, or there are KL penalties in the reward, the rows have the columns that `credited_rows`
+    If the credit needs a critic's values, or there are KL penalties in the reward, rows have the `credit` that `credited_columns`
     reads. Advantages are then without penalties; without values they hold the bonuses only.
 
     Raises:
@@ -184,11 +184,10 @@ class RowBuilder:
     def __init__(self, spec: EpisodeSpec, train: TrainSpec, base: Path | None) -> None:
         credit = spec.rewards.credit
         members = credit.needs_values or train.kl.in_reward
-        self._plan = Plan(credit, spec.rewards.placement, base, None, None, False, members=members)
+        self._builder = RowBuilder(credit=credit, placement=spec.rewards.placement, base=base, members=members)
         self._train = train
         self._limits = spec.limits
         self._most = most_reply_tokens(spec)
-        self._overlong = train.overlong
         self._bootstrap = frozenset(train.critic.bootstrap) if train.critic is not None else frozenset()
         self._bonuses = [(bonus, _entry(bonus, base)) for bonus in train.advantage_bonuses]
 
@@ -219,36 +218,45 @@ class RowBuilder:
     def is_small(self, trajectories: Sequence[Trajectory], samples: int) -> bool:
         """Whether a group of `samples` episodes has fewer trainable ones than credit needs (`train.min_group`)."""
         trainable = sum(each.outcome.trainable and bool(each.turns) for each in trajectories)
-        return trainable < self._train.smallest_group(self._plan.credit, samples)
+        return trainable < self._train.smallest_group(self._builder.credit, samples)
 
-    def rows(self, trajectories: Sequence[Trajectory]) -> list[Row]:
-        """Build the training rows of a group, however small it is; bonuses are added to the advantages of sampled tokens.
+    def rows(self, trajectories: Sequence[Trajectory]) -> list[TrainingRow]:
+        """Build the training rows of a group, however small it is; bonuses are added to the advantages of trained tokens.
 
         Raises:
             LedgerError: the credit method cannot be computed.
             TrainError: kind `train_setup`: a bonus function did not return one finite number per token.
         """
-        if isinstance(self._overlong, OverlongPenalty):
-            trajectories = [penalized(each, self._overlong, self._most) for each in trajectories]
-        rows = list(group_rows(trajectories, self._plan, trainable_only=True))
-        if self._overlong == "mask":
-            cut = {each.episode_id: cut_turns(each) for each in trajectories}
-            rows = [row for row in rows if mask_turns(row, cut[row["episode_id"]])]
-        if self._plan.credit.needs_values:
+        overlong = self._train.overlong
+        if isinstance(overlong, OverlongPenalty):
+            trajectories = [penalized(each, overlong, self._most) for each in trajectories]
+        rows = [row for row in self._builder.rows(trajectories) if row.trainable]
+        if overlong == "mask":
+            turns = {each.episode_id: cut_turns(each) for each in trajectories}
+            masked = (mask_turns(row, turns[row.episode.episode_id]) for row in rows)
+            rows = [row for row in masked if len(row.places)]
+        if self._builder.credit.needs_values:
             last = {each.episode_id: self._last_branch(each) for each in trajectories}
-            for row in rows:
-                row[CUT] = last[row["episode_id"]] == row["branch"]
+            rows = [_with_cut(row, last[row.episode.episode_id] == row.branch.index) for row in rows]
         for bonus, function in self._bonuses:
-            for row in rows:
-                values = _bonus(bonus, function, row)
-                row["advantages"] = row["advantages"] + values
-                if self._plan.members:
-                    row[BONUSES] = row[BONUSES] + values if BONUSES in row else values
+            rows = [_with_bonus(row, _bonus(bonus, function, row)) for row in rows]
         return rows
 
     def _last_branch(self, trajectory: Trajectory) -> int | None:
         """The branch of the last turn, if a limit of `train.critic.bootstrap` cut the episode after it."""
         return trajectory.turns[-1].branch if cut_by(trajectory, self._limits, self._most) in self._bootstrap else None
+
+
+def _with_cut(row: TrainingRow, cut: bool) -> TrainingRow:
+    return replace(row, credit=row.credit and replace(row.credit, cut=cut))
+
+
+def _with_bonus(row: TrainingRow, values: Floats) -> TrainingRow:
+    """The row with a bonus in its advantages, and in its credit if that is computed again."""
+    credit = row.credit
+    if credit is not None:
+        credit = replace(credit, bonuses=values if credit.bonuses is None else credit.bonuses + values)
+    return replace(row, advantages=row.advantages + values, credit=credit)
 
 
 def _entry(bonus: BonusSpec, base: Path | None) -> Callable[..., Any]:
@@ -258,36 +266,37 @@ def _entry(bonus: BonusSpec, base: Path | None) -> Callable[..., Any]:
     return function
 
 
-def _bonus(bonus: BonusSpec, function: Callable[..., Any], row: Row) -> np.ndarray:
-    """The bonus of each sampled token, 0.0 on the others. float32 [tokens]."""
-    given = np.asarray(function(row, **bonus.with_), np.float32)
-    if given.shape != row["input_ids"].shape or not np.isfinite(given).all():
+def _bonus(bonus: BonusSpec, function: Callable[..., Any], row: TrainingRow) -> Floats:
+    """The bonus of each trained token, float32 [n]. The function gets the columns of the row (docs/rows.md)."""
+    values = np.asarray(function(row.columns(), **bonus.with_), np.float32)
+    if values.shape != row.branch.input_ids.shape or not np.isfinite(values).all():
         raise TrainError(
-            f"the bonus {bonus.use} returned shape {given.shape} for {row['episode_id']}; "
-            f"it must return one finite number for each of the row's {len(row['input_ids'])} tokens",
+            f"the bonus {bonus.use} returned shape {values.shape} for {row.episode.episode_id}; "
+            f"it must return one finite number for each of the row's {len(row.branch.input_ids)} tokens",
             kind="train_setup",
         )
-    return np.where(row["loss_mask"] == 1, bonus.coefficient * given, 0.0).astype(np.float32)
+    return (bonus.coefficient * values[row.places]).astype(np.float32)
 
 
-def whitened_advantages(rows: Sequence[Row]) -> list[np.ndarray]:
-    """Whiten advantages to mean 0 and standard deviation 1 over the sampled tokens of a batch.
+def without_signal(rows: Sequence[TrainingRow]) -> bool:
+    """Whether every advantage is 0."""
+    return not any(np.abs(row.advantages).max(initial=0.0) > ZERO_ADVANTAGE for row in rows)
+
+
+def whitened_advantages(advantages: Sequence[Floats]) -> list[Floats]:
+    """Whiten the advantages of the rows of a batch to mean 0 and standard deviation 1 over their trained tokens.
 
     REINFORCE++ (arXiv 2501.03262, section 3.2). If all advantages are equal, only the mean is subtracted.
 
-    Returns:
-        For each row, float32 [tokens]; 0.0 for tokens that were not sampled.
+    Args:
+        advantages: For each row, float32 [n], as the result.
     """
-    masks = [row["loss_mask"] == 1 for row in rows]
-    if not any(mask.any() for mask in masks):
-        return [np.zeros(len(mask), np.float32) for mask in masks]
-    flat = np.concatenate([row["advantages"][mask] for row, mask in zip(rows, masks, strict=True)]).astype(np.float64)
+    if not any(len(of_row) for of_row in advantages):
+        return list(advantages)
+    flat = np.concatenate(advantages).astype(np.float64)
     mean, spread = flat.mean(), flat.std()
     scale = 1.0 / spread if spread > ZERO_ADVANTAGE else 1.0
-    return [
-        np.where(mask, (row["advantages"] - mean) * scale, 0.0).astype(np.float32)
-        for row, mask in zip(rows, masks, strict=True)
-    ]
+    return [((of_row - mean) * scale).astype(np.float32) for of_row in advantages]
 
 
 def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:

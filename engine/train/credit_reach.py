@@ -16,7 +16,7 @@ import numpy as np
 from engine.rewards.address import TurnPart
 from engine.rewards.credit import Member, credit, credit_tokens
 from engine.rewards.ledger import PartReward, SealedLedger
-from engine.store.rows.export import member_of
+from engine.store.rows.build import member_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,7 +87,9 @@ def reach_of(spec: CreditSpec, groups: Iterable[Group], base: Path | None) -> Cr
         members = [
             member_of(each)
             for each in group.trajectories
-            if each.outcome.trainable and each.turns and any(row["episode_id"] == each.episode_id for row in group.rows)
+            if each.outcome.trainable
+            and each.turns
+            and any(row.episode.episode_id == each.episode_id for row in group.rows)
         ]
         if members:
             _add(found, spec, members, base)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,36 +15,39 @@ import torch
 
 from engine.errors import TrainError
 from engine.train.credited_rows import value_weights
+from engine.train.loss_columns import LossColumns
 from engine.train.metric_sums import MetricSums
 from engine.train.tokens import ValueTokens
 from engine.train.value_loss import value_objective
 
 if TYPE_CHECKING:
-    from engine.store.rows.export import Row
     from engine.train.critic import Critic
     from engine.train.distributed import ProcessGroup
     from engine.train.packing import Pack
     from engine.train.policy import Policy
 
 
-def with_value_weights(rows: Sequence[Row]) -> list[Row]:
-    """The rows of a mini-batch with `value_weights`, float64 [trained tokens]."""
-    return [row | {"value_weights": of} for row, of in zip(rows, value_weights(rows), strict=True)]
+def with_value_weights(columns: Sequence[LossColumns]) -> list[LossColumns]:
+    """The columns of a mini-batch with `value_weights`."""
+    return [
+        replace(of_row, extra={**of_row.extra, "value_weights": weights})
+        for of_row, weights in zip(columns, value_weights(columns), strict=True)
+    ]
 
 
-def value_tokens(values: torch.Tensor, pack: Pack, rows: Sequence[Row]) -> ValueTokens:
+def value_tokens(values: torch.Tensor, pack: Pack, columns: Sequence[LossColumns]) -> ValueTokens:
     """What the value loss of a pack needs.
 
     Args:
         values: The critic's values before the pack's trained tokens, [n], with their graph.
         pack: The pack.
-        rows: All rows of the mini-batch, with `values`, `returns` and `value_weights`.
+        columns: Those of the mini-batch, with `values`, `returns` and `value_weights`.
     """
-    held = list(dict.fromkeys(pack.row.tolist()))
+    numbers = list(dict.fromkeys(pack.row.tolist()))
 
     def column(name: str) -> torch.Tensor:
-        whole = np.concatenate([rows[number][name] for number in held]) if held else np.zeros(0)
-        return torch.as_tensor(whole, dtype=torch.float32).to(values.device)
+        flat = np.concatenate([columns[number].extra[name] for number in numbers]) if numbers else np.zeros(0)
+        return torch.as_tensor(flat, dtype=torch.float32).to(values.device)
 
     return ValueTokens(values, column("values"), column("returns"), column("value_weights"))
 
@@ -51,7 +55,7 @@ def value_tokens(values: torch.Tensor, pack: Pack, rows: Sequence[Row]) -> Value
 def update_critic(
     critic: Critic,
     policy: Policy,
-    rows: Sequence[Row],
+    columns: Sequence[LossColumns],
     packs: Sequence[tuple[Pack, bool]],
     process_group: ProcessGroup,
 ) -> dict[str, float]:
@@ -60,7 +64,7 @@ def update_critic(
     Args:
         critic: The critic; its gradients are None before and after.
         policy: The policy, which does not change.
-        rows: The mini-batch, as `with_value_weights` returns it.
+        columns: The mini-batch, as `with_value_weights` returns it.
         packs: This process's packs of the rows, each with False if its loss does not count.
         process_group: The processes of the training.
 
@@ -69,7 +73,7 @@ def update_critic(
     """
     loss, metrics = 0.0, MetricSums()
     for pack, counts in packs:
-        tokens = value_tokens(critic.own_values(pack, policy), pack, rows)
+        tokens = value_tokens(critic.own_values(pack, policy), pack, columns)
         part, counted = value_objective(critic.spec, tokens)
         factor = critic.spec.loss_factor if counts else 0.0
         (factor * part).backward()  # type: ignore[no-untyped-call]

@@ -26,8 +26,11 @@ import numpy as np
 import structlog
 
 from engine.errors import TrainError
+from engine.schemas.experts import unpack_experts
+from engine.schemas.trajectory import ImageSpan
 from engine.spec.rows.sources import RowFault, Rows
-from engine.store.loader import TensorFolder, images_folder, typed_row
+from engine.store.loader import TensorFolder, images_folder
+from engine.store.rows.row import RowEpisode, TrainingRow
 from engine.tokens.loading import load_format
 from engine.train.rendered_rows import rendered
 from engine.train.row_facts import RowFacts, facts_of, open_rows
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from engine.schemas.sft import SftDataSpec
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
-    from engine.store.rows.export import Row
+    from engine.store.rows.columns import Columns
     from engine.tokens.format import ChatFormat
     from engine.tokens.images import Tensors
 
@@ -220,7 +223,7 @@ class Demonstrations:
         end = (step + 1) * size
         return list(range(step * size, end if most is None else min(end, most)))
 
-    def rows(self, numbers: Sequence[int]) -> list[Row]:
+    def rows(self, numbers: Sequence[int]) -> list[TrainingRow]:
         """The rows of episodes, by their numbers, as the learner reads them: each trained token has advantage 1.
 
         Raises:
@@ -237,21 +240,22 @@ class Demonstrations:
             self._round = round_
         return self._episodes[self._order[place]]
 
-    def _row(self, place: _Place) -> Row:
+    def _row(self, place: _Place) -> TrainingRow:
         try:
             fields = self._sources[place.file].row(place.position).fields
         except RowFault as error:
             raise TrainError(f"{self.files[place.file]}: {error}", kind="train_setup") from error
-        read = {
-            "images": [],
-            "token_rewards": None,
-            "advantages": None,
-            "logprobs": None,
-            "weight_versions": [],
-        } | fields
-        row = typed_row(read | {"logprobs": None})
-        trained = row["loss_mask"].astype(np.float32)
-        return row | {"advantages": trained, "logprobs": np.zeros_like(trained)}
+        experts = fields.get("routed_experts")
+        return TrainingRow.of_tokens(
+            fields["input_ids"],
+            fields["loss_mask"],
+            turn_ids=fields["turn_ids"],
+            advantages=np.ones(len(fields["input_ids"])),
+            images=[ImageSpan(**image) for image in fields.get("images", ())],
+            routed_experts=None if experts is None else unpack_experts(experts),
+            episode=RowEpisode(run_id=fields["run_id"], task_id=fields["task_id"], episode_id=fields["episode_id"]),
+            index=fields["branch"],
+        )
 
     # --- the model ------------------------------------------------------------------------------------------
 
@@ -290,13 +294,13 @@ class Demonstrations:
         form.vision.bank.read_tensors_from(read)
 
 
-def _check_text(row: Row, form: ChatFormat, file: Path) -> None:
+def _check_text(columns: Columns, form: ChatFormat, file: Path) -> None:
     """Check that a row's ids, decoded, have the text of its first message of a user.
 
     Raises:
         TrainError: kind `train_setup`: they have not: the row is of a model with another tokenizer.
     """
-    message: dict[str, Any] = next((each for each in row.get("messages") or [] if each["role"] == "user"), {})
+    message: dict[str, Any] = next((each for each in columns.get("messages") or [] if each["role"] == "user"), {})
     content = message.get("content")
     listed = (
         content if isinstance(content, list) else message.get("parts") or []
@@ -305,12 +309,12 @@ def _check_text(row: Row, form: ChatFormat, file: Path) -> None:
         [content] if isinstance(content, str) else []
     )
     text = next((each for each in parts if each), "")
-    wanted, decoded = ("".join(each.split()) for each in (text, form.decode(row["input_ids"])))
+    wanted, decoded = ("".join(each.split()) for each in (text, form.decode(columns["input_ids"])))
     if wanted in decoded or "***" in text or "${" in text:  # secrets are masked in messages
         return
-    model = (row.get("metadata") or {}).get("model", "another model")
+    model = (columns.get("metadata") or {}).get("model", "another model")
     raise TrainError(
-        f"{file}: the ids of {row['episode_id']}, decoded with this model's tokenizer, do not contain the user's message: the rows "
+        f"{file}: the ids of {columns['episode_id']}, decoded with this model's tokenizer, do not contain the user's message: the rows "
         f"are of `{model}`. Train a model with the same tokenizer, or run the episodes again with this one",
         kind="train_setup",
     )

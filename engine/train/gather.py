@@ -1,9 +1,9 @@
-"""Gathers what the loss of a pack's tokens needs: one forward pass, and columns of the rows."""
+"""Gathers what the loss of a pack's tokens needs: one forward pass, and the columns of its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,15 +14,14 @@ from engine.train.tokens import Tokens
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
-    from engine.store.rows.export import Row
     from engine.train.critic import Critic
+    from engine.train.loss_columns import LossColumns
     from engine.train.policy import Policy
 
 
 def gather_tokens(
     pack: Pack,
-    rows: Sequence[Row],
-    loss_weights: Sequence[np.ndarray],
+    columns: Sequence[LossColumns],
     policy: Policy,
     critic: Critic | None,
     spec: TrainSpec,
@@ -31,8 +30,7 @@ def gather_tokens(
 
     Args:
         pack: Whole rows.
-        rows: The rows that packs refer to by their numbers.
-        loss_weights: For each row, float64 [trained tokens].
+        columns: Those of the rows that packs refer to by their numbers.
         policy: The model.
         critic: The critic, if it is trained by the same pass.
         spec: The `train:` section.
@@ -49,37 +47,26 @@ def gather_tokens(
     reference = policy.reference(pack) if spec.kl.in_loss else None
     device = logprobs.device
     numbers = pack.row.cpu().numpy()
-    held = list(dict.fromkeys(numbers.tolist()))
+    packed = [columns[number] for number in dict.fromkeys(numbers.tolist())]
 
-    def flat(of: Iterable[Any], dtype: torch.dtype) -> torch.Tensor:
-        parts = [np.asarray(each) for each in of]
-        whole = np.concatenate(parts) if parts else np.zeros(0)
-        return torch.as_tensor(whole, dtype=dtype).to(device)
+    def flat(values: Iterable[np.ndarray], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        parts = list(values)
+        return torch.as_tensor(np.concatenate(parts) if parts else np.zeros(0), dtype=dtype).to(device)
 
-    def column(name: str) -> torch.Tensor:
-        return flat((rows[number][name][trained_places(rows[number])] for number in held), torch.float32)
-
-    turns = flat((rows[number]["turn_ids"][trained_places(rows[number])] for number in held), torch.int64)
+    turns = flat((of_row.row.branch.turn_ids[of_row.row.places] for of_row in packed), torch.int64)
     row = torch.as_tensor(numbers, dtype=torch.int64).to(device)
-    sampler = column("logprobs")
-    if "proximal" in (rows[0] if rows else {}):
-        proximal = flat((rows[number]["proximal"] for number in held), torch.float32)
-    else:
-        proximal = sampler if spec.proximal_logprobs == "sampler" else logprobs.detach()
+    sampler = flat(of_row.row.branch.logprobs[of_row.row.places] for of_row in packed)
+    before = [of_row.proximal for of_row in packed if of_row.proximal is not None]
+    current = sampler if spec.proximal_logprobs == "sampler" else logprobs.detach()
     return Tokens(
         logprobs=logprobs,
-        proximal=proximal,
+        proximal=flat(before) if before else current,
         sampler=sampler,
-        advantages=column("advantages"),
-        loss_weights=flat((loss_weights[number] for number in held), torch.float32),
+        advantages=flat(of_row.advantages for of_row in packed),
+        loss_weights=flat(of_row.weights for of_row in packed),
         rows=row,
         turns=row * (int(turns.max()) + 1 if len(turns) else 1) + turns,
         reference=reference,
         entropy=entropy,
-        valued=None if values is None else value_tokens(values, pack, rows),
+        valued=None if values is None else value_tokens(values, pack, columns),
     )
-
-
-def trained_places(row: Row) -> np.ndarray:
-    """Return the indices of the sampled tokens of a row, int64 [trained tokens]."""
-    return np.flatnonzero(row["loss_mask"] == 1)

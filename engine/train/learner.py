@@ -20,15 +20,15 @@ from safetensors import SafetensorError
 
 from engine.errors import TrainError
 from engine.train.batches import mean_metrics, whitened_advantages
-from engine.train.credited_rows import credited_rows, value_metrics, with_last_state
+from engine.train.credited_rows import credited_columns, value_metrics, with_last_state
 from engine.train.critic_update import update_critic, with_value_weights
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
-from engine.train.gather import gather_tokens, trained_places
+from engine.train.gather import gather_tokens
 from engine.train.kl import LEAST_LOGPROB
+from engine.train.loss_columns import LossColumns, minibatches
 from engine.train.loss_weights import mean_episode_length, token_loss_weights
 from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums
-from engine.train.minibatches import minibatches
 from engine.train.moments import load_moments, moments
 from engine.train.optimizers import MasterWeights, make_optimizer, set_rate, update
 from engine.train.packing import Pack, pack_rows
@@ -41,7 +41,7 @@ from engine.train.value_loss import value_objective
 if TYPE_CHECKING:
     from engine.schemas.credit import CreditMethod
     from engine.schemas.train import TrainSpec
-    from engine.store.rows.export import Row
+    from engine.store.rows.row import TrainingRow
     from engine.tokens.image_bank import SentImages
     from engine.train.critic import Critic
     from engine.train.policy import Policy
@@ -116,7 +116,7 @@ class Learner:
 
     def step(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[TrainingRow],
         step: int,
         images: SentImages | None = None,
         rate: float | None = None,
@@ -146,33 +146,24 @@ class Learner:
         told: list[dict[str, float]] = []
         if self.critic is not None:
             self._only_critic = step < self.critic.spec.warmup_steps
-        rows = self._credited(rows, told)
+        columns = self._credited(rows, told)
         if self._recompute:
-            rows = self._with_proximal(rows)
+            columns = self._with_proximal(columns)
         length = self._length
         if length is None:
-            length = mean_episode_length(
-                [len(trained_places(row)) for row in rows], [row["episode_id"] for row in rows]
-            )
+            length = mean_episode_length(*_lengths(columns))
         rate = self.rate = learning_rate(spec, step) if rate is None else rate
         set_rate(self.optimizer, rate)
         critic_epochs = 0 if self.critic is None else self.critic.spec.update_epochs or spec.update_epochs
         for number in range(max(spec.update_epochs, critic_epochs)):
-            parts = minibatches(rows, spec.minibatches, seed=(spec.seed, step, number))
-            ordered = [row for part in parts for row in part]
-            loss_weights = self._loss_weights(
-                ordered, [place for place, part in enumerate(parts) for _ in part], length
-            )
-            for part in parts:
+            parts = minibatches(columns, spec.minibatches, seed=(spec.seed, step, number))
+            for part in self._weighted(parts, length):
                 if self.updates == most_updates:
                     break
                 if number < spec.update_epochs:
-                    told.append(
-                        self._update(part, loss_weights[: len(part)], self.critic if number < critic_epochs else None)
-                    )
+                    told.append(self._update(part, self.critic if number < critic_epochs else None))
                 else:
                     told.append(self._update_critic(part))
-                loss_weights = loss_weights[len(part) :]
                 self._length = length  # only now: a step without an update is not made, and leaves nothing
         if self._measures_length and length is not None:
             told.append({"loss/length": length})
@@ -188,15 +179,15 @@ class Learner:
     def _measures_length(self) -> bool:
         return self._spec.loss.denominator == "constant_length" and self._spec.loss.constant_length is None
 
-    def _credited(self, rows: Sequence[Row], told: list[dict[str, float]]) -> Sequence[Row]:
-        """Rows with the advantages that the loss reads, before the first update; metrics of penalties and values are added to `told`."""
+    def _credited(self, rows: Sequence[TrainingRow], told: list[dict[str, float]]) -> list[LossColumns]:
+        """The columns of rows with the advantages that the loss reads, before the first update; metrics of penalties and values are added to `told`."""
         spec, critic, penalties = self._spec, self.critic, None
         if spec.kl.in_reward:
             token_kl = self._token_kl(rows)
             penalties = [spec.kl.coefficient * of_row.astype(np.float64) for of_row in token_kl]
             told.append({"policy/kl_ref": float(np.concatenate(token_kl).mean(dtype=np.float64))})
         if critic is not None:
-            rows = credited_rows(
+            columns = credited_columns(
                 rows,
                 critic.credit,
                 values=self._values(rows),
@@ -204,22 +195,24 @@ class Learner:
                 by_turn=critic.by_turn,
                 targets=critic.target_credit,
             )
-            told.append(value_metrics(rows))
+            told.append(value_metrics(columns))
         elif penalties is not None and self._credit is not None:
-            rows = credited_rows(rows, self._credit, penalties=penalties)
+            columns = credited_columns(rows, self._credit, penalties=penalties)
+        else:
+            columns = [LossColumns.of(row) for row in rows]
         if spec.advantage_norm == "none":
-            return rows
-        advantages = whitened_advantages(rows)
-        return [row | {"advantages": of} for row, of in zip(rows, advantages, strict=True)]
+            return columns
+        advantages = whitened_advantages([of_row.advantages for of_row in columns])
+        return [replace(of_row, advantages=values) for of_row, values in zip(columns, advantages, strict=True)]
 
-    def _images(self, rows: Sequence[Row]) -> SentImages | None:
+    def _images(self, rows: Sequence[TrainingRow]) -> SentImages | None:
         """The rows' images, which process 0 sends to the others."""
         vision = self.policy.net.vision
         if vision is None or self.process_group.size == 1 or not self.process_group.main:
             return None
-        return vision.bank.sent(image["image"] for row in rows for image in row["images"])
+        return vision.bank.sent(image.image for row in rows for image in row.branch.images)
 
-    def _assigned(self, rows: Sequence[Row]) -> list[tuple[Pack, bool]]:
+    def _assigned(self, rows: Sequence[TrainingRow]) -> list[tuple[Pack, bool]]:
         """The packs of this process, and whether each counts. Their images are scaled ahead, in this order."""
         packs = self.process_group.assign(self._packs(rows), _cost)
         vision = self.policy.net.vision
@@ -236,22 +229,22 @@ class Learner:
         return spec.proximal_logprobs == "recompute"
 
     @torch.no_grad()
-    def _with_proximal(self, rows: Sequence[Row]) -> list[Row]:
-        """Rows with `proximal`: the policy's current log-probs, float32 [trained tokens]."""
-        found = self._by_row(rows, lambda pack: self.policy.forward(pack, entropy=False)[0])
-        return [row | {"proximal": of} for row, of in zip(rows, found, strict=True)]
+    def _with_proximal(self, columns: Sequence[LossColumns]) -> list[LossColumns]:
+        """The columns with `proximal`."""
+        logprobs = self._by_row(_rows(columns), lambda pack: self.policy.forward(pack, entropy=False)[0])
+        return [replace(of_row, proximal=values) for of_row, values in zip(columns, logprobs, strict=True)]
 
     @torch.no_grad()
-    def _token_kl(self, rows: Sequence[Row]) -> list[np.ndarray]:
+    def _token_kl(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
         """`k1` of each trained token before the first update, for each row: float32 [trained tokens]."""
-        own = self._by_row(rows, lambda pack: self.policy.forward(pack, entropy=False)[0])
+        policy = self._by_row(rows, lambda pack: self.policy.forward(pack, entropy=False)[0])
         reference = self._by_row(rows, self.policy.reference)
         return [
-            np.maximum(a, LEAST_LOGPROB) - np.maximum(b, LEAST_LOGPROB) for a, b in zip(own, reference, strict=True)
+            np.maximum(a, LEAST_LOGPROB) - np.maximum(b, LEAST_LOGPROB) for a, b in zip(policy, reference, strict=True)
         ]
 
     @torch.no_grad()
-    def _values(self, rows: Sequence[Row]) -> list[np.ndarray]:
+    def _values(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
         """The critic's values before the trained tokens of each row, and that of its last state if it was cut; float32."""
         critic = self.critic
         assert critic is not None
@@ -261,40 +254,38 @@ class Learner:
             )
         return self._by_row([with_last_state(row) for row in rows], critic.values)
 
-    def _by_row(self, rows: Sequence[Row], compute: Callable[[Pack], torch.Tensor]) -> list[np.ndarray]:
+    def _by_row(self, rows: Sequence[TrainingRow], compute: Callable[[Pack], torch.Tensor]) -> list[np.ndarray]:
         """Compute one number for each trained token in all processes. For each row, float32 [trained tokens]."""
-        found = [np.zeros(len(trained_places(row)), np.float32) for row in rows]
+        by_row = [np.zeros(len(row.places), np.float32) for row in rows]
         mine: dict[int, np.ndarray] = {}
         for pack, _ in self._assigned(rows):
             values, numbers = compute(pack).float().cpu().numpy(), pack.row.cpu().numpy()
             mine |= {int(number): values[numbers == number] for number in np.unique(numbers)}
         for part in self.process_group.all_gather(mine):
             for number, values in part.items():
-                found[number][:] = values
-        return found
+                by_row[number][:] = values
+        return by_row
 
-    def _packs(self, rows: Sequence[Row]) -> list[Pack]:
+    def _packs(self, rows: Sequence[TrainingRow]) -> list[Pack]:
         memory = self._spec.memory
         share = memory.share_prefixes and self.policy.can_share_prefixes
         return pack_rows(rows, memory.max_tokens_per_microbatch, share_prefixes=share)
 
-    def _update_critic(self, rows: Sequence[Row]) -> dict[str, float]:
+    def _update_critic(self, columns: Sequence[LossColumns]) -> dict[str, float]:
         """Make one optimizer step of the critic alone."""
         assert self.critic is not None
-        packs = self._assigned(rows)
-        told = update_critic(self.critic, self.policy, with_value_weights(rows), packs, self.process_group)
+        packs = self._assigned(_rows(columns))
+        told = update_critic(self.critic, self.policy, with_value_weights(columns), packs, self.process_group)
         self.updates += 1
         return told
 
-    def _update(
-        self, rows: Sequence[Row], loss_weights: Sequence[np.ndarray], critic: Critic | None
-    ) -> dict[str, float]:
-        """Make one optimizer step, of the critic too if one is passed. `loss_weights`: for each row, float64 [trained tokens]."""
+    def _update(self, columns: Sequence[LossColumns], critic: Critic | None) -> dict[str, float]:
+        """Make one optimizer step, of the critic too if one is passed."""
         loss, value_loss, metrics = 0.0, 0.0, MetricSums()
         if critic is not None:
-            rows = with_value_weights(rows)
-        for pack, counts in self._assigned(rows):
-            tokens = gather_tokens(pack, rows, loss_weights, self.policy, critic, self._spec)
+            columns = with_value_weights(columns)
+        for pack, counts in self._assigned(_rows(columns)):
+            tokens = gather_tokens(pack, columns, self.policy, critic, self._spec)
             tokens = tokens if counts else _with_zero_loss_weights(tokens)
             part, counted = objective(self._spec, tokens)
             whole = part
@@ -309,7 +300,8 @@ class Learner:
                 loss += float(part.detach())
                 metrics.merge(counted)
                 if pack.images:
-                    shown = torch.arange(sum(len(rows[number]["images"]) for number in pack.rows), device=part.device)
+                    count = sum(len(columns[number].row.branch.images) for number in pack.rows)
+                    shown = torch.arange(count, device=part.device)
                     metrics.mean("images/encoded", shown < len({image.image for image in pack.images}))
         if self.process_group.size > 1:
             parts, metrics = self.process_group.all_gather((loss, value_loss, metrics.cpu())), MetricSums()
@@ -337,11 +329,12 @@ class Learner:
         if self.critic is not None:
             self.critic.optimizer.zero_grad(set_to_none=True)
 
-    def _loss_weights(self, rows: Sequence[Row], parts: Sequence[int], length: float | None) -> list[np.ndarray]:
-        """Loss weights of each row, [trained tokens]. `parts`: number of the mini-batch of each row. `length`: that of `dr_grpo`."""
-        lengths = [len(trained_places(row)) for row in rows]
-        episodes = [row["episode_id"] for row in rows]
-        return list(token_loss_weights(self._spec.loss, lengths, episodes, minibatches=parts, length=length))
+    def _weighted(self, parts: Sequence[Sequence[LossColumns]], length: float | None) -> list[list[LossColumns]]:
+        """The mini-batches of a batch with loss weights. `length`: that of `dr_grpo`."""
+        lengths, episodes = _lengths([of_row for part in parts for of_row in part])
+        numbers = [number for number, part in enumerate(parts) for _ in part]
+        weights = iter(token_loss_weights(self._spec.loss, lengths, episodes, minibatches=numbers, length=length))
+        return [[replace(of_row, weights=next(weights)) for of_row in part] for part in parts]
 
     def state_parts(self) -> dict[str, StatePart]:
         """The parts of a checkpoint that this learner needs to continue, by name."""
@@ -409,6 +402,16 @@ class Learner:
             "use_longest_episode": self.use_longest_episode,
         }
         self.process_group.serve_calls(calls)
+
+
+def _rows(columns: Sequence[LossColumns]) -> list[TrainingRow]:
+    return [of_row.row for of_row in columns]
+
+
+def _lengths(columns: Sequence[LossColumns]) -> tuple[list[int], list[str]]:
+    """The number of trained tokens of each row, and the id of its episode."""
+    rows = _rows(columns)
+    return [len(row.places) for row in rows], [row.episode.episode_id for row in rows]
 
 
 def _cost(pack: Pack) -> int:

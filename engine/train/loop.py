@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from engine.runner.services import Cost
     from engine.runner.stats import Live
     from engine.spec.load import LoadedSpec
-    from engine.store.rows.export import Row
+    from engine.store.rows.row import TrainingRow
     from engine.store.upkeep.compact import Compacted
     from engine.tokens.format import ChatFormat
     from engine.train.learner import Learner
@@ -250,7 +250,7 @@ class TrainingLoop(ABC):
 
     # --- parts of a step ------------------------------------------------------------------------------------
 
-    async def _learn(self, rows: Sequence[Row]) -> dict[str, float]:
+    async def _learn(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """Run the updates of a batch in a thread, so that other work can continue meanwhile."""
         self._weights_known = False
         with self._timed("update"):

@@ -63,7 +63,8 @@ class MissingSignal:
             return False
         if not self._whitened:
             return True
-        return any(np.abs(column).max(initial=0.0) > ZERO_ADVANTAGE for column in whitened_advantages(batch.rows))
+        whitened = whitened_advantages([row.advantages for row in batch.rows])
+        return any(np.abs(column).max(initial=0.0) > ZERO_ADVANTAGE for column in whitened)
 
 
 def _episodes(batch: Batch) -> list[Trajectory]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from engine.errors import TrainError
+from engine.store.rows.row import TrainingRow
 from engine.tokens.catalogue import no_bars
 from engine.tokens.experts import expert_layout
 from engine.train import attention
@@ -234,12 +235,12 @@ class PackedModel:
     def _check_packed_forward(self) -> None:
         """Compare the packed pass over rows with a common prefix with the model's own pass over each row."""
         self._checks = self._routers.observes = True
-        rows = self._probe()
-        (pack,) = pack_rows(rows, 1 << 20, share_prefixes=True)
+        probes = self._probe()
+        (pack,) = pack_rows(list(map(_row, probes)), 1 << 20, share_prefixes=True)
         with torch.no_grad():
-            wanted, layer = self._run(self._unpacked_logprobs, rows, pack)
-            if self._routers.problem() is None:  # other choices of experts, near a tie, are no error of the packed pass
-                (pack,) = pack_rows(rows, 1 << 20, share_prefixes=True)
+            wanted, layer, experts = self._run(self._unpacked_logprobs, probes, pack)
+            if experts:  # other choices of experts, near a tie, are no error of the packed pass
+                (pack,) = pack_rows(list(map(_row, probes, experts)), 1 << 20, share_prefixes=True)
             attention.register()
             try:
                 self._set_attention()
@@ -285,21 +286,23 @@ class PackedModel:
                 kind="train_setup",
             )
 
-    def _probe(self) -> list[dict[str, Any]]:
+    def _probe(self) -> list[np.ndarray]:
+        """Sequences of ids with a common prefix, int64 [tokens] each."""
         draw = np.random.default_rng(0)
         ids = np.setdiff1d(np.arange(self.vocab), self.banned)
         begin = draw.choice(ids, 20)
-        rows = [np.concatenate([begin, draw.choice(ids, more)]) for more in (9, 4, 6)]
-        return [{"input_ids": row, "loss_mask": np.arange(len(row)) > 0, "images": []} for row in rows]
+        return [np.concatenate([begin, draw.choice(ids, more)]) for more in (9, 4, 6)]
 
-    def _unpacked_logprobs(self, rows: list[dict[str, Any]], pack: Pack) -> tuple[torch.Tensor, float]:
-        """Log-probs and entropies [2, n] of the model's own pass, and how much its logits differ from its output layer's."""
-        found, off = [], 0.0
+    def _unpacked_logprobs(self, probes: list[np.ndarray], pack: Pack) -> tuple[torch.Tensor, float, list[np.ndarray]]:
+        """Log-probs and entropies [2, n] of the model's own pass, how much its logits differ from its output layer's, and the experts
+        of each sequence, [tokens, layers, top_k]; without experts none."""
+        columns, off = [], 0.0
+        experts: list[np.ndarray] = []
         allowed = torch.ones(self._head.weight.shape[0], dtype=torch.bool, device=self.device)
         allowed[self.vocab :] = False
         allowed[list(self.banned)] = False
-        for row in rows:
-            ids = torch.tensor(row["input_ids"], device=self.device)
+        for probe in probes:
+            ids = torch.tensor(probe, device=self.device)
             with self.autocast():
                 out = self.model(input_ids=ids[None], use_cache=False, output_hidden_states=False)
                 states = self.backbone(input_ids=ids[None], use_cache=False).last_hidden_state
@@ -307,10 +310,10 @@ class PackedModel:
             chances = (out.logits[0].to(torch.promote_types(torch.float32, self.dtype)) / self.temperature)[:-1]
             chances = chances.masked_fill(~allowed, -torch.inf).log_softmax(-1)
             if self._routers.problem() is None:
-                row["routed_experts"] = self._routers.seen().numpy()
+                experts.append(self._routers.seen().numpy())
             picked = chances.gather(1, ids[1:, None])[:, 0]
-            found.append(torch.stack([picked, -(chances.exp() * chances.masked_fill(~allowed, 0.0)).sum(-1)]))
-        return torch.cat(found, 1), off
+            columns.append(torch.stack([picked, -(chances.exp() * chances.masked_fill(~allowed, 0.0)).sum(-1)]))
+        return torch.cat(columns, 1), off, experts
 
     def _find_scale(self, states: torch.Tensor, logits: torch.Tensor) -> float:
         """Find the factor of the logits among those of the configuration. Returns the remaining mean absolute difference."""
@@ -334,6 +337,10 @@ class PackedModel:
         self.model.set_attn_implementation({"text_config": name} if seeing else name)
         if config.get_text_config()._attn_implementation != name:
             raise TrainError("its attention cannot be replaced (transformers' AttentionInterface)", kind="train_setup")
+
+
+def _row(probe: np.ndarray, experts: np.ndarray | None = None) -> TrainingRow:
+    return TrainingRow.of_tokens(probe, np.arange(len(probe)) > 0, routed_experts=experts)
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:

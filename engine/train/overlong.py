@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.schemas.limits import LimitsSpec
     from engine.schemas.train import OverlongPenalty
     from engine.schemas.trajectory import Trajectory, Turn
-    from engine.store.rows.export import Row
+    from engine.store.rows.row import TrainingRow
 
 
 def cut_by(trajectory: Trajectory, limits: LimitsSpec, most: int) -> str | None:
@@ -63,13 +63,10 @@ def cut_turns(trajectory: Trajectory) -> set[int]:
     return {turn.index for turn in trajectory.turns if turn.finish.type == "length"}
 
 
-def mask_turns(row: Row, turns: Collection[int]) -> bool:
-    """Exclude turns from training, in place (DAPO, arXiv 2503.14476, section 3.4). Returns whether the row still has trained tokens."""
-    masked = (row["loss_mask"] == 1) & np.isin(row["turn_ids"], list(turns))
-    if masked.any():
-        row["loss_mask"] = np.where(masked, 0, row["loss_mask"]).astype(row["loss_mask"].dtype)
-        row["advantages"] = np.where(masked, 0.0, row["advantages"]).astype(np.float32)
-    return bool((row["loss_mask"] == 1).any())
+def mask_turns(row: TrainingRow, turns: Collection[int]) -> TrainingRow:
+    """The row without turns among its places (DAPO, arXiv 2503.14476, section 3.4); its arrays stay."""
+    trained = ~np.isin(row.branch.turn_ids[row.places], list(turns))
+    return replace(row, places=row.places[trained], advantages=row.advantages[trained])
 
 
 def penalized(trajectory: Trajectory, penalty: OverlongPenalty, most: int) -> Trajectory:

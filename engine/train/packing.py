@@ -21,21 +21,22 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from engine.errors import TrainError
 
+if TYPE_CHECKING:
+    from engine.store.rows.row import TrainingRow
+
 MIN_SHARED_TOKENS = 16
 """Minimum number of tokens that sharing a prefix must save. A shorter prefix is computed again for each row."""
 
-Row = Mapping[str, Any]
-"""A row of `engine.store.rows.export`. This module reads `input_ids`, `loss_mask`, `images` and `routed_experts`."""
 _HASH = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -129,7 +130,7 @@ class _RowTokens(NamedTuple):
 
 
 def pack_rows(
-    rows: Sequence[Row],
+    rows: Sequence[TrainingRow],
     max_tokens_per_microbatch: int,
     *,
     share_prefixes: bool,
@@ -141,7 +142,7 @@ def pack_rows(
     trained in several rows has one label for each of them.
 
     Args:
-        rows: Rows as `export_rows` returns them.
+        rows: The rows. A place right after the last token is that of the last state: its label is any id.
         max_tokens_per_microbatch: Maximum tokens of a pack; shared tokens count once.
         share_prefixes: Store common prefixes once. If false, each row is a segment of its own.
         min_shared_tokens: Minimum number of tokens that a shared prefix must save, over all rows that share it.
@@ -154,7 +155,7 @@ def pack_rows(
             different models.
     """
     numbers: dict[str, int] = {}
-    form = next((row["routed_experts"].shape[1:] for row in rows if row.get("routed_experts") is not None), None)
+    form = next((row.branch.routed_experts.shape[1:] for row in rows if row.branch.routed_experts is not None), None)
     lines = [line for index, row in enumerate(rows) if (line := _row_tokens(index, row, numbers, form)) is not None]
     # Sorted by tokens, rows with long common prefixes are neighbours.
     lines.sort(key=lambda line: (line.keys.astype(">u8").tobytes(), line.row))
@@ -177,8 +178,10 @@ def pack_rows(
     return packs
 
 
-def _row_tokens(index: int, row: Row, numbers: dict[str, int], form: tuple[int, int] | None) -> _RowTokens | None:
-    trained = np.flatnonzero(np.asarray(row["loss_mask"]))
+def _row_tokens(
+    index: int, row: TrainingRow, numbers: dict[str, int], form: tuple[int, ...] | None
+) -> _RowTokens | None:
+    trained = row.places
     if not len(trained):
         return None
     if trained[0] == 0:
@@ -186,15 +189,17 @@ def _row_tokens(index: int, row: Row, numbers: dict[str, int], form: tuple[int, 
             f"row {index}: its first token is trained, but no token comes before it to predict it", kind="train_setup"
         )
     end = int(trained[-1])
-    ids = np.asarray(row["input_ids"], np.int64)
+    ids = row.branch.input_ids.astype(np.int64)
+    if end == len(ids):
+        ids = np.append(ids, ids[:1])
     keys = ids[:end].astype(np.uint64)
     images = []
-    for image in row.get("images") or ():
-        if image["start"] < end:
-            number = numbers.setdefault(image["image"], len(numbers) + 1)
-            keys[image["start"] : image["end"]] |= np.uint64(number << 32)
-            images.append(PackImage(str(image["image"]), int(image["start"]), tuple(image["grid"])))
-    experts = None if form is None else _row_experts(index, row, form, end)
+    for image in row.branch.images:
+        if image.start < end:
+            number = numbers.setdefault(image.image, len(numbers) + 1)
+            keys[image.start : image.end] |= np.uint64(number << 32)
+            images.append(PackImage(image.image, image.start, tuple(image.grid)))
+    experts = None if form is None else _row_experts(index, row.branch.routed_experts, form, end)
     if experts is not None:
         hashed = np.zeros(end, np.uint64)
         for choice in experts.reshape(end, -1).T:
@@ -203,14 +208,13 @@ def _row_tokens(index: int, row: Row, numbers: dict[str, int], form: tuple[int, 
     return _RowTokens(index, ids, keys, trained, images, experts)
 
 
-def _row_experts(index: int, row: Row, form: tuple[int, int], end: int) -> np.ndarray:
+def _row_experts(index: int, given: np.ndarray | None, form: tuple[int, ...], end: int) -> np.ndarray:
     """The experts of a row's first `end` tokens, int32 [end, layers, top_k]; -1 where not known.
 
     Raises:
         TrainError: kind `train_setup`: they have another form than those of the other rows.
     """
     found = np.full((end, *form), -1, np.int32)
-    given = row.get("routed_experts")
     if given is not None:
         if given.shape[1:] != form:
             raise TrainError(

@@ -19,7 +19,7 @@ from engine.spec.rows.sources import ListRows, Rows
 from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
-    from engine.store.rows.export import Row
+    from engine.store.rows.columns import Columns
     from engine.tokens.format import ChatFormat
 
 _KEPT = ("run_id", "task_id", "episode_id", "branch", "trainable", "messages", "outcome", "metadata")
@@ -45,7 +45,7 @@ def _is_text(fields: Any) -> bool:
     return isinstance(fields, dict) and "input_ids" not in fields and {"messages", "message_turns"} <= fields.keys()
 
 
-def _rendered(fields: Any, form: ChatFormat, left_out: Counter[str]) -> list[Row]:
+def _rendered(fields: Any, form: ChatFormat, left_out: Counter[str]) -> list[Columns]:
     if not _is_text(fields):  # the check of columns names what it lacks
         return [fields]
     turns = fields["message_turns"]
@@ -55,7 +55,7 @@ def _rendered(fields: Any, form: ChatFormat, left_out: Counter[str]) -> list[Row
         return []
     messages = [_message(message) for message in fields["messages"]]
     tools = json.loads(fields["tools"]) if fields.get("tools") else None
-    made: list[Row] = []
+    rows: list[Columns] = []
     for at in trained:
         try:
             prompt, reply = _reply(messages[: at + 1], tools, form)
@@ -65,19 +65,16 @@ def _rendered(fields: Any, form: ChatFormat, left_out: Counter[str]) -> list[Row
         if not reply:
             left_out["replies that the chat template does not show whole after their prompt"] += 1
             continue
-        ids = made[-1]["input_ids"] if made else []
-        if not made or prompt[: len(ids)] != ids:
-            made.append({name: fields[name] for name in _KEPT if name in fields} | _columns())
+        ids = rows[-1]["input_ids"] if rows else []
+        if not rows or prompt[: len(ids)] != ids:
+            unchanged = {name: fields[name] for name in _KEPT if name in fields}
+            rows.append({**unchanged, "input_ids": [], "loss_mask": [], "turn_ids": []})
             ids = []
-        row, new = made[-1], len(prompt) - len(ids)
-        row["input_ids"] = prompt + reply
-        row["loss_mask"] += [0] * new + [1] * len(reply)
-        row["turn_ids"] += [-1] * new + [turns[at]] * len(reply)
-    return made
-
-
-def _columns() -> Row:
-    return {"input_ids": [], "loss_mask": [], "turn_ids": []}
+        columns, new = rows[-1], len(prompt) - len(ids)
+        columns["input_ids"] = prompt + reply
+        columns["loss_mask"] += [0] * new + [1] * len(reply)
+        columns["turn_ids"] += [-1] * new + [turns[at]] * len(reply)
+    return rows
 
 
 def _reply(

@@ -16,8 +16,8 @@ from engine.train.batch_log import BatchLog, BatchRecord, to_repeat
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.store.rows.export import Row
-    from engine.train.batches import RowBuilder
+    from engine.store.rows.row import TrainingRow
+    from engine.train.batches import GroupBuilder
     from engine.train.checkpoint import State
     from engine.train.learner import Learner
     from engine.train.stored import StoredEpisodes
@@ -36,7 +36,7 @@ class StepRepeater:
         rows_of: Returns the training rows of a step; None if one of them is gone.
     """
 
-    def __init__(self, batch_log: BatchLog, rows_of: Callable[[BatchRecord], list[Row] | None]) -> None:
+    def __init__(self, batch_log: BatchLog, rows_of: Callable[[BatchRecord], list[TrainingRow] | None]) -> None:
         self._log = batch_log
         self._rows_of = rows_of
         self.records = batch_log.read()
@@ -82,7 +82,7 @@ class StepRepeater:
         return state.step - began
 
 
-def stored_rows(builder: RowBuilder, stored: StoredEpisodes) -> Callable[[BatchRecord], list[Row] | None]:
+def stored_rows(builder: GroupBuilder, stored: StoredEpisodes) -> Callable[[BatchRecord], list[TrainingRow] | None]:
     """Make the function that builds the training rows of a step from the run store.
 
     Args:
@@ -90,8 +90,8 @@ def stored_rows(builder: RowBuilder, stored: StoredEpisodes) -> Callable[[BatchR
         stored: The episodes of earlier launches.
     """
 
-    def rows_of(record: BatchRecord) -> list[Row] | None:
-        rows: list[Row] = []
+    def rows_of(record: BatchRecord) -> list[TrainingRow] | None:
+        rows: list[TrainingRow] = []
         for number in record.used:
             of_group = builder.rows(stored.finished_group(record.tasks[str(number)]))
             if not of_group:

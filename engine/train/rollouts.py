@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import TrainError
-from engine.train.batches import Batch, Group, RowBuilder
+from engine.train.batches import Batch, Group, GroupBuilder
 from engine.train.groups import ConsumedGroups
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class BatchCollector:
         self,
         runner: EpisodeRunner,
         order: TaskOrder,
-        rows: RowBuilder,
+        rows: GroupBuilder,
         train: TrainSpec,
         *,
         samples: int,

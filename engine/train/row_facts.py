@@ -22,7 +22,7 @@ from engine.spec.rows.text_rows import JsonlRows
 from engine.tokens.catalogue import prepared_folder
 
 if TYPE_CHECKING:
-    from engine.store.rows.export import Row
+    from engine.store.rows.columns import Columns
 
 COLUMNS = (
     "run_id",
@@ -130,28 +130,28 @@ def _read(rows: Rows, part: list[Any]) -> list[RowFacts]:
 
 
 def _facts(source: Any, file: Path) -> RowFacts:
-    row = _checked(source.fields, f"{file}: row {source.number}")
-    outcome = row["outcome"] or {}
+    columns = _checked(source.fields, f"{file}: row {source.number}")
+    outcome = columns["outcome"] or {}
     named: dict[str, float] = {}
     for each in outcome.get("rewards") or ():
         named.setdefault(each["name"], each["value"])
-    ids, trained = np.asarray(row["input_ids"], np.int64), int(sum(row["loss_mask"]))
+    ids, trained = np.asarray(columns["input_ids"], np.int64), int(sum(columns["loss_mask"]))
     return RowFacts(
         number=source.number,
-        run=str(row["run_id"]),
-        episode=str(row["episode_id"]),
-        trainable=bool(row["trainable"]) and 1 in row["loss_mask"],
+        run=str(columns["run_id"]),
+        episode=str(columns["episode_id"]),
+        trainable=bool(columns["trainable"]) and 1 in columns["loss_mask"],
         reward=outcome.get("reward"),
         rewards=named,
-        identity=_identity(row),
+        identity=_identity(columns),
         tokens=len(ids),
         largest_id=int(ids.max()),
         trained=trained,
-        images=[image["image"] for image in row["images"]],
+        images=[image["image"] for image in columns["images"]],
     )
 
 
-def _checked(fields: Any, where: str) -> Row:
+def _checked(fields: Any, where: str) -> Columns:
     """A row of a file, after a check of its columns.
 
     Raises:
@@ -167,14 +167,14 @@ def _checked(fields: Any, where: str) -> Row:
     elif fields["loss_mask"][0] == 1:
         words = "its first token is trained, and nothing predicts it"
     else:
-        row: Row = {"images": []} | fields
-        return row
+        columns: Columns = {"images": []} | fields
+        return columns
     raise TrainError(f"{where} is not a row of `engine export`: {words}", kind="train_setup")
 
 
-def _identity(row: Row) -> str:
+def _identity(columns: Columns) -> str:
     """Digest of what identifies a row: run, episode, branch and tokens. Trainings name their runs alike, so ids alone do not."""
-    digest = blake2b(f"{row['run_id']}\n{row['episode_id']}\n{row['branch']}\n".encode(), digest_size=16)
-    digest.update(np.asarray(row["input_ids"], np.int64).tobytes())
-    digest.update(np.asarray(row["loss_mask"], np.int8).tobytes())
+    digest = blake2b(f"{columns['run_id']}\n{columns['episode_id']}\n{columns['branch']}\n".encode(), digest_size=16)
+    digest.update(np.asarray(columns["input_ids"], np.int64).tobytes())
+    digest.update(np.asarray(columns["loss_mask"], np.int8).tobytes())
     return digest.hexdigest()

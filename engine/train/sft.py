@@ -30,7 +30,7 @@ from engine.train.stopping import unless_stopped
 from engine.train.sync import open_sync
 
 if TYPE_CHECKING:
-    from engine.store.rows.export import Row
+    from engine.store.rows.row import TrainingRow
     from engine.train.demonstrations import Demonstrations
 
 log = structlog.get_logger(__name__)
@@ -126,7 +126,7 @@ class SftTrainer(TrainingLoop):
         policy.save(folder)
         return folder
 
-    def _recorded_rows(self, record: BatchRecord) -> list[Row]:
+    def _recorded_rows(self, record: BatchRecord) -> list[TrainingRow]:
         return self._data.rows(record.used)
 
     async def _push(self) -> None:
@@ -181,7 +181,7 @@ class SftTrainer(TrainingLoop):
             "sft/episodes": float(len(numbers)),
             "sft/rows": float(len(rows)),
             "sft/epoch": (numbers[-1] + 1) / len(data),
-            "tokens/trained": float(sum(int(row["loss_mask"].sum()) for row in rows)),
+            "tokens/trained": float(sum(len(row.places) for row in rows)),
         }
         state.step += 1
         state.version += 1

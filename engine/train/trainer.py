@@ -23,7 +23,7 @@ from engine.spec.tasks import load_tasks
 from engine.store import training as folders
 from engine.tokens.loading import load_format
 from engine.train.batch_log import BatchRecord, check_tasks
-from engine.train.batches import Batch, RowBuilder
+from engine.train.batches import Batch, GroupBuilder
 from engine.train.credit_reach import reach_of
 from engine.train.difficulty import DifficultyFilter
 from engine.train.keep import compact_training, plan_of
@@ -156,7 +156,7 @@ class Trainer(TrainingLoop):
         self, result: TrainResult, runner: Runner | DriverRollouts, stored: StoredEpisodes, stop: asyncio.Event | None
     ) -> None:
         """Repeat the steps after the checkpoint, then train."""
-        rows = RowBuilder(self.spec, self.train, self.loaded.base)
+        rows = GroupBuilder(self.spec, self.train, self.loaded.base)
         repeater = StepRepeater(self._batch_log, stored_rows(rows, stored))
         check_tasks(repeater.records, self._order)
         self._weights_known = False
@@ -187,7 +187,7 @@ class Trainer(TrainingLoop):
             if self.train.colocate:
                 await self._backend.take_memory_back()
 
-    def _collector(self, runner: Runner | DriverRollouts, rows: RowBuilder, stored: StoredEpisodes) -> BatchCollector:
+    def _collector(self, runner: Runner | DriverRollouts, rows: GroupBuilder, stored: StoredEpisodes) -> BatchCollector:
         rollout = self.spec.rollout
 
         def ended(trajectory: Trajectory) -> None:

@@ -212,19 +212,19 @@ def adapters(folder: Path) -> list[Record]:
     samples = rollouts.spec.rollout.samples_per_task
     batch = asyncio.run(batch_of(rollouts, "a"))
     (group,) = batch.used
-    advantages = rollouts.advantages(batch)
-    placed = one_row_each(batch, advantages, 1, samples, trainer="TRL", several="leave_out", leave_out="")
+    placed = one_row_each(rollouts.final_rows(batch), 1, samples, trainer="TRL", several="leave_out", leave_out="")
     one_each = {"at": "one row each", "empty": placed.empty, "left_out": placed.left_out}
     found: list[Record] = [one_each | {"sums": list(vars_of(Sums.of_rows(placed.rows)))}]
     for number, row in enumerate(placed.rows):
         found.append({"at": f"one row each {number}"} | {name: getattr(row, name) for name in row.__slots__})
     found.append({"at": "skyrl"} | generator_output(placed.rows, {"reward/mean": 0.5}))
     ended = {each.episode_id: each for each in group.trajectories}
-    rewards = [ended[row["episode_id"]].outcome.reward for row in batch.rows]
+    rows = [row for _, row in rollouts.final_rows(batch)]
+    rewards = [ended[row.episode.episode_id].outcome.reward for row in rows]
     for name, clip in (("", 20.0), (" clipped", 0.5)):
         actor = SimpleNamespace(reward_bias=0.25, reward_scaling=2.0, reward_clip=clip)
-        found.append({"at": f"areal{name}"} | areal(batch.rows, advantages, rewards, actor=actor))
-    keys, fields, tags = group_rows("uid", 3, batch.rows, advantages, ended, {"index": 4})
+        found.append({"at": f"areal{name}"} | areal(rows, rewards, actor=actor))
+    keys, fields, tags = group_rows("uid", 3, rows, ended, {"index": 4})
     for key, columns, tag in zip(keys, fields, tags, strict=True):
         found.append({"at": f"verl {key}", "columns": columns, "tags": tag})
     args = SimpleNamespace(**slime_arguments(spec, folder, samples))
@@ -252,9 +252,9 @@ def adapters_images(folder: Path) -> list[Record]:
     rollouts = TrainerRollouts(spec, folder / "out", "verl")
     batch = asyncio.run(batch_of(rollouts, "square-3-0000"))
     (group,) = batch.used
-    rows, advantages, pixels = batch.rows, rollouts.advantages(batch), rollouts.pixels
+    rows, pixels = [row for _, row in rollouts.final_rows(batch)], rollouts.pixels
     assert pixels is not None
-    handed = [HandedRow.of(row, values) for row, values in zip(rows, advantages, strict=True)]
+    handed = list(map(HandedRow.of, rows))
     sums = Sums.of_rows(handed, pixels)
     found: list[Record] = [{"at": "sums", "sums": [*vars_of(sums), sums.images]}]
     for number, row in enumerate(handed):
@@ -268,11 +268,11 @@ def adapters_images(folder: Path) -> list[Record]:
     tensors = {name: [hashed(value) for value in output[name]] for name in ("pixel_values", "image_grid_thw")}
     found.append({"at": "skyrl"} | output | tensors)
     ended = {each.episode_id: each for each in group.trajectories}
-    rewards = [ended[row["episode_id"]].outcome.reward for row in rows]
+    rewards = [ended[row.episode.episode_id].outcome.reward for row in rows]
     actor = SimpleNamespace(reward_bias=0.25, reward_scaling=2.0, reward_clip=20.0)
-    made = areal(rows, advantages, rewards, actor=actor, pixels=pixels)
+    made = areal(rows, rewards, actor=actor, pixels=pixels)
     found.append({"at": "areal"} | made | {"multi_modal_input": [hashed(each) for each in made["multi_modal_input"]]})
-    for key, columns, tag in zip(*group_rows("uid", 3, rows, advantages, ended, {"index": 4}, pixels), strict=True):
+    for key, columns, tag in zip(*group_rows("uid", 3, rows, ended, {"index": 4}, pixels), strict=True):
         queued = columns["multi_modal_inputs"]  # it reads tensors where verl is installed; those of the rows above
         held = {"digests": queued.digests, "checksums": queued.checksums}
         held |= {"holders": queued.images.holders, "holds": list(queued.images)}

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from engine.schemas.credit import CreditSpec
     from engine.schemas.trajectory import Trajectory
     from engine.store.reader import RunReader
-    from engine.store.rows.export import Row
+    from engine.store.rows.columns import Columns
+    from engine.store.rows.row import TrainingRow
 
 
 class RecordedScenario(Protocol):
@@ -132,7 +133,7 @@ def export(
     from engine.logs import configure_logging
     from engine.store.find import find_run
     from engine.store.loader import vision_of, with_image_files
-    from engine.store.rows.export import export_rows
+    from engine.store.rows.export import training_rows
     from engine.store.store import RunStore
 
     configure_logging()
@@ -165,7 +166,7 @@ def export(
     try:
         with RunStore.open(find_run(run, runs), readonly=True) as store:
             path = out or store.default_file(f"rows.{chosen}")
-            rows = export_rows(
+            rows = training_rows(
                 store,
                 credit=(method := changed_credit(store, score, credit or [])),
                 trainable_only=trainable_only,
@@ -173,11 +174,11 @@ def export(
                 values=read_values(values) if values is not None else None,
                 keep=_filter(store, filter),
             )
-            rows = with_image_files(rows, path, partial(vision_of, store))
             unchecked: list[int] = []
             refused: Counter[str] = Counter()
-            rows = _noting(rows, unchecked, refused)
-            count = _write(store, chosen, path, rows, method, score)
+            columns = (row.columns() for row in _noting(rows, unchecked, refused))
+            with_files = with_image_files(columns, path, partial(vision_of, store))
+            count = _write(store, chosen, path, with_files, method, score)
             partly = _partly_done(store)
             dropped = dropped_words(store)
             evaluation = store.header.evaluation
@@ -265,8 +266,8 @@ def _export_sft(
                 selection.episode = EpisodeFilter(store, filter)
             if turns is not None:
                 selection.turn = EpisodeFilter(store, turns, "--turns", TURN_VARIABLES)
-            rows = with_image_files(sft_rows(store, selection, score=score), path, partial(vision_of, store))
-            count = write_jsonl(rows, path)
+            columns = (row.columns() for row in sft_rows(store, selection, score=score))
+            count = write_jsonl(with_image_files(columns, path, partial(vision_of, store)), path)
             dropped = dropped_words(store)
     except EngineError as error:
         echo(str(error), err=True)
@@ -314,21 +315,21 @@ def _export_scenario(run: str, runs: Path, out: Path | None, episode: str | None
         console.print(note)
 
 
-def _noting(rows: Iterator[Row], unchecked: list[int], refused: Counter[str]) -> Iterator[Row]:
+def _noting(rows: Iterator[TrainingRow], unchecked: list[int], refused: Counter[str]) -> Iterator[TrainingRow]:
     """The rows. `unchecked` gets the number of unchecked prompts of each row that has some, `refused` counts failures of the guard."""
     from engine.runner.guarded import KINDS
 
     for row in rows:
-        if row["unchecked_prompts"]:
-            unchecked.append(row["unchecked_prompts"])
-        failure = row["outcome"]["failure"]
-        if failure is not None and failure["kind"] in KINDS:
-            refused[failure["kind"]] += 1
+        if row.unchecked_prompts:
+            unchecked.append(row.unchecked_prompts)
+        failure = row.episode.outcome.failure
+        if failure is not None and failure.kind in KINDS:
+            refused[failure.kind] += 1
         yield row
 
 
 def _write(
-    store: RunReader, chosen: str, path: Path, rows: Iterator[Row], credit: CreditSpec, score: str | None
+    store: RunReader, chosen: str, path: Path, rows: Iterator[Columns], credit: CreditSpec, score: str | None
 ) -> int:
     from engine.masking import mask
     from engine.store.parquet import write_parquet

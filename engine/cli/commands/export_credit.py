@@ -21,7 +21,7 @@ def changed_credit(store: RunReader, score: str | None, changes: list[str]) -> C
     from engine.errors import StoreError
     from engine.schemas.credit import CreditSpec, read_credit
     from engine.spec.text.places import fields_by_key, tagged
-    from engine.store.rows.export import credit_of
+    from engine.store.rows.build import credit_of
 
     values = credit_of(store, score).model_dump(by_alias=True)
     given: dict[str, str] = {}
@@ -56,12 +56,12 @@ def read_values(path: Path) -> dict[str, list[list[float]]]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error}") from error
-    found: dict[str, list[list[float]]] = {}
+    values: dict[str, list[list[float]]] = {}
     for number, line in enumerate(lines, 1):
         try:
-            row = orjson.loads(line)
-            found[str(row["episode_id"])] = [[float(value) for value in turn] for turn in row["values"]]
+            episode = orjson.loads(line)
+            values[str(episode["episode_id"])] = [[float(value) for value in turn] for turn in episode["values"]]
         except (ValueError, KeyError, TypeError) as error:
             form = '{"episode_id": "t/0", "values": [[0.1, 0.2], [0.3]]}'
             raise StoreError(f"{path}:{number}: {error!r}; a line is {form}") from error
-    return found
+    return values

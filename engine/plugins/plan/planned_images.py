@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from engine.errors import ImageError, TrainError
+from engine.schemas.trajectory import ImageSpan
+from engine.store.rows.row import TrainingRow
 
 if TYPE_CHECKING:
     from engine.tokens.vision import Vision
@@ -65,8 +67,8 @@ def _largest(holds: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def planned_row(vision: Vision | None, vocabulary: int, tokens: int, images: PlannedImages | None) -> dict[str, Any]:
-    """A row as `pack_rows` reads it: all of its tokens are trained but the first and those of images, which come after it.
+def planned_row(vision: Vision | None, vocabulary: int, tokens: int, images: PlannedImages | None) -> TrainingRow:
+    """A row of which all tokens are trained but the first and those of images, which come after it.
 
     Args:
         vision: The model's images; None for a text model.
@@ -83,13 +85,9 @@ def planned_row(vision: Vision | None, vocabulary: int, tokens: int, images: Pla
             picture = _shown(vision, number, images)
             pieces += [picture.ids, text[:1]]  # a model finds the images of a row by what is between them
             start, length = length, length + len(picture.ids) + 1
-            placed.append({"image": picture.digest, "start": start, "end": length - 1, "grid": picture.grid})
+            placed.append(ImageSpan(image=picture.digest, start=start, end=length - 1, grid=list(picture.grid)))
     pieces.append(text[np.arange(tokens - length) % len(text)])
-    return {
-        "input_ids": np.concatenate(pieces),
-        "loss_mask": (np.arange(tokens) >= length).astype(np.int64),
-        "images": placed,
-    }
+    return TrainingRow.of_tokens(np.concatenate(pieces), np.arange(tokens) >= length, images=placed)
 
 
 def _shown(vision: Vision, number: int, images: PlannedImages) -> Any:

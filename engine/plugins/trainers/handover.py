@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from engine.errors import TrainError
+from engine.train.batches import whitened_advantages
 
 if TYPE_CHECKING:
     from engine.plugins.trainers.pixels import Pixels
-    from engine.store.rows.export import Row
-    from engine.train.batches import Batch
+    from engine.schemas.train import TrainSpec
+    from engine.store.rows.row import TrainingRow
 
 SeveralRows = Literal["refuse", "leave_out"]
 """What happens to an episode with several rows under a trainer that takes one for each prompt. `refuse`: the training stops. `leave_out`: its
@@ -45,18 +46,17 @@ class HandedRow:
     """Those of the first tokens, [tokens, layers, top_k]; None without `backend.routed_experts`."""
 
     @classmethod
-    def of(cls, row: Row, advantages: np.ndarray) -> HandedRow:
-        """Cut a training row in front of its first trained token. `advantages`: float32 [tokens]."""
-        trained = row["loss_mask"] == 1
-        start = int(trained.argmax())
+    def of(cls, row: TrainingRow) -> HandedRow:
+        """Cut a training row in front of its first trained token."""
+        ids, start = row.branch.input_ids, int(row.places[0])
         return cls(
-            row["input_ids"][:start].tolist(),
-            row["input_ids"][start:].tolist(),
-            trained[start:].astype(int).tolist(),
-            np.where(trained, row["logprobs"], 0.0)[start:].tolist(),
-            np.where(trained, advantages, 0.0).astype(np.float32)[start:],
+            ids[:start].tolist(),
+            ids[start:].tolist(),
+            row.loss_mask()[start:].tolist(),
+            row.on_tokens(row.branch.logprobs[row.places])[start:].tolist(),
+            row.on_tokens(row.advantages)[start:],
             images_of(row),
-            row.get("routed_experts"),
+            row.branch.routed_experts,
         )
 
     @classmethod
@@ -94,14 +94,13 @@ class Sums:
         )
 
     @classmethod
-    def of_whole_rows(cls, rows: Sequence[Row], advantages: Sequence[np.ndarray], pixels: Pixels | None = None) -> Sums:
-        """As `of_rows`, of rows that are handed over uncut, with the advantages of each, [tokens]."""
-        masks = [row["loss_mask"] == 1 for row in rows]
+    def of_whole_rows(cls, rows: Sequence[TrainingRow], pixels: Pixels | None = None) -> Sums:
+        """As `of_rows`, of rows that are handed over uncut."""
         return cls(
-            sum(len(row["input_ids"]) for row in rows),
-            sum(int(mask.sum()) for mask in masks),
-            sum(float(np.abs(of[mask].astype(np.float64)).sum()) for of, mask in zip(advantages, masks, strict=True)),
-            sum(pixels.sum(row["input_ids"], images_of(row)) for row in rows if pixels is not None),
+            sum(len(row.branch.input_ids) for row in rows),
+            sum(len(row.places) for row in rows),
+            sum(float(np.abs(row.advantages.astype(np.float64)).sum()) for row in rows),
+            sum(pixels.sum(row.branch.input_ids, images_of(row)) for row in rows if pixels is not None),
         )
 
     @classmethod
@@ -129,9 +128,17 @@ class Sums:
         )
 
 
-def images_of(row: Row) -> tuple[str, ...]:
+def final_rows(rows: Sequence[TrainingRow], train: TrainSpec) -> list[TrainingRow]:
+    """The rows of a batch with the advantages that `engine train` gives to its loss."""
+    if train.advantage_norm != "batch":
+        return list(rows)
+    advantages = whitened_advantages([row.advantages for row in rows])
+    return [replace(row, advantages=values) for row, values in zip(rows, advantages, strict=True)]
+
+
+def images_of(row: TrainingRow) -> tuple[str, ...]:
     """The digests of a row's images, in order."""
-    return tuple(image["image"] for image in row["images"])
+    return tuple(image.image for image in row.branch.images)
 
 
 def groups_of(prompts: Sequence[str], samples: int, fix: str) -> list[str]:
@@ -161,8 +168,7 @@ class Placed(NamedTuple):
 
 
 def one_row_each(
-    batch: Batch,
-    advantages: Sequence[np.ndarray],
+    rows: Sequence[tuple[int, TrainingRow]],
     groups: int,
     samples: int,
     *,
@@ -172,28 +178,26 @@ def one_row_each(
 ) -> Placed:
     """Place the rows of a batch, at least one, for a trainer that takes one for each prompt.
 
-    `advantages`: of `batch.rows`, float32 [tokens] each; `leave_out`: how a user chooses it, for the message.
+    `rows`: each with the number of its group; `leave_out`: how a user chooses it, for the message.
 
     Raises:
         TrainError: kind `handover`: an episode has several rows, and `several` is `refuse`.
     """
-    rows = batch.rows
-    numbers = [group.number for group in batch.used for _ in group.rows]
-    places = [(number, row["sample_index"]) for number, row in zip(numbers, rows, strict=True)]
-    counts = Counter(places)
+    counts = Counter((number, row.episode.sample_index) for number, row in rows)
     placed: dict[tuple[int, int], HandedRow] = {}
     left_out = 0
-    for place, row, values in zip(places, rows, advantages, strict=True):
+    for number, row in rows:
+        place = number, row.episode.sample_index
         if counts[place] == 1:
-            placed[place] = HandedRow.of(row, values)
+            placed[place] = HandedRow.of(row)
         elif several == "leave_out":
-            left_out += int(row["loss_mask"].sum())
+            left_out += len(row.places)
         else:
             raise TrainError(
-                f"{row['episode_id']} has {counts[place]} rows, and {trainer} takes one for each prompt. Use a chat template that does not "
+                f"{row.episode.episode_id} has {counts[place]} rows, and {trainer} takes one for each prompt. Use a chat template that does not "
                 f"rewrite history, leave such episodes out with `{leave_out}`, or train with `engine train`, which takes all rows",
                 kind="handover",
             )
-    none = HandedRow.empty(int(rows[0]["input_ids"][0]))
-    found = [placed.get((number, sample), none) for number in range(groups) for sample in range(samples)]
-    return Placed(found, groups * samples - len(placed), left_out)
+    none = HandedRow.empty(int(rows[0][1].branch.input_ids[0]))
+    in_order = [placed.get((number, sample), none) for number in range(groups) for sample in range(samples)]
+    return Placed(in_order, groups * samples - len(placed), left_out)

@@ -14,11 +14,11 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import structlog
 
 from engine.errors import TrainError, first_of
 from engine.plugins.trainers.capabilities import TRAINERS
+from engine.plugins.trainers.handover import final_rows
 from engine.plugins.trainers.pixels import Pixels
 from engine.runner.overlong import fitting_tasks
 from engine.runner.run import Runner
@@ -28,7 +28,7 @@ from engine.spec.tasks import load_tasks
 from engine.store.training import open_rollouts
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
-from engine.train.batches import Batch, Group, RowBuilder, whitened_advantages
+from engine.train.batches import Batch, Group, GroupBuilder
 from engine.validate import refuse_first_tasks
 from engine.validate.drivers import refuse_many
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
+    from engine.store.rows.row import TrainingRow
 
 log = structlog.get_logger(__name__)
 
@@ -78,7 +79,7 @@ class TrainerRollouts:
         every = load_tasks(self.loaded)
         refuse_first_tasks(self.loaded, every)
         self._tasks = {task.id: task for task in fitting_tasks(every, self.loaded, self.format)}
-        self._rows = RowBuilder(self.spec, self.train, self.loaded.base)
+        self._rows = GroupBuilder(self.spec, self.train, self.loaded.base)
         self._keep_going = keep_going
         self._uses: dict[str, int] = {}
         self._first_use, self._use_step = 0, 1
@@ -172,12 +173,10 @@ class TrainerRollouts:
             raise batch.no_data(self.faults)
         return batch
 
-    def advantages(self, batch: Batch) -> list[np.ndarray]:
-        """The advantages of `batch.rows` as `engine train` gives them to its loss, float32 [tokens] each."""
-        rows = batch.rows
-        return (
-            whitened_advantages(rows) if self.train.advantage_norm == "batch" else [row["advantages"] for row in rows]
-        )
+    def final_rows(self, batch: Batch) -> list[tuple[int, TrainingRow]]:
+        """The rows of a batch with the advantages that `engine train` gives to its loss, each with the number of its group."""
+        numbers = [group.number for group in batch.used for _ in group.rows]
+        return list(zip(numbers, final_rows(batch.rows, self.train), strict=True))
 
     def _used(self, task_id: str) -> Task:
         """The task of a group, with an id that no episode of this folder has."""

@@ -8,11 +8,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError
-from engine.store.rows.export import Row, group_rows, plan_of
+from engine.store.rows.build import RowBuilder
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
     from engine.store.reader import RunReader
+    from engine.store.rows.row import TrainingRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Advantages:
     """The credit method."""
     missing: str = ""
     """Why there are no advantages; empty where there are."""
-    rows: dict[tuple[str, int], Row] = field(default_factory=dict)
+    rows: dict[tuple[str, int], TrainingRow] = field(default_factory=dict)
 
     @classmethod
     def none(cls, why: str) -> Advantages:
@@ -39,24 +40,24 @@ class Advantages:
     def of(cls, store: RunReader, group: list[Trajectory]) -> Advantages:
         """Compute the advantages of a group's finished episodes. Methods that need a critic's values have none."""
         try:
-            plan = plan_of(store)
-            rows = {(row["episode_id"], row["branch"]): row for row in group_rows(group, plan)}
+            builder = RowBuilder.of_run(store)
+            rows = {(row.episode.episode_id, row.branch.index): row for row in builder.rows(group)}
         except EngineError as error:
             return cls.none(str(error))
-        return cls(plan.credit.method, "evaluations have none" if plan.evaluation else "", rows)
+        return cls(builder.credit.method, "evaluations have none" if builder.evaluation else "", rows)
 
     def of_branch(self, episode_id: str, branch: int) -> Any:
         """Return the advantage of each token of a branch, float32 [tokens]; None if its row is not trainable."""
         row = self.rows.get((episode_id, branch))
-        return None if row is None else row["advantages"]
+        return None if row is None or not len(row.advantages) else row.on_tokens(row.advantages)
 
     def of_turn(self, episode_id: str, turn: int) -> float | None:
         """Return the mean advantage of a turn's sampled tokens; None if it is not trained on."""
         for (episode, _), row in self.rows.items():
-            if episode == episode_id and row["advantages"] is not None:
-                own = row["advantages"][(row["turn_ids"] == turn) & (row["loss_mask"] == 1)]
-                if len(own):
-                    mean = float(own.mean(dtype="float64"))
+            if episode == episode_id and len(row.advantages):
+                of_turn = row.advantages[row.branch.turn_ids[row.places] == turn]
+                if len(of_turn):
+                    mean = float(of_turn.mean(dtype="float64"))
                     return mean if math.isfinite(mean) else None
         return None
 

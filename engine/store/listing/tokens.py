@@ -31,11 +31,11 @@ def token_columns(store: RunReader, episode_id: str, branch: int) -> dict[str, A
     if found is None:
         raise StoreError(f"{episode_id} has {len(trajectory.branches)} branches, and no branch {branch}")
     advantages = Advantages.of_group(store, trajectory.task_id)
-    row = advantages.rows.get((episode_id, branch), {})
+    row = advantages.rows.get((episode_id, branch))
     return _columns(store, found) | {
-        "advantages": row.get("advantages"),
-        "token_rewards": row.get("token_rewards"),
-        "trainable": bool(row.get("trainable")),
+        "advantages": advantages.of_branch(episode_id, branch),
+        "token_rewards": None if row is None else row.token_rewards,
+        "trainable": row is not None and row.trainable,
         "missing": advantages.missing,
     }
 

@@ -7,17 +7,16 @@ not apply is present with the value null.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from engine.storable import stored_fields
-
 if TYPE_CHECKING:
-    from engine.schemas.environment import Task
     from engine.schemas.message import Message
     from engine.schemas.trajectory import Outcome
+
+Columns = dict[str, Any]
+"""A row as a dict: arrays as NumPy."""
 
 MEANINGS: dict[str, str] = {
     "run_id": "The run.",
@@ -104,7 +103,7 @@ def json_text(value: Any) -> str:
         return json.dumps(value, default=str)
 
 
-def message_row(message: Message) -> dict[str, Any]:
+def message_columns(message: Message) -> Columns:
     """Return a message in the form of a row."""
     parts = None if isinstance(message.content, str) else message.content
     return {
@@ -120,19 +119,10 @@ def message_row(message: Message) -> dict[str, Any]:
     }
 
 
-_PART: dict[str, Any] = dict.fromkeys(("type", "text", "image", "mime", "width", "height"))
+_PART: Columns = dict.fromkeys(("type", "text", "image", "mime", "width", "height"))
 
 
-def outcome_row(outcome: Outcome) -> dict[str, Any]:
+def outcome_columns(outcome: Outcome) -> Columns:
     """Return an outcome in the form of a row."""
     rewards = [{"name": name, "value": value} for name, value in outcome.rewards.items()]
     return outcome.plain() | {"rewards": rewards}
-
-
-def task_row(task: Task | None, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a task and of its episode's facts. Without a task (inside a trainer) the task's columns are null."""
-    return {
-        "task_index": None if task is None else task.index,
-        "task_fields": None if task is None else json_text(stored_fields(task.fields)),
-        "facts": json_text(facts),
-    }

@@ -20,7 +20,7 @@ from engine.schemas.reward import Posting
 from engine.schemas.trajectory import Failure, Outcome
 from engine.store import RunStore
 from engine.store.parquet import write_parquet
-from engine.store.rows.columns import outcome_row
+from engine.store.rows.columns import outcome_columns
 from engine.store.rows.export import export_rows, write_jsonl
 
 OUTCOME = OutcomeCredit(baseline="mean", scale="none")
@@ -54,7 +54,7 @@ async def test_a_branch_is_a_row_with_its_arrays_as_stored(store: RunStore, make
     assert first["token_rewards"].tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0.5, 0]
     assert second["token_rewards"].tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0.5, 0]
     assert first["turn_rewards"].tolist() == second["turn_rewards"].tolist() == [0.5, 0.5]
-    assert first["outcome"] == outcome_row(trajectory.outcome)
+    assert first["outcome"] == outcome_columns(trajectory.outcome)
     nothing = {"parts": None, "reasoning": None, "tool_calls": [], "tool_call_id": None, "name": None}
     assert first["messages"] == [
         nothing | {"role": "user", "content": "3 + 1?"},

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from training_rows import row_of
 
+from engine.store.rows.row import TrainingRow
 from engine.tokens.catalogue import no_bars
 
 VOCAB = 40
@@ -59,26 +61,26 @@ def widen_norms(model: Any) -> Any:
     return model
 
 
-def make_row(ids: Sequence[int], mask: Sequence[int] | None = None, **more: Any) -> dict[str, Any]:
+def make_row(ids: Sequence[int], mask: Sequence[int] | None = None, **more: Any) -> TrainingRow:
     """A training row as far as packing reads it; without a mask all tokens but the first are trained."""
     found = np.asarray(ids, np.int32)
     trained = np.arange(len(found)) > 0 if mask is None else np.asarray(mask)
-    return {"input_ids": found, "loss_mask": trained.astype(np.int32), "images": []} | more
+    return row_of({"input_ids": found, "loss_mask": trained}, **more)
 
 
-Plain = Callable[[Any, Sequence[dict[str, Any]]], tuple[torch.Tensor, torch.Tensor]]
+Plain = Callable[[Any, Sequence[TrainingRow]], tuple[torch.Tensor, torch.Tensor]]
 
 
 def plain(
-    model: Any, rows: Sequence[dict[str, Any]], temperature: float = 1.0, vocab: int | None = None
+    model: Any, rows: Sequence[TrainingRow], temperature: float = 1.0, vocab: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies of trained tokens, rows in order, tokens in order: one pass a row, all logits at once."""
     logprobs, entropies = [], []
     for row in rows:
-        ids = torch.tensor(row["input_ids"].astype(np.int64))
+        ids = torch.tensor(row.branch.input_ids.astype(np.int64))
         logits = model(input_ids=ids[None], use_cache=False).logits[0] / temperature
         chances = logits[:, :vocab].log_softmax(-1)
-        places = torch.from_numpy(np.flatnonzero(row["loss_mask"]))
+        places = torch.from_numpy(np.flatnonzero(row.loss_mask()))
         logprobs.append(chances[places - 1].gather(1, ids[places, None])[:, 0])
         entropies.append(-(chances.exp() * chances).sum(-1)[places - 1])
     return torch.cat(logprobs), torch.cat(entropies)

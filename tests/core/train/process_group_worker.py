@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from training_rows import row_of, with_branch
 
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.credit import GaeCredit, TurnReturnCredit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
+from engine.store.rows.row import RowCredit, TrainingRow
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.critic import Critic
 from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_process_group
@@ -102,18 +105,17 @@ def save_model_with_experts(folder: Path) -> None:
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 
-def rows_for(learner: Learner) -> list[dict[str, Any]]:
+def rows_for(learner: Learner) -> list[TrainingRow]:
     """The rows that a learner trains on."""
     rows = rows_of() if learner.critic is None and not learner._spec.kl.in_reward else with_groups(rows_of())
-    if learner.policy.net.replays_experts:
-        rng = np.random.default_rng(2)
-        for row in rows:
-            drawn = rng.random((len(row["input_ids"]) - 1, 2, 4)).argsort(-1)[..., :2]
-            row["routed_experts"] = drawn.astype(np.uint8)
-    return rows
+    if not learner.policy.net.replays_experts:
+        return rows
+    rng = np.random.default_rng(2)
+    drawn = [rng.random((len(row.branch.input_ids) - 1, 2, 4)).argsort(-1)[..., :2].astype(np.uint8) for row in rows]
+    return [with_branch(row, routed_experts=experts) for row, experts in zip(rows, drawn, strict=True)]
 
 
-def rows_of() -> list[dict[str, Any]]:
+def rows_of() -> list[TrainingRow]:
     """Five packs of 32 tokens: an odd number, so that one process makes a pass that does not count."""
     rng = np.random.default_rng(0)
     rows = []
@@ -122,34 +124,41 @@ def rows_of() -> list[dict[str, Any]]:
         mask = (rng.random(size) < 0.6).astype(np.int64)
         mask[0] = 0
         rows.append(
-            {
-                "input_ids": rng.integers(0, VOCABULARY, size),
-                "loss_mask": mask,
-                "turn_ids": np.arange(size) // 8,
-                "images": [],
-                "task_id": f"t{number // 3}",
-                "episode_id": f"e{number // 2 if number != 3 else 9}",
-                "logprobs": rng.normal(-4.6, 0.1, size),
-                "advantages": rng.normal(0, 1, size),
-            }
+            row_of(
+                {
+                    "input_ids": rng.integers(0, VOCABULARY, size),
+                    "loss_mask": mask,
+                    "turn_ids": np.arange(size) // 8,
+                    "images": [],
+                    "task_id": f"t{number // 3}",
+                    "episode_id": f"e{number // 2 if number != 3 else 9}",
+                    "logprobs": rng.normal(-4.6, 0.1, size),
+                    "advantages": rng.normal(0, 1, size),
+                }
+            )
         )
     return rows
 
 
-def with_groups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_groups(rows: list[TrainingRow]) -> list[TrainingRow]:
     """Each row as an episode whose credit is computed in the trainer; every other one was cut by a limit."""
     rng = np.random.default_rng(1)
-    found, groups = [], {row["task_id"]: dict[str, Member]() for row in rows}
+    found, groups = [], {row.episode.task_id: dict[str, Member]() for row in rows}
     for number, row in enumerate(rows):
-        ledger, turns = Ledger(), int(row["turn_ids"].max()) + 1
+        ledger, turns = Ledger(), int(row.branch.turn_ids.max()) + 1
         for turn in range(turns):
             ledger.post(RewardEvent(turn=turn, value=float(rng.normal())), turn)
-        row["turn_ids"] = np.where(row["loss_mask"] == 1, row["turn_ids"], -1)
-        none = np.zeros(len(row["input_ids"]), np.float32)
-        group = groups[row["task_id"]]
+        turn_ids = np.where(row.branch.loss_mask == 1, row.branch.turn_ids, -1)
+        group = groups[row.episode.task_id]
         group[f"e{number}"] = Member(ledger.seal(turns))
-        own = {"episode_id": f"e{number}", "advantages": none, "group": group, "cut": number % 2 == 1}
-        found.append(row | own)
+        found.append(
+            replace(
+                with_branch(row, turn_ids=turn_ids),
+                episode=replace(row.episode, episode_id=f"e{number}"),
+                advantages=np.zeros_like(row.advantages),
+                credit=RowCredit(members=group, needs_values=True, cut=number % 2 == 1),
+            )
+        )
     return found
 
 

@@ -12,6 +12,7 @@ from nets_for_tests import build, make_row, plain, widen_norms
 from slow_cases import slow_after
 
 from engine.errors import TrainError
+from engine.store.rows.row import TrainingRow
 from engine.train import attention
 from engine.train.net import PackedModel
 from engine.train.packing import pack_rows
@@ -52,7 +53,7 @@ def open_both(folder: Path) -> tuple[PackedModel, Any]:
 def same_as_alone(
     net: PackedModel,
     reference: Any,
-    rows: list[dict[str, Any]],
+    rows: list[TrainingRow],
     max_tokens_per_microbatch: int = 1000,
     min_shared_tokens: int = 1,
     close: float = 1e-9,
@@ -65,7 +66,7 @@ def same_as_alone(
     gradients = dict(zip(_names(reference), torch.autograd.grad(loss, list(reference.parameters())), strict=True))
     found = torch.zeros_like(wanted[0]), torch.zeros_like(wanted[1])
     net.model.zero_grad()
-    counts = [int(row["loss_mask"].sum()) for row in rows]
+    counts = [int(row.loss_mask().sum()) for row in rows]
     for pack in pack_rows(rows, max_tokens_per_microbatch, share_prefixes=True, min_shared_tokens=min_shared_tokens):
         logprobs, entropies = net.logprobs(pack, entropy=True)
         assert entropies is not None

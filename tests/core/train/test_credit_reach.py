@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
+from training_rows import row_of
 from trainings import begin_training, metric_lines
 
 from engine.rewards.address import TurnPart
@@ -36,7 +37,10 @@ def reach(monkeypatch: pytest.MonkeyPatch, credit: dict[str, Any], *members: Mem
         SimpleNamespace(episode_id=str(number), outcome=SimpleNamespace(trainable=True), turns=[1], member=of)
         for number, of in enumerate(members)
     ]
-    group: Any = SimpleNamespace(trajectories=episodes, rows=[{"episode_id": one.episode_id} for one in episodes])
+    group: Any = SimpleNamespace(
+        trajectories=episodes,
+        rows=[row_of(input_ids=[1], loss_mask=[0], episode_id=one.episode_id) for one in episodes],
+    )
     return reach_of(read_credit(credit), [group], None)
 
 

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 import torch
 from test_critic_training import learner_of, sealed
+from training_rows import row_of
 
 from engine.rewards.credit import Member, credit_tokens
 from engine.schemas.credit import read_credit
-from engine.train.credited_rows import credited_rows
+from engine.store.rows.row import TrainingRow
+from engine.train.credited_rows import credited_columns
 
 A, B, PROMPT, STATE = 11, 12, 20, 30
 EPISODES = ["b"] * 4 + ["ab"] * 2 + ["aab", "aaa"]
@@ -27,7 +29,7 @@ def value(turn: int, gamma: float) -> float:
     return float(gamma ** (2 - turn) * 0.5 ** (3 - turn))
 
 
-def rows_of() -> list[dict[str, Any]]:
+def rows_of() -> list[TrainingRow]:
     """One row for each episode: the prompt, then for each turn the state's token and what was said."""
     rows = []
     for number, said in enumerate(EPISODES):
@@ -37,12 +39,12 @@ def rows_of() -> list[dict[str, Any]]:
             turns += [-1, turn]
         mask = (np.array(turns) >= 0).astype(np.int32)
         ledger = sealed(*[0.0] * (len(said) - 1), 1.0 if said == "aaa" else 0.0)
-        rows.append({
+        rows.append(row_of({
             "input_ids": np.array(ids, np.int32), "turn_ids": np.array(turns, np.int32), "loss_mask": mask,
             "logprobs": np.where(mask, -np.log(2.0), 0.0).astype(np.float32), "weight_versions": np.where(mask, 0, -1),
             "advantages": np.zeros(len(ids), np.float32), "images": [], "task_id": "chain", "episode_id": f"chain/{number}",
             "branch": 0, "cut": False, "group": {f"chain/{number}": Member(ledger)},
-        })  # fmt: skip
+        }))  # fmt: skip
     return rows
 
 
@@ -109,9 +111,9 @@ def test_a_critic_learns_the_values(
     exact = [np.array([value(turn, gamma) for turn in range(len(said))]) for said in EPISODES]
     method_of = read_credit(credit)
     for one, other in zip(
-        *(credited_rows(rows, method_of, values=each, by_turn=False) for each in (found, exact)), strict=True
+        *(credited_columns(rows, method_of, values=each, by_turn=False) for each in (found, exact)), strict=True
     ):
-        np.testing.assert_allclose(one["advantages"], other["advantages"], atol=0.02)
+        np.testing.assert_allclose(one.advantages, other.advantages, atol=0.02)
     if lam == 1.0:  # targets are returns; the states explain this part of their variance
         returns = np.concatenate([gamma ** np.arange(len(s) - 1, -1, -1) * (s == "aaa") for s in EPISODES])
         means = np.concatenate(exact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from slow_cases import slow_but
 from test_learner import make_rows
+from training_rows import with_branch, with_credit
 from trainings import begin_training
 
 from engine.errors import TrainError
@@ -22,6 +24,7 @@ from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
 from engine.store import training as folders
+from engine.store.rows.row import RowCredit, TrainingRow
 from engine.train.checkpoint import Checkpoints, State, checkpoints_of
 from engine.train.critic import Critic
 from engine.train.distributed import SingleProcessGroup
@@ -45,14 +48,15 @@ def sealed(*rewards: float) -> SealedLedger:
     return ledger.seal(len(rewards))
 
 
-def valued(rows: list[dict[str, Any]], cut: bool = False) -> list[dict[str, Any]]:
+def valued(rows: list[TrainingRow], cut: bool = False) -> list[TrainingRow]:
     """Rows as a training with a critic builds them: a ledger in place of the credit's advantages."""
     rng = np.random.default_rng(7)
     found = []
     for row in rows:
         ledger = sealed(*rng.normal(size=2).round(2).tolist())
-        group = {row["episode_id"]: Member(ledger)}
-        found.append(row | {"advantages": np.zeros(len(row["input_ids"]), np.float32), "group": group, "cut": cut})
+        group = {row.episode.episode_id: Member(ledger)}
+        credit = RowCredit(members=group, needs_values=True, cut=cut)
+        found.append(replace(row, advantages=np.zeros_like(row.advantages), credit=credit))
     return found
 
 
@@ -202,15 +206,14 @@ def test_values_of_cut_episodes_are_those_of_the_last_state(kind: str, tiny_mode
     learner = learner_of(tiny_model_dir, KINDS[kind] | {"warmup_steps": 9})
     rows = valued(make_rows(groups=1))
     learner.step(rows, 0)
-    cut = learner._values([row | {"cut": True} for row in rows])
+    cut = learner._values([with_credit(row, cut=True) for row in rows])
     whole = learner._values(rows)
     for row, one, other in zip(rows, cut, whole, strict=True):
         assert len(one) == len(other) + 1
         np.testing.assert_allclose(one[:-1], other, atol=1e-5)
         assert learner.critic is not None
-        longer = row | {
-            "input_ids": np.append(row["input_ids"], 17), "loss_mask": np.append(row["loss_mask"], 1),
-        }  # fmt: skip
+        longer = with_branch(row, input_ids=np.append(row.branch.input_ids, 17))
+        longer = replace(longer, places=np.append(row.places, len(row.branch.input_ids)))
         np.testing.assert_allclose(learner._values([longer])[0][-1], one[-1], atol=1e-5)
 
 
@@ -259,7 +262,7 @@ def test_a_value_that_is_not_finite_changes_nothing(tiny_model_dir: Path) -> Non
     learner = learner_of(tiny_model_dir, KINDS["probe"] | {"lr": 1.0})
     before = weights(learner)
     rows = valued(make_rows())
-    rows[0]["group"] = {rows[0]["episode_id"]: Member(sealed(0.0, 1e30))}
+    rows[0] = with_credit(rows[0], members={rows[0].episode.episode_id: Member(sealed(0.0, 1e30))})
     with pytest.raises(TrainError, match="the update was not applied") as caught:
         learner.step(rows, 0)
     assert (caught.value.kind, learner.updates) == ("diverged", 0)

@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).parent))
 from nets_for_tests import build, make_row
 from process_group_worker import rows_of, save_model
 from slow_cases import slow_after, slow_but
+from training_rows import with_branch
 
 ROWS = [make_row([5, 3, 8, 8, 2, 9, *tail]) for tail in ([4, 4, 1], [7, 2], [4, 1, 3, 3])]
 LORA = {"rank": 3, "alpha": 6.0}
@@ -163,7 +164,7 @@ def test_moments_of_8_bits_come_back(tmp_path: Path, sharded: bool) -> None:
     try:
         build("Llama", tmp_path / "model", hidden_size=64, intermediate_size=96)
         settings: dict[str, Any] = {"optimizer": {"kind": "adamw_8bit", "lr": 1e-2, "eps": 1e-3}}
-        rows = [row | {"input_ids": row["input_ids"] % 40} for row in rows_of()]
+        rows = [with_branch(row, input_ids=row.branch.input_ids % 40) for row in rows_of()]
         whole = learner_of(tmp_path / "model", process_group, **settings)
         assert isinstance(whole.optimizer, optim.AdamW8bit)
         whole.step(rows, 0)

@@ -16,7 +16,7 @@ from engine.runner.run import Runner
 from engine.schemas.train import DifficultySpec
 from engine.spec.load import load_spec
 from engine.train.batch_log import BatchLog, BatchRecord
-from engine.train.batches import RowBuilder
+from engine.train.batches import GroupBuilder
 from engine.train.difficulty import DifficultyFilter
 from engine.train.metrics import read_metrics
 from engine.train.rollouts import BatchCollector, TaskOrder
@@ -76,7 +76,7 @@ async def test_batches_are_full_and_every_draw_is_accounted_for(
     found = DifficultyFilter(DifficultySpec(window=2, keep=keep), order, seed=1)
     fake: Any = FakeRunner(lambda task, sample: float(sample < 2 * solved[int(task[1])]), lambda task, sample: 1)
     collector = BatchCollector(
-        fake, order, RowBuilder(spec, wanted, None), wanted, samples=2, max_live_episodes=100, difficulty=found
+        fake, order, GroupBuilder(spec, wanted, None), wanted, samples=2, max_live_episodes=100, difficulty=found
     )
     seen: Counter[int] = Counter()
     tasks: list[str] = []

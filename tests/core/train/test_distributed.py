@@ -72,7 +72,8 @@ def test_several_processes_do_the_steps_of_one(launcher: str, kind: str, process
     root = str(HERE.parents[2])
     done = subprocess.run(
         launched(launcher, tmp_path, kind, processes),
-        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ
+        | {"PYTHONPATH": f"{root}:{HERE.parents[1] / 'kit'}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         cwd=root,
         capture_output=True,
         text=True,

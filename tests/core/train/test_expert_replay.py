@@ -13,6 +13,7 @@ import torch
 from nets_for_tests import build, make_row
 from safetensors.torch import load_file
 from slow_cases import slow_but
+from training_rows import with_branch
 from trainings import metric_lines
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,8 @@ from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
 from engine.store import RunHeader, RunStore
 from engine.store import training as training_folder
-from engine.store.rows.export import export_rows
+from engine.store.rows.export import training_rows
+from engine.store.rows.row import TrainingRow
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
 from engine.train.trainer import Trainer
@@ -35,8 +37,8 @@ def drawn(seed: int, tokens: int) -> np.ndarray:
     return draw.argsort(-1)[..., :3].astype(np.uint8)
 
 
-def routed(ids: list[int], seed: int, **changes: Any) -> dict[str, Any]:
-    return make_row(ids) | {"routed_experts": drawn(seed, len(ids) - 1)} | changes
+def routed(ids: list[int], seed: int, **changes: Any) -> TrainingRow:
+    return make_row(ids, **{"routed_experts": drawn(seed, len(ids) - 1)} | changes)
 
 
 def open_policy(folder: Path, *, replay: bool = True, **spec: Any) -> Policy:
@@ -44,10 +46,10 @@ def open_policy(folder: Path, *, replay: bool = True, **spec: Any) -> Policy:
     return Policy.load(folder, train, temperature=1.0, vocab=None, vision=None, replay_experts=replay)
 
 
-def forced(folder: Path, row: dict[str, Any]) -> np.ndarray:
+def forced(folder: Path, row: TrainingRow) -> np.ndarray:
     """Log-probs of a row's trained tokens by the model of transformers, whose routers were replaced by the published formula."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    experts = torch.tensor(row["routed_experts"].astype(np.int64))
+    experts = torch.tensor(row.branch.routed_experts.astype(np.int64))
 
     def router_of(layer: int, gate: Any) -> Any:
         def forward(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -62,10 +64,10 @@ def forced(folder: Path, row: dict[str, Any]) -> np.ndarray:
     for name, module in model.named_modules():
         if name.endswith(".gate") and hasattr(module, "top_k"):
             module.forward = router_of(int(name.split(".")[2]), module)
-    ids = torch.tensor(row["input_ids"])
+    ids = torch.tensor(row.branch.input_ids)
     with torch.no_grad():
         chances = model(input_ids=ids[None, :-1], use_cache=False).logits[0].log_softmax(-1)
-    return chances.gather(1, ids[1:, None])[:, 0].numpy()[np.flatnonzero(row["loss_mask"]) - 1]
+    return chances.gather(1, ids[1:, None])[:, 0].numpy()[np.flatnonzero(row.loss_mask()) - 1]
 
 
 def computed(policy: Policy, rows: Sequence[dict[str, Any]], most: int = 1000, **packing: Any) -> list[np.ndarray]:
@@ -90,7 +92,7 @@ def test_log_probs_are_those_of_the_given_experts(family: str, folders: dict[str
     """However rows are packed: with shared prefixes, without, each alone."""
     same = drawn(0, 9)
     rows = [routed(TOKENS, seed) for seed in (1, 2)] + [routed([*TOKENS[:10], 4, 4], 3)]
-    rows[2]["routed_experts"][:9] = rows[0]["routed_experts"][:9] = same
+    rows[2].branch.routed_experts[:9] = rows[0].branch.routed_experts[:9] = same
     policy = open_policy(folders[family])
     wanted = [forced(folders[family], row) for row in rows]
     for found in (computed(policy, rows), computed(policy, rows, share_prefixes=False), computed(policy, rows, 1)):
@@ -102,22 +104,24 @@ def test_log_probs_are_those_of_the_given_experts(family: str, folders: dict[str
 
 def test_rows_share_only_tokens_with_the_same_experts() -> None:
     rows = [routed(TOKENS, 1), routed([*TOKENS[:12], 4, 4], 1), routed([*TOKENS[:12], 6, 6], 2)]
-    rows[1]["routed_experts"] = rows[0]["routed_experts"][:13].copy()
-    rows[2]["routed_experts"] = rows[0]["routed_experts"][:13].copy()
-    rows[2]["routed_experts"][7, 2, 0] ^= 4
+    experts = rows[0].branch.routed_experts
+    assert experts is not None
+    other = experts[:13].copy()
+    other[7, 2, 0] ^= 4
+    rows[1:] = with_branch(rows[1], routed_experts=experts[:13]), with_branch(rows[2], routed_experts=other)
     (pack,) = pack_rows(rows, 1000, share_prefixes=True, min_shared_tokens=1)
     assert pack.tokens == 17 + (13 - 12) + (13 - 7)
     assert pack.experts is not None
     for number, row in zip(pack.rows, rows, strict=True):
         places = pack.row_tokens(number)
-        np.testing.assert_array_equal(pack.experts[places].numpy(), row["routed_experts"])
+        np.testing.assert_array_equal(pack.experts[places].numpy(), row.branch.routed_experts)
 
 
 def test_tokens_without_known_experts_use_the_routers_own(folders: dict[str, Path]) -> None:
     policy = open_policy(folders["Qwen3Moe"])
     bare = make_row(TOKENS)
     (own,) = computed(policy, [bare])
-    none, half = bare | {"routed_experts": drawn(1, 17)[:0]}, bare | {"routed_experts": drawn(1, 17)[:8]}
+    none, half = (with_branch(bare, routed_experts=drawn(1, 17)[:known]) for known in (0, 8))
     mixed = computed(policy, [bare, none, half], share_prefixes=False)
     np.testing.assert_allclose(mixed[0], own, atol=1e-6)
     np.testing.assert_allclose(mixed[1], own, atol=1e-6)
@@ -168,9 +172,9 @@ def test_experts_of_another_model_are_refused(folders: dict[str, Path]) -> None:
     policy = open_policy(folders["Qwen3Moe"])
     row = make_row(TOKENS)
     with pytest.raises(TrainError, match="sampled with another model"):
-        computed(policy, [row | {"routed_experts": drawn(1, 17)[:, :2]}])
+        computed(policy, [with_branch(row, routed_experts=drawn(1, 17)[:, :2])])
     with pytest.raises(TrainError, match="sampled with another model"):
-        pack_rows([routed(TOKENS, 1), row | {"routed_experts": drawn(1, 17)[:, :2]}], 1000, share_prefixes=True)
+        pack_rows([routed(TOKENS, 1), with_branch(row, routed_experts=drawn(1, 17)[:, :2])], 1000, share_prefixes=True)
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", pytest.param("Mixtral", marks=pytest.mark.slow)])
@@ -197,7 +201,7 @@ async def test_a_training_uses_the_experts_of_the_local_backend(
     steps = metric_lines(trainer.folder)
     assert [step["sampler/diff_max"] < 1e-4 for step in steps] == [True, True]
     with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
-        rows = list(export_rows(store))
+        rows = list(training_rows(store))
     assert rows
     for row in rows:
-        assert row["routed_experts"].shape == (int(np.flatnonzero(row["loss_mask"])[-1]), 3, 3)
+        assert row.branch.routed_experts.shape == (int(np.flatnonzero(row.loss_mask())[-1]), 3, 3)

@@ -16,7 +16,7 @@ from test_rollouts import TASKS, FakeRunner, make_trajectory, spec_of
 from engine.errors import TrainError
 from engine.schemas.trajectory import Trajectory
 from engine.train.batch_log import BatchLog, BatchRecord, to_repeat
-from engine.train.batches import Batch, RowBuilder
+from engine.train.batches import Batch, GroupBuilder
 from engine.train.groups import ConsumedGroups
 from engine.train.rollouts import BatchCollector, TaskOrder
 
@@ -97,7 +97,7 @@ def test_no_group_trains_twice_and_none_is_lost_however_often_it_is_killed(
         collector = BatchCollector(
             fake,
             TaskOrder(TASKS, shuffle=False, seed=0),
-            RowBuilder(spec, wanted, None),
+            GroupBuilder(spec, wanted, None),
             wanted,
             samples=2,
             max_live_episodes=100,

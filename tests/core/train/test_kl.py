@@ -11,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from training_rows import row_of
 
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.credit import TurnReturnCredit
-from engine.train.credited_rows import credited_rows
+from engine.train.credited_rows import credited_columns
 from engine.train.kl import token_kl
 from engine.train.ratios import LIMIT
 
@@ -126,10 +127,10 @@ def test_the_gradient_of_the_reward_penalty_is_that_of_the_kl_of_whole_episodes(
         for sample, episode in enumerate(both):
             for turn in range(2):
                 ids = {"episode_id": f"t/{sample}", "group": group, "input_ids": np.zeros(1, np.int32)}
-                rows.append(ids | {"turn_ids": np.array([turn]), "loss_mask": np.ones(1, np.int32)})
+                rows.append(row_of(ids, turn_ids=[turn], loss_mask=[1]))
                 costs.append(np.array([kl[episode][turn]]))
         weights = [
-            row["advantages"][0] for row in credited_rows(rows, TurnReturnCredit(baseline=baseline), penalties=costs)
+            row.advantages[0] for row in credited_columns(rows, TurnReturnCredit(baseline=baseline), penalties=costs)
         ]
         chance = (chances[both[0]] * chances[both[1]]).detach()
         for sample, (a, b) in enumerate(both):

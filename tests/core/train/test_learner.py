@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from slow_cases import slow_but
+from training_rows import row_of
 
 from engine.errors import TrainError
 from engine.rewards.credit import Member
@@ -18,6 +20,7 @@ from engine.rewards.ledger import Ledger, SealedLedger
 from engine.schemas.credit import CreditMethod, EntryCredit, TurnReturnCredit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
+from engine.store.rows.row import RowCredit, TrainingRow
 from engine.train.learner import Learner
 from engine.train.policy import Policy
 from engine.train.schedule import learning_rate
@@ -30,7 +33,7 @@ def sealed(rewards: Sequence[float]) -> SealedLedger:
     return ledger.seal(len(rewards))
 
 
-def make_rows(groups: int = 3, samples: int = 4, seed: int = 0) -> list[dict[str, Any]]:
+def make_rows(groups: int = 3, samples: int = 4, seed: int = 0) -> list[TrainingRow]:
     """Rows of two turns; a group shares its prompt."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -44,13 +47,13 @@ def make_rows(groups: int = 3, samples: int = 4, seed: int = 0) -> list[dict[str
             mask = np.concatenate([np.full(count, kind) for kind, _, count in parts])
             turns = np.concatenate([np.full(count, turn) for _, turn, count in parts])
             values = rng.normal(size=2)
-            rows.append({
+            rows.append(row_of({
                 "input_ids": ids.astype(np.int32), "loss_mask": mask.astype(np.int32),
                 "turn_ids": turns.astype(np.int32), "weight_versions": np.where(mask == 1, 0, -1).astype(np.int32),
                 "logprobs": np.where(mask == 1, -6.9 + 0.1 * rng.normal(size=len(ids)), 0.0).astype(np.float32),
                 "advantages": np.where(mask == 1, values[np.maximum(turns, 0)], 0.0).astype(np.float32),
                 "images": [], "task_id": f"t{group}", "episode_id": f"t{group}/{sample}", "branch": 0,
-            })  # fmt: skip
+            }))  # fmt: skip
     return rows
 
 
@@ -103,14 +106,14 @@ def test_loss_and_gradient_are_those_of_plain_transformers(tiny_model_dir: Path)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     losses, difference = [], []
     for row in rows:
-        ids = torch.tensor(row["input_ids"], dtype=torch.int64)
+        ids = torch.tensor(row.branch.input_ids, dtype=torch.int64)
         logits = model(ids[None]).logits[0, :-1]
         logprobs = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        mask = torch.tensor(row["loss_mask"][1:] == 1)
+        mask = torch.tensor(row.loss_mask()[1:] == 1)
         ratio = (logprobs - logprobs.detach())[mask].exp()
-        sampler = torch.tensor(row["logprobs"][1:])[mask]
+        sampler = torch.tensor(row.branch.logprobs[1:])[mask]
         weight = (logprobs.detach()[mask] - sampler).exp().clamp(0.0, 1.02)
-        losses.append((-ratio * weight * torch.tensor(row["advantages"][1:])[mask]).mean())
+        losses.append((-ratio * weight * torch.tensor(row.on_tokens(row.advantages)[1:])[mask]).mean())
         difference.append((logprobs.detach()[mask] - sampler).abs())
     loss = torch.stack(losses).mean()
     loss.backward()
@@ -140,16 +143,19 @@ def test_against_the_samplers_log_probs_nothing_is_corrected_twice(tiny_model_di
 
 
 def test_a_mini_batch_keeps_a_task_together_and_takes_each_once(tiny_model_dir: Path) -> None:
-    from engine.train.minibatches import minibatches
+    from engine.train.loss_columns import LossColumns, minibatches
 
     rows = make_rows(groups=5)
-    parts = minibatches(rows, 3, seed=(0, 1, 2))
+    columns = [LossColumns.of(row) for row in rows]
+    parts = [[of.row for of in part] for part in minibatches(columns, 3, seed=(0, 1, 2))]
     assert [len(part) for part in parts] == [8, 8, 4]
-    assert sorted(row["episode_id"] for part in parts for row in part) == sorted(row["episode_id"] for row in rows)
-    assert all(len({row["task_id"] for row in part}) * 4 == len(part) for part in parts)
-    assert [len(part) for part in minibatches(rows[:4], 3, seed=(0, 0, 0))] == [4]
-    order = [[row["task_id"] for row in part] for part in parts]
-    assert order != [[row["task_id"] for row in part] for part in minibatches(rows, 3, seed=(0, 2, 2))]
+    assert sorted(row.episode.episode_id for part in parts for row in part) == sorted(
+        row.episode.episode_id for row in rows
+    )
+    assert all(len({row.episode.task_id for row in part}) * 4 == len(part) for part in parts)
+    assert [len(part) for part in minibatches(columns[:4], 3, seed=(0, 0, 0))] == [4]
+    order = [[row.episode.task_id for row in part] for part in parts]
+    assert order != [[of.row.episode.task_id for of in part] for part in minibatches(columns, 3, seed=(0, 2, 2))]
 
 
 def test_the_learning_rate_warms_up_and_falls() -> None:
@@ -186,7 +192,7 @@ def test_a_generous_limit_does_not_change_the_update_of_the_default_loss(tiny_mo
         after.append(weights(learner))
     assert told[1] == told[2] == told[0]
     assert all(torch.equal(after[0][name], other[name]) for other in after[1:] for name in after[0])
-    first = sum(int(row["loss_mask"].sum()) for row in batches[0]) / len(batches[0])
+    first = sum(int(row.loss_mask().sum()) for row in batches[0]) / len(batches[0])
     assert [values["loss/length"] for values in told[0]] == [first] * 3
     written = learner_of(tiny_model_dir, optimizer={"lr": 1e-3}, minibatches=2, loss={"kind": "dr_grpo", "length": 64})
     values = written.step(batches[0], 0)
@@ -213,7 +219,7 @@ def test_the_constant_of_the_loss_comes_back_with_a_checkpoint(tiny_model_dir: P
     whole = learner_of(tiny_model_dir)
     whole.save_state(tmp_path / "none")
     bad = make_rows()
-    bad[0]["advantages"][bad[0]["loss_mask"] == 1] = np.inf
+    bad[0].advantages[:] = np.inf
     with pytest.raises(TrainError):
         whole.step(bad, 0)
     first = whole.step(make_rows(), 0)["loss/length"]
@@ -240,7 +246,7 @@ def test_the_constant_of_the_loss_comes_back_with_a_checkpoint(tiny_model_dir: P
 def test_no_update_is_made_of_what_is_no_number(tiny_model_dir: Path) -> None:
     learner = learner_of(tiny_model_dir)
     rows = make_rows()
-    rows[3]["advantages"][rows[3]["loss_mask"] == 1] = np.inf
+    rows[3].advantages[:] = np.inf
     before = weights(learner)
     with pytest.raises(TrainError, match="the update was not applied") as caught:
         learner.step(rows, 0)
@@ -288,8 +294,8 @@ def test_kl_in_the_reward_is_the_update_with_credit_of_rewards_less_penalties(ti
     rewards = [generator.normal(size=2) for _ in rows]
     for place, row in enumerate(rows):
         first = place - place % 4
-        row["group"] = {rows[at]["episode_id"]: Member(sealed(rewards[at])) for at in range(first, first + 4)}
-        row["advantages"] = np.full(len(row["input_ids"]), 77.0, np.float32)
+        members = {rows[at].episode.episode_id: Member(sealed(rewards[at])) for at in range(first, first + 4)}
+        rows[place] = replace(row, credit=RowCredit(members=members), advantages=np.full_like(row.advantages, 77.0))
     optimizer = {"lr": 1.0, "eps": 10.0, "max_grad_norm": None}
     credit = TurnReturnCredit(gamma=0.5)
     learner = learner_of(tiny_model_dir, credit, kl={"coefficient": 0.5, "in": "reward"}, optimizer=optimizer)
@@ -304,21 +310,21 @@ def test_kl_in_the_reward_is_the_update_with_credit_of_rewards_less_penalties(ti
     moved.load_state_dict(learner.policy.net.model.state_dict())
     returns, whole = [], []
     for row, earned in zip(rows, rewards, strict=True):
-        ids = torch.tensor(row["input_ids"], dtype=torch.int64)
+        ids = torch.tensor(row.branch.input_ids, dtype=torch.int64)
         with torch.no_grad():
             own, its = (
                 net(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].numpy()
                 for net in (moved, reference)
             )
-        kl = (own - its)[row["loss_mask"][1:] == 1]
-        turns = row["turn_ids"][row["loss_mask"] == 1]
+        kl = (own - its)[row.loss_mask()[1:] == 1]
+        turns = row.branch.turn_ids[row.loss_mask() == 1]
         last = earned[1] - 0.5 * kl[turns == 1].sum()
         returns.append([earned[0] - 0.5 * kl[turns == 0].sum() + 0.5 * last, last])
         whole.append(kl)
     of_groups = np.array(returns).reshape(3, 4, 2)
     advantages = (4 * of_groups - of_groups.sum(1, keepdims=True)) / 3
     changed = [
-        row | {"advantages": np.where(row["loss_mask"] == 1, of[row["turn_ids"]], 0.0).astype(np.float32)}
+        replace(row, credit=None, advantages=of[row.branch.turn_ids[row.places]].astype(np.float32))
         for row, of in zip(rows, advantages.reshape(-1, 2), strict=True)
     ]
     told = learner.step(rows, 0)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from training_rows import row_of
 
 from engine.schemas.generation import FinishReason
 from engine.schemas.train import TrainSpec
@@ -22,7 +22,7 @@ STOP = FinishReason(type="stop")
 def batch(
     advantages: Sequence[float], event: str = "answered", rewards: Sequence[float] = (0.0, 0.0), **more: Any
 ) -> Batch:
-    rows = [{"loss_mask": np.array([0, 1]), "advantages": np.array([0.0, value], np.float32)} for value in advantages]
+    rows = [row_of(input_ids=[1, 2], loss_mask=[0, 1], advantages=[0.0, value]) for value in advantages]
     episodes = [
         Trajectory(
             run_id="r", episode_id=f"t/{number}", task_id="t", sample_index=number, seed=0, history="branch",

@@ -16,7 +16,8 @@ from engine.schemas.train import OVERLONG_PENALTY, OverlongPenalty
 from engine.schemas.trajectory import Outcome, Trajectory, Turn
 from engine.spec.load import load_spec
 from engine.store import RunStore
-from engine.train.batches import RowBuilder
+from engine.store.rows.row import TrainingRow
+from engine.train.batches import GroupBuilder
 from engine.train.overlong import cut_by, masked_metrics, penalized
 
 SPEC: dict[str, Any] = {
@@ -106,34 +107,38 @@ async def test_rows_of_a_training(train_spec: Any, tmp_path: Path) -> None:
     with RunStore.open(trainer.folder / "rollouts", readonly=True) as store:
         group = [each for each in store.trajectories() if each.task_id == next(iter(store.trajectories())).task_id]
 
-    def rows(**train: Any) -> list[dict[str, Any]]:
+    def rows(**train: Any) -> list[TrainingRow]:
         spec, changed = loaded.spec, loaded.spec.train
         assert changed is not None
         credit = {"credit": {"method": "gae"}} if "critic" in train else spec.rewards.model_dump()
         rewards = type(spec.rewards).model_validate(credit)
         whole = type(changed).model_validate(changed.model_dump() | train)
-        return RowBuilder(spec.model_copy(update={"rewards": rewards}), whole, loaded.base).rows(group)
+        return GroupBuilder(spec.model_copy(update={"rewards": rewards}), whole, loaded.base).rows(group)
 
-    plain, masked = rows(), {row["episode_id"]: row for row in rows(overlong="mask")}
+    plain, masked = rows(), {row.episode.episode_id: row for row in rows(overlong="mask")}
     cut = {each.episode_id: {turn.index for turn in each.turns if turn.finish.type == "length"} for each in group}
     assert any(cut.values())
     for row in plain:
-        stays = (row["loss_mask"] == 1) & ~np.isin(row["turn_ids"], list(cut[row["episode_id"]]))
+        stays = (row.loss_mask() == 1) & ~np.isin(row.branch.turn_ids, list(cut[row.episode.episode_id]))
         if stays.any():
-            other = masked[row["episode_id"]]
-            assert other["loss_mask"].tolist() == stays.astype(int).tolist()
-            assert other["advantages"].tolist() == np.where(stays, row["advantages"], 0.0).tolist()
+            other = masked[row.episode.episode_id]
+            assert other.loss_mask().tolist() == stays.astype(int).tolist()
+            assert other.branch is row.branch
+            expected_advantages = np.where(stays, row.on_tokens(row.advantages), 0.0)
+            assert other.columns()["advantages"].tolist() == expected_advantages.tolist()
         else:
-            assert row["episode_id"] not in masked
+            assert row.episode.episode_id not in masked
 
     for row, before in zip(rows(overlong={"margin": 3, "coefficient": 0.5}), plain, strict=True):
-        sizes = np.bincount(row["turn_ids"][row["loss_mask"] == 1])
+        sizes = np.bincount(row.branch.turn_ids[row.loss_mask() == 1])
         costs = -0.5 * np.maximum(sizes - 3, 0) / 3
-        np.testing.assert_allclose(row["turn_rewards"], before["turn_rewards"] + costs)
+        np.testing.assert_allclose(row.episode.turn_rewards, before.episode.turn_rewards + costs)
 
     for bootstrap, expected in ((["assistant_turns", "user_turns"], True), (["episode_seconds"], False)):
         found = rows(critic={"kind": "probe", "bootstrap": bootstrap})
         ended = {each.episode_id: each.outcome.limit for each in group}
-        assert [row["cut"] for row in found] == [expected and ended[row["episode_id"]] is not None for row in found]
-        assert all(not row["advantages"].any() for row in found)
-        assert all(row["group"][row["episode_id"]].ledger.turns == 2 for row in found)
+        assert [row.credit.cut for row in found] == [
+            expected and ended[row.episode.episode_id] is not None for row in found
+        ]
+        assert all(not row.advantages.any() for row in found)
+        assert all(row.credit.members[row.episode.episode_id].ledger.turns == 2 for row in found)

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from nets_for_tests import make_row
 
 from engine.errors import TrainError
+from engine.store.rows.row import TrainingRow
 from engine.train.packing import Pack, PackImage, Segment, pack_rows
 
 
 def only(
-    rows: list[dict[str, Any]], max_tokens_per_microbatch: int = 1000, share: bool = True, min_shared_tokens: int = 1
+    rows: list[TrainingRow], max_tokens_per_microbatch: int = 1000, share: bool = True, min_shared_tokens: int = 1
 ) -> Pack:
     (pack,) = pack_rows(rows, max_tokens_per_microbatch, share_prefixes=share, min_shared_tokens=min_shared_tokens)
     return pack
@@ -96,7 +97,7 @@ def test_budget_holds_where_beginnings_are_too_short_to_share() -> None:
 
 
 def test_the_same_placeholders_of_other_pixels_part_rows() -> None:
-    def row(digest: str, end: int) -> dict[str, Any]:
+    def row(digest: str, end: int) -> TrainingRow:
         image = {"image": digest, "start": 2, "end": 5, "grid": [1, 2, 2]}
         return make_row([1, 2, 30, 30, 30, 3, end], [0, 0, 0, 0, 0, 0, 1], images=[image])
 
@@ -151,7 +152,7 @@ def test_packs_hold_the_rows(
             assert segment.subtree_end == below[-1].end
         for number, row in enumerate(pack.rows):
             places = pack.row_tokens(number)
-            ids, mask = rows[row]["input_ids"], rows[row]["loss_mask"]
+            ids, mask = rows[row].branch.input_ids, rows[row].loss_mask()
             end = int(np.flatnonzero(mask)[-1])
             assert pack.input_ids[places].tolist() == ids[:end].tolist()
             assert pack.position_ids[places].tolist() == list(range(end))
@@ -161,7 +162,7 @@ def test_packs_hold_the_rows(
             assert pack.sources[mine].tolist() == places[pack.token[mine] - 1].tolist()
             seen[row] = True
         assert pack.row.tolist() == sorted(pack.row.tolist())
-    assert sorted(seen) == [index for index, row in enumerate(rows) if row["loss_mask"].any()]
+    assert sorted(seen) == [index for index, row in enumerate(rows) if row.loss_mask().any()]
 
 
 def _descends(pack: Pack, place: int, above: int) -> bool:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine.errors import DeviceError, TrainError
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
+from engine.store.rows.row import TrainingRow
 from engine.tokens.loading import load_format
 from engine.train.distributed import SingleProcessGroup
 from engine.train.packing import pack_rows
@@ -33,7 +34,7 @@ def open_policy(folder: Path, temperature: float = 1.0, vocab: int | None = None
     )
 
 
-def one_pack(policy: Policy, rows: list[dict[str, Any]] = ROWS) -> Any:
+def one_pack(policy: Policy, rows: list[TrainingRow] = ROWS) -> Any:
     (pack,) = pack_rows(rows, 1000, share_prefixes=policy.can_share_prefixes, min_shared_tokens=1)
     return pack
 
@@ -296,12 +297,12 @@ def test_a_state_of_another_model_is_refused(folder: Path, tmp_path: Path) -> No
 # --- the sampler's log-probs --------------------------------------------------------------------------------
 
 
-async def rows_of(spec: Path, folder: Path) -> list[dict[str, Any]]:
+async def rows_of(spec: Path, folder: Path) -> list[TrainingRow]:
     """The training rows of a run on the local backend."""
-    from engine.store.rows.export import export_rows
+    from engine.store.rows.export import training_rows
 
     with (await run_to_end(spec, folder)).store as store:
-        return list(export_rows(store, trainable_only=True))
+        return list(training_rows(store, trainable_only=True))
 
 
 async def test_recomputed_rows_have_the_samplers_log_probs(
@@ -311,7 +312,7 @@ async def test_recomputed_rows_have_the_samplers_log_probs(
     policy = open_policy(tiny_model_dir, temperature=0.7, vocab=1000)
     for max_tokens_per_microbatch in (1, 50, 8192):
         found = recompute(policy, rows, max_tokens_per_microbatch)
-        assert found.tokens == sum(int(row["loss_mask"].sum()) for row in rows)
+        assert found.tokens == sum(int(row.loss_mask().sum()) for row in rows)
         assert found.tokens > 100
         assert found.largest < 1e-4
         assert found.mean <= found.largest

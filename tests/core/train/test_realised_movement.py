@@ -13,9 +13,11 @@ from nets_for_tests import VOCAB, build
 from process_group_worker import rows_of
 from safetensors.torch import save_file
 from slow_cases import slow_but
+from training_rows import with_branch
 
 from engine.schemas.credit import GaeCredit
 from engine.schemas.train import OptimizerSpec, TrainSpec
+from engine.store.rows.row import TrainingRow
 from engine.train.critic import Critic
 from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_alone
 from engine.train.learner import Learner
@@ -41,8 +43,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("Llama", tmp_path_factory.mktemp("movement") / "model", **sizes)
 
 
-def rows() -> list[dict[str, Any]]:
-    return [row | {"input_ids": row["input_ids"] % VOCAB} for row in rows_of()]
+def rows() -> list[TrainingRow]:
+    return [with_branch(row, input_ids=row.branch.input_ids % VOCAB) for row in rows_of()]
 
 
 def learner_of(folder: Path, process_group: ProcessGroup | None = None, **train: Any) -> Learner:

@@ -21,7 +21,7 @@ from engine.schemas.episode import EpisodeSpec
 from engine.schemas.reward import Posting
 from engine.schemas.train import TrainSpec
 from engine.schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory, Turn
-from engine.train.batches import Batch, Group, RowBuilder, whitened_advantages
+from engine.train.batches import Batch, Group, GroupBuilder, whitened_advantages
 from engine.train.rollouts import BatchCollector, TaskOrder
 
 TASKS = [Task(id=f"t{number}", index=number, fields={}) for number in range(5)]
@@ -106,7 +106,7 @@ def collector_of(
     return BatchCollector(
         runner,
         order,
-        RowBuilder(spec, wanted, None),
+        GroupBuilder(spec, wanted, None),
         wanted,
         samples=samples,
         max_live_episodes=max_live_episodes,
@@ -162,7 +162,7 @@ async def test_groups_that_teach_nothing_are_left_out_and_others_take_their_plac
 async def test_kept_where_the_spec_says_so() -> None:
     batch = await collector_of(FakeRunner(lambda task, sample: 1.0, lambda *_: 1), dynamic_sampling=False).batch()
     assert ids(batch.used) == ["t0", "t1"]
-    assert [row["advantages"].tolist() for row in batch.rows] == [[0.0] * 5] * 4
+    assert [row.on_tokens(row.advantages).tolist() for row in batch.rows] == [[0.0] * 5] * 4
 
 
 @pytest.mark.parametrize("dynamic_sampling", [True, False])
@@ -203,7 +203,7 @@ async def test_a_group_that_failures_left_too_small_for_a_baseline_does_not_trai
     runner: Any = FakeRunner(failing, lambda *_: 1)
     spec, wanted = spec_of(**train)
     rewards = spec.rewards.model_copy(update={"credit": read_credit(credit)})
-    rows = RowBuilder(spec.model_copy(update={"rewards": rewards}), wanted, None)
+    rows = GroupBuilder(spec.model_copy(update={"rewards": rewards}), wanted, None)
     order = TaskOrder(TASKS, shuffle=False, seed=0)
     batch = await BatchCollector(runner, order, rows, wanted, samples=4, max_live_episodes=100).batch()
     assert ids(batch.left_out) == left_out
@@ -211,14 +211,14 @@ async def test_a_group_that_failures_left_too_small_for_a_baseline_does_not_trai
     assert batch.metrics()["groups/equal"] == 0.0
     if credit.get("baseline") != "none" and wanted.min_group != 1:  # no advantage is a raw return
         for group in batch.used:
-            assert sum(row["advantages"].sum() for row in group.rows) == pytest.approx(0.0, abs=1e-6)
+            assert sum(row.advantages.sum() for row in group.rows) == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("credit", [{}, {"method": "outcome", "baseline": "mean"}])
 async def test_groups_of_one_by_the_spec_train(credit: dict[str, Any]) -> None:
     spec, wanted = spec_of(dynamic_sampling=False)
     rewards = spec.rewards.model_copy(update={"credit": read_credit(credit)})
-    builder = RowBuilder(spec.model_copy(update={"rewards": rewards}), wanted, None)
+    builder = GroupBuilder(spec.model_copy(update={"rewards": rewards}), wanted, None)
     group = builder.group(0, "t0", 0, [make_trajectory(TASKS[0], 0, 1.0)], samples=1)
     assert (len(group.rows), group.small) == (1, False)
 
@@ -249,10 +249,10 @@ async def test_what_is_no_fault_of_the_policys_never_trains() -> None:
     broken = Failure(kind="tool_timeout", blame="tool", message="no")
     fake = FakeRunner(lambda task, sample: broken if sample == 0 else float(sample == 1), lambda *_: 1)
     batch = await collector_of(fake, samples=3).batch()
-    assert sorted({row["episode_id"] for row in batch.rows}) == ["t0/1", "t0/2", "t1/1", "t1/2"]
+    assert sorted({row.episode.episode_id for row in batch.rows}) == ["t0/1", "t0/2", "t1/1", "t1/2"]
     assert batch.metrics()["episodes/masked"] == 2.0
     # the two others are each other's baseline: the broken one has no part in it
-    assert [row["advantages"][3] > 0 for row in batch.rows] == [True, False, True, False]
+    assert [row.on_tokens(row.advantages)[3] > 0 for row in batch.rows] == [True, False, True, False]
 
 
 async def test_the_engines_own_fault_stops_no_other_and_the_stores_stops_all() -> None:
@@ -375,32 +375,32 @@ def test_bonuses_are_added_to_sampled_tokens_alone() -> None:
         advantage_bonuses=[{"use": f"{__name__}:doubled", "with": {"scale": 0.5}, "coefficient": 2.0}]
     )
     group = [make_trajectory(TASKS[0], sample, float(sample)) for sample in range(2)]
-    plain = RowBuilder(spec, spec_of()[1], None).rows(group)
-    rows = RowBuilder(spec, wanted, None).rows(group)
-    added = [row["advantages"] - before["advantages"] for row, before in zip(rows, plain, strict=True)]
+    plain = GroupBuilder(spec, spec_of()[1], None).rows(group)
+    rows = GroupBuilder(spec, wanted, None).rows(group)
+    added = [row.on_tokens(row.advantages - before.advantages) for row, before in zip(rows, plain, strict=True)]
     assert [each.tolist() for each in added] == [[0, 0, 0, 3, 4]] * 2
     with pytest.raises(TrainError, match=r"must return one finite number for each of the row's 5 tokens"):
-        RowBuilder(spec, spec_of(advantage_bonuses=[{"use": f"{__name__}:nothing"}])[1], None).rows(group)
+        GroupBuilder(spec, spec_of(advantage_bonuses=[{"use": f"{__name__}:nothing"}])[1], None).rows(group)
 
 
 def test_advantages_of_a_batch_to_mean_0_and_deviation_1() -> None:
-    def row(mask: list[int], values: list[float]) -> dict[str, Any]:
-        return {"loss_mask": np.array(mask), "advantages": np.array(values, np.float32)}
+    def whitened(*rows: list[float]) -> list[np.ndarray]:
+        return whitened_advantages([np.array(of_row, np.float32) for of_row in rows])
 
-    found = whitened_advantages([row([0, 1, 1], [9, 1, 3]), row([1], [5])])
+    found = whitened([1, 3], [5])
     spread = (8 / 3) ** 0.5
-    np.testing.assert_allclose(found[0], [0, -2 / spread, 0], atol=1e-6)
+    np.testing.assert_allclose(found[0], [-2 / spread, 0], atol=1e-6)
     np.testing.assert_allclose(found[1], [2 / spread], atol=1e-6)
-    assert [each.tolist() for each in whitened_advantages([row([1, 1], [2, 2])])] == [[0, 0]]
-    assert whitened_advantages([row([0], [0])])[0].tolist() == [0.0]
+    assert [each.tolist() for each in whitened([2, 2])] == [[0, 0]]
+    assert whitened([])[0].tolist() == []
 
 
 def test_staleness_is_counted_by_token() -> None:
     trajectory = make_trajectory(TASKS[0], 0, 1.0, version=3)
     other = make_trajectory(TASKS[0], 1, 0.0, version=4)
     spec, wanted = spec_of()
-    rows = RowBuilder(spec, wanted, None).rows([trajectory, other])
-    rows[1]["weight_versions"][4] = 5
+    rows = GroupBuilder(spec, wanted, None).rows([trajectory, other])
+    rows[1].branch.weight_versions[4] = 5
     batch = Batch(5, [Group(0, "t0", 3, [trajectory, other], rows)])
     told = batch.metrics()
     assert (told["staleness/max"], told["staleness/mean"]) == (2.0, (2 + 2 + 1 + 0) / 4)

@@ -100,7 +100,7 @@ async def test_the_loss_is_the_cross_entropy_of_the_trained_tokens(
     expected = []
     for step in range(3):
         rows = data.rows(data.batch(step, None))
-        assert len({row["episode_id"] for row in rows}) == 5
+        assert len({row.episode.episode_id for row in rows}) == 5
         with torch.no_grad():
             expected.append((step + 1, -float(plain(model, rows, vocab=vocab)[0].mean())))
     for (step, loss), (wanted_step, wanted) in zip(losses(trainer), expected, strict=True):
@@ -123,12 +123,13 @@ def test_an_epoch_has_each_sampled_token_of_the_good_episodes_once(sft_spec: Any
     for epoch in range(2):
         found = data.rows(range(epoch * len(data), (epoch + 1) * len(data)))
         wanted = sorted((row["episode_id"], row["branch"], row["input_ids"].tolist()) for row in good)
-        assert sorted((row["episode_id"], row["branch"], row["input_ids"].tolist()) for row in found) == wanted
-        assert sum(int(row["loss_mask"].sum()) for row in found) == data.tokens
+        identities = [(row.episode.episode_id, row.branch.index, row.branch.input_ids.tolist()) for row in found]
+        assert sorted(identities) == wanted
+        assert sum(len(row.places) for row in found) == data.tokens
     assert data.left_out == {f"reward below {middle:g}": len(rows) - len(good)}
     assert data.batch(0, None) == [0, 1, 2, 3, 4]
-    assert [row["episode_id"] for row in data.rows(range(len(data)))] != [
-        row["episode_id"] for row in data.rows(range(len(data), 2 * len(data)))
+    assert [row.episode.episode_id for row in data.rows(range(len(data)))] != [
+        row.episode.episode_id for row in data.rows(range(len(data), 2 * len(data)))
     ]
 
 
@@ -299,9 +300,9 @@ def test_kind_and_data_belong_together(train: dict[str, Any], words: str, tmp_pa
 def test_rows_are_read_from_their_files(sft_spec: Any) -> None:
     data = demonstrations(load_spec(sft_spec()))
     first = data.rows([0])[0]
-    assert first["advantages"].tolist() == first["loss_mask"].tolist()
-    assert first["logprobs"].tolist() == [0.0] * len(first["input_ids"])
-    assert first["input_ids"].dtype == np.int32
+    assert first.advantages.tolist() == [1.0] * int(first.branch.loss_mask.sum())
+    assert first.branch.logprobs.tolist() == [0.0] * len(first.branch.input_ids)
+    assert first.branch.input_ids.dtype == np.int32
 
 
 @pytest.fixture(scope="session")
@@ -326,7 +327,7 @@ async def test_rows_for_fine_tuning_are_trained_on_with_their_masks(
     data = demonstrations(trainer.loaded)
     rows = data.rows(data.batch(0, None))
     assert data.left_out == {}
-    assert {int(turn) for row in rows for turn in row["turn_ids"][row["loss_mask"] == 1]} == {1}
+    assert {int(turn) for row in rows for turn in row.branch.turn_ids[row.places]} == {1}
     assert len(losses(trainer)) == 1
 
 
@@ -364,8 +365,8 @@ async def test_loss_and_update_are_those_of_trl(sft_spec: Any, tiny_model_dir: P
     rows = demonstrations(ours.loaded).rows(range(24))
     examples = [
         {
-            "input_ids": row["input_ids"].tolist(),
-            "labels": np.where(row["loss_mask"] == 1, row["input_ids"], -100).tolist(),
+            "input_ids": row.branch.input_ids.tolist(),
+            "labels": np.where(row.loss_mask() == 1, row.branch.input_ids, -100).tolist(),
         }
         for row in rows
     ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
+from training_rows import row_of
 
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
@@ -55,17 +56,18 @@ def told_by(
     if not process_group.main:
         learner.follow()
         return {}, {}, encoded
-    rows: list[dict[str, Any]] = [
-        row | {"advantages": row["loss_mask"] * (1.0 + number)} for number, row in enumerate(read_rows(path))
-    ]
-    text = rows[0]["images"][0]["start"]  # one row, and one pass, that sees nothing: what stands before an image
-    blind = {name: value[:text] for name, value in rows[0].items() if hasattr(value, "shape")}
-    blind |= {"images": [], "episode_id": "blind", "task_id": rows[0]["task_id"]}
-    blind["loss_mask"] = blind["loss_mask"] * 0 + 1
-    blind["loss_mask"][0] = 0
-    blind["advantages"] = blind["loss_mask"] * 0.5
+    columns = list(read_rows(path))
+    rows = [row_of(row, advantages=row["loss_mask"] * (1.0 + number)) for number, row in enumerate(columns)]
+    text = columns[0]["images"][0]["start"]  # one row, and one pass, that sees nothing: what stands before an image
+    mask = np.arange(text) > 0
+    blind = row_of(
+        {name: value[:text] for name, value in columns[0].items() if hasattr(value, "shape")},
+        episode_id="blind", task_id=columns[0]["task_id"], loss_mask=mask, advantages=mask * 0.5, turn_rewards=np.zeros(0),
+    )  # fmt: skip
     # By cost: two passes that see, then one that sees beside the one that does not.
-    told = learner.step([*rows, rows[0] | {"episode_id": "again"}, blind], 0)
+    told = learner.step(
+        [*rows, row_of(columns[0], advantages=columns[0]["loss_mask"] * 1.0, episode_id="again"), blind], 0
+    )
     weights = {name: tensor.detach().clone().contiguous() for name, tensor in learner.policy.weights().items()}
     return told, weights, encoded
 

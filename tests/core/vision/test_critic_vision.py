@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from test_policy_vision import gallery_rows
+from training_rows import with_branch
 
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.credit import GaeCredit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
+from engine.store.rows.row import RowCredit
 from engine.train.critic import Critic
 from engine.train.distributed import SingleProcessGroup
 from engine.train.learner import Learner
@@ -27,8 +30,9 @@ async def test_values_of_rows_with_images(kind: str, make_spec: Any, run_spec: A
     for number, row in enumerate(rows):
         ledger = Ledger()
         ledger.post(RewardEvent(turn=1, value=float(number)), 1)
-        row |= {"group": {row["episode_id"]: Member(ledger.seal(len(row["turn_rewards"])))}, "cut": number == 0}
-        row["advantages"] = np.zeros(len(row["input_ids"]), np.float32)
+        members = {row.episode.episode_id: Member(ledger.seal(len(row.episode.turn_rewards)))}
+        credit = RowCredit(members=members, needs_values=True, cut=number == 0)
+        rows[number] = replace(row, credit=credit, advantages=np.zeros_like(row.advantages))
     learners, told = [], []
     for most in (1, 8192):
         spec = TrainSpec.model_validate(
@@ -48,9 +52,9 @@ async def test_values_of_rows_with_images(kind: str, make_spec: Any, run_spec: A
     assert told[0] == pytest.approx(told[1], rel=1e-3, abs=1e-5)
     whole = learners[1]
     values = whole._values(rows)
-    assert len(values[0]) == int(rows[0]["loss_mask"].sum()) + 1
-    other = [image["image"] for row in rows for image in row["images"]][-1]
-    first = dict(rows[0]["images"][0])
-    if first["image"] != other:  # of one size: only the pixels differ
-        swapped = rows[0] | {"images": [first | {"image": other}, *rows[0]["images"][1:]]}
+    assert len(values[0]) == len(rows[0].places) + 1
+    other = [image.image for row in rows for image in row.branch.images][-1]
+    first, *rest = rows[0].branch.images
+    if first.image != other:  # of one size: only the pixels differ
+        swapped = with_branch(rows[0], images=[replace(first, image=other), *rest])
         assert not np.allclose(whole._values([swapped])[0], values[0], atol=1e-6)

@@ -14,13 +14,14 @@ from test_policy_vision import open_policy
 from vision_code import FIRST, SECOND, THIRD
 
 from engine.schemas.model import ModelSpec
+from engine.schemas.trajectory import ImageSpan
+from engine.store.rows.row import TrainingRow
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
 from engine.tokens.vision import Vision
 from engine.train.packing import Pack, pack_rows
 from engine.train.policy import Policy
 
-Row = dict[str, Any]
 Part = str | bytes
 FOREST: list[list[Part]] = [
     ["one", FIRST, "a question about it", "REPLY", SECOND, "and then", "OTHER"],
@@ -37,7 +38,7 @@ MODES: dict[str, dict[str, Any]] = {
     "LoRA and gradient checkpointing": {"lora": {"rank": 2}, "memory": {"gradient_checkpointing": True}},
     "a frozen tower": {"freeze": ["visual|vision_model|connector"]},
 }
-FORMS: dict[str, Callable[[Sequence[Row]], list[Pack]]] = {
+FORMS: dict[str, Callable[[Sequence[TrainingRow]], list[Pack]]] = {
     "one pack, shared prefixes": lambda rows: pack_rows(rows, 10_000, share_prefixes=True, min_shared_tokens=1),
     "one pack": lambda rows: pack_rows(rows, 10_000, share_prefixes=False),
     "micro-batches": lambda rows: pack_rows(rows, 90, share_prefixes=True, min_shared_tokens=1),
@@ -45,7 +46,7 @@ FORMS: dict[str, Callable[[Sequence[Row]], list[Pack]]] = {
 }
 
 
-def row_of(vision: Vision, parts: Sequence[Part], name: Callable[[bytes], str]) -> Row:
+def row_of(vision: Vision, parts: Sequence[Part], name: Callable[[bytes], str]) -> TrainingRow:
     """A row; `name` gives the digest under which an image is shown."""
     text = np.setdiff1d(np.arange(20, 220), vision.banned)
     pieces: list[np.ndarray] = []
@@ -58,17 +59,13 @@ def row_of(vision: Vision, parts: Sequence[Part], name: Callable[[bytes], str]) 
             vision.bank.put(digest, part, "image/png")
             picture = vision.bank.picture(digest)
             ids = picture.ids
-            placed.append({"image": digest, "start": start, "end": start + len(ids), "grid": picture.grid})
+            placed.append(ImageSpan(image=digest, start=start, end=start + len(ids), grid=list(picture.grid)))
         pieces.append(ids)
         start += len(ids)
     trained = [
         np.full(len(ids), isinstance(part, str) and part.isupper()) for part, ids in zip(parts, pieces, strict=True)
     ]
-    return {
-        "input_ids": np.concatenate(pieces).astype(np.int32),
-        "loss_mask": np.concatenate(trained).astype(np.int32),
-        "images": placed,
-    }
+    return TrainingRow.of_tokens(np.concatenate(pieces), np.concatenate(trained), images=placed)
 
 
 def opened(folder: Path, **spec: Any) -> tuple[Policy, list[int]]:

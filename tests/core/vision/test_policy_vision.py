@@ -9,12 +9,14 @@ import torch
 import vision_kit
 from slow_cases import slow_but
 from test_vision_episodes import GALLERY
+from training_rows import row_of
 from transformers import AutoModelForImageTextToText
 
 from engine.errors import TrainError
 from engine.schemas.train import TrainSpec
 from engine.store.loader import beside, collate, forward_inputs, read_rows, vision_of, with_image_files
-from engine.store.rows.export import export_rows, write_jsonl
+from engine.store.rows.export import training_rows, write_jsonl
+from engine.store.rows.row import TrainingRow
 from engine.tokens.vision import Vision
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
@@ -27,20 +29,20 @@ def open_policy(folder: Path, vision: Vision | None, **spec: Any) -> Policy:
     )
 
 
-async def gallery_rows(make_spec: Any, run_spec: Any, family: str) -> tuple[list[dict[str, Any]], Vision]:
+async def gallery_rows(make_spec: Any, run_spec: Any, family: str) -> tuple[list[TrainingRow], Vision]:
     """Rows of one task, two samples: the first image is in the prompt, and after each reply there are others."""
     rollout = {"seed": 7, "samples_per_task": 2}
     limits = {"turn_tokens": 5}
     ran = await run_spec(make_spec(family, rollout=rollout, limits=limits, **GALLERY))
     vision = vision_of(ran.store)
     assert vision is not None
-    return list(export_rows(ran.store)), vision
+    return list(training_rows(ran.store)), vision
 
 
-def plain_gradients(folder: Path, rows: list[dict[str, Any]], vision: Vision) -> dict[str, torch.Tensor | None]:
+def plain_gradients(folder: Path, rows: list[TrainingRow], vision: Vision) -> dict[str, torch.Tensor | None]:
     """Of the sum of the log-probs, by one padded pass of transformers' own."""
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    batch = collate(rows, vision, pad_id=0)
+    batch = collate([row.columns() for row in rows], vision, pad_id=0)
     logits = model(**forward_inputs(batch)).logits[:, :-1]
     logits[..., batch["banned_token_ids"]] = float("-inf")
     sampled = batch["loss_mask"][:, 1:] == 1
@@ -56,10 +58,10 @@ async def test_rows_with_images_have_the_samplers_log_probs_and_plain_gradients(
     policy = open_policy(vlm(family), vision)
     for max_tokens_per_microbatch in (1, 8192):
         found = recompute(policy, rows, max_tokens_per_microbatch)
-        assert found.tokens == sum(int(row["loss_mask"].sum()) for row in rows)
+        assert found.tokens == sum(len(row.places) for row in rows)
         assert found.largest < 1e-4
     (pack,) = pack_rows(rows, 100_000, share_prefixes=True)
-    assert len(pack.images) == sum(len(row["images"]) for row in rows) - 1
+    assert len(pack.images) == sum(len(row.branch.images) for row in rows) - 1
     seen: list[Any] = []
     spy = policy.model.base_model.get_image_features
     policy.model.base_model.get_image_features = lambda **inputs: seen.append(inputs) or spy(**inputs)
@@ -83,8 +85,8 @@ async def test_files_without_a_vision_and_in_mixed_precision(
 ) -> None:
     rows, vision = await gallery_rows(make_spec, run_spec, "qwen2_5_vl")
     path = tmp_path / "rows.jsonl"
-    write_jsonl(with_image_files(rows, path, lambda: vision), path)
-    loaded = list(read_rows(path))
+    write_jsonl(with_image_files((row.columns() for row in rows), path, lambda: vision), path)
+    loaded = list(map(row_of, read_rows(path)))
     policy = open_policy(
         vlm("qwen2_5_vl"), beside(vision, path), precision="mixed", memory={"gradient_checkpointing": True}
     )

@@ -13,17 +13,18 @@ from transformers import AutoModelForImageTextToText
 
 from engine.backends.local.vision import VisionModel, place_images
 from engine.store.loader import collate, forward_inputs
+from engine.store.rows.row import TrainingRow
 from engine.train.packing import pack_rows
 from engine.train.policy_vision import vision_inputs
 
 MROPE = ("qwen2_5_vl", "qwen3_vl")
 
 
-def by_the_definition(row: dict[str, Any], placeholder: int, merge: int) -> np.ndarray:
+def by_the_definition(row: TrainingRow, placeholder: int, merge: int) -> np.ndarray:
     """[3, tokens]: text counts on in all three; an image's tokens keep time, and count rows and columns (Qwen2-VL, 2.1)."""
-    grids = [image["grid"] for image in row["images"]]
+    grids = [list(image.grid) for image in row.branch.images]
     found, after, at = [], 0, 0
-    ids = np.asarray(row["input_ids"])
+    ids = row.branch.input_ids
     while at < len(ids):
         if ids[at] != placeholder:
             found.append(np.full((3, 1), after))
@@ -41,7 +42,7 @@ async def test_positions_are_those_that_the_model_computes_itself(
     make_spec: Any, run_spec: Any, vlm: Any, family: str
 ) -> None:
     rows, vision = await gallery_rows(make_spec, run_spec, family)
-    assert max(len(row["images"]) for row in rows) == 4
+    assert max(len(row.branch.images) for row in rows) == 4
     model: Any = AutoModelForImageTextToText.from_pretrained(vlm(family), dtype=torch.float32).eval()
     text = next(
         module for name, module in model.named_modules() if name in ("model.language_model", "model.text_model")
@@ -62,16 +63,16 @@ async def test_positions_are_those_that_the_model_computes_itself(
     for number, row in enumerate(rows):
         seen.clear()
         with torch.no_grad():
-            model(**forward_inputs(collate([row], vision, pad_id=0)))
-        own = seen[0].reshape(-1, len(row["input_ids"]))[-len(packed) :]
+            model(**forward_inputs(collate([row.columns()], vision, pad_id=0)))
+        own = seen[0].reshape(-1, len(row.branch.input_ids))[-len(packed) :]
         assert own.shape[0] == 3
         merge = vision.processor.image_processor.merge_size
         np.testing.assert_array_equal(own.numpy(), by_the_definition(row, vision.placeholder_id, merge))
         placed = place_images(
             vision,
-            np.asarray(row["input_ids"], np.int32),
-            [image["image"] for image in row["images"]],
-            [(image["start"], image["end"]) for image in row["images"]],
+            row.branch.input_ids,
+            [image.image for image in row.branch.images],
+            [(image.start, image.end) for image in row.branch.images],
             {},
         )
         assert placed is not None

@@ -76,7 +76,8 @@ async def test_two_processes_train_a_model_that_sees(
     done = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, *launch, *arguments],
-        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ
+        | {"PYTHONPATH": f"{root}:{root / 'tests/kit'}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=140,

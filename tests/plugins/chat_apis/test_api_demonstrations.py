@@ -92,7 +92,7 @@ def test_episodes_of_an_api_are_trained_on(tiny_model_dir: Path, tmp_path: Path)
 def test_a_turn_with_a_malformed_call_is_not_trained(tiny_model_dir: Path, tmp_path: Path) -> None:
     exported(tmp_path, tiny_model_dir, broken=True)
     data = Demonstrations(load_spec(sft_spec(tmp_path, tiny_model_dir)))
-    assert {int(turn) for row in data.rows(range(3)) for turn in row["turn_ids"]} == {-1, 1}
+    assert {int(turn) for row in data.rows(range(3)) for turn in row.branch.turn_ids} == {-1, 1}
 
 
 QUESTION = {"role": "user", "content": "What is 17 plus 4?"}

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from book_kit import call
+from training_rows import sft_columns
 
 from engine.schemas.message import Message
-from engine.store.sft_rows import SftSelection, sft_rows, shown_messages
+from engine.store.sft_rows import SftSelection, shown_messages
 
 POLICY_SUMMARY = {
     "chunks": "history",
@@ -45,7 +46,7 @@ async def test_messages_are_what_the_model_was_shown(play: Any, condense: dict[s
     trajectory = ran.only
     assert trajectory.condensations
     schemas = ran.runner._factory.object_builder.shared_toolbox.schemas
-    rows = list(sft_rows(ran.store, SftSelection()))
+    rows = list(sft_columns(ran.store, SftSelection()))
     assert len(rows) == len(trajectory.branches) > 1
     trained: Counter[int] = Counter()
     for row, branch in zip(rows, trajectory.branches, strict=True):

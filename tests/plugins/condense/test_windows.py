@@ -28,7 +28,7 @@ from engine.runner.replay import Replayer
 from engine.runner.run import Runner
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
-from engine.store.rows.export import export_rows
+from engine.store.rows.export import training_rows
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
 from engine.train.packing import pack_rows
@@ -185,10 +185,10 @@ async def test_log_probs_and_positions_right_after_an_image_is_gone(
     ran = await run_spec(make_spec(family, **changes))
     check_once(ran)
     assert shown(ran, 7) == [[0, 1, 2], [2, 3, 4], [4, 5, 6]]
-    rows, vision = list(export_rows(ran.store)), ran.vision
+    rows, vision = list(training_rows(ran.store)), ran.vision
     policy = open_policy(vlm(family), vision)
     found = recompute(policy, rows, 8192)
-    assert found.tokens == sum(int(row["loss_mask"].sum()) for row in rows) == ran.only.counts["sampled_tokens"]
+    assert found.tokens == sum(len(row.places) for row in rows) == ran.only.counts["sampled_tokens"]
     assert found.largest < 1e-5
     (pack,) = pack_rows(rows, 100_000, share_prefixes=True)
     with vision_inputs(policy.net.model, vision, pack, torch.device("cpu"), torch.float32) as inputs:
@@ -203,9 +203,9 @@ async def test_log_probs_and_positions_right_after_an_image_is_gone(
         np.testing.assert_array_equal(packed.reshape(-1, pack.tokens)[:, places].numpy(), wanted[:, : len(places)])
         placed = place_images(
             vision,
-            np.asarray(row["input_ids"], np.int32),
-            [image["image"] for image in row["images"]],
-            [(image["start"], image["end"]) for image in row["images"]],
+            row.branch.input_ids,
+            [image.image for image in row.branch.images],
+            [(image.start, image.end) for image in row.branch.images],
             {},
         )
         assert placed is not None

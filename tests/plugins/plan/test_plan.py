@@ -149,7 +149,11 @@ def test_no_process_of_several_ever_holds_the_whole_model(tmp_path: Path) -> Non
     done = subprocess.run(
         [*command, str(HERE / "loading_worker.py"), str(tmp_path)],
         env=os.environ
-        | {"PYTHONPATH": f"{root}:{root / 'tests/core/train'}", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        | {
+            "PYTHONPATH": f"{root}:{root / 'tests/core/train'}:{root / 'tests/kit'}",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
         capture_output=True,
         text=True,
         timeout=120,

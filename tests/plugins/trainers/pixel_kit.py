@@ -16,7 +16,7 @@ from engine.schemas.message import Message, TextPart, image_part
 from engine.schemas.reward import RewardEvent
 
 if TYPE_CHECKING:
-    from engine.store.rows.export import Row
+    from engine.store.rows.columns import Columns
 
 WINDOW: dict[str, Any] = {
     "condense": {"keep": {"images": "last 2", "step": 1}, "opening": True},
@@ -91,9 +91,8 @@ def write_spec(
     return path
 
 
-def rows_and_vision(store: Path, folder: Path) -> tuple[list[Row], Any]:
+def rows_and_vision(store: Path, folder: Path) -> tuple[list[Columns], Any]:
     """The trainable rows of a run store, and the model's image processing with their images in its bank."""
-    from engine.plugins.trainers.handover import images_of
     from engine.schemas.model import ModelSpec
     from engine.store.rows.export import export_rows
     from engine.store.store import RunStore
@@ -103,7 +102,7 @@ def rows_and_vision(store: Path, folder: Path) -> tuple[list[Row], Any]:
     rows = [row for row in export_rows(run) if row["trainable"]]
     vision = load_format(ModelSpec(path=str(folder)), folder).vision
     assert vision is not None
-    for digest in {each for row in rows for each in images_of(row)}:
+    for digest in {digest for row in rows for digest in images_of(row)}:
         vision.bank.put(digest, run.image(digest).data, "image/png")
     return rows, vision
 
@@ -116,7 +115,7 @@ def _model(folder: Path) -> Any:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def own_logprobs(folder: Path, row: Row, vision: Any) -> np.ndarray:
+def own_logprobs(folder: Path, row: Columns, vision: Any) -> np.ndarray:
     """The log-probs of a row's trained tokens by the batch and the inputs of `engine train`, float32 [trained]."""
     import torch
 
@@ -130,9 +129,13 @@ def own_logprobs(folder: Path, row: Row, vision: Any) -> np.ndarray:
     return found
 
 
-def own_checksums(row: Row, vision: Any) -> list[int]:
+def images_of(row: Columns) -> list[str]:
+    """The digests of a row's images, in order."""
+    return [image["image"] for image in row["images"]]
+
+
+def own_checksums(row: Columns, vision: Any) -> list[int]:
     """`checksum` of each image of a row by the model's own processor."""
-    from engine.plugins.trainers.handover import images_of
     from engine.plugins.trainers.pixels import checksums_of
 
     return checksums_of(vision.tensors([images_of(row)]))

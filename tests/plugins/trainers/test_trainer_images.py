@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import vision_kit
+from training_rows import row_of
 
 from engine.errors import BackendError, TrainError
 from engine.plugins.trainers import areal, skyrl
@@ -30,6 +31,7 @@ from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart
 from engine.schemas.model import ModelSpec
+from engine.store.rows.row import TrainingRow
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
 
@@ -52,23 +54,20 @@ def episodes(form: Any, folder: Path) -> Any:
     return SimpleNamespace(spec=spec, context=None, format=form, pixels=Pixels(form.vision, folder))
 
 
-def row(seen: Sequence[int] = (8,), images: Sequence[str] = ()) -> dict[str, Any]:
+def row(
+    seen: Sequence[int] = (8,), images: Sequence[str] = (), after: Sequence[int] = (10,), **more: Any
+) -> TrainingRow:
     """A row whose two trained tokens are around the tokens of an image, or around one token."""
     count = len(seen)
-    return {
-        "input_ids": np.array([5, 6, 7, *seen, 9, 10], np.int32),
-        "loss_mask": np.array([0, 0, 1, *[0] * count, 1, 0], np.int8),
-        "logprobs": np.full(5 + count, -0.5, np.float32),
-        "weight_versions": np.array([-1, -1, 2, *[-1] * count, 3, -1], np.int32),
+    columns: dict[str, Any] = {
+        "input_ids": [5, 6, 7, *seen, 9, *after],
+        "loss_mask": [0, 0, 1, *[0] * count, 1, *[0] * len(after)],
+        "logprobs": [-0.5] * (4 + count + len(after)),
+        "weight_versions": [-1, -1, 2, *[-1] * count, 3, *[-1] * len(after)],
+        "advantages": [9, 9, 1.5, *[9] * count, -2.0, *[9] * len(after)],
         "images": [{"image": digest} for digest in images],
     }
-
-
-def given(each: dict[str, Any]) -> np.ndarray:
-    """Advantages; 9 where nothing is trained."""
-    found = np.full(len(each["input_ids"]), 9, np.float32)
-    found[each["loss_mask"] == 1] = 1.5, -2.0
-    return found
+    return row_of(columns, **more)
 
 
 @pytest.mark.slow
@@ -76,7 +75,7 @@ def test_image_tensors_of_each_row(tmp_path: Path) -> None:
     pixels, digest = seeing(tmp_path / "model", "qwen2_5_vl")
     rows = [row(pixels.vision.bank.picture(digest).ids.tolist(), [digest]), row()]
     whole = pixels.vision.tensors([[digest]])
-    handed = [HandedRow.of(each, given(each)) for each in rows]
+    handed = [HandedRow.of(each) for each in rows]
     output = skyrl.generator_output([handed[0], handed[0]], pixels=pixels)
     for name in ("pixel_values", "image_grid_thw"):
         first, second = output[name]
@@ -85,7 +84,7 @@ def test_image_tensors_of_each_row(tmp_path: Path) -> None:
     assert output["rewards"] == [[1.5, *[0.0] * 4, -2.0, 0.0]] * 2
     assert "pixel_values" not in skyrl.generator_output([handed[1]], pixels=pixels)
 
-    made = areal.trajectory(rows, [given(each) for each in rows], [1.0, 0.0], actor=ACTOR, pixels=pixels)
+    made = areal.trajectory(rows, [1.0, 0.0], actor=ACTOR, pixels=pixels)
     first, second = pickle.loads(pickle.dumps(made["multi_modal_input"]))
     assert isinstance(first, dict)
     assert list(first) == list(whole)
@@ -96,12 +95,12 @@ def test_image_tensors_of_each_row(tmp_path: Path) -> None:
     assert second["image_grid_thw"].shape == (0, 3)
     assert second.get("pixel_values") is None
     assert made["mm_token_type_ids"].tolist() == [[0, 0, 0, 1, 1, 1, 1, 0, 0], [0] * 9]
-    assert made["engine_images"].tolist() == [pixels.sum(rows[0]["input_ids"], (digest,)), 0]
+    assert made["engine_images"].tolist() == [pixels.sum(rows[0].branch.input_ids, (digest,)), 0]
 
 
 def test_rows_without_trained_tokens_show_the_images_of_another() -> None:
     """SkyRL's model takes no micro-batch without patches; trained rows of both kinds are refused."""
-    shown, blind = (HandedRow.of(row(images=images), given(row())) for images in (["a"], []))
+    shown, blind = (HandedRow.of(row(images=images)) for images in (["a"], []))
     first, second = skyrl.handover.filled([HandedRow.empty(3), shown])
     assert second == shown
     assert (first.prompt_ids, first.completion_ids, first.images) == (shown.prompt_ids, shown.completion_ids, ("a",))
@@ -115,7 +114,7 @@ def test_rows_without_trained_tokens_show_the_images_of_another() -> None:
 def test_experts_of_each_row() -> None:
     """They begin with the first token of the prompt, and rows without them have an empty list."""
     experts = np.arange(10, dtype=np.uint8).reshape(5, 1, 2)
-    with_experts = HandedRow.of(row() | {"routed_experts": experts}, given(row()))
+    with_experts = HandedRow.of(row(routed_experts=experts))
     found = skyrl.generator_output([with_experts, HandedRow.empty(3)])
     assert found["rollout_expert_indices"] == [experts.tolist(), []]
     assert "rollout_expert_indices" not in skyrl.generator_output([HandedRow.empty(3)])
@@ -130,21 +129,20 @@ def test_families_that_skyrl_does_not_take_are_refused(tmp_path: Path) -> None:
 
 
 def test_rows_without_images_are_refused_where_several_processes_of_areal_train() -> None:
-    refuse_blind([row(images=["a"]) | {"episode_id": "e"}], 2)
+    refuse_blind([row(images=["a"], episode_id="e")], 2)
     with pytest.raises(TrainError, match="f has a row without an image, and AReaL's 2 training processes"):
-        refuse_blind([row(images=["a"]) | {"episode_id": "e"}, row() | {"episode_id": "f"}], 2)
+        refuse_blind([row(images=["a"], episode_id="e"), row(episode_id="f")], 2)
 
 
 def test_values_are_what_areal_subtracts() -> None:
     """Position t holds the value of token t + 1; the clipped reward is added at the last but one token."""
-    each = row()
-    short = {name: value[:5] for name, value in each.items()}
-    made = areal.trajectory([each, short], [given(each), given(each)[:5]], [30.0, 0.5], actor=ACTOR)
+    rows = [row(), row(after=())]
+    made = areal.trajectory(rows, [30.0, 0.5], actor=ACTOR)
     assert made["values"].tolist() == [[0.0, -1.5, 0.0, 2.0, 20.0, 0.0], [0.0, -1.5, 0.0, 2.5, 0.0, 0.0]]
     assert made["rewards"].tolist() == [30.0, 0.5]
     assert made["versions"].tolist() == [[-1, -1, 2, -1, 3, -1]] * 2
     assert made["attention_mask"].sum(1).tolist() == [6, 5]
-    sums = Sums.of_whole_rows([each, short], [given(each), given(each)[:5]])
+    sums = Sums.of_whole_rows(rows)
     assert (sums.tokens, sums.trained, sums.advantages) == (11, 4, 7.0)
 
 

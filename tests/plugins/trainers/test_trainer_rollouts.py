@@ -87,7 +87,7 @@ def test_a_group_of_one_episode_is_not_handed_over(tmp_path: Path, tiny_model_di
         try:
             batch = await rollouts.batch(["t0", "t1"], 2, 0)
             assert [(group.task_id, len(group.trajectories)) for group in batch.left_out] == [("t0", 2)]
-            assert {row["task_id"] for row in batch.rows} == {"t1"}
+            assert {row.episode.task_id for row in batch.rows} == {"t1"}
             assert batch.left_out[0].why_no_rows == "the group has fewer trainable episodes than `train.min_group`"
             (alone,) = [each for each in batch.left_out[0].trajectories if each.outcome.trainable]
             assert alone.episode_id == "t0/0"
@@ -109,7 +109,9 @@ def test_groups_are_whole_and_a_second_launch_gives_other_ids(tmp_path: Path, ti
             with pytest.raises(TrainError, match="'c' is not a task"):
                 await rollouts.group("c", 2, 0)
             batch = await rollouts.batch(["b", "b"], 2, 0)
-            assert [len(each) for each in rollouts.advantages(batch)] == [len(row["input_ids"]) for row in batch.rows]
+            assert [len(row.advantages) for _, row in rollouts.final_rows(batch)] == [
+                len(row.places) for row in batch.rows
+            ]
             return [[each.episode_id for each in group.trajectories] for group in batch.used]
         finally:
             await rollouts.close()

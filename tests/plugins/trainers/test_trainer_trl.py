@@ -14,6 +14,7 @@ import pytest
 import torch
 import vision_kit
 import yaml
+from training_rows import row_of
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from vision_code import MACHINE
 from written_specs import TALKS_ON_WHEN_CUT, save_spec
@@ -125,13 +126,13 @@ def plain_logprobs(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 def handed(seed: int) -> HandedRow:
     draw = np.random.default_rng(seed)
-    row = {
+    columns = {
         "input_ids": draw.integers(0, 100, 9, dtype=np.int32),
-        "loss_mask": np.array([0, 0, 0, 1, 1, 0, 0, 1, 0], np.int8),
+        "loss_mask": [0, 0, 0, 1, 1, 0, 0, 1, 0],
         "logprobs": -draw.random(9).astype(np.float32),
-        "images": [],
+        "advantages": draw.standard_normal(9),
     }
-    return HandedRow.of(row, draw.standard_normal(9).astype(np.float32))
+    return HandedRow.of(row_of(columns))
 
 
 def batch_of(rows: list[HandedRow]) -> dict[str, Any]:

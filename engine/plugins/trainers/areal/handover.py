@@ -24,7 +24,7 @@ CHANGES = "a filter, a critic, or an overridden method that changes rows, column
 
 if TYPE_CHECKING:
     from engine.plugins.trainers.pixels import Pixels, RowImages
-    from engine.store.rows.export import Row
+    from engine.store.rows.row import TrainingRow
 
 
 class ImageDict(dict[str, Any]):
@@ -50,8 +50,7 @@ class ImageDict(dict[str, Any]):
 
 
 def trajectory(
-    rows: Sequence[Row],
-    advantages: Sequence[np.ndarray],
+    rows: Sequence[TrainingRow],
     rewards: Sequence[float],
     *,
     actor: Any,
@@ -61,7 +60,6 @@ def trajectory(
 
     Args:
         rows: The rows.
-        advantages: Their advantages, float32 [tokens] each.
         rewards: The reward of each row's episode, for AReaL's logs.
         actor: AReaL's `PPOActorConfig`; `reward_bias`, `reward_scaling` and `reward_clip` change the reward that AReaL places.
         pixels: What makes the images of rows, if the model takes images. Then every trajectory has `multi_modal_input`
@@ -71,10 +69,9 @@ def trajectory(
         `input_ids` int32, `attention_mask` bool, `loss_mask` int32, `logprobs` float32, `versions` int32 (-1 on tokens that were not sampled) and
         `values` float32, all [rows, tokens]; `rewards` float32 [rows]; the columns `SUMS`.
     """
-    size = max(len(row["input_ids"]) for row in rows)
-    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-    trained = [row["loss_mask"] == 1 for row in rows]
-    values = _padded([-np.where(mask, of, 0.0) for mask, of in zip(trained, advantages, strict=True)], size, 0.0)
+    lengths = torch.tensor([len(row.branch.input_ids) for row in rows])
+    size = int(lengths.max())
+    values = _padded([-row.on_tokens(row.advantages) for row in rows], size, 0.0)
     values = torch.roll(values, -1, 1)  # position t holds what is of token t + 1
     given = torch.tensor(list(rewards), dtype=torch.float32)
     placed = torch.clip(
@@ -82,19 +79,19 @@ def trajectory(
     )
     values[torch.arange(len(rows)), torch.clip(lengths - 2, min=0)] += placed
     found: dict[str, Any] = {
-        "input_ids": _padded([row["input_ids"] for row in rows], size, 0).int(),
+        "input_ids": _padded([row.branch.input_ids for row in rows], size, 0).int(),
         "attention_mask": torch.arange(size)[None] < lengths[:, None],
-        "loss_mask": _padded(trained, size, 0).int(),
-        "logprobs": _padded([np.where(mask, row["logprobs"], 0.0) for mask, row in zip(trained, rows, strict=True)], size, 0.0),
-        "versions": _padded([row["weight_versions"] for row in rows], size, -1).int(),
+        "loss_mask": _padded([row.loss_mask() for row in rows], size, 0).int(),
+        "logprobs": _padded([row.on_tokens(row.branch.logprobs[row.places]) for row in rows], size, 0.0),
+        "versions": _padded([row.branch.weight_versions for row in rows], size, -1).int(),
         "values": values,
         "rewards": given,
     }  # fmt: skip
-    sums = [Sums.of_whole_rows([row], [of], pixels) for row, of in zip(rows, advantages, strict=True)]
+    sums = [Sums.of_whole_rows([row], pixels) for row in rows]
     for name, column in zip(SUMS, ("tokens", "trained", "advantages", "images"), strict=True):
         found[name] = torch.tensor([getattr(each, column) for each in sums], dtype=torch.float64)
     if pixels is not None:
-        found["multi_modal_input"] = [ImageDict(pixels.row(row["input_ids"], images_of(row))) for row in rows]
+        found["multi_modal_input"] = [ImageDict(pixels.row(row.branch.input_ids, images_of(row))) for row in rows]
         found["mm_token_type_ids"] = torch.tensor(pixels.vision.token_types(found["input_ids"].tolist()))
     return found
 

@@ -27,7 +27,7 @@ from engine.spec.load import load_spec
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
-    from engine.store.rows.export import Row
+    from engine.store.rows.row import TrainingRow
 
 log = structlog.get_logger(__name__)
 _REWARD = ("reward_bias", "reward_scaling", "reward_clip")
@@ -147,20 +147,19 @@ class EngineGroups:
         rewards = {each.episode_id: each.outcome.reward or 0.0 for each in group.trajectories}
         return trajectory(
             group.rows,
-            [row["advantages"] for row in group.rows],
-            [rewards[row["episode_id"]] for row in group.rows],
+            [rewards[row.episode.episode_id] for row in group.rows],
             actor=self._actor,
             pixels=rollouts.pixels,
         )
 
 
-def refuse_blind(rows: Sequence[Row], ranks: int) -> None:
+def refuse_blind(rows: Sequence[TrainingRow], ranks: int) -> None:
     """Refuse rows without images where several processes train, whose parts of the vision tower wait for each other.
 
     Raises:
         TrainError: kind `handover`.
     """
-    blind = next((row["episode_id"] for row in rows if not row["images"]), None)
+    blind = next((row.episode.episode_id for row in rows if not row.branch.images), None)
     if blind is not None:
         raise TrainError(
             f"{blind} has a row without an image, and AReaL's {ranks} training processes would wait for each other for "

@@ -81,8 +81,7 @@ class EngineEpisodes:
             self._started = True
         batch = await self._episodes.batch(groups, samples, self.backend.version)
         placed = one_row_each(
-            batch,
-            self._episodes.advantages(batch),
+            self._episodes.final_rows(batch),
             len(groups),
             samples,
             trainer="SkyRL",

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
-    from engine.train.batches import RowBuilder
+    from engine.train.batches import GroupBuilder
 
 _OPEN: dict[Settings, Episodes] = {}
 _OPENING = threading.Lock()
@@ -64,7 +64,7 @@ class Episodes(TrainerRollouts):
             return _OPEN[settings]
 
     @property
-    def rows(self) -> RowBuilder:
+    def rows(self) -> GroupBuilder:
         """Builds the rows of a group, with the credit of the spec."""
         return self._rows
 

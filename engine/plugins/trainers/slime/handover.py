@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from engine.errors import TrainError
-from engine.plugins.trainers.handover import HandedRow, Sums
+from engine.plugins.trainers.handover import HandedRow, Sums, final_rows
 from engine.plugins.trainers.slime.samples import origin_of
 
 _CHANGES = "a hook of slime that changes or drops samples or columns"
@@ -86,7 +86,7 @@ def _rows(args: Any, samples: Sequence[Any]) -> tuple[list[HandedRow | None], li
     from engine.plugins.trainers.slime.settings import Settings
     from engine.schemas.train import TrainSpec
     from engine.spec.load import load_spec
-    from engine.train.batches import RowBuilder, whitened_advantages
+    from engine.train.batches import GroupBuilder
 
     loaded = load_spec(Settings.read(args).spec)
     train = loaded.spec.train or TrainSpec()
@@ -101,14 +101,11 @@ def _rows(args: Any, samples: Sequence[Any]) -> tuple[list[HandedRow | None], li
     for origin in origins:
         if origin is not None and (ended := origin.trajectory) is not None:
             groups.setdefault(ended.task_id, {})[ended.episode_id] = ended
-    builder = RowBuilder(loaded.spec, train, loaded.base)
+    builder = GroupBuilder(loaded.spec, train, loaded.base)
     samples_per_task = loaded.spec.rollout.samples_per_task
     whole = [list(group.values()) for group in groups.values()]
     rows = [row for group in whole if not builder.is_small(group, samples_per_task) for row in builder.rows(group)]
-    values = whitened_advantages(rows) if train.advantage_norm == "batch" else [row["advantages"] for row in rows]
-    made = {
-        (row["episode_id"], row["branch"]): HandedRow.of(row, value) for row, value in zip(rows, values, strict=True)
-    }
+    made = {(row.episode.episode_id, row.branch.index): HandedRow.of(row) for row in final_rows(rows, train)}
     found: list[HandedRow | None] = []
     for sample, origin in zip(samples, origins, strict=True):
         assert origin is not None

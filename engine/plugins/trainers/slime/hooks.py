@@ -9,7 +9,7 @@ from engine.errors import TrainError
 from engine.plugins.trainers.slime.episodes import Episodes
 from engine.plugins.trainers.slime.samples import origin_of
 from engine.plugins.trainers.slime.settings import Settings
-from engine.train.batches import ZERO_ADVANTAGE
+from engine.train.batches import without_signal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,7 +134,7 @@ def _trajectories(group: Sequence[Sequence[Any]]) -> list[Trajectory]:
 
 def _without_signal(episodes: Episodes, ended: Sequence[Trajectory]) -> bool:
     """Whether every advantage of a group is 0."""
-    return all(abs(row["advantages"]).max(initial=0.0) <= ZERO_ADVANTAGE for row in episodes.rows.rows(ended))
+    return without_signal(episodes.rows.rows(ended))
 
 
 def _evaluated(args: Any, episodes: Episodes) -> dict[str, dict[str, list[Any]]]:

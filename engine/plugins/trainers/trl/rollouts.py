@@ -123,8 +123,7 @@ class EngineRollouts:
     def _handed(self, batch: Batch, groups: int, samples: int) -> list[HandedRow]:
         """One row for each prompt, in TRL's order."""
         placed = one_row_each(
-            batch,
-            self._episodes.advantages(batch),
+            self._episodes.final_rows(batch),
             groups,
             samples,
             trainer="TRL",

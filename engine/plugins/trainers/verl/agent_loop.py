@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from engine.plugins.trainers.pixels import Pixels
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
-    from engine.store.rows.export import Row
+    from engine.store.rows.row import TrainingRow
 
-    _Ended = tuple[Trajectory, list[Row], dict[str, str]]
+    _Ended = tuple[Trajectory, list[TrainingRow], dict[str, str]]
 
 _OPEN: dict[tuple[Path, Path], LoopEpisodes] = {}
 _OPENING = threading.Lock()
@@ -106,7 +106,7 @@ class EngineAgentLoop:
             await asyncio.to_thread(_add_images, outputs, rows, episodes.pixels, prefix, holders)
         return outputs if session else outputs[0]
 
-    def _refuse_rows(self, rows: list[Row], episode: str, session: bool) -> None:
+    def _refuse_rows(self, rows: list[TrainingRow], episode: str, session: bool) -> None:
         if len(rows) > 1 and (not session or of(self._config, "algorithm.adv_estimator") != "grpo"):
             raise TrainError(
                 f"{episode} has {len(rows)} rows, and verl takes several rows of an episode only in its V1 trainer, with adv_estimator=grpo. Use "
@@ -115,7 +115,7 @@ class EngineAgentLoop:
             )
         if session:
             return
-        handed = HandedRow.of(rows[0], rows[0]["advantages"])
+        handed = HandedRow.of(rows[0])
         for part, ids in (("prompt", handed.prompt_ids), ("response", handed.completion_ids)):
             setting = f"actor_rollout_ref.rollout.{part}_length"
             most = of(self._config, setting)
@@ -195,7 +195,7 @@ class LoopEpisodes(TrainerRollouts):
             )
         return found
 
-    def submit(self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]) -> Future[_Ended]:
+    def submit(self, columns: Mapping[str, Any], refuse: Callable[[list[TrainingRow], str], None]) -> Future[_Ended]:
         """Start an episode of the task that a row of verl's data set names; its result is the episode and its rows.
 
         In verl's V1 trainer it comes when all episodes of the prompt have ended: verl trains on what a failed prompt has, and would give
@@ -203,7 +203,7 @@ class LoopEpisodes(TrainerRollouts):
         """
         return self._loop.submit(self._rows_of(columns, refuse))
 
-    async def _rows_of(self, columns: Mapping[str, Any], refuse: Callable[[list[Row], str], None]) -> _Ended:
+    async def _rows_of(self, columns: Mapping[str, Any], refuse: Callable[[list[TrainingRow], str], None]) -> _Ended:
         task, number, prompt = self._place(columns)
         self._runner.live.total += 1
         usable = None
@@ -256,13 +256,13 @@ class LoopEpisodes(TrainerRollouts):
             self._own.release()
 
 
-def _output(row: Row, trajectory: Trajectory, *, named: bool) -> Any:
+def _output(row: TrainingRow, trajectory: Trajectory, *, named: bool) -> Any:
     """verl's AgentLoopOutput of a row. `named`: with rewards by name; verl's older trainer needs the same in all."""
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-    handed = HandedRow.of(row, row["advantages"])
+    handed = HandedRow.of(row)
     oldest, newest = versions_of_row(row)
-    experts = row["routed_experts"]
+    experts = row.branch.routed_experts
     return AgentLoopOutput(
         **({} if experts is None else {"routed_experts": experts.astype(np.int16)}),
         prompt_ids=handed.prompt_ids,
@@ -282,14 +282,16 @@ def _output(row: Row, trajectory: Trajectory, *, named: bool) -> Any:
             "episode_id": trajectory.episode_id,
             "min_global_steps": oldest,
             "max_global_steps": newest,
-            "turn_scores": row["turn_rewards"].tolist(),
+            "turn_scores": row.episode.turn_rewards.tolist(),
             "tool_rewards": [],
             "reward_extra_info": dict(trajectory.outcome.rewards) if named else {},
         },
     )
 
 
-def _add_images(outputs: list[Any], rows: list[Row], pixels: Pixels, prefix: str, holders: dict[str, str]) -> None:
+def _add_images(
+    outputs: list[Any], rows: list[TrainingRow], pixels: Pixels, prefix: str, holders: dict[str, str]
+) -> None:
     """Give verl's AgentLoopOutput of each row its images and positions; its worker, repaired by `fixes`, takes them
     as they are, and writes the rows under keys that begin with `prefix`."""
     for index, (output, row) in enumerate(zip(outputs, rows, strict=True)):

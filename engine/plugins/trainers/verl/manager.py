@@ -115,8 +115,7 @@ class EngineManager:
             group = await self._episodes.group(task, self._samples, step)
             if group.rows:
                 trajectories = {each.episode_id: each for each in group.trajectories}
-                advantages = [row["advantages"] for row in group.rows]
-                rows = uid, step, group.rows, advantages, trajectories, columns, self._episodes.pixels
+                rows = uid, step, group.rows, trajectories, columns, self._episodes.pixels
                 await asyncio.to_thread(lambda: _put(*group_rows(*rows)))
                 status = "finished"
             else:

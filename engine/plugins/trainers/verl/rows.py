@@ -22,7 +22,7 @@ from engine.tokens.images import PreparedImage
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
-    from engine.store.rows.export import Row
+    from engine.store.rows.row import TrainingRow
 
 COLUMN = "engine_advantages"
 """The column of the advantages, float32 [response]."""
@@ -60,17 +60,16 @@ class QueuedImages(dict[str, PreparedImage]):
 def group_rows(
     uid: str,
     step: int,
-    rows: Sequence[Row],
-    advantages: Sequence[np.ndarray],
+    rows: Sequence[TrainingRow],
     trajectories: Mapping[str, Trajectory],
     columns: Mapping[str, Any],
     pixels: Pixels | None = None,
 ) -> tuple[list[str], list[dict[str, Any]], list[dict[str, Any]]]:
     """The rows of a group as verl's trainer reads them: keys `{uid}_{sample}_{index}`, columns and tags of each.
 
-    `advantages`: float32 [tokens] each; `trajectories`: the episodes by id; `columns`: those of verl's data set.
+    `trajectories`: the episodes by id; `columns`: those of verl's data set.
     """
-    handed = [HandedRow.of(row, values) for row, values in zip(rows, advantages, strict=True)]
+    handed = list(map(HandedRow.of, rows))
     sums = Sums.of_rows(handed)
     totals = dict(zip(TAGS, (sums.tokens, sums.trained, sums.advantages), strict=True))
     names = sorted({name for each in trajectories.values() for name in each.outcome.rewards})
@@ -78,11 +77,11 @@ def group_rows(
     branches: dict[int, int] = {}
     holders: dict[str, str] = {}
     for row, each in zip(rows, handed, strict=True):
-        sample = row["sample_index"]
+        sample = row.episode.sample_index
         index = branches.get(sample, 0)
         branches[sample] = index + 1
         oldest, newest = versions_of_row(row)
-        trajectory = trajectories[row["episode_id"]]
+        trajectory = trajectories[row.episode.episode_id]
         keys.append(f"{uid}_{sample}_{index}")
         images = image_columns(row, pixels, keys[-1], holders)
         fields.append(
@@ -100,33 +99,33 @@ def group_rows(
                 "global_steps": step,
                 "min_global_steps": oldest,
                 "max_global_steps": newest,
-                IMAGES: row_sum(row["input_ids"], checksums_of(images["multi_modal_inputs"])),
+                IMAGES: row_sum(row.branch.input_ids, checksums_of(images["multi_modal_inputs"])),
             }
             | totals
         )
     return keys, fields, tags
 
 
-def image_columns(row: Row, pixels: Pixels | None, key: str, holders: dict[str, str]) -> dict[str, Any]:
+def image_columns(row: TrainingRow, pixels: Pixels | None, key: str, holders: dict[str, str]) -> dict[str, Any]:
     """The columns `multi_modal_inputs` and `position_ids` of a row, and `routed_experts` if the row has them.
 
     A model whose positions have four lines has them in all rows, since one column cannot hold both kinds.
     """
-    ids, digests = row["input_ids"], images_of(row)
+    ids, digests = row.branch.input_ids, images_of(row)
     columns: dict[str, Any] = {"multi_modal_inputs": {}, "position_ids": torch.arange(len(ids))}
     if pixels is not None:
         images = columns["multi_modal_inputs"] = pixels.row(ids, digests)
         images.images = QueuedImages(images.images, key, holders)
         columns["position_ids"] = pixels.positions(ids, digests)
-    if row["routed_experts"] is not None:
-        experts = torch.from_numpy(row["routed_experts"].astype(np.int16))
+    if row.branch.routed_experts is not None:
+        experts = torch.from_numpy(row.branch.routed_experts.astype(np.int16))
         columns["routed_experts"] = torch.nn.functional.pad(experts, (0, 0, 0, 0, 0, len(ids) - len(experts)))
     return columns
 
 
-def versions_of_row(row: Row) -> tuple[int, int]:
+def versions_of_row(row: TrainingRow) -> tuple[int, int]:
     """The smallest and the largest weight version of a row's trained tokens."""
-    versions = row["weight_versions"][row["loss_mask"] == 1]
+    versions = row.branch.weight_versions[row.places]
     return int(versions.min()), int(versions.max())
 
 

@@ -8,8 +8,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 
 def main(rows_file: str, spec_file: str) -> None:
     from areal.api.cli_args import GRPOConfig, NormConfig, PPOActorConfig
@@ -21,13 +19,14 @@ def main(rows_file: str, spec_file: str) -> None:
     from engine.plugins.trainers import areal as ours
     from engine.plugins.trainers.handover import Sums
     from engine.spec.load import load_spec
+    from engine.store.rows.row import RowEpisode, TrainingRow
 
-    rows = json.loads(Path(rows_file).read_text())
-    for row in rows:
-        for name in ("input_ids", "loss_mask", "weight_versions"):
-            row[name] = np.array(row[name])
-        for name in ("logprobs", "advantages"):
-            row[name] = np.array(row[name], np.float32)
+    recorded = json.loads(Path(rows_file).read_text())
+    names = ("input_ids", "loss_mask", "weight_versions", "logprobs", "advantages")
+    rows = [
+        TrainingRow.of_tokens(**{name: row[name] for name in names}, episode=RowEpisode(task_id=row["task_id"]))
+        for row in recorded
+    ]
     loaded = load_spec(spec_file)
     actor = PPOActorConfig(
         experiment_name="e", trial_name="t", path="", discount=0.0, kl_ctl=0.0, reward_bias=-0.5, reward_scaling=3.0
@@ -60,14 +59,12 @@ def main(rows_file: str, spec_file: str) -> None:
         setattr(owner, last, before)
 
     trajectories = []
-    for _, each in groupby(rows, key=lambda row: row["task_id"]):
-        group = list(each)
-        made = ours.trajectory(
-            group, [row["advantages"] for row in group], [row["reward"] for row in group], actor=actor
-        )
+    for _, pairs in groupby(zip(rows, recorded, strict=True), key=lambda pair: pair[0].episode.task_id):
+        group = list(pairs)
+        made = ours.trajectory([row for row, _ in group], [columns["reward"] for _, columns in group], actor=actor)
         assert check_trajectory_format(made)
         trajectories.append(made)
-    handed = Sums.of_whole_rows(rows, [row["advantages"] for row in rows])
+    handed = Sums.of_whole_rows(rows)
     given = concat_padded_tensors(trajectories)
     versions = [line[mask == 1].tolist() for line, mask in zip(given["versions"], given["loss_mask"], strict=True)]
     batch = PPOActor(actor, None)._compute_advantages(dict(given))

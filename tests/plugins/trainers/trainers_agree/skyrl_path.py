@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import typing_extensions
 
 typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]  # else pydantic refuses SkyRL's types on Python 3.11
@@ -26,21 +25,17 @@ def main(rows_file: str, spec_file: str) -> None:
     from engine.plugins.trainers import skyrl as ours
     from engine.plugins.trainers.handover import HandedRow, Sums
     from engine.spec.load import load_spec
+    from engine.store.rows.row import TrainingRow
 
     rows = json.loads(Path(rows_file).read_text())
-    for row in rows:
-        for name in ("input_ids", "loss_mask"):
-            row[name] = np.array(row[name])
-        row |= {"logprobs": np.array(row["logprobs"], np.float32), "images": []}
-    found = {(row["task_id"], row["sample_index"]): row for row in rows}
+    names = ("input_ids", "loss_mask", "logprobs", "advantages")
+    found = {
+        (row["task_id"], row["sample_index"]): TrainingRow.of_tokens(**{name: row[name] for name in names})
+        for row in rows
+    }
     tasks = list(dict.fromkeys(row["task_id"] for row in rows))
     slots = [(task, sample) for task in tasks for sample in range(SAMPLES)]
-    handed = [
-        HandedRow.of(found[slot], np.array(found[slot]["advantages"], np.float32))
-        if slot in found
-        else HandedRow.empty(1)
-        for slot in slots
-    ]
+    handed = [HandedRow.of(found[slot]) if slot in found else HandedRow.empty(1) for slot in slots]
     loaded = load_spec(spec_file)
     cfg = SkyRLTrainConfig()
     try:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from trainer_python import run_script
+from training_rows import row_of
 
 from engine.plugins.trainers.handover import HandedRow
 from engine.plugins.trainers.trl import EngineRollouts, grpo_arguments
@@ -34,10 +35,7 @@ def test_trl(single: Any, tmp_path: Path) -> None:
     class Replayed(EngineRollouts):
         def __call__(self, prompts: Any, trainer: Any) -> dict[str, Any]:
             slots = [(task, place % 4) for place, task in enumerate(prompts)]
-            self.handed = [
-                HandedRow.of(rows[slot], rows[slot]["advantages"]) if slot in rows else HandedRow.empty(1)
-                for slot in slots
-            ]
+            self.handed = [HandedRow.of(row_of(rows[slot])) if slot in rows else HandedRow.empty(1) for slot in slots]
             self.sums = type(self.sums).of_rows(self.handed)
             self.version = trainer.state.global_step
             return {

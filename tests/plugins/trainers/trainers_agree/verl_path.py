@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from verl_training import configured
 
 STEP = 7
@@ -44,21 +43,24 @@ def _told(rows_file: str, spec_file: str) -> dict[str, Any]:
     from engine.plugins.trainers.verl.manager import _put
     from engine.plugins.trainers.verl.rows import COLUMN, group_rows
     from engine.store import RunStore
+    from engine.store.rows.row import RowEpisode, TrainingRow
 
-    rows = json.loads(Path(rows_file).read_text())
-    for row in rows:
-        for name in ("input_ids", "loss_mask", "weight_versions"):
-            row[name] = np.array(row[name])
-        row |= {name: np.array(row[name], np.float32) for name in ("logprobs", "advantages")}
-        row |= {"images": [], "routed_experts": None}
+    names = ("input_ids", "loss_mask", "weight_versions", "logprobs", "advantages")
+    of_episode = ("task_id", "episode_id", "sample_index")
+    rows = [
+        TrainingRow.of_tokens(
+            **{name: row[name] for name in names}, episode=RowEpisode(**{name: row[name] for name in of_episode})
+        )
+        for row in json.loads(Path(rows_file).read_text())
+    ]
     (folder,) = Path(spec_file).parent.glob("runs/*/rollouts")
     ended = {each.episode_id: each for each in RunStore.open(folder, readonly=True).trajectories()}
     name = Path(spec_file).parent.name.replace("_", "-")
     keys: list[str] = []
     tags: list[dict[str, Any]] = []
-    for number, (_, each) in enumerate(groupby(rows, key=lambda row: row["task_id"])):
+    for number, (_, each) in enumerate(groupby(rows, key=lambda row: row.episode.task_id)):
         group = list(each)
-        handed = group_rows(f"{name}-{number}", STEP, group, [row["advantages"] for row in group], ended, {})
+        handed = group_rows(f"{name}-{number}", STEP, group, ended, {})
         _put(*handed)
         keys += handed[0]
         tags += handed[2]

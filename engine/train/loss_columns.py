@@ -1,0 +1,45 @@
+"""What the learner computes beside the rows of a batch: one number for each trained token. The rows themselves do not change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.schemas.base import Struct
+from engine.store.rows.row import Doubles, Floats, TrainingRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossColumns(Struct):
+    """A row with what its loss reads. n: the number of `row.places`."""
+
+    row: TrainingRow
+    advantages: Floats
+    """Those of the row, unless a critic, penalties or whitening changed them. float32 [n]."""
+    proximal: Floats | None = None
+    """The policy's log-probs before the first update of the batch, float32 [n]; None if they are not computed separately."""
+    weights: Doubles = field(default_factory=lambda: np.zeros(0))
+    """Loss weights, which depend on the mini-batch: float64 [n]."""
+    extra: Mapping[str, Doubles] = field(default_factory=dict)
+    """Columns of other objectives by name, float64 [n] each. Of a critic: `values`, their targets `returns`, `has_value`, which is 1.0 on
+    tokens before which a value is trained, and `value_weights`."""
+
+    @classmethod
+    def of(cls, row: TrainingRow) -> LossColumns:
+        """The columns of a row whose advantages are final."""
+        return cls(row=row, advantages=row.advantages)
+
+
+def minibatches(columns: Sequence[LossColumns], count: int, seed: tuple[int, int, int]) -> list[list[LossColumns]]:
+    """Split the rows of a batch into `count` parts with about equally many tasks. Rows of one task stay together."""
+    if count == 1:
+        return [list(columns)]
+    by_task: dict[str, list[LossColumns]] = {}
+    for of_row in columns:
+        by_task.setdefault(of_row.row.episode.task_id, []).append(of_row)
+    tasks = list(by_task)
+    order = np.random.default_rng(seed).permutation(len(tasks))
+    parts = [part for part in np.array_split(order, count) if len(part)]
+    return [[of_row for place in part for of_row in by_task[tasks[place]]] for part in parts]
