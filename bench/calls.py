@@ -80,7 +80,12 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
     ("journal before effects", ("engine/store/",)),
     (
         "exact bridges",
-        ("engine/tokens/proof.py", "engine/tokens/bridging.py", "engine/fast/wrapper.py", "engine/fast/reply_text.py"),
+        (
+            "engine/tokens/proof.py",
+            "engine/tokens/bridge/bridge.py",
+            "engine/fast/wrapper.py",
+            "engine/fast/reply_text.py",
+        ),
     ),
     ("views, quoting, literals", tuple(f"engine/tokens/{name}.py" for name in ("views", "literal", "parts"))),
     (

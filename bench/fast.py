@@ -88,7 +88,7 @@ def _reply_text(form: Any, timed: Timed, on: bool) -> contextlib.AbstractContext
     stack = contextlib.ExitStack()
     stack.enter_context(patch.object(form.bridges, "_shown_reply", timed(form.bridges._shown_reply)))
     if not on:
-        stack.enter_context(patch("engine.tokens.bridging.shape_of", lambda reply, inspected: None))
+        stack.enter_context(patch("engine.tokens.bridge.bridge.shape_of", lambda reply, inspected: None))
     return stack
 
 

@@ -22,7 +22,7 @@ from pydantic_core import to_json
 from engine.errors import RenderError
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
-from engine.tokens.bridging import Bridges
+from engine.tokens.bridge.bridge import Bridges
 from engine.tokens.literal import quoted_index
 from engine.tokens.probing import abilities_of, refuses_later_system
 from engine.tokens.proof import MARKERS, Extension, Looked, View, has_mark, mark, probe

@@ -18,8 +18,9 @@ from engine.fast import jinja
 from engine.fast.wrapper import make_wrapper
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
-from engine.tokens import bridging, proof
 from engine.tokens import format as format_module
+from engine.tokens import proof
+from engine.tokens.bridge import bridge as bridging
 from engine.tokens.conversation import Conversation
 from engine.tokens.loading import load_format
 from engine.tokens.proof import (
