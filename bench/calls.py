@@ -81,7 +81,7 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
     (
         "exact bridges",
         (
-            "engine/tokens/proof.py",
+            "engine/tokens/bridge/check.py",
             "engine/tokens/bridge/bridge.py",
             "engine/fast/wrapper.py",
             "engine/fast/reply_text.py",

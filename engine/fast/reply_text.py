@@ -16,7 +16,7 @@ from engine.fast.jinja import to_json
 from engine.fast.wrapper import STYLES
 
 if TYPE_CHECKING:
-    from engine.tokens.proof import View
+    from engine.tokens.bridge.check import View
 
 Render = Callable[["View"], str | None]
 """What the template writes for a reply; None where it does not write the reply between the same texts."""

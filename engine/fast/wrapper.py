@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from engine.tokens.proof import Extension, View
+    from engine.tokens.bridge.check import Extension, View
 
 _PAD = "  First 12 things.\n\n then {mark} (é, \"q\" 'r' & {{x}} [y] \\ 100%) \n"
 STYLES: tuple[Callable[[str], str], ...] = (

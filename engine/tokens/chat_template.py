@@ -10,8 +10,8 @@ from jinja2 import Template
 
 from engine.errors import RenderError
 from engine.fast.jinja import compile_template
+from engine.tokens.bridge.check import TOOL, View, mark, probe, probe_call
 from engine.tokens.literal import MARK, Quoting, unquote
-from engine.tokens.proof import TOOL, View, mark, probe, probe_call
 from engine.tokens.quoted_jinja import compile_quoted
 from engine.tokens.template_keys import TemplateKeys, read_template
 

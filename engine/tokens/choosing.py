@@ -22,11 +22,11 @@ import numpy as np
 from engine.errors import RenderError
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.schemas.model import ModelSpec
+from engine.tokens.bridge.check import View
 from engine.tokens.catalogue import cache_root
 from engine.tokens.families import FAMILIES, make_reader
 from engine.tokens.format import ChatFormat
 from engine.tokens.probing import reads_template
-from engine.tokens.proof import View
 from engine.tokens.replies import ParsedReply
 from engine.tokens.template import TemplateFormat
 from engine.tokens.toolcalls import FORMATS, tool_call_format

@@ -29,9 +29,9 @@ from engine.errors import BackendError, BridgeError, RenderError
 from engine.schemas.generation import Generation
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Branch
+from engine.tokens.bridge.check import MessageKinds, View
 from engine.tokens.format import ChatFormat
 from engine.tokens.parts import call_tokens, text_tokens
-from engine.tokens.proof import MessageKinds, View
 from engine.tokens.replies import ParsedReply
 from engine.tokens.tape import IntVector, Tape, largest
 from engine.tokens.views import IntendedTokens

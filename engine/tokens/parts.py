@@ -10,8 +10,8 @@ from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.tape import IntVector
 
 if TYPE_CHECKING:
+    from engine.tokens.bridge.check import View
     from engine.tokens.format import ChatFormat
-    from engine.tokens.proof import View
 
 Attempts = Sequence[ToolCall | MalformedCall]
 

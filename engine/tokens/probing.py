@@ -12,7 +12,7 @@ import msgspec
 
 from engine.errors import RenderError
 from engine.schemas.message import ToolCall
-from engine.tokens.proof import ASSISTANT, CALLS, REASONS, SYSTEM, TOOL, TOOL_NAME, USER, View, mark, probe
+from engine.tokens.bridge.check import ASSISTANT, CALLS, REASONS, SYSTEM, TOOL, TOOL_NAME, USER, View, mark, probe
 from engine.tokens.toolcalls import ToolCallFormat, parse_calls
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from engine.schemas.message import MalformedCall, ToolCall
-from engine.tokens.proof import View
+from engine.tokens.bridge.check import View
 from engine.tokens.tape import IntVector
 from engine.tokens.toolcalls import HermesFormat, parse_calls
 

@@ -13,10 +13,10 @@ import numpy as np
 from engine.errors import EngineError, RenderError
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import Message
+from engine.tokens.bridge.check import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, View, probe, prove
 from engine.tokens.choosing import TOOL as TOOL_SCHEMA
 from engine.tokens.choosing import written
 from engine.tokens.conversation import Conversation
-from engine.tokens.proof import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, View, probe, prove
 from engine.tokens.template import TemplateFormat
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import RenderError
 from engine.schemas.message import ImagePart, Message, ToolCall
+from engine.tokens.bridge.check import View, kind_of
 from engine.tokens.literal import MARK, Span, quoted_index
-from engine.tokens.proof import View, kind_of
 
 if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat

@@ -27,8 +27,8 @@ from engine.store import RunStore
 from engine.store.rows.export import export_rows
 from engine.tokens import guard
 from engine.tokens.bridge import bridge as bridging
+from engine.tokens.bridge.check import Verdict
 from engine.tokens.chat_template import ChatTemplate
-from engine.tokens.proof import Verdict
 from engine.tokens.template_keys import TemplateKeys
 
 PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"

@@ -19,11 +19,9 @@ from engine.fast.wrapper import make_wrapper
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens import format as format_module
-from engine.tokens import proof
 from engine.tokens.bridge import bridge as bridging
-from engine.tokens.conversation import Conversation
-from engine.tokens.loading import load_format
-from engine.tokens.proof import (
+from engine.tokens.bridge import check as proof
+from engine.tokens.bridge.check import (
     ASSISTANT,
     BLANK,
     CALLS,
@@ -40,6 +38,8 @@ from engine.tokens.proof import (
     kind_of,
     prove,
 )
+from engine.tokens.conversation import Conversation
+from engine.tokens.loading import load_format
 from engine.tokens.template import TemplateFormat
 
 Formats = Callable[..., TemplateFormat]

@@ -17,10 +17,10 @@ from slow_cases import slow_but
 
 from engine.errors import RenderError
 from engine.schemas.message import Message, ToolCall
+from engine.tokens.bridge.check import remainder
 from engine.tokens.choosing import TOOL
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
-from engine.tokens.proof import remainder
 
 Load = Callable[[str], ChatFormat]
 ASKED = [Message(role="user", content="How warm is it?")]

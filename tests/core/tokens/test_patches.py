@@ -14,10 +14,10 @@ from slow_cases import slow_but
 from engine.errors import RenderError
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
+from engine.tokens.bridge.check import ASSISTANT, USER, prove
 from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
 from engine.tokens.patches import PATCHES, Patch, patched, patches_of, template_hash
-from engine.tokens.proof import ASSISTANT, USER, prove
 
 DATA = SHIPPED.parent
 FILES = [*SHIPPED.glob("*/chat_template.jinja"), *DATA.glob("patched_templates/*.jinja")]

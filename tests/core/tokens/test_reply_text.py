@@ -17,9 +17,9 @@ from slow_cases import slow_but
 
 from engine.errors import RenderError
 from engine.fast.reply_text import make_reply_text, parts_of, shape_of
+from engine.tokens.bridge.check import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, Frame, View, prove
 from engine.tokens.chat_template import ChatTemplate
 from engine.tokens.format import ChatFormat
-from engine.tokens.proof import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, Frame, View, prove
 
 Load = Callable[[str], ChatFormat]
 
