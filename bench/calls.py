@@ -83,7 +83,7 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
         (
             "engine/tokens/bridge/check.py",
             "engine/tokens/bridge/bridge.py",
-            "engine/fast/wrapper.py",
+            "engine/tokens/bridge/cache.py",
             "engine/fast/reply_text.py",
         ),
     ),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import RenderError
 from engine.fast.jinja import to_json
-from engine.fast.wrapper import STYLES
+from engine.tokens.bridge.cache import STYLES
 
 if TYPE_CHECKING:
     from engine.tokens.bridge.check import View

@@ -28,7 +28,7 @@ from jinja2 import nodes
 
 from engine.fast.jinja import parse_template
 from engine.fast.reply_text import REPLY_STYLES
-from engine.fast.wrapper import STYLES as WRAPPER_STYLES
+from engine.tokens.bridge.cache import STYLES as WRAPPER_STYLES
 from engine.tokens.bridge.check import MARKERS, STYLES, WRAP, Looked
 
 
