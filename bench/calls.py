@@ -84,7 +84,7 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
             "engine/tokens/bridge/check.py",
             "engine/tokens/bridge/bridge.py",
             "engine/tokens/bridge/cache.py",
-            "engine/fast/reply_text.py",
+            "engine/tokens/bridge/reply_text.py",
         ),
     ),
     ("views, quoting, literals", tuple(f"engine/tokens/{name}.py" for name in ("views", "literal", "parts"))),

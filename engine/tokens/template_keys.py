@@ -27,9 +27,9 @@ from typing import Any, TypeGuard
 from jinja2 import nodes
 
 from engine.fast.jinja import parse_template
-from engine.fast.reply_text import REPLY_STYLES
 from engine.tokens.bridge.cache import STYLES as WRAPPER_STYLES
 from engine.tokens.bridge.check import MARKERS, STYLES, WRAP, Looked
+from engine.tokens.bridge.reply_text import REPLY_STYLES
 
 
 class Of(IntFlag):

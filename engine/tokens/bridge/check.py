@@ -47,7 +47,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from engine.errors import RenderError
-from engine.fast.reply_text import ReplyText
+from engine.tokens.bridge.reply_text import ReplyText
 from engine.tokens.literal import MARK, unquote
 
 View = dict[str, Any]

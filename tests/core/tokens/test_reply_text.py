@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from slow_cases import slow_but
 
 from engine.errors import RenderError
-from engine.fast.reply_text import make_reply_text, parts_of, shape_of
 from engine.tokens.bridge.check import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, Frame, View, prove
+from engine.tokens.bridge.reply_text import make_reply_text, parts_of, shape_of
 from engine.tokens.chat_template import ChatTemplate
 from engine.tokens.format import ChatFormat
 
