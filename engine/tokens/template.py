@@ -19,9 +19,9 @@ import structlog
 from engine.errors import RenderError
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.check import ASSISTANT, SYSTEM, TOOL, USER, Extension, View, mark, probe, probe_call
+from engine.tokens.bridge.keys import looks
 from engine.tokens.chat_template import ChatTemplate
 from engine.tokens.format import ChatFormat
-from engine.tokens.template_keys import looks
 from engine.tokens.tokenizer import FastTokenizer
 
 log = structlog.get_logger(__name__)

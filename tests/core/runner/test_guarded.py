@@ -28,8 +28,8 @@ from engine.store.rows.export import export_rows
 from engine.tokens import guard
 from engine.tokens.bridge import bridge as bridging
 from engine.tokens.bridge.check import Verdict
+from engine.tokens.bridge.keys import TemplateKeys
 from engine.tokens.chat_template import ChatTemplate
-from engine.tokens.template_keys import TemplateKeys
 
 PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 

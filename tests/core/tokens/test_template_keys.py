@@ -6,7 +6,7 @@ import pytest
 from chat_kit import TEMPLATES
 from exactness import cases
 
-from engine.tokens.template_keys import TemplateKeys, read_template
+from engine.tokens.bridge.keys import TemplateKeys, read_template
 
 USERS = "{% set ns = namespace(last=-1, n=0, a=false, b=false) %}"
 
