@@ -82,7 +82,7 @@ async def _engine(
 
 
 async def _guard(url: str, workload: Workload, turns: int, episodes: int, concurrency: int) -> tuple[int, float, float]:
-    from engine.tokens.guard import cpu_seconds
+    from engine.tokens.bridge.guard import cpu_seconds
 
     before = cpu_seconds()
     done, _, took = await _engine(url, workload, turns, episodes, concurrency)

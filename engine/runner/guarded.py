@@ -22,7 +22,7 @@ from engine.errors import StoreError
 from engine.runner.causes import REPAIRED
 from engine.schemas.trajectory import Failure
 from engine.store.private import private_file
-from engine.tokens.guard import Difference, Finding, Guard
+from engine.tokens.bridge.guard import Difference, Finding, Guard
 
 if TYPE_CHECKING:
     from engine.episode.episode import Episode

@@ -25,8 +25,8 @@ from engine.schemas.journal import GenerationRecord
 from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore
 from engine.store.rows.export import export_rows
-from engine.tokens import guard
 from engine.tokens.bridge import bridge as bridging
+from engine.tokens.bridge import guard
 from engine.tokens.bridge.check import Verdict
 from engine.tokens.bridge.keys import TemplateKeys
 from engine.tokens.chat_template import ChatTemplate
