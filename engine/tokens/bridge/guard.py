@@ -55,7 +55,7 @@ MOST_TOKENS = 1 << 20
 """Tokens that are asked about at once, unless one episode has more."""
 _files: dict[tuple[int, bytes], IO[bytes]] = {}
 """Tokenizers, by process (a fork has its own) and content. The files have no name, so that a process that is killed leaves none behind."""
-_FIRST = json.dumps({"call": "engine.tokens.guard_child:compare", "common": None}).encode() + b"\n"
+_FIRST = json.dumps({"call": "engine.tokens.bridge.guard_child:compare", "common": None}).encode() + b"\n"
 
 
 class Difference(NamedTuple):

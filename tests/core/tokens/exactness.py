@@ -24,10 +24,10 @@ from engine.schemas.message import ToolCall
 from engine.schemas.model import ModelSpec
 from engine.store.codec import _write_branch, json_of
 from engine.tokens.bridge.guard import Guard, _Job
+from engine.tokens.bridge.guard_child import compare
 from engine.tokens.choosing import ARGUMENTS, AWKWARD, written
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
-from engine.tokens.guard_child import compare
 from engine.tokens.literal import unquote
 from engine.tokens.loading import load_format
 from engine.tokens.tape import Tape, as_seen

@@ -24,9 +24,9 @@ from engine.schemas.model import ModelSpec
 from engine.store.codec import _write_branch, json_of
 from engine.tokens.bridge import guard as guard_module
 from engine.tokens.bridge.guard import Difference, Finding, Guard, Unanswered
+from engine.tokens.bridge.guard_child import _tokenizer
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
-from engine.tokens.guard_child import _tokenizer
 from engine.tokens.loading import load_format
 from engine.tokens.tape import as_seen
 
