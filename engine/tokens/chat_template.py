@@ -12,8 +12,8 @@ from engine.errors import RenderError
 from engine.fast.jinja import compile_template
 from engine.tokens.bridge.check import TOOL, View, mark, probe, probe_call
 from engine.tokens.bridge.keys import TemplateKeys, read_template
-from engine.tokens.literal import MARK, Quoting, unquote
 from engine.tokens.quoted_jinja import compile_quoted
+from engine.tokens.quoting import MARK, Quoting, unquote
 
 _QUESTION: View = {"role": "user", "content": "Q"}
 _ESCAPED_MARK = ascii(MARK)[1:-1]

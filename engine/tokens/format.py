@@ -24,8 +24,8 @@ from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.bridge import Bridges
 from engine.tokens.bridge.check import MARKERS, Extension, Looked, View, has_mark, mark, probe
-from engine.tokens.literal import quoted_index
 from engine.tokens.probing import abilities_of, refuses_later_system
+from engine.tokens.quoting import quoted_index
 from engine.tokens.replies import ReplyParser
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import FastTokenizer

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from engine.fast.jinja import make_environment
-from engine.tokens.literal import MARK, Quoting, unquote
+from engine.tokens.quoting import MARK, Quoting, unquote
 
 _UNITS = re.compile(f"{MARK}{MARK}|[^{MARK}]{MARK}?|{MARK}", re.DOTALL)
 """A character of the text before quoting, with the mark that follows it."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import RenderError
 from engine.schemas.message import ImagePart, Message, ToolCall
 from engine.tokens.bridge.check import View, kind_of
-from engine.tokens.literal import MARK, Span, quoted_index
+from engine.tokens.quoting import MARK, Span, quoted_index
 
 if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat

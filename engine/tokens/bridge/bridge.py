@@ -18,7 +18,7 @@ from engine.tokens.bridge.cache import Wrapper, is_plain, make_wrapper
 from engine.tokens.bridge.check import ODD_KINDS, Extension, Frame, MessageKinds, Verdict, View, prove, remainder
 from engine.tokens.bridge.keys import TemplateKeys
 from engine.tokens.bridge.reply_text import make_reply_text, parts_of, shape_of
-from engine.tokens.literal import MARK, unquote
+from engine.tokens.quoting import MARK, unquote
 from engine.tokens.tape_text import difference, end_in, pieces_of
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ import msgspec
 
 from engine.errors import RenderError
 from engine.tokens.bridge.reply_text import ReplyText
-from engine.tokens.literal import MARK, unquote
+from engine.tokens.quoting import MARK, unquote
 
 View = dict[str, Any]
 """A message as chat templates read it."""

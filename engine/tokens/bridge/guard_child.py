@@ -26,7 +26,7 @@ from engine.fast.jinja import compile_template
 Json = dict[str, Any]
 _MARK = "\ufdd0"
 _MARKS = re.compile(f"{_MARK}{_MARK}?")
-"""How text is quoted that only spells a special token: see `engine.tokens.literal`."""
+"""How text is quoted that only spells a special token: see `engine.tokens.quoting`."""
 _SAMPLED = ("generated", "unreceived")
 """Kinds of spans that the model sampled."""
 _EXCERPT, _BEFORE = 60, 12

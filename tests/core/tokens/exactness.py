@@ -28,8 +28,8 @@ from engine.tokens.bridge.guard_child import compare
 from engine.tokens.choosing import ARGUMENTS, AWKWARD, written
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
-from engine.tokens.literal import unquote
 from engine.tokens.loading import load_format
+from engine.tokens.quoting import unquote
 from engine.tokens.tape import Tape, as_seen
 
 SHIPPED = Path(__file__).parents[2] / "data" / "templates"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from engine.tokens.format import ChatFormat
-from engine.tokens.literal import MARK, Quoting, quoted_index, unquote
+from engine.tokens.quoting import MARK, Quoting, quoted_index, unquote
 from engine.tokens.tokenizer import FastTokenizer
 
 QUOTING = Quoting(["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|im|>"])
