@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from slow_cases import slow_but
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from engine.fast.ascii import AsciiEncoder, ascii_encoder
 from engine.fast.byte_level import BYTE_CHARACTERS
 from engine.fast.plain_tokenizer import _QWEN_SPLIT as QWEN2_SPLIT
+from engine.tokens.ascii import AsciiEncoder, ascii_encoder
 
 FOLDER = os.environ.get("EPISODE_ENGINE_TOKENIZERS", "")
 CORPUS = [
@@ -185,7 +185,7 @@ def test_an_added_token_of_letters_is_found() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.fast.ascii._REMEMBERED", 10)
+    monkeypatch.setattr("engine.tokens.ascii._REMEMBERED", 10)
     ours = encoder(TRAINED["qwen"])
     assert ours is not None
     for number in range(100):
