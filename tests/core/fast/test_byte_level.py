@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from engine.fast.byte_level import BYTE_CHARACTERS, ByteDecoder
+from engine.tokens.byte_level import BYTE_CHARACTERS, ByteDecoder
 
 VOCAB = {character: 2 * at for at, character in enumerate(BYTE_CHARACTERS)}
 """Every second id is in no vocabulary."""
