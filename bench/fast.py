@@ -105,13 +105,13 @@ VARIANTS: dict[str, Variant] = {
 START = """
 import resource, sys
 from pathlib import Path
-import engine.fast.jinja, engine.tokens.loading as loading
+import engine.tokens.jinja, engine.tokens.loading as loading
 from engine.schemas.model import ModelSpec
 if "plain_tokenizer" in sys.argv[2:]:
     loading.read_plain = lambda folder: None
 if "jinja" in sys.argv[2:]:
     from transformers.utils.chat_template_utils import _compile_jinja_template
-    engine.fast.jinja.compile_template = _compile_jinja_template
+    engine.tokens.jinja.compile_template = _compile_jinja_template
 form = loading.load_format(ModelSpec(path=sys.argv[1]), Path())
 form.render([{"role": "user", "content": "Hello."}])
 used = resource.getrusage(resource.RUSAGE_SELF)

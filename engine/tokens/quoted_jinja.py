@@ -19,7 +19,7 @@ from jinja2 import Template, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from engine.fast.jinja import make_environment
+from engine.tokens.jinja import make_environment
 from engine.tokens.quoting import MARK, Quoting, unquote
 
 _UNITS = re.compile(f"{MARK}{MARK}|[^{MARK}]{MARK}?|{MARK}", re.DOTALL)

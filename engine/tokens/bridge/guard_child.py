@@ -20,8 +20,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.fast.jinja import compile_template
 from engine.tokens.byte_level import ByteDecoder
+from engine.tokens.jinja import compile_template
 
 Json = dict[str, Any]
 _MARK = "\ufdd0"

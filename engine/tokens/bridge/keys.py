@@ -26,10 +26,10 @@ from typing import Any, TypeGuard
 
 from jinja2 import nodes
 
-from engine.fast.jinja import parse_template
 from engine.tokens.bridge.cache import STYLES as WRAPPER_STYLES
 from engine.tokens.bridge.check import MARKERS, STYLES, WRAP, Looked
 from engine.tokens.bridge.reply_text import REPLY_STYLES
+from engine.tokens.jinja import parse_template
 
 
 class Of(IntFlag):

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import RenderError
-from engine.fast.jinja import to_json
 from engine.tokens.bridge.cache import STYLES
+from engine.tokens.jinja import to_json
 
 if TYPE_CHECKING:
     from engine.tokens.bridge.check import View

@@ -11,7 +11,7 @@ from chat_kit import TEMPLATES
 from jinja2.exceptions import SecurityError, TemplateError
 from slow_cases import slow_but
 
-from engine.fast.jinja import compile_template
+from engine.tokens.jinja import compile_template
 
 _TRL = importlib.util.find_spec("trl")
 REAL = (

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import RenderError
-from engine.fast import jinja
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens import format as format_module
+from engine.tokens import jinja
 from engine.tokens.bridge import bridge as bridging
 from engine.tokens.bridge import check as proof
 from engine.tokens.bridge.cache import make_wrapper
