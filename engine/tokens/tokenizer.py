@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from engine.errors import RenderError
-from engine.fast.plain_tokenizer import PlainTokenizer
 from engine.tokens.ascii import ascii_encoder
 from engine.tokens.byte_level import BYTE_CHARACTERS, ByteDecoder
+from engine.tokens.plain_tokenizer import PlainTokenizer
 from engine.tokens.quoting import MARK, LiteralEncoder, Quoting
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")

@@ -35,8 +35,8 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import structlog
 from pydantic_core import to_json
 
-from engine.fast.plain_tokenizer import PlainTokenizer
 from engine.preparing.workers import end_worker, killed_after, start_worker
+from engine.tokens.plain_tokenizer import PlainTokenizer
 from engine.tokens.template import TemplateFormat
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from slow_cases import slow_but
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from engine.fast.plain_tokenizer import _QWEN_SPLIT as QWEN2_SPLIT
 from engine.tokens.ascii import AsciiEncoder, ascii_encoder
 from engine.tokens.byte_level import BYTE_CHARACTERS
+from engine.tokens.plain_tokenizer import _QWEN_SPLIT as QWEN2_SPLIT
 
 FOLDER = os.environ.get("EPISODE_ENGINE_TOKENIZERS", "")
 CORPUS = [

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.fast.plain_tokenizer import PlainTokenizer, read_plain
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
+from engine.tokens.plain_tokenizer import PlainTokenizer, read_plain
 from engine.tokens.tokenizer import FastTokenizer
 
 REAL = os.environ.get("EPISODE_ENGINE_TOKENIZERS", "")
