@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import RenderError
-from engine.fast.qwen_replies import QwenReply, qwen_reader
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.arguments import restored
+from engine.tokens.qwen_replies import QwenReply, qwen_reader
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.toolcalls import UnreadableCall

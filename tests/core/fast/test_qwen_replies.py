@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from engine.fast.qwen_replies import QwenReply
 from engine.tokens.format import ChatFormat
+from engine.tokens.qwen_replies import QwenReply
 from engine.tokens.tokenizer import FastTokenizer
 
 Formats = Callable[..., Any]
