@@ -80,14 +80,9 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
     ("journal before effects", ("engine/store/",)),
     (
         "exact bridges",
-        (
-            "engine/tokens/bridge/check.py",
-            "engine/tokens/bridge/bridge.py",
-            "engine/tokens/bridge/cache.py",
-            "engine/tokens/bridge/reply_text.py",
-        ),
+        ("engine/tokens/bridge/",),
     ),
-    ("views, quoting, literals", tuple(f"engine/tokens/{name}.py" for name in ("views", "literal", "parts"))),
+    ("views, quoting, literals", tuple(f"engine/tokens/{name}.py" for name in ("views", "quoting", "parts"))),
     (
         "prompt and tape",
         tuple(
@@ -96,7 +91,7 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
         ),
     ),
     ("parsing of the reply", ("engine/tokens/replies.py", "engine/tokens/toolcalls/", "engine/tokens/qwen_replies.py")),
-    ("ids from text and back", ("engine/fast/", "engine/tokens/")),
+    ("ids from text and back", ("engine/tokens/",)),
     ("ledger and rules", ("engine/rewards/",)),
     ("HTTP", ("engine/backends/http/",)),
     ("request, reply, servers", ("engine/backends/", "engine/schemas/generation.py", "schemas/generation.py")),

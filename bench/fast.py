@@ -1,4 +1,4 @@
-"""What each file of `engine/fast/` saves: CPU time of a turn, and of the start of a process, with the file switched off.
+"""What code written by hand for speed saves, by file of `engine/tokens/`: CPU time of a turn, and of the start of a process, with the file switched off.
 
     python bench/fast.py --model FOLDER                     # FOLDER contains a tokenizer in Qwen3's format
     python bench/fast.py --model FOLDER --only ascii --rounds 200

@@ -7,19 +7,19 @@
     format.py         ChatFormat: what every chat format has
     views.py          messages as chat templates read them
     replies.py        from sampled ids to content, reasoning and tool calls
-    bridging.py       the tokens between two turns
-    proof.py          what is checked about a bridge, and what is assumed
+    bridge/           the tokens between two turns, checked
     probing.py        what a chat template can show, found by rendering
     template.py       the generic format: any chat template (chat_template.py)
     families.py       known model families, through the library `renderers`
     choosing.py       which reader parses a template's replies
-    readers.py        replies parsed by token; arguments.py restores their arguments
+    readers.py        replies parsed by token (qwen_replies.py); arguments.py restores their arguments
     toolcalls/        tool calls that are written as text, one class per format
-    tokenizer.py      a tokenizer, called directly; literal.py encodes text that only spells special tokens
+    tokenizer.py      a tokenizer, called directly (plain_tokenizer.py, ascii.py, byte_level.py)
+    quoting.py        text that only spells special tokens
+    jinja.py          templates compiled as transformers does; quoted_jinja.py, for quoted text
     vision.py         how images become tokens (vision_families.py, vision_processing.py, images.py)
     vision_sizes.py   tokens of an image from its size alone; pixels.py and pixel_pool.py scale images, in processes
     image_bank.py     the images of a run by digest
-    guard.py          ended branches, compared with the template in another process (guard_child.py)
     inputs.py         the digest of what tokens depend on
     catalogue.py      models that have a name here
 

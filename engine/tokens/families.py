@@ -2,7 +2,7 @@
 
 Invariant: for `auto`, the library never renders. The model's chat template renders every prompt, and a family only
 *reads* replies, once choosing.py has found that it reads what this template writes. A family that the spec names in
-`model.renderer` also renders. It is trusted with that, and its bridges must pass proof.py like a template's.
+`model.renderer` also renders. It is trusted with that, and its bridges must pass bridge/check.py like a template's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a chat template can show, found by rendering probes (see proof.py): asked here, and nowhere else.
+"""What a chat template can show, found by rendering probes (see bridge/check.py): asked here, and nowhere else.
 
 The chat format asks it when it is loaded, `engine validate` of the template alone. So both say the same.
 """

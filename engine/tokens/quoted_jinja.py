@@ -1,6 +1,6 @@
 """Chat templates that are given quoted texts, and test and cut them as if they were not quoted.
 
-A quoted text (literal.py) has marks in the tokens that it spells, so `content.endswith("/nothink")` would be false of a text that ends in
+A quoted text (quoting.py) has marks in the tokens that it spells, so `content.endswith("/nothink")` would be false of a text that ends in
 `/nothink` where that is an added token. A template that is compiled here works out tests, lengths and cuts on the text before quoting, and keeps
 the marks in what it writes. A text in which a replacement forms a token is quoted, too.
 

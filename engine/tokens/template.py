@@ -2,7 +2,7 @@
 
 Invariant: a bridge is what the template itself writes after a stand-in reply for the actual new messages, cut at the added
 token that ends replies, or at the one that begins the next message where replies have no end of their own. It is used only
-once `proof.prove` has found, for messages of these kinds, that the template writes exactly that after the real conversation,
+once `check.prove` has found, for messages of these kinds, that the template writes exactly that after the real conversation,
 and that it shows the conversation as before.
 
 A template that writes no added token after a reply has no bridge (a merge of the tokenizer could cross the cut). Every turn

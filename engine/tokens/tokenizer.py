@@ -105,7 +105,7 @@ class FastTokenizer:
         return known
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-        """Text -> ids, with no token added; quoted parts as plain text (see `literal`)."""
+        """Text -> ids, with no token added; quoted parts as plain text (see quoting.py)."""
         if MARK in text:
             return self._literal.encode(text)
         if len(text) > _SHORT:

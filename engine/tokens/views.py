@@ -1,6 +1,6 @@
 """Messages as chat templates read them: dicts in OpenAI's form, in which text that only spells a special token is quoted.
 
-Invariant: what a template cannot show is refused, and never left out. See `literal` for quoting.
+Invariant: what a template cannot show is refused, and never left out. See quoting.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MessageViews:
         self._form = form
 
     def kind(self, view: View) -> int:
-        """The kind of a message: see proof.py."""
+        """The kind of a message: see bridge/check.py."""
         return kind_of(view, self._form.looked)
 
     def of(self, message: Message, intended: IntendedTokens = ()) -> View:

@@ -1,7 +1,7 @@
 """Bridges: the tokens between two turns, checked against the chat template.
 
 Invariant: `Bridges.bridge` gives the exact continuation of a tape, or the reason why there is none. What is proved on probes, and for
-which templates and messages that holds, is in proof.py. Verdicts and wrappers depend on kinds of messages only, so all episodes of a
+which templates and messages that holds, is in check.py. Verdicts and wrappers depend on kinds of messages only, so all episodes of a
 run share them. Where probes cannot decide, the whole conversation is rendered and compared with the tape (`_bridge_by_whole`).
 """
 

@@ -21,7 +21,7 @@ sampled; the rest of it, up to its end token, is the closing. Otherwise a branch
 A verdict on probes holds for messages of the same kinds if a template tests of a message what its kind tells, and copies contents,
 trimmed at most. Kinds tell a message's role, whether it has reasoning (or has it in its content, between its markers), whether it
 calls none, one or several tools, whether it holds images and one of them comes first, and whether its content is blank, wrapped as a
-tool's response, or has a text that the template looks for. What a template tests is not assumed: template_keys.py reads it
+tool's response, or has a text that the template looks for. What a template tests is not assumed: keys.py reads it
 from the template's syntax tree. A template that tests anything else, or that this reading does not understand, has no
 bridges by probes: every conversation is rendered whole at each turn (`Bridges.whole`).
 

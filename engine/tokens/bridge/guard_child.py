@@ -1,6 +1,6 @@
 """The guard's own process: renders conversations with Jinja, and compares them with the tokens of their branches.
 
-It shares no code with what makes the tape (proof.py, bridging.py, quoting), so that one bug cannot hide itself, and imports only what it
+It shares no code with what makes the tape (check.py, bridge.py, quoting.py), so that one bug cannot hide itself, and imports only what it
 needs. `compare` is called by `engine.preparing.worker`.
 """
 

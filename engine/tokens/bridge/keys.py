@@ -1,6 +1,6 @@
 """What a chat template tests or changes of the conversation, read from its syntax tree.
 
-Bridges are checked on probes that stand for messages of the same kinds (proof.py). That holds for a template that copies
+Bridges are checked on probes that stand for messages of the same kinds (check.py). That holds for a template that copies
 contents and tests no more than a kind says. So this reading of the source decides, once for a template:
 
 - literals that it looks for in contents (`in`, `startswith`, `split`, `replace`, …): in a message without any of them, all these tests
