@@ -107,8 +107,8 @@ class TensorFolder:
         from safetensors.numpy import load_file
 
         path = self._file(digest)
-        found: Tensors | None = load_file(path) if path.is_file() else None
-        return found
+        tensors: Tensors | None = load_file(path) if path.is_file() else None
+        return tensors
 
 
 def with_image_files(rows: Iterable[Columns], path: Path, vision: Callable[[], Vision | None]) -> Iterator[Columns]:
@@ -119,14 +119,14 @@ def with_image_files(rows: Iterable[Columns], path: Path, vision: Callable[[], V
     """
     folder: TensorFolder | None = None
     seeing: Vision | None = None
-    for row in rows:
-        for image in row.get("images", ()):
+    for columns in rows:
+        for image in columns.get("images", ()):
             if folder is None or seeing is None:
                 folder, seeing = TensorFolder(images_folder(path)), vision()
                 if seeing is None:
                     raise StoreError("the run has images, but its model has no vision: was the model replaced?")
             folder.write(image["image"], seeing.bank.tensors)
-        yield row
+        yield columns
 
 
 def read_rows(path: Path) -> Iterator[Columns]:
@@ -141,26 +141,26 @@ def read_rows(path: Path) -> Iterator[Columns]:
 
             with pq.ParquetFile(path) as file:
                 for batch in file.iter_batches(batch_size=256):
-                    yield from map(typed_row, batch.to_pylist())
+                    yield from map(_typed, batch.to_pylist())
             return
         with path.open("rb") as lines:
             for line in lines:
-                yield typed_row(json.loads(line))
+                yield _typed(json.loads(line))
     except (OSError, ValueError) as error:
         raise StoreError(f"cannot read {path}: {error}") from error
 
 
-def typed_row(row: Columns) -> Columns:
+def _typed(columns: Columns) -> Columns:
     """Convert the lists of numbers of a row of a file back to arrays: int32 and float32 [tokens]."""
-    typed: Columns = {
-        name: np.array(row[name], np.int32) for name in ("input_ids", "loss_mask", "weight_versions", "turn_ids")
-    }
+    typed = dict(columns)
+    for name in ("input_ids", "loss_mask", "weight_versions", "turn_ids"):
+        typed[name] = np.array(columns[name], np.int32)
     for name in ("logprobs", "token_rewards", "advantages"):
         # JSON has no NaN and no infinity: the export writes null.
-        typed[name] = None if row[name] is None else np.array(row[name], np.float32)
-    if row.get("routed_experts") is not None:
-        typed["routed_experts"] = unpack_experts(row["routed_experts"])
-    return row | typed
+        typed[name] = None if columns[name] is None else np.array(columns[name], np.float32)
+    if columns.get("routed_experts") is not None:
+        typed["routed_experts"] = unpack_experts(columns["routed_experts"])
+    return typed
 
 
 def beside(vision: Vision, path: Path) -> Vision:
@@ -189,30 +189,34 @@ def collate(rows: Sequence[Columns], vision: Vision | None = None, *, pad_id: in
     """
     import torch
 
-    longest = max(len(row["input_ids"]) for row in rows)
-    ids = [np.asarray(row["input_ids"], np.int64) for row in rows]
+    ids = [np.asarray(columns["input_ids"], np.int64) for columns in rows]
+    longest = max(map(len, ids))
     batch: dict[str, torch.Tensor] = {
         "input_ids": torch.from_numpy(_padded(ids, longest, np.int64, pad_id)),
-        "attention_mask": torch.from_numpy(_padded([np.ones(len(row)) for row in ids], longest, np.int64, 0)),
+        "attention_mask": torch.from_numpy(_padded([np.ones(len(of_row)) for of_row in ids], longest, np.int64, 0)),
     }
     for name, (dtype, fill) in _BY_TOKEN.items():
-        values = [np.zeros(len(row["input_ids"])) if row[name] is None else row[name] for row in rows]
+        values = [
+            np.zeros(len(of_row)) if columns[name] is None else columns[name]
+            for of_row, columns in zip(ids, rows, strict=True)
+        ]
         batch[name] = torch.from_numpy(_padded(values, longest, dtype, fill))
-    experts = [row["routed_experts"] for row in rows if row.get("routed_experts") is not None]
-    if experts:
-        routed = np.full((len(rows), longest, *experts[0].shape[1:]), -1, np.int32)
-        for place, row in zip(routed, rows, strict=True):
-            if row["routed_experts"] is not None:
-                place[: len(row["routed_experts"])] = row["routed_experts"]
+    experts = [columns.get("routed_experts") for columns in rows]
+    form = next((of_row.shape[1:] for of_row in experts if of_row is not None), None)
+    if form is not None:
+        routed = np.full((len(rows), longest, *form), -1, np.int32)
+        for place, of_row in zip(routed, experts, strict=True):
+            if of_row is not None:
+                place[: len(of_row)] = of_row
         batch["routed_experts"] = torch.from_numpy(routed)
     if vision is None:
-        if any(row["images"] for row in rows):
+        if any(columns["images"] for columns in rows):
             raise StoreError("rows have images: pass `vision=vision_of(store)`")
         return batch
-    types = [np.array(row) for row in vision.token_types([row.tolist() for row in ids])]
+    types = [np.array(of_row) for of_row in vision.token_types([of_row.tolist() for of_row in ids])]
     batch["mm_token_type_ids"] = torch.from_numpy(_padded(types, longest, np.int64, 0))
     batch["banned_token_ids"] = torch.tensor(vision.banned)
-    tensors = vision.tensors([[image["image"] for image in row["images"]] for row in rows])
+    tensors = vision.tensors([[image["image"] for image in columns["images"]] for columns in rows])
     batch |= {name: torch.from_numpy(array.copy()) for name, array in tensors.items()}
     return batch
 
@@ -224,8 +228,8 @@ def forward_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """
     tiled = "pixel_attention_mask" in batch
     names = [name for name in _INPUTS if name in batch and not (tiled and name == "mm_token_type_ids")]
-    known = {*_INPUTS, *_BY_TOKEN, "banned_token_ids", "routed_experts"}
-    return {name: batch[name] for name in (*names, *(name for name in batch if name not in known))}
+    others = {*_INPUTS, *_BY_TOKEN, "banned_token_ids", "routed_experts"}
+    return {name: batch[name] for name in (*names, *(name for name in batch if name not in others))}
 
 
 def _padded(rows: Sequence[Any], longest: int, dtype: Any, fill: float | int) -> np.ndarray:

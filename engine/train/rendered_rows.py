@@ -56,6 +56,7 @@ def _rendered(fields: Any, form: ChatFormat, left_out: Counter[str]) -> list[Col
     messages = [_message(message) for message in fields["messages"]]
     tools = json.loads(fields["tools"]) if fields.get("tools") else None
     rows: list[Columns] = []
+    ids: list[int] = []
     for at in trained:
         try:
             prompt, reply = _reply(messages[: at + 1], tools, form)
@@ -65,13 +66,12 @@ def _rendered(fields: Any, form: ChatFormat, left_out: Counter[str]) -> list[Col
         if not reply:
             left_out["replies that the chat template does not show whole after their prompt"] += 1
             continue
-        ids = rows[-1]["input_ids"] if rows else []
         if not rows or prompt[: len(ids)] != ids:
             unchanged = {name: fields[name] for name in _KEPT if name in fields}
             rows.append({**unchanged, "input_ids": [], "loss_mask": [], "turn_ids": []})
             ids = []
         columns, new = rows[-1], len(prompt) - len(ids)
-        columns["input_ids"] = prompt + reply
+        columns["input_ids"] = ids = prompt + reply
         columns["loss_mask"] += [0] * new + [1] * len(reply)
         columns["turn_ids"] += [-1] * new + [turns[at]] * len(reply)
     return rows

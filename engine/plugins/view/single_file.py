@@ -20,6 +20,7 @@ from engine.errors import EngineError, StoreError
 from engine.plugins.view import assets
 from engine.plugins.view.documents import Documents
 from engine.store.listing.listing import Listing
+from engine.store.listing.rows import Row
 from engine.store.private import whole_file
 
 _ESCAPES = ((b"<", b"\\u003c"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
@@ -48,13 +49,13 @@ class _Contents:
     """Bytes that are left."""
     documents: dict[str, bytes] = field(default_factory=dict)
     images: dict[str, bytes] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
-    def add(self, row: dict[str, Any], documents: dict[str, bytes], images: dict[str, bytes]) -> bool:
+    def add(self, row: Row, documents: dict[str, bytes], images: dict[str, bytes]) -> bool:
         """Add the parts of an episode if all of them fit."""
         new = {name: data for name, data in images.items() if name not in self.images}
         size = sum(_size(name, data) for part in (documents, new) for name, data in part.items()) + _size(
-            "", _json(row)
+            "", _json(row.plain())
         )
         if size > self.room:
             return False
@@ -67,9 +68,9 @@ class _Contents:
     def drop_last(self) -> str:
         """Remove the newest episode, and return its name. Its images stay: others may show them."""
         row = self.rows.pop()
-        for name in [each for each in self.documents if each.split("\n")[1:3] == [row["run"], row["episode"]]]:
+        for name in [each for each in self.documents if each.split("\n")[1:3] == [row.run, row.episode]]:
             del self.documents[name]
-        return str(row["episode"])
+        return row.episode
 
 
 def write_file(listing: Listing, path: Path, filter: str, text: str, limit: int) -> Written:
@@ -93,7 +94,7 @@ def write_file(listing: Listing, path: Path, filter: str, text: str, limit: int)
     too_large: list[str] = []
     without_tokens: list[str] = []
     for run, episode in keys:
-        row = listing.row(run, episode).plain()
+        row = listing.row(run, episode)
         own, images = _episode(documents, run, episode)
         if contents.add(row, own | _tokens(documents, run, episode), images):
             continue
@@ -127,7 +128,7 @@ def _composed(
     limit: int,
 ) -> bytes:
     """Return the whole file, and say in `written` what is left out."""
-    kept = {row["episode"] for row in contents.rows}
+    kept = {row.episode for row in contents.rows}
     written.left_out = [
         f"{what} that do not fit into {limit / 1e6:g} MB: {len(names)} of {written.chosen} "
         f"({', '.join(names[:8])}{', …' if len(names) > 8 else ''}); raise --max-size"
@@ -184,10 +185,10 @@ def _tokens(documents: Documents, run: str, episode: str) -> dict[str, bytes]:
 def _shared(documents: Documents, contents: _Contents) -> dict[str, bytes]:
     """Return the machines and the groups of the episodes."""
     found: dict[str, bytes] = {}
-    for run in dict.fromkeys(row["run"] for row in contents.rows):
+    for run in dict.fromkeys(row.run for row in contents.rows):
         found[_key("machine", run)] = _json(documents.machine(run))
-        kept = {row["episode"] for row in contents.rows if row["run"] == run}
-        for task in dict.fromkeys(row["task"] for row in contents.rows if row["run"] == run):
+        kept = {row.episode for row in contents.rows if row.run == run}
+        for task in dict.fromkeys(row.task for row in contents.rows if row.run == run):
             group = documents.group(run, task)
             assert isinstance(group, dict)
             samples = [each for each in group["samples"] if each["episode"] in kept]
@@ -197,7 +198,7 @@ def _shared(documents: Documents, contents: _Contents) -> dict[str, bytes]:
 
 
 def _title(contents: _Contents) -> str:
-    runs = list(dict.fromkeys(row["run"] for row in contents.rows))
+    runs = list(dict.fromkeys(row.run for row in contents.rows))
     return runs[0] if len(runs) == 1 else f"{len(runs)} runs"
 
 
@@ -207,7 +208,7 @@ def _data(
     """Return the data of the file as JSON, safe inside an element `script`."""
     sources = documents.sources()
     assert isinstance(sources, dict)
-    runs = {row["run"] for row in contents.rows}
+    runs = {row.run for row in contents.rows}
     sources |= {
         "title": _title(contents),
         "sources": [each for each in sources["sources"] if each["key"] in runs],
@@ -215,15 +216,15 @@ def _data(
         "note": "; ".join(f"left out: {line}" for line in written.left_out) or None,
     }
     rows = contents.rows
-    done = [row for row in rows if row["status"] == "done"]
+    done = [row for row in rows if row.status == "done"]
     chosen = " and ".join([*([f"filter {filter}"] if filter else []), *([f"text {text!r}"] if text else [])])
     totals = {
         "episodes": len(rows),
         "done": len(done),
-        "solved": sum(bool(row["solved"]) for row in done),
-        "failed": sum(row["failure"] is not None for row in done),
-        "limited": sum(row["failure"] is None and row["limit"] is not None for row in done),
-        "reward": sum(row["reward"] or 0.0 for row in done) / len(done) if done else None,
+        "solved": sum(bool(row.solved) for row in done),
+        "failed": sum(row.failure is not None for row in done),
+        "limited": sum(row.failure is None and row.limit is not None for row in done),
+        "reward": sum(row.reward or 0.0 for row in done) / len(done) if done else None,
         "chosen": chosen,
     }
     parts = [
@@ -234,7 +235,7 @@ def _data(
     whole = b'{"documents":{%s},"images":{%s},"rows":%s,"totals":%s}' % (
         b",".join(parts),
         b",".join(pictures),
-        _json(rows),
+        _json([row.plain() for row in rows]),
         _json(totals),
     )
     for character, escape in _ESCAPES:
