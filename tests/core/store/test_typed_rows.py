@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -49,13 +50,18 @@ OTHERS = {
 """Files that call something else a row or columns."""
 
 
+NAMED = re.compile(r"\b(row|rows\[.*\]|columns)\[|\brow \|")
+"""Lines that may read a row by a key, or merge it."""
+
+
 def sources() -> Iterator[tuple[str, ast.AST]]:
-    """Each node of each file of the engine and of its scripts, with the file's path."""
+    """Each node of each file of the engine and of its scripts that may name a row, with the file's path."""
     for folder in ("engine", "schemas", "environments", "scripts", "bench", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if not any(parent.is_symlink() for parent in path.relative_to(ROOT).parents if parent != Path()):
+            text = path.read_text()
+            if NAMED.search(text):
                 name = path.relative_to(ROOT).as_posix()
-                yield from ((name, node) for node in ast.walk(ast.parse(path.read_text())))
+                yield from ((name, node) for node in ast.walk(ast.parse(text)))
 
 
 def is_row(node: ast.AST) -> bool:
