@@ -21,7 +21,6 @@ from engine.schemas.generation import FinishReason
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Condensation, Failure, Outcome, Trajectory, Turn
 from engine.store.store import episode_id_of
-from engine.tokens.tape import as_seen, untrained
 
 if TYPE_CHECKING:
     from engine.agents.threads import AgentThreads
@@ -293,7 +292,7 @@ class Episode:
                 replace(turn, rewards=self.ledger.turn(turn.index), unreceived=turn.index in unreceived)
                 for turn in self.turns
             ],
-            branches=[untrained(as_seen(branch), unreceived) for branch in conversation.branches()],
+            branches=conversation.branches(unreceived),
             postings=list(sealed.postings),
             facts=self.facts,
             path=self.path,

@@ -18,7 +18,7 @@ The lists of a thread only grow, so a mark is a thread and its length, and going
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from time import time
 from typing import Any, Literal
 
@@ -457,7 +457,7 @@ class Conversation:
             bridge, images = self._expanded(extension.bridge, self.shown[self._prompted :])
             if extension.closing:
                 tape.append("closing", extension.closing)
-            tape.append("bridge", bridge, images=images)
+            tape.append("bridge", bridge, images)
         elif keep:
             raise BridgeError(f"the tape cannot go on exactly: {extension}; set model.history: branch")
         else:
@@ -473,11 +473,11 @@ class Conversation:
             if self._end.last not in self.form.stop_set:
                 cut += int(ids[cut]) in self.form.stop_set
             tape.append("closing", ids[len(tape) : cut])
-            tape.append("bridge", ids[cut:], images=[(picture, at - cut) for picture, at in images if at >= cut])
+            tape.append("bridge", ids[cut:], [(picture, at - cut) for picture, at in images if at >= cut])
             return
         vision = self.form.vision
         fresh = Tape(self.form.vocab_size, None if vision is None else vision.placeholder_id, reason)
-        fresh.append("prompt", ids, images=images)
+        fresh.append("prompt", ids, images)
         self._put(fresh)
 
     def _put(self, fresh: Tape) -> None:
@@ -516,15 +516,7 @@ class Conversation:
             return self._reply_in_text(tape, generation, generation.text, turn)
         self.check(generation)
         self._checked = None
-        start, end = tape.append(
-            "generated",
-            ids,
-            turn=turn,
-            logprobs=generation.logprobs,
-            versions=generation.versions,
-            experts=generation.routed_experts,
-            checked=True,
-        )
+        start, end = tape.append_reply(generation, turn)
         replies = self.form.replies
         self._undo = self._prompt = None
         parsed = replies.parse(ids, before=before, turn=turn, tools=self.tools or ())
@@ -534,14 +526,14 @@ class Conversation:
 
     def _reply_in_text(self, tape: Tape, generation: Generation, text: str, turn: int) -> Reply:
         """The reply of a backend that gives text and no ids: nothing counts as sampled, and its text is on the tape with loss mask 0."""
-        start, end = tape.append("generated", [], turn=turn, logprobs=[])
+        start, end = tape.append_reply(generation, turn)
         replies = self.form.replies
         self._undo = self._prompt = None
         if generation.calls or generation.reasoning:
             parsed, text = replies.given(text, generation.reasoning, generation.calls)
         else:
             parsed = replies.parse_text(text, turn=turn, tools=self.tools or ())
-        tape.append("bridge", self.form.encode(text))
+        tape.append_text(self.form.encode(text))
         self._written = text
         self._end = ReplyEnd(None, parsed.thinking, None if replies.is_plain(parsed) else text)
         return self._replied(parsed, TurnPlace(self._at, start, end), signed=generation.signed)
@@ -637,10 +629,14 @@ class Conversation:
             return self._written
         return self.form.decode(ids[:-1] if int(ids[-1]) in self.form.stop_set else ids)
 
-    def branches(self) -> list[Branch]:
-        """One training row for each tape that has a reply (or the first tape, where none has)."""
+    def branches(self, untrained: Collection[int] = ()) -> list[Branch]:
+        """One training row for each tape that has a reply (or the first tape, where none has), up to its last sampled token.
+
+        Args:
+            untrained: Turns that are not trained: their spans are `unreceived`.
+        """
         tapes = [tape for tape in self.tapes if tape.has_turns] or self.tapes[:1]
-        return [tape.branch(index) for index, tape in enumerate(tapes)]
+        return [tape.branch(index, as_seen=True, untrained=untrained) for index, tape in enumerate(tapes)]
 
     # --- going on after an earlier reply ------------------------------------------------------------------
 

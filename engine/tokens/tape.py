@@ -1,6 +1,12 @@
 """One append-only tape of tokens in typed spans. Training rows are derived from it.
 
-Invariants, which `append` checks; there is no other way to add tokens:
+    tape = Tape(vocab_size=1000)
+    tape.append("prompt", [1, 2, 3])
+    tape.append_reply(generation, turn=0)        # of two tokens
+    tape.append("bridge", [7, 8])
+    tape.branch(0).loss_mask                     # array([0, 0, 0, 1, 1, 0, 0])
+
+Invariants, which `append` and `append_reply` check; there is no other way to add tokens:
 
 - The first span is the `prompt`, and there is only one.
 - Sampled tokens are in `generated` spans and nowhere else; each of them has its log-probability, its weight
@@ -18,13 +24,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from itertools import islice
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.schemas.generation import VersionSpan
+from engine.schemas.generation import Generation
 from engine.schemas.trajectory import Branch, ImageSpan, Span, SpanKind
 from engine.tokens.images import ProcessedImage
 
@@ -32,16 +38,14 @@ IntVector = npt.NDArray[np.int32]
 FloatVector = npt.NDArray[np.float32]
 
 _KINDS: tuple[SpanKind, ...] = ("prompt", "generated", "bridge", "closing")
-_CODE: dict[SpanKind, int] = {kind: code for code, kind in enumerate(_KINDS)}
 _PROMPT, _GENERATED, _BRIDGE, _CLOSING = range(4)
+_CODE: dict[str, int] = {"prompt": _PROMPT, "bridge": _BRIDGE, "closing": _CLOSING}
 _FIELDS = 4
 """Integers of one span's record: kind, start, end, turn."""
+_RUN = 3
+"""Integers of one run's record: (version, start, end): tokens [start, end) of the tape were sampled with weights `version`."""
 _SLACK = 32
 """Spare tokens beyond the half by which a buffer grows."""
-
-
-_Run = tuple[int, int, int]
-"""(version, start, end): tokens [start, end) of the tape were sampled with weights `version`."""
 
 
 def largest(ids: IntVector) -> int:
@@ -68,13 +72,6 @@ def _grown(buffer: np.ndarray, used: int, more: int) -> np.ndarray:
 class Tape:
     """An append-only tape.
 
-        tape = Tape(vocab_size=1000)
-        tape.append("prompt", [1, 2, 3])
-        tape.append("generated", [4, 5], turn=0, logprobs=[-0.1, -0.2])
-        tape.append("closing", [6])
-        tape.append("bridge", [7, 8])
-        tape.branch(0).loss_mask            # array([0, 0, 0, 1, 1, 0, 0, 0])
-
     Args:
         vocab_size: Ids must be below it; None checks only that they are not negative.
         placeholder: The id that images are made of; None for a model without images.
@@ -98,6 +95,7 @@ class Tape:
         "inherited",
         "reason",
         "routed",
+        "texts",
     )
 
     def __init__(self, vocab_size: int | None = None, placeholder: int | None = None, reason: str = "") -> None:
@@ -113,12 +111,14 @@ class Tape:
         self._logprobs: FloatVector = np.empty(0, np.float32)
         self._sampled = 0
         self._spans = array("i")
-        self._versions: list[_Run] = []
+        self._versions = array("i")
         self._turn = -1
         self._forked = False
         """The prompt ends with a reply of another tape, which a closing may follow."""
+        self.texts: list[tuple[int, int]] = []
+        """Tokens [start, end) of replies that came as text."""
         self.inherited: list[tuple[int, int]] = []
-        """Tokens [start, end) of the prompt that were sampled on another tape."""
+        """Tokens [start, end) of the prompt that are replies of another tape, in order."""
         self._experts: list[np.ndarray] = []
         self.routed = 0
         """How many tokens, from the first one on, have known experts."""
@@ -155,70 +155,96 @@ class Tape:
 
     def append(
         self,
-        kind: SpanKind,
+        kind: Literal["prompt", "closing", "bridge"],
         ids: Sequence[int] | IntVector,
-        *,
-        turn: int = -1,
-        logprobs: Sequence[float] | FloatVector | None = None,
-        versions: Iterable[VersionSpan] = (),
         images: Sequence[tuple[ProcessedImage, int]] = (),
-        experts: np.ndarray | None = None,
-        checked: bool = False,
-    ) -> tuple[int, int]:
-        """Append one span.
+    ) -> None:
+        """Append a span of tokens that were not sampled. An empty one leaves no record.
 
         Args:
             kind: The span's kind.
-            ids: Its ids, int32 [tokens]. An empty span leaves a record only if it is `generated`.
-            turn: For `generated`: the assistant turn, from 0, above every earlier one.
-            logprobs: For `generated`: one for each id, float32 [tokens].
-            versions: For `generated`: weight versions that cover [0, tokens); none means version 0.
+            ids: Its ids, int32 [tokens].
             images: The images in `ids`, in order, each with the position of its first token in `ids`.
-            experts: For `generated`: the experts of the tokens from number `routed` up to the last but one of the tape after
-                this span, [tokens, layers, top_k].
-            checked: The caller has checked that the ids are in the vocabulary and have no placeholders except those of `images`.
-
-        Returns:
-            The span's (start, end).
 
         Raises:
             ValueError: The span would break one of the tape's invariants. The tape is unchanged.
         """
-        tokens = np.asarray(ids, dtype=np.int32)
-        count = len(tokens)
-        code = _CODE[kind]
-        if not checked:
-            self._admit_ids(tokens)
-        self._admit(code, count, turn)
-        if images or (self._placeholder is not None and not checked):
+        tokens, code = np.asarray(ids, dtype=np.int32), _CODE[kind]
+        last = self._spans[-_FIELDS] if self._spans else None
+        if (code == _PROMPT) != (last is None):
+            raise ValueError("a tape begins with its one prompt span")
+        if code == _PROMPT and not len(tokens):
+            raise ValueError("the prompt is empty")
+        if code == _CLOSING and last == _PROMPT and not self._forked:
+            raise ValueError("a closing span follows a turn; there is no turn yet")
+        if tokens.ndim != 1:
+            raise ValueError(f"ids must be a flat list; their shape is {tokens.shape}")
+        if largest(tokens) >= self._vocab:
+            raise ValueError(f"ids must be in [0, {self._vocab}); found {int(tokens.min())} to {int(tokens.max())}")
+        if images or self._placeholder is not None:
             self._admit_images(tokens, images)
-        start, end = self._length, self._length + count
-        if code == _GENERATED:
-            self._admit_sampled(count, turn, logprobs)
-            runs = [(run.version, start + run.start, start + run.end) for run in versions] or [(0, start, end)]
-            gap = any(one[2] != next_[1] for one, next_ in pairwise(runs))
-            if gap or runs[0][1] != start or runs[-1][2] != end:
-                raise ValueError(
-                    f"weight versions cover [{runs[0][1] - start}, {runs[-1][2] - start}) of {count} tokens"
-                    f"{', with gaps' if gap else ''}"
-                )
-            if experts is not None:
-                self.admit_experts(count, experts)
-                self._experts.append(experts)
-                self.routed += len(experts)
-            self._keep_sampled(count, logprobs, runs)
-            self._turn = turn
-        elif not count:
-            return start, end
+            self.images.extend((picture, self._length + at) for picture, at in images)
+        if len(tokens):
+            self._put(code, tokens, -1)
+
+    def append_reply(self, generation: Generation, turn: int) -> tuple[int, int]:
+        """Append the tokens of a reply, which `Conversation.check` has admitted: those of the vocabulary, and no placeholders.
+
+        Args:
+            generation: The reply. Its experts are those of the tokens from number `routed` up to the last but one of the tape
+                after it.
+            turn: The assistant turn, from 0, above every earlier one.
+
+        Returns:
+            The span's (start, end). An empty reply leaves a record, too.
+
+        Raises:
+            ValueError: The span would break one of the tape's invariants. The tape is unchanged.
+        """
+        count, start, experts = len(generation.output_ids), self._length, generation.routed_experts
+        if turn <= self._turn:
+            raise ValueError(f"turn {turn} does not follow turn {self._turn}")
+        if self._spans[-_FIELDS] == _GENERATED:
+            raise ValueError("there must be a bridge between two turns")
+        if len(generation.logprobs) != count:
+            raise ValueError(f"{count} sampled ids need as many log-probs, not {len(generation.logprobs)}")
+        versions, end = array("i"), 0
+        for run in generation.versions:
+            if run.start != end:
+                raise ValueError(f"weight versions leave a gap or overlap at token {end}")
+            end = run.end
+            if end > run.start:
+                versions.extend((run.version, start + run.start, start + end))
+        if not generation.versions and count:
+            versions.extend((0, start, start + count))
+        elif end != count:
+            raise ValueError(f"weight versions cover {end} of {count} tokens")
+        if experts is not None:
+            self.admit_experts(count, experts)
+            self._experts.append(experts)
+            self.routed += len(experts)
+        self._versions += versions
+        end = self._sampled + count
+        if end > len(self._logprobs):
+            self._logprobs = _grown(self._logprobs, self._sampled, count)
+        self._logprobs[self._sampled : end] = generation.logprobs
+        self._sampled, self._turn = end, turn
+        self._put(_GENERATED, generation.output_ids, turn)
+        return start, start + count
+
+    def append_text(self, ids: Sequence[int]) -> None:
+        """Append the text of a reply that came without ids, directly after it (`append_reply`): nothing of it counts as sampled."""
+        start = self._length
+        self.append("bridge", ids)
+        self.texts.append((start, self._length))
+
+    def _put(self, code: int, tokens: IntVector, turn: int) -> None:
+        start, end = self._length, self._length + len(tokens)
         if end > len(self._ids):
-            self._ids = _grown(self._ids, start, count)
+            self._ids = _grown(self._ids, start, len(tokens))
         self._ids[start:end] = tokens
-        self._length = end
-        self._view = None
+        self._length, self._view = end, None
         self._spans.extend((code, start, end, turn))
-        if images:
-            self.images.extend((picture, start + at) for picture, at in images)
-        return start, end
 
     def admit_experts(self, count: int, experts: np.ndarray) -> None:
         """Check the experts [tokens, layers, top_k] of a reply of `count` tokens; see `append`.
@@ -247,6 +273,8 @@ class Tape:
             ValueError: A `generated` span was appended since.
         """
         length, spans, images = mark
+        if length == self._length:
+            return
         if any(code == _GENERATED for code in self._spans[spans::_FIELDS]):
             raise ValueError("a turn was appended since then; sampled tokens are never removed")
         self._ids = self._ids[:length].copy()
@@ -264,134 +292,70 @@ class Tape:
         """
         fresh = Tape(self._vocab, self._placeholder, reason)
         fresh._forked = True
-        own = [(first, last) for kind, first, last, _ in self._records() if kind == _GENERATED and last <= end]
-        fresh.inherited = [*self.inherited, *own]
-        fresh.append("prompt", self._ids[:end], images=[(picture, at) for picture, at in self.images if at < end])
+        replies = [(first, last) for kind, first, last, _ in self._records() if kind == _GENERATED]
+        fresh.inherited = sorted(
+            [*self.inherited, *((first, last) for first, last in [*replies, *self.texts] if last <= end)]
+        )
+        fresh.append("prompt", self._ids[:end], [(picture, at) for picture, at in self.images if at < end])
         return fresh
 
-    def branch(self, index: int) -> Branch:
+    def branch(self, index: int, *, as_seen: bool = False, untrained: Collection[int] = ()) -> Branch:
         """The training row of this tape; everything is derived from its spans.
 
         Args:
             index: The branch's number in the trajectory.
+            as_seen: End with the last sampled token, if there is one: no model has read a bridge after it.
+            untrained: Turns that are not trained: their spans are `unreceived`. Those of other tapes have no effect.
         """
-        n = self._length
-        kinds, starts, ends, turns_of = np.array(self._spans, np.int32).reshape(-1, _FIELDS).T
-        lengths = ends - starts
-        sampled = np.repeat(kinds == _GENERATED, lengths)
+        kinds, starts, ends, turns = np.array(self._spans, np.int32).reshape(-1, _FIELDS).T
+        replies = np.flatnonzero(kinds == _GENERATED)
+        count = replies[-1] + 1 if as_seen and len(replies) else len(kinds)
+        n, lengths = int(ends[count - 1]), (ends - starts)[:count]
+        sampled = np.repeat(kinds[:count] == _GENERATED, lengths)
+        turn_ids = np.repeat(turns[:count], lengths)
         logprobs = np.zeros(n, np.float32)
         logprobs[sampled] = self._logprobs[: self._sampled]
         versions = np.full(n, -1, np.int32)
-        for version, start, end in self._versions:
+        run = iter(self._versions)
+        for version, start, end in zip(run, run, run, strict=True):
             versions[start:end] = version
+        if untrained:
+            left_out = np.isin(turn_ids, list(untrained))
+            logprobs[left_out], versions[left_out] = 0, -1
+            sampled = sampled & ~left_out
+        experts = np.concatenate(self._experts)[:n] if self._experts else None
         return Branch(
             index=index,
             reason=self.reason,
-            spans=self.spans,
+            spans=[
+                Span(kind="unreceived" if turn in untrained else _KINDS[kind], start=start, end=end, turn=turn)
+                for kind, start, end, turn in islice(self._records(), count)
+            ],
             input_ids=self._ids[:n].copy(),
             loss_mask=sampled.astype(np.int32),
             logprobs=logprobs,
             weight_versions=versions,
-            turn_ids=np.repeat(turns_of, lengths),
+            turn_ids=turn_ids,
             images=[
                 ImageSpan(image=picture.digest, start=start, end=start + len(picture.ids), grid=list(picture.grid))
                 for picture, start in self.images
+                if start < n
             ],
-            routed_experts=np.concatenate(self._experts) if self._experts else None,
+            routed_experts=experts,
         )
 
     def _records(self) -> Iterable[tuple[int, int, int, int]]:
         record = iter(self._spans)
         return zip(record, record, record, record, strict=True)
 
-    def _admit_ids(self, tokens: IntVector) -> None:
-        if tokens.ndim != 1:
-            raise ValueError(f"ids must be a flat list; their shape is {tokens.shape}")
-        if largest(tokens) >= self._vocab:
-            raise ValueError(f"ids must be in [0, {self._vocab}); found {int(tokens.min())} to {int(tokens.max())}")
-
-    def _admit(self, code: int, count: int, turn: int) -> None:
-        last = self._spans[-_FIELDS] if self._spans else None
-        if (code == _PROMPT) != (last is None):
-            raise ValueError("a tape begins with its one prompt span")
-        if code == _PROMPT and not count:
-            raise ValueError("the prompt is empty")
-        if code == _CLOSING and last == _PROMPT and not self._forked:
-            raise ValueError("a closing span follows a turn; there is no turn yet")
-        if code != _GENERATED and turn != -1:
-            raise ValueError(f"a {_KINDS[code]} span belongs to no turn")
-
     def _admit_images(self, tokens: IntVector, images: Sequence[tuple[ProcessedImage, int]]) -> None:
         """Checks that the placeholders are those of the images, and that each image is complete and at its position."""
-        found = int(np.count_nonzero(tokens == self._placeholder)) if self._placeholder is not None else 0
+        placeholders = int(np.count_nonzero(tokens == self._placeholder)) if self._placeholder is not None else 0
         wanted, end = 0, 0
         for picture, at in images:
             if at < end or not np.array_equal(tokens[at : at + len(picture.ids)], picture.ids):
                 raise ValueError(f"the tokens at {at} are not those of the image {picture.digest}")
             end = at + len(picture.ids)
             wanted += picture.placeholders
-        if found != wanted:
-            raise ValueError(f"{found} placeholders where {len(images)} images have {wanted}")
-
-    def _admit_sampled(self, count: int, turn: int, logprobs: Sequence[float] | FloatVector | None) -> None:
-        if turn <= self._turn:
-            raise ValueError(f"turn {turn} does not follow turn {self._turn}")
-        if self._spans[-_FIELDS] == _GENERATED:
-            raise ValueError("there must be a bridge between two turns")
-        if logprobs is None or len(logprobs) != count:
-            raise ValueError(
-                f"{count} sampled ids need as many log-probs, not {'none' if logprobs is None else len(logprobs)}"
-            )
-
-    def _keep_sampled(self, count: int, logprobs: Sequence[float] | FloatVector | None, runs: list[_Run]) -> None:
-        start, end = self._sampled, self._sampled + count
-        if end > len(self._logprobs):
-            self._logprobs = _grown(self._logprobs, start, count)
-        self._logprobs[start:end] = logprobs
-        self._sampled = end
-        self._versions += [run for run in runs if run[2] > run[1]]
-
-
-def as_seen(branch: Branch) -> Branch:
-    """A branch up to its last sampled token: no model has read a bridge after it.
-
-    A branch without sampled tokens is returned whole.
-    """
-    # The cut is after sampled tokens, and images hold none: it is never inside an image.
-    end = max((span.end for span in branch.spans if span.kind == "generated"), default=len(branch.input_ids))
-    if end == len(branch.input_ids):
-        return branch
-    return Branch(
-        index=branch.index,
-        reason=branch.reason,
-        spans=[span for span in branch.spans if span.end <= end],
-        input_ids=branch.input_ids[:end],
-        loss_mask=branch.loss_mask[:end],
-        logprobs=branch.logprobs[:end],
-        weight_versions=branch.weight_versions[:end],
-        turn_ids=branch.turn_ids[:end],
-        images=[image for image in branch.images if image.end <= end],
-        routed_experts=None if branch.routed_experts is None else branch.routed_experts[:end],
-    )
-
-
-def untrained(branch: Branch, turns: Collection[int]) -> Branch:
-    """A branch in which some turns are not trained: their spans are `unreceived`.
-
-    Args:
-        branch: The branch.
-        turns: The turns; those of other branches have no effect.
-    """
-    if not any(span.turn in turns for span in branch.spans if span.kind == "generated"):
-        return branch
-    left_out = np.isin(branch.turn_ids, list(turns))
-    return replace(
-        branch,
-        spans=[
-            replace(span, kind="unreceived") if span.kind == "generated" and span.turn in turns else span
-            for span in branch.spans
-        ],
-        loss_mask=np.where(left_out, 0, branch.loss_mask).astype(np.int32),
-        logprobs=np.where(left_out, 0, branch.logprobs).astype(np.float32),
-        weight_versions=np.where(left_out, -1, branch.weight_versions).astype(np.int32),
-    )
+        if placeholders != wanted:
+            raise ValueError(f"{placeholders} placeholders where {len(images)} images have {wanted}")

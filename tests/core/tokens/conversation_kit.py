@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import Message
+from engine.schemas.trajectory import Branch
+from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
 
 Formats = Callable[..., ChatFormat]
@@ -42,6 +44,12 @@ def generation(ids: list[int], finish: str = "stop", version: int = 0) -> Genera
 def said(form: ChatFormat, text: str) -> Generation:
     """A reply that is this text, tokenised."""
     return generation(form.encode(text))
+
+
+def to_the_end(conversation: Conversation) -> list[Branch]:
+    """The rows of a conversation, each with all of its tape: what follows the last reply, too."""
+    tapes = [tape for tape in conversation.tapes if tape.has_turns] or conversation.tapes[:1]
+    return [tape.branch(index) for index, tape in enumerate(tapes)]
 
 
 def user(text: str) -> Message:

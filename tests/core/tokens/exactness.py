@@ -30,7 +30,7 @@ from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
 from engine.tokens.quoting import unquote
-from engine.tokens.tape import Tape, as_seen
+from engine.tokens.tape import Tape
 
 SHIPPED = Path(__file__).parents[2] / "data" / "templates"
 SPECIAL = re.compile(
@@ -406,7 +406,7 @@ class Player:
         """The guard finds nothing wrong with what is right."""
         if not self.conversation.asked:
             return
-        rows = [_write_branch(as_seen(branch), "e/0") for branch in self.conversation.branches()]
+        rows = [_write_branch(branch, "e/0") for branch in self.conversation.branches()]
         told = Guard(self.form, ModelSpec(path=self.form.fast.name_or_path), Path())._told
         stored = json_of({"messages": self.conversation.messages})
         job = _Job(told, self.conversation, stored, [(row[3], row[4]) for row in rows])

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conversation_kit import TOOLS, Formats, generation, user
+from conversation_kit import TOOLS, Formats, generation, to_the_end, user
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -126,7 +126,7 @@ def play(
 
 def check_exact(conversation: Conversation, prompts: list[np.ndarray], replies: list[list[int]]) -> None:
     """The properties that hold of every conversation."""
-    branches = conversation.branches()
+    branches = to_the_end(conversation)
     for branch in branches:
         n = len(branch.input_ids)
         assert [len(a) for a in (branch.loss_mask, branch.logprobs, branch.weight_versions, branch.turn_ids)] == [n] * 4
@@ -190,7 +190,7 @@ def test_a_prompt_that_gets_no_reply_leaves_nothing_behind(case: str, formats: F
 
     def same() -> None:
         assert (tried.length, tried.characters) == (plain.length, plain.characters)
-        assert [row.json() for row in tried.branches()] == [row.json() for row in plain.branches()]
+        assert [row.json() for row in to_the_end(tried)] == [row.json() for row in to_the_end(plain)]
 
     def attempt() -> None:
         given_before = None

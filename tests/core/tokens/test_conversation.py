@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conversation_kit import TOOLS, Formats, generation, said, tool, user
+from conversation_kit import TOOLS, Formats, generation, said, to_the_end, tool, user
 
 from engine.errors import BackendError, BridgeError, RenderError
 from engine.schemas.generation import FinishReason, Generation
@@ -118,7 +118,7 @@ def test_a_cut_reply_gets_its_closing_token_unmasked(formats: Formats) -> None:
         conversation.reply(generation(sampled), 0)
         conversation.add([user("Good.")])
         prompt = conversation.prompt()
-        (row,) = conversation.branches()
+        (row,) = to_the_end(conversation)
         end = start + len(sampled)
         assert [(s.kind, s.start, s.end) for s in row.spans] == [
             ("prompt", 0, start),
@@ -143,7 +143,7 @@ def test_a_reply_cut_in_its_reasoning_is_closed_as_the_template_closes_reasoning
         assert (reply.message.content, reply.message.reasoning) == ("", "Let me")
         conversation.add([tool("too long")])
         prompt = conversation.prompt()
-        (row,) = conversation.branches()
+        (row,) = to_the_end(conversation)
         assert [s.kind for s in row.spans] == ["prompt", "generated", "closing", "bridge"]
         closing = row.spans[2]
         assert form.decode(row.input_ids[closing.start : closing.end]) == "\n</think>\n\n<|im_end|>"

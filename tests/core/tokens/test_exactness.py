@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from chat_kit import make_tokenizer
+from conversation_kit import to_the_end
 from exactness import Player, aligned, all_cases, cases, load_case, play
 from exactness_scenarios import SCENARIOS, Said
 from slow_cases import slow_but
@@ -125,7 +126,7 @@ def test_a_reply_cut_in_its_thoughts_is_closed_as_the_template_closes_them(load:
     results = [Message(role="tool", content="12 °C", name="probe_tool", tool_call_id="call_0_0")]
     result = player.play([ASKED, Said(raw="<think>\nHm", end="none"), results])
     assert result.verdict == "exact", result.why
-    (row,) = player.conversation.branches()
+    (row,) = to_the_end(player.conversation)
     (closing,) = [span for span in row.spans if span.kind == "closing"]
     assert form.decode(row.input_ids[closing.start : closing.end]) == "\n</think>\n\n<|im_end|>"
     assert row.loss_mask[closing.start : closing.end].sum() == 0

@@ -28,7 +28,6 @@ from engine.tokens.bridge.guard_child import _tokenizer
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
-from engine.tokens.tape import as_seen
 
 Formats = Callable[..., ChatFormat]
 
@@ -37,7 +36,7 @@ async def judged(
     guard: Guard, conversation: Conversation, change: Callable[[np.ndarray], None] = lambda _: None
 ) -> Finding | None:
     """The guard's finding on a conversation; `change` damages the ids of its last branch."""
-    branches = [as_seen(branch) for branch in conversation.branches()]
+    branches = conversation.branches()
     change(branches[-1].input_ids)
     rows = [_write_branch(branch, "e/0") for branch in branches]
     return await guard.check(
@@ -91,7 +90,9 @@ async def test_text_that_is_cut_otherwise_is_found_although_it_reads_the_same(fo
     kinds, starts, ends, turns = np.array(tape._spans).reshape(-1, 4).T
     shifted = np.stack([kinds, starts + (starts > at), ends + (ends > at), turns], 1)
     tape._spans = type(tape._spans)("i", shifted.ravel().tolist())
-    tape._versions = [(version, start + 1, end + 1) for version, start, end in tape._versions]
+    versions = np.array(tape._versions).reshape(-1, 3)
+    versions[:, 1:] += 1
+    tape._versions = type(tape._versions)("i", versions.ravel().tolist())
     assert form.decode(tape._ids) == form.decode(ids)
     finding = await judged(guard_of(form), conversation)
     assert isinstance(finding, Difference)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conversation_kit import to_the_end
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -103,7 +104,7 @@ def test_canonical_conversations_have_the_templates_ids(
         conversation.add([Message(role="user", content=f"Are you sure? ({turn})")])
         said += [{"role": "assistant", "content": words}, {"role": "user", "content": f"Are you sure? ({turn})"}]
     assert conversation.prompt().tolist() == template_ids(form, said)
-    assert len(conversation.branches()) == 1
+    assert len(to_the_end(conversation)) == 1
 
 
 @pytest.mark.parametrize("renderer", ["auto", "template"])
@@ -132,7 +133,7 @@ def test_tool_loops_have_the_templates_ids(real: Callable[..., ChatFormat], name
             said[-1]["reasoning_content"] = "I must look."
         said += [{"role": "tool", "content": message.content} for message in results]
     assert conversation.prompt().tolist() == template_ids(form, said, TOOLS)
-    assert len(conversation.branches()) == 1
+    assert len(to_the_end(conversation)) == 1
 
 
 TEXTS = st.lists(
@@ -162,7 +163,7 @@ def test_any_sampled_ids_stay_as_they_were(real: Callable[..., ChatFormat], name
         )
         place = conversation.turns[turn]
         conversation.add([Message(role=data.draw(st.sampled_from(["user", "tool"])), content=data.draw(TEXTS))])
-        row = conversation.branches()[place.branch]
+        row = to_the_end(conversation)[place.branch]
         assert row.input_ids[: place.start].tolist() == prompt.tolist()
         assert row.input_ids[place.start : place.end].tolist() == sampled
         assert np.flatnonzero(row.turn_ids == turn).tolist() == list(range(place.start, place.end))

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schemas.generation import VersionSpan
+from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.trajectory import Span
-from engine.tokens.tape import Tape, as_seen
+from engine.tokens.tape import Tape
+
+
+def sampled(ids: list[int], logprobs: list[float], versions: Sequence[tuple[int, int, int]] = ()) -> Generation:
+    return Generation(
+        output_ids=np.array(ids, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        finish=FinishReason(type="stop"),
+        versions=[VersionSpan(version=version, start=start, end=end) for version, start, end in versions],
+    )
 
 
 def test_everything_is_derived_from_spans() -> None:
     tape = Tape(vocab_size=100, reason="why")
-    assert tape.append("prompt", [1, 2, 3]) == (0, 3)
-    assert tape.append(
-        "generated",
-        [4, 5, 6],
-        turn=0,
-        logprobs=[-0.5, -0.25, -1.0],
-        versions=[VersionSpan(version=7, start=0, end=2), VersionSpan(version=8, start=2, end=3)],
-    ) == (3, 6)
+    tape.append("prompt", [1, 2, 3])
+    assert tape.append_reply(sampled([4, 5, 6], [-0.5, -0.25, -1.0], [(7, 0, 2), (8, 2, 3)]), 0) == (3, 6)
     tape.append("closing", [9])
     tape.append("bridge", [10, 11])
-    tape.append("generated", [12], turn=3, logprobs=np.array([-2.0], np.float32))
+    tape.append_reply(sampled([12], [-2.0]), 3)
     row = tape.branch(2)
     assert (row.index, row.reason) == (2, "why")
     assert row.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 9, 10, 11, 12]
@@ -52,29 +56,26 @@ def begun() -> Tape:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ids", "given_", "problem"),
+    ("append", "problem"),
     [
-        ("prompt", [1], {}, "one prompt"),
-        ("closing", [1], {}, "a closing span follows a turn"),
-        ("bridge", [1], {"turn": 0}, "belongs to no turn"),
-        ("bridge", [100], {}, r"\[0, 100\); found 100 to 100"),
-        ("bridge", [4, -1], {}, "found -1 to 4"),
-        ("bridge", [[1]], {}, "flat list"),
-        ("generated", [1], {"turn": 0}, "1 sampled ids need as many log-probs, not none"),
-        ("generated", [1, 2], {"turn": 0, "logprobs": [0.0]}, "not 1"),
-        ("generated", [1], {"turn": -1, "logprobs": [0.0]}, "turn -1 does not follow"),
-        (
-            "generated",
-            [1],
-            {"turn": 0, "logprobs": [0.0], "versions": [VersionSpan(version=1, start=0, end=2)]},
-            "cover",
-        ),
+        (lambda tape: tape.append("prompt", [1]), "one prompt"),
+        (lambda tape: tape.append("closing", [1]), "a closing span follows a turn"),
+        (lambda tape: tape.append("bridge", [100]), r"\[0, 100\); found 100 to 100"),
+        (lambda tape: tape.append("bridge", [4, -1]), "found -1 to 4"),
+        (lambda tape: tape.append("bridge", [[1]]), "flat list"),
+        (lambda tape: tape.append_reply(sampled([1], []), 0), "1 sampled ids need as many log-probs, not 0"),
+        (lambda tape: tape.append_reply(sampled([1, 2], [0.0]), 0), "not 1"),
+        (lambda tape: tape.append_reply(sampled([1], [0.0]), -1), "turn -1 does not follow"),
+        (lambda tape: tape.append_reply(sampled([1], [0.0], [(1, 0, 2)]), 0), "versions cover 2 of 1 tokens"),
+        (lambda tape: tape.append_reply(sampled([1, 2], [0.0, 0.0], [(1, 0, 1)]), 0), "versions cover 1 of 2 tokens"),
+        (lambda tape: tape.append_reply(sampled([1, 2], [0.0, 0.0], [(1, 0, 1), (2, 0, 2)]), 0), "overlap at token 1"),
+        (lambda tape: tape.append_reply(sampled([1, 2], [0.0, 0.0], [(1, 1, 2)]), 0), "gap or overlap at token 0"),
     ],
 )
-def test_what_would_break_an_invariant_is_not_written(kind: str, ids: list, given_: dict, problem: str) -> None:
+def test_what_would_break_an_invariant_is_not_written(append: Callable[[Tape], object], problem: str) -> None:
     tape = begun()
     with pytest.raises(ValueError, match=problem):
-        tape.append(kind, ids, **given_)  # type: ignore[arg-type]
+        append(tape)
     assert tape.ids.tolist() == [1, 2, 3]
     assert tape.spans == [Span(kind="prompt", start=0, end=3)]
     assert not tape.has_turns
@@ -89,18 +90,18 @@ def test_a_tape_begins_with_a_prompt_that_is_not_empty() -> None:
 
 def test_turns_grow_and_are_apart() -> None:
     tape = begun()
-    tape.append("generated", [5], turn=1, logprobs=[0.0])
+    tape.append_reply(sampled([5], [0.0]), 1)
     with pytest.raises(ValueError, match="must be a bridge between two turns"):
-        tape.append("generated", [5], turn=2, logprobs=[0.0])
+        tape.append_reply(sampled([5], [0.0]), 2)
     tape.append("bridge", [6])
     with pytest.raises(ValueError, match="turn 1 does not follow turn 1"):
-        tape.append("generated", [5], turn=1, logprobs=[0.0])
+        tape.append_reply(sampled([5], [0.0]), 1)
 
 
 def test_an_empty_reply_leaves_its_place_and_an_empty_bridge_nothing() -> None:
     tape = begun()
-    assert tape.append("generated", [], turn=0, logprobs=[]) == (3, 3)
-    assert tape.append("bridge", []) == (3, 3)
+    assert tape.append_reply(sampled([], []), 0) == (3, 3)
+    tape.append("bridge", [])
     assert tape.spans == [Span(kind="prompt", start=0, end=3), Span(kind="generated", start=3, end=3, turn=0)]
     assert tape.has_turns
 
@@ -127,11 +128,11 @@ def test_a_row_is_a_copy() -> None:
 
 def test_a_row_as_seen_ends_with_its_last_sampled_token() -> None:
     tape = begun()
-    assert as_seen(tape.branch(0)).input_ids.tolist() == [1, 2, 3]
-    tape.append("generated", [4], turn=0, logprobs=[-1.0])
+    assert tape.branch(0, as_seen=True).input_ids.tolist() == [1, 2, 3]
+    tape.append_reply(sampled([4], [-1.0]), 0)
     tape.append("closing", [5])
     tape.append("bridge", [6])
-    row = as_seen(tape.branch(0))
+    row = tape.branch(0, as_seen=True)
     assert row.input_ids.tolist() == [1, 2, 3, 4]
     assert row.turn_ids.tolist() == [-1, -1, -1, 0]
     assert [span.kind for span in row.spans] == ["prompt", "generated"]
@@ -140,7 +141,7 @@ def test_a_row_as_seen_ends_with_its_last_sampled_token() -> None:
 def test_a_tape_of_sixteen_turns_takes_a_few_bytes_a_token() -> None:
     tape = begun()
     for turn in range(16):
-        tape.append("generated", np.zeros(128, np.int32), turn=turn, logprobs=np.zeros(128, np.float32))
+        tape.append_reply(sampled([0] * 128, [0.0] * 128), turn)
         tape.append("bridge", np.zeros(45, np.int32))
     buffers = tape._ids.nbytes + tape._logprobs.nbytes + sys.getsizeof(tape._spans)
     assert len(tape) == 3 + 16 * 173
