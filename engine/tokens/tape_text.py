@@ -17,18 +17,27 @@ Piece = tuple[bool, str]
 
 
 def pieces_of(form: ChatFormat, tape: Tape) -> list[Piece]:
-    """The text of each span of a tape, with one marker for an image; O(tape)."""
+    """The text of each span of a tape, with one marker for an image, and of each reply in a prompt that another tape gave; O(tape)."""
     pieces: list[Piece] = []
-    in_text = False  # the reply came as text, and stands in the next span
     for span in tape.spans:
-        ids = tape.ids[span.start : span.end]
-        if form.vision is not None:
-            images = [(at, at + len(image.ids)) for image, at in tape.images if span.start <= at < span.end]
-            ids = form.vision.compact(ids, [(start - span.start, end - span.start) for start, end in images])
-        sampled = span.kind == "generated"
-        pieces.append((sampled or in_text, form.decode(ids)))
-        in_text = sampled and span.start == span.end
+        sampled = span.kind == "generated" or (span.start, span.end) in tape.texts
+        if span.kind != "prompt":
+            pieces.append((sampled, _text(form, tape, span.start, span.end)))
+            continue
+        at = 0
+        for start, end in tape.inherited:
+            pieces += [(False, _text(form, tape, at, start)), (True, _text(form, tape, start, end))]
+            at = end
+        pieces.append((False, _text(form, tape, at, span.end)))
     return pieces
+
+
+def _text(form: ChatFormat, tape: Tape, start: int, end: int) -> str:
+    ids = tape.ids[start:end]
+    if form.vision is not None:
+        images = [(at - start, at - start + len(image.ids)) for image, at in tape.images if start <= at < end]
+        ids = form.vision.compact(ids, images)
+    return form.decode(ids)
 
 
 def end_in(pieces: Sequence[Piece], text: str) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pytest
-from conversation_kit import TOOLS
+from conversation_kit import TOOLS, to_the_end
 from hypothesis import strategies as st
 
 from engine.errors import BackendError, BridgeError, RenderError
@@ -29,7 +29,7 @@ class Planned(NamedTuple):
     """A reply."""
 
     said: list[int] | str
-    """Numbers that ids are made from, those of white space left out; or the text."""
+    """Numbers that ids are made from; or the text."""
     stopped: bool
     """A token that ends replies is sampled after it."""
     in_text: bool
@@ -55,7 +55,7 @@ class Say(NamedTuple):
 
     messages: list[Message]
     waiting: bool
-    """A prompt waits meanwhile, and is taken back."""
+    """A prompt waits meanwhile, is asked for anew with them, and is taken back."""
 
 
 class Resume(NamedTuple):
@@ -211,7 +211,7 @@ class Told:
         return {
             "length": conversation.length,
             "characters": conversation.characters,
-            "rows": [row.json() for row in conversation.branches()],
+            "rows": [row.json() for row in to_the_end(conversation)],
             "turns": [*conversation.turns],
             "tools": conversation.tools,
             "messages": [*conversation.messages],
@@ -272,8 +272,7 @@ class Play:
         self.sampled: list[Sampled] = []
         self.asked: list[list[int]] = []
         """The prompts that were not taken back."""
-        self.specials = sorted(id_ for text, id_ in form.tokenizer.get_added_vocab().items() if "think>" not in text)
-        """Templates put white space at the markers of reasoning: replies have these in texts alone."""
+        self.specials = sorted(form.tokenizer.get_added_vocab().values())
         self._measured: int | None = None
         """How many tokens the next prompt has, where that is known."""
 
@@ -295,7 +294,7 @@ class Play:
 
     def check_rows(self) -> None:
         """Each sampled token is in one row; rows are what was asked and sampled."""
-        rows, turns = self.main.conversation.branches(), self.main.conversation.turns
+        rows, turns = to_the_end(self.main.conversation), self.main.conversation.turns
         assert len(turns) == len(self.sampled)
         assert [row.index for row in rows] == list(range(len(rows)))
         assert [bool(row.reason) for row in rows] == [at > 0 for at in range(len(rows))]
@@ -367,6 +366,7 @@ class Play:
             self.main.ask()
         self._do("say", step.messages)
         if step.waiting:
+            self.main.ask()
             self.main.conversation.take_back()
         if self.sampled:
             self.followed[len(self.sampled) - 1] = step.messages
@@ -450,17 +450,11 @@ class Play:
         else:
             size, specials = self.form.vocab_size, self.specials
             ids = [specials[one // 4 % len(specials)] if one % 4 == 0 else one % size for one in planned.said]
-            ids = [id_ for id_ in ids if not _spaced(self.form.decode([id_]))]
         if planned.stopped:
             ids = [*ids, self.form.stop_token_ids[0]]
         turn = len(self.sampled)
         versions = [3 * turn + (at > len(ids) // 2) for at in range(len(ids))]
         return _generation(ids, [-0.125 * (at + 1) - turn for at in range(len(ids))], versions), versions
-
-
-def _spaced(text: str) -> bool:
-    """Whether a template may write the white space of an id otherwise, or put some beside it."""
-    return "think>" in text or any(map(str.isspace, text))
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> None:
