@@ -38,6 +38,7 @@ MOVED: dict[str, str] = {
     "engine.schemas.traces": "engine.plugins.traces.spec",
     "engine.schemas.train:TrackingSpec": "engine.plugins.report.spec:TrackingSpec",
     "engine.spec.diagnostic": "engine.spec.text.diagnostic",
+    "engine.store.export": "engine.store.rows.export",
     "engine.store.fork": "engine.store.upkeep.fork",
     "engine.traces": "engine.plugins.traces",
     "engine.train.folder": "engine.store.training",

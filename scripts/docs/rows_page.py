@@ -14,6 +14,10 @@ A file opens in pandas (`pandas.read_parquet`), polars (`polars.read_parquet`), 
 datasets (`load_dataset("parquet", data_files="rows.parquet")`). Columns that hold JSON texts are read with `json.loads`.
 `engine.store.loader.read_rows` reads either format back, arrays as NumPy.
 
+In Python, `engine.store.rows.export.training_rows(store)` yields the rows of a run as `TrainingRow` values: `row.branch` has the arrays, `row.places` the indices of the
+trained tokens, `row.advantages` one number for each of them, and `row.episode` what all rows of an episode share. `row.columns()` is the row as a dict with the
+columns below; `export_rows(store)` yields these dicts. The functions of `train.advantage_bonuses` get such a dict.
+
 | column | type | shape | meaning |
 |---|---|---|---|
 """
