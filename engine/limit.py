@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.role import UserSpec
 
+LIMIT = "limit"
+"""The event of a state whose action did not start because a limit was reached."""
+OVERFLOW = "overflow"
+"""The event of `generate` before a prompt that leaves no room for a reply, in states that have a transition for it."""
+FAILED = "failed"
+"""The event of a state whose action failed."""
+ALWAYS: tuple[str, ...] = (LIMIT, FAILED)
+"""Events that may occur in every state except final ones."""
+
 UNBOUNDED = 2**53 - 1
 """What a guard reads for a limit that is not set: the largest integer that a double holds exactly."""
 MAX_STEPS = 100_000

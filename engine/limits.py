@@ -148,7 +148,7 @@ def limits_of(action: str | None) -> Iterator[Limit]:
     return (limit for limit in LIMITS if not limit.cuts and limit.action in (None, action)) if action else iter(())
 
 
-def limit_variables(limits: LimitsSpec) -> dict[str, int | float]:
+def limit_values(limits: LimitsSpec) -> dict[str, int | float]:
     """Return the `limits` variable of guards: every limit, `UNBOUNDED` if it is not set."""
     values = {name: limits.value_of(name) for name in FIELDS}
     return {name: UNBOUNDED if value is None else value for name, value in values.items()}

@@ -13,15 +13,6 @@ if TYPE_CHECKING:
 Seconds = Callable[["EpisodeSpec", "StateSpec"], float]
 """Maximum seconds of one visit of a state; infinite if there is no limit."""
 
-LIMIT = "limit"
-"""The event of a state whose action did not start because a limit was reached."""
-OVERFLOW = "overflow"
-"""The event of `generate` before a prompt that leaves no room for a reply, in states that have a transition for it."""
-FAILED = "failed"
-"""The event of a state whose action failed."""
-ALWAYS: tuple[str, ...] = (LIMIT, FAILED)
-"""Events that may occur in every state except final ones."""
-
 OWN_ACTION_SECONDS = 60.0
 """Deadline of a custom action whose state sets none."""
 

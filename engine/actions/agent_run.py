@@ -28,13 +28,16 @@ from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
     from engine.actions.ahead import AheadSampler
-    from engine.actions.base import EpisodeObjects, Services
+    from engine.actions.base import EpisodeObjects
+    from engine.actions.workers import Workers
     from engine.agents.threads import AgentThreads
     from engine.episode.episode import Episode
     from engine.schemas.agent import AgentSpec
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.generation import GenerateRequest, Generation
     from engine.schemas.journal import AgentRecord
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
 
 _GRACE = 5.0
 """Seconds after its time after which a coroutine that cannot be cancelled is given up."""
@@ -135,19 +138,20 @@ class AgentStarter:
     """Starts the programs of one spec.
 
     Args:
-        services: What the run's episodes share.
-        base: The spec's folder.
+        loaded: The spec.
+        template: The policy's chat format.
+        code: Runs the spec's code.
 
     Raises:
         SpecCodeError: `agent.use` is not a coroutine function.
         EntryError: It cannot be imported.
     """
 
-    def __init__(self, services: Services, base: Path) -> None:
-        assert services.spec.agent is not None
-        self._spec, self._base, self._services = services.spec.agent, base, services
-        self._answers = _answers(services.spec, base)
-        self._function = None if self._spec.use is None else load_entry(self._spec.use, base)
+    def __init__(self, loaded: LoadedSpec, template: ChatFormat, code: Workers) -> None:
+        assert loaded.spec.agent is not None
+        self._spec, self._loaded, self._template, self._code = loaded.spec.agent, loaded, template, code
+        self._answers = _answers(loaded.spec, loaded.base)
+        self._function = None if self._spec.use is None else load_entry(self._spec.use, loaded.base)
         if self._function is not None and not is_async(self._function):
             raise SpecCodeError(
                 f"agent.use: `{self._spec.use}` must be a coroutine function: write `async def`, or start it with `run`",
@@ -175,7 +179,7 @@ class AgentStarter:
         }
         added = await self._settings(objects)
         body: ProgramBody
-        if (elsewhere := self._services.programs) is not None:
+        if (elsewhere := objects.programs) is not None:
             body = elsewhere.body(episode.id, task | ({"env": added.env} if added.env else {}))
         elif self._spec.run is not None:
             if self._spec.sandbox is not None and added.env:
@@ -185,7 +189,9 @@ class AgentStarter:
                     kind="agent_sandboxed",
                 )
             env = self._spec.env | added.env
-            body = CommandProgram(self._spec.run, self._base, env, task, episode.id, self._spec.sandbox, self._answers)
+            body = CommandProgram(
+                self._spec.run, self._loaded.base, env, task, episode.id, self._spec.sandbox, self._answers
+            )
         elif self._function is None:
             raise SpecCodeError(
                 "`agent` has neither `run` nor `use`: its programs run elsewhere; open episodes with `engine serve --api`",
@@ -201,7 +207,7 @@ class AgentStarter:
         else:
             body = CoroutineProgram(self._call, task, LoopReplacedError)
         seconds = min(self._spec.timeout, added.seconds or self._spec.timeout)
-        logprobs = not self._services.backend.declared.takes_messages
+        logprobs = not self._loaded.spec.backend.takes_messages
         run = AgentRun(self._spec, body, episode, seconds, bounds, logprobs=logprobs)
         run.inbox.counter = lambda request: self._count(episode, threads, request)
         objects.agent = run
@@ -216,12 +222,12 @@ class AgentStarter:
 
     async def _settings(self, objects: EpisodeObjects) -> ProgramSettings:
         """Return what the environment adds to the program."""
-        environment = self._services.spec.environment
+        environment = self._loaded.spec.environment
         program = getattr(objects.environment, "program", None)
         if environment is None or not callable(program):
             return ProgramSettings()
         found = await call_spec_code(
-            self._services.workers,
+            self._code,
             program,
             seconds=environment.timeout,
             blame="environment",
@@ -242,14 +248,14 @@ class AgentStarter:
             RenderError: The model cannot be shown it.
             ImageError: An image cannot be read.
         """
-        if (vision := self._services.format.vision) is not None:
+        if (vision := self._template.vision) is not None:
             request = replace(request, messages=in_memory(request.messages, vision))
         return len(threads.conversation_for(episode, request).prompt())
 
     async def _call(self, arguments: Mapping[str, Any]) -> Any:
         assert self._function is not None
         return await call_spec_code(
-            self._services.workers,
+            self._code,
             partial(self._function, **self._spec.with_, **arguments),
             seconds=self._spec.timeout + _GRACE,
             blame="environment",

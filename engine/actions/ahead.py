@@ -20,6 +20,7 @@ from engine.errors import EngineError
 from engine.schemas.generation import GenerateRequest, Generation
 
 if TYPE_CHECKING:
+    from engine.actions.base import EpisodeObjects
     from engine.actions.generate import GenerateAction
     from engine.agents.inbox import Exchange, Inbox
     from engine.agents.threads import AgentThreads
@@ -36,13 +37,22 @@ class AheadSampler:
 
     Args:
         episode: The episode.
+        objects: Its objects, which sample.
         threads: Where its requests continue.
         generate: How a reply is sampled.
         inbox: Its requests.
     """
 
-    def __init__(self, episode: Episode, threads: AgentThreads, generate: GenerateAction, inbox: Inbox) -> None:
-        self._episode, self._threads, self._generate, self._inbox = episode, threads, generate, inbox
+    def __init__(
+        self,
+        episode: Episode,
+        objects: EpisodeObjects,
+        threads: AgentThreads,
+        generate: GenerateAction,
+        inbox: Inbox,
+    ) -> None:
+        self._episode, self._objects, self._threads = episode, objects, threads
+        self._generate, self._inbox = generate, inbox
         self._jobs: dict[Exchange, deque[_Job]] = {}
         self._stopped: set[Exchange] = set()
         """Requests that a limit stops, as far as is known."""
@@ -76,7 +86,7 @@ class AheadSampler:
                 self._stopped.add(exchange)
                 return
             self._next += 1
-            task = asyncio.ensure_future(self._generate.sample(request))
+            task = asyncio.ensure_future(self._objects.sample(request))
             task.add_done_callback(self._done)
             jobs.append(_Job(request, task))
 

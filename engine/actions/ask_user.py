@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from engine.actions.base import BuiltInAction, EpisodeObjects, Services, bounds_of, post_rewards
+from engine.actions.base import BuiltInAction, EpisodeObjects, bounds_of, post_rewards
 from engine.actions.workers import call_spec_code
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
@@ -15,18 +15,23 @@ from engine.schemas.journal import UserRecord
 from engine.schemas.message import ContentPart, Message
 from engine.spec.template import fill_words
 
+if TYPE_CHECKING:
+    from engine.actions.workers import Workers
+    from engine.schemas.machine import StateSpec
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
+
 
 class AskUserAction(BuiltInAction):
     """Ask the user; if the newest reply cannot be parsed, answer in the user's place with an error text."""
 
     name = "ask_user"
 
-    def __init__(self, services: Services, base: Path) -> None:
-        super().__init__(services)
-        self._people = services.spec.users_by_name
-        self._recover = services.spec.recover
-        self._base = base
-        self._bounds_with = {name: bounds_of(self.name, services.spec, user) for name, user in self._people.items()}
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+        super().__init__(loaded, state, template, code)
+        self._people = loaded.spec.users_by_name
+        self._recover = loaded.spec.recover
+        self._bounds_with = {name: bounds_of(self.name, loaded.spec, user) for name, user in self._people.items()}
 
     def bounds(self, episode: Episode) -> Sequence[tuple[Limit, float]]:
         """Return the spec's limits, then those of the episode's user."""
@@ -45,7 +50,7 @@ class AskUserAction(BuiltInAction):
             raise SpecCodeError("the user is asked, but the spec has none", blame="spec", kind="no_user")
         who = f"`{user.use}`.respond" if user.use else "the model that plays the user"
         turn = await call_spec_code(
-            self._services.workers,
+            self._code,
             objects.user.respond,
             episode.view(),
             seconds=None if user.model_played else user.seconds,  # the deadline of a model begins with its request
@@ -80,14 +85,14 @@ class AskUserAction(BuiltInAction):
             "raw": "\n".join(attempt.raw for attempt in attempts),
             "task": episode.task.fields,
         }
-        return fill_words(self._recover.malformed, fields, self._base)
+        return fill_words(self._recover.malformed, fields, self._loaded.base)
 
     def _in_the_specs_words(self, turn: UserTurn, episode: Episode) -> UserTurn:
         """Return the turn with the spec's text for the problem of the reply, if there is one."""
         words = getattr(self._recover, turn.recover) if turn.recover and not turn.satisfied else None
         if words is None:
             return turn
-        said = fill_words(words, {**turn.fields, "task": episode.task.fields}, self._base)
+        said = fill_words(words, {**turn.fields, "task": episode.task.fields}, self._loaded.base)
         return turn.model_copy(update={"content": said})
 
     def apply(self, episode: Episode, record: UserRecord) -> str:

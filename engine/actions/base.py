@@ -1,4 +1,4 @@
-"""The base classes of actions, and the services that they use.
+"""The base classes of actions, and the objects of an episode that they call.
 
 `perform` does the I/O, may wait, and changes nothing of the episode that `apply` would have to
 know. `apply` is pure: the same record always leads to the same event. A replay calls `apply` alone.
@@ -18,10 +18,8 @@ from engine.limits import limits_of
 from engine.rewards.ledger import blame_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from engine.actions.agent_run import AgentRun
-    from engine.actions.role_models import RoleModels
+    from engine.actions.role_models import RoleModel, RoleModels
     from engine.actions.toolbox import Toolbox
     from engine.actions.workers import Workers
     from engine.agents.program import ProgramBodies
@@ -29,8 +27,11 @@ if TYPE_CHECKING:
     from engine.episode.episode import Episode
     from engine.isolation.remote import Cell
     from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.generation import GenerateRequest, Generation
     from engine.schemas.journal import Record
+    from engine.schemas.machine import StateSpec
     from engine.schemas.role import UserSpec
+    from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
 
 
@@ -41,26 +42,8 @@ MAX_POSTINGS = 10_000
 
 
 @dataclass(slots=True)
-class Services:
-    """The services that all episodes of a run share."""
-
-    spec: EpisodeSpec
-    format: ChatFormat
-    backend: Backend
-    workers: Workers
-    slots: asyncio.Semaphore
-    """The generation slots: one per generation that may run at once."""
-    roles: RoleModels
-    """The models that play users and judges."""
-    programs: ProgramBodies | None = None
-    """The agent programs that run elsewhere; None: the spec's own program is started."""
-    folder: Path | None = None
-    """The folder of the run, or of the training that the episodes are part of; None: nothing is stored."""
-
-
-@dataclass(slots=True)
 class EpisodeObjects:
-    """The objects of one episode: environment, tools and user."""
+    """What `perform` may call for one episode. Nothing of it is needed to apply a record."""
 
     environment: Any = None
     user: Any = None
@@ -75,6 +58,26 @@ class EpisodeObjects:
     """While a resume repeats a call: the record that the call gave before."""
     cell: Cell | None = None
     """The worker process of all code of the spec, if the episode runs alone."""
+    backend: Backend | None = None
+    """Samples the policy's replies; None where nothing is sampled."""
+    slots: asyncio.Semaphore | None = None
+    """The generation slots: one per generation that may run at once."""
+    roles: RoleModels | None = None
+    """The models that play users and judges."""
+    programs: ProgramBodies | None = None
+    """The agent programs that run elsewhere; None: the spec's own program is started."""
+
+    async def sample(self, request: GenerateRequest) -> Generation:
+        """Request a reply from the backend, when a generation slot is free."""
+        assert self.backend is not None  # where nothing is sampled, nothing is performed
+        assert self.slots is not None
+        async with self.slots:
+            return await self.backend.generate(request)
+
+    def model(self, *path: str) -> RoleModel:
+        """The model of the role declared at `path`. Raises: SpecCodeError: none plays it."""
+        assert self.roles is not None  # where no role is played, nothing is performed
+        return self.roles.model(*path)
 
 
 class Action(Protocol):
@@ -115,11 +118,20 @@ class Action(Protocol):
 class LimitedAction(Action):
     """An action whose limits are found by its name in `engine.limits`."""
 
-    def __init__(self, services: Services, action: str) -> None:
-        self._services = services
-        self.action = action
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+        """Read what the action needs of the spec.
+
+        Args:
+            loaded: The spec.
+            state: The state that has the action.
+            template: The policy's chat format.
+            code: Runs the spec's code.
+        """
+        self._loaded, self._template, self._code = loaded, template, code
+        self.state = state
+        self.action = str(state.action)
         """Its name in the spec."""
-        self._bounds = bounds_of(action, services.spec)
+        self._bounds = bounds_of(self.action, loaded.spec)
 
     def limit(self, episode: Episode) -> tuple[str, float] | None:
         """Return the first limit that is reached, and its count."""
@@ -150,9 +162,6 @@ class BuiltInAction(LimitedAction):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.events = ACTIONS[cls.name].events or ()
-
-    def __init__(self, services: Services) -> None:
-        super().__init__(services, self.name)
 
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return `pure`, for actions whose record is enough: nothing is called again."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from engine.actions.base import BuiltInAction, EpisodeObjects, Services, post_rewards
+from engine.actions.base import BuiltInAction, EpisodeObjects, post_rewards
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.schemas.journal import ToolsRecord
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
+
+if TYPE_CHECKING:
+    from engine.actions.workers import Workers
+    from engine.schemas.machine import StateSpec
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
 
 
 class CallToolsAction(BuiltInAction):
@@ -20,9 +26,9 @@ class CallToolsAction(BuiltInAction):
 
     name = "call_tools"
 
-    def __init__(self, services: Services, base: Path) -> None:
-        super().__init__(services)
-        self._most = services.spec.limits.tool_calls
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+        super().__init__(loaded, state, template, code)
+        self._most = loaded.spec.limits.tool_calls
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> ToolsRecord:
         """Return one result per attempted call.

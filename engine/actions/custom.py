@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.actions.action_facts import OWN_ACTION_SECONDS
-from engine.actions.base import EpisodeObjects, LimitedAction, Services, post_rewards
+from engine.actions.base import EpisodeObjects, LimitedAction, post_rewards
 from engine.actions.workers import call_spec_code
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
@@ -19,9 +18,12 @@ from engine.schemas.journal import StepRecord
 from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
+    from engine.actions.workers import Workers
     from engine.schemas.entry import Effects
     from engine.schemas.machine import StateSpec
     from engine.schemas.trajectory import Blame
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
 
 
 class StepAction(LimitedAction):
@@ -31,10 +33,6 @@ class StepAction(LimitedAction):
     _blame: Blame
     _seconds: float
     _effects: Effects = "replayable"
-
-    def __init__(self, services: Services, action: str, events: tuple[str, ...]) -> None:
-        super().__init__(services, action)
-        self.events = events
 
     def _target(self, objects: EpisodeObjects) -> Callable[..., Any]:
         raise NotImplementedError
@@ -46,7 +44,7 @@ class StepAction(LimitedAction):
             SpecCodeError: it failed, or returned no `Step`, an undeclared event, or a message of role assistant.
         """
         step = await call_spec_code(
-            self._services.workers,
+            self._code,
             self._target(objects),
             episode.view(),
             seconds=self._seconds,
@@ -91,24 +89,25 @@ class StepAction(LimitedAction):
 class EnvironmentStep(StepAction):
     """`step`: calls the environment's `step`."""
 
-    def __init__(self, services: Services, base: Path) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
         """Read the environment's events.
 
         Raises:
             SpecCodeError: the spec has no environment.
         """
-        spec = services.spec.environment
+        spec = loaded.spec.environment
         if spec is None:
             raise SpecCodeError(
                 "a state's action is `step`, but the spec has no environment", blame="spec", kind="no_environment"
             )
-        isolation = services.spec.environment_isolation
+        isolation = loaded.spec.environment_isolation
         use = spec.entry.use
         if isolation.mode == "process":
-            events = services.workers.isolation.describe(use, base, isolation).events
+            events = code.isolation.describe(use, loaded.base, isolation).events
         else:
-            events = load_entry(use, base).events
-        super().__init__(services, "step", tuple(events or ()))
+            events = load_entry(use, loaded.base).events
+        super().__init__(loaded, state, template, code)
+        self.events = tuple(events or ())
         self._blame = "environment"
         self._what = f"`{spec.use}`.step"
         self._seconds = spec.timeout
@@ -122,22 +121,22 @@ class EnvironmentStep(StepAction):
 class OwnAction(StepAction):
     """A spec's own action, by entry point."""
 
-    def __init__(self, services: Services, base: Path, state: StateSpec) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
         """Load the function and read its events.
 
         Raises:
             SpecCodeError: the function declares no events.
         """
         assert state.action is not None
-        isolation = services.spec.isolation_of(None)
-        self._origin = Origin(state.action, base, state.with_, "function")
+        isolation = loaded.spec.isolation_of(None)
+        self._origin = Origin(state.action, loaded.base, state.with_, "function")
         function: Callable[..., Any]
         if isolation.mode == "process":
-            described = services.workers.isolation.describe(state.action, base, isolation)
+            described = code.isolation.describe(state.action, loaded.base, isolation)
             events, effects = described.events, described.effects
-            function = RemoteFunction(self._origin, services.workers.isolation.pool(isolation, functions=True), "step")
+            function = RemoteFunction(self._origin, code.isolation.pool(isolation, functions=True), "step")
         else:
-            function = load_entry(state.action, base)
+            function = load_entry(state.action, loaded.base)
             events, effects = getattr(function, "events", None), getattr(function, "effects", "pure")
             function = partial(function, **state.with_) if state.with_ else function
         if not events:
@@ -146,7 +145,8 @@ class OwnAction(StepAction):
                 blame="spec",
                 kind="bad_action",
             )
-        super().__init__(services, state.action, tuple(events))
+        super().__init__(loaded, state, template, code)
+        self.events = tuple(events)
         self._function = function
         self._blame = "spec"
         self._what = f"`{state.action}`"

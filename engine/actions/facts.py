@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from engine import plugin
-from engine.actions.action_facts import ALWAYS, NO_CALLS, OVERFLOW, OWN_ACTION_SECONDS, SURE_CALLS, ActionFacts
+from engine.actions.action_facts import NO_CALLS, OWN_ACTION_SECONDS, SURE_CALLS, ActionFacts
+from engine.limit import ALWAYS, OVERFLOW
 from engine.limits import limits_of
 
 if TYPE_CHECKING:

@@ -6,20 +6,24 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.actions.base import BuiltInAction, EpisodeObjects, Services
+from engine.actions.base import BuiltInAction, EpisodeObjects
 from engine.actions.room import rooms_of
 from engine.episode.episode import Episode
 from engine.errors import BackendError
 from engine.limit import Limit
-from engine.limits import CONTEXT, limits_of
 from engine.rewards.state_key import compile_state_key
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.journal import GenerationRecord
 from engine.schemas.trajectory import Turn
 from engine.tokens.conversation import Conversation
+
+if TYPE_CHECKING:
+    from engine.actions.workers import Workers
+    from engine.schemas.machine import StateSpec
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
 
 LONG_TEXT = 1 << 16
 """Maximum number of characters that are tokenised on the event loop."""
@@ -31,29 +35,23 @@ class GenerateAction(BuiltInAction):
 
     name = "generate"
 
-    def __init__(self, services: Services, base: Path) -> None:
-        super().__init__(services)
-        spec = services.spec
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+        super().__init__(loaded, state, template, code)
+        spec = loaded.spec
         self._sampling = spec.sampling
         self._most = min(spec.limits.turn_tokens, spec.sampling.max_new_tokens or spec.limits.turn_tokens)
-        contexts = [spec.model.context or services.format.context, services.backend.context]
-        context = min((value for value in contexts if value), default=None)
-        known = {limit: most for limit, most in self._bounds if limit is not CONTEXT}
-        if context is not None:
-            known[CONTEXT] = context
-        self._bounds = [(limit, known[limit]) for limit in limits_of(self.name) if limit in known]
         self._longest_prompt = min((most for limit, most in self._bounds if limit.unit == "tokens"), default=inf)
-        self._stop = sorted({*services.format.stop_token_ids, *spec.sampling.stop_token_ids})
-        self._longest = services.format.fast.longest
-        self.vision = services.format.vision
+        self._stop = sorted({*template.stop_token_ids, *spec.sampling.stop_token_ids})
+        self._longest = template.fast.longest
+        self.vision = template.vision
         """How images become tokens; None for a model without images."""
         self._banned = self.vision.banned if self.vision is not None else []
-        self._sends_messages = services.backend.declared.takes_messages
+        self._sends_messages = spec.backend.takes_messages
         self._adapter = spec.backend.adapter_name
         self._asks_experts = spec.backend.asks_experts
         self._state_key = compile_state_key(spec.rewards.credit)
         self._most_images = min(spec.limits.images or inf, spec.model.max_images or inf)
-        self._rooms = rooms_of(spec, services.format)
+        self._rooms = rooms_of(spec, template)
 
     def count(self, limit: Limit, episode: Episode) -> int:
         """Return a limit's count; tokens of a text that is certainly too long are estimated from below."""
@@ -111,14 +109,9 @@ class GenerateAction(BuiltInAction):
         asked = episode.agent.sampling if episode.agent is not None else {}
         request = self._request(episode, episode.conversation, episode.turn + 1, asked)
         ahead = None if objects.agent is None else objects.agent.take(request)
-        generation = await (ahead or self.sample(request))
+        generation = await (ahead or objects.sample(request))
         self._check(episode, generation, request.max_new_tokens)
         return GenerationRecord(generation=generation, whole=episode.conversation.whole)
-
-    async def sample(self, request: GenerateRequest) -> Generation:
-        """Request a reply from the backend, when a generation slot is free."""
-        async with self._services.slots:
-            return await self._services.backend.generate(request)
 
     def request_ahead(
         self, episode: Episode, conversation: Conversation, turn: int, asked: Mapping[str, Any]
@@ -209,7 +202,7 @@ class GenerateAction(BuiltInAction):
         """Compute the key of the state in which the turn begins; None if the credit method needs none."""
         if self._state_key is None:
             return None
-        return self._state_key.compute(episode.facts, episode.conversation.messages, episode.context)
+        return self._state_key.compute(episode.facts, episode.conversation.messages, episode.guard_values)
 
     def _event(self, episode: Episode) -> str:
         assert episode.finish is not None

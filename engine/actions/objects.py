@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from engine import plugin
-from engine.actions.base import EpisodeObjects, Services
+from engine.actions.base import EpisodeObjects
 from engine.actions.call_tools import CallToolsAction
 from engine.actions.llm_user import ModelUser
 from engine.actions.tool_servers import ToolServers
@@ -20,7 +21,6 @@ from engine.actions.workers import call_spec_code
 from engine.errors import EngineError, SpecCodeError
 from engine.isolation.pool import FunctionTool, HeldObject, Pool, RemoteFunction
 from engine.isolation.remote import Cell, Origin, RemoteObject, RemoteTool
-from engine.machine.machine import resolved_machine
 from engine.schemas.entry import IsolationSpec
 from engine.spec.added import added_tools
 from engine.spec.code.entry import load_entry
@@ -29,14 +29,20 @@ from engine.spec.conversation import tools_of
 from engine.storable import words_of
 
 if TYPE_CHECKING:
-    from engine.actions.role_models import RoleModel
+    import asyncio
+
+    from engine.actions.role_models import RoleModels
     from engine.actions.workers import Workers
+    from engine.agents.program import ProgramBodies
+    from engine.backends.base import Backend
+    from engine.machine.machine import Machine
     from engine.schemas.entry import Effects, Entry
     from engine.schemas.environment import Task
     from engine.schemas.environment_spec import ToolSpec
     from engine.schemas.role import UserSpec
     from engine.schemas.trajectory import Blame
     from engine.spec.code.signature import ToolShape
+    from engine.spec.load import LoadedSpec
 
 log = structlog.get_logger(__name__)
 
@@ -105,22 +111,45 @@ class Factory:
 
 
 class ObjectBuilder:
-    """Builds and closes the objects of a run's episodes."""
+    """Builds and closes the objects of a run's episodes.
 
-    def __init__(self, services: Services, base: Path) -> None:
-        spec = services.spec
-        self._services = services
-        self._base = base
+    Args:
+        loaded: The spec.
+        machine: Its machine.
+        code: Runs the spec's code.
+        backend: The policy's backend; None where nothing is sampled.
+        slots: The generation slots of the policy.
+        roles: The models of users and judges; None where no role is played.
+        programs: Agent programs that run elsewhere, instead of the spec's.
+
+    Raises:
+        EngineError: the spec's code cannot be imported.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedSpec,
+        machine: Machine,
+        code: Workers,
+        *,
+        backend: Backend | None = None,
+        slots: asyncio.Semaphore | None = None,
+        roles: RoleModels | None = None,
+        programs: ProgramBodies | None = None,
+    ) -> None:
+        spec, base = loaded.spec, loaded.base
+        self._loaded, self._code = loaded, code
+        self._bare = partial(EpisodeObjects, backend=backend, slots=slots, roles=roles, programs=programs)
 
         def factory(entry: Any, role: str, isolation: IsolationSpec | None) -> Factory:
-            return Factory(entry, base, spec.isolation_of(isolation), services.workers, role)
+            return Factory(entry, base, spec.isolation_of(isolation), code, role)
 
         self._environment = (
             Factory(
                 spec.environment.entry_in(base),
                 base,
                 spec.environment_isolation,
-                services.workers,
+                code,
                 "environment",
                 spec.environment.facts.loads if spec.environment.facts else None,
             )
@@ -134,10 +163,9 @@ class ObjectBuilder:
             for name, user in spec.users_by_name.items()
         }
         """The factory of each user, by name; for a model-played user, the factory of its grader."""
-        states = resolved_machine(spec).states.values()
-        self._calls_tools = any(state.action == CallToolsAction.name for state in states)
+        self._calls_tools = any(state.action == CallToolsAction.name for state in machine.states.values())
         tools = [(factory(tool, "tool", tool.isolation), tool) for tool in spec.tools if tool.facts is None]
-        self._servers = ToolServers([tool for tool in spec.tools if tool.facts is not None], base, services)
+        self._servers = ToolServers([tool for tool in spec.tools if tool.facts is not None], loaded, code)
         self._functions = [(item, tool) for item, tool in tools if not item.is_class]
         self._classes = [(item, tool) for item, tool in tools if item.is_class]
         self._static: list[BoundTool] = [self._bind_function(item, tool) for item, tool in self._functions]
@@ -145,7 +173,7 @@ class ObjectBuilder:
         self._added: list[BoundTool] = [plugin.load(tool.make)() for tool in added_tools(spec)]
         """Tools of plugins."""
         self.shared_toolbox = (
-            Toolbox([*self._static, *self._added], services.workers)
+            Toolbox([*self._static, *self._added], code)
             if not self._classes and self._environment is None and not self._servers
             else None
         )
@@ -169,11 +197,11 @@ class ObjectBuilder:
         return BoundTool(RemoteTool(owner, shape.name), shape, tool.seconds, tool.effects)
 
     def _seconds(self, tool: ToolSpec) -> float:
-        return tool.timeout or self._services.spec.limits.tool_seconds
+        return tool.timeout or self._loaded.spec.limits.tool_seconds
 
     async def _build(self, objects: EpisodeObjects, task: Task | None) -> None:
         if self._environment is not None:
-            effects = self._services.spec.environment.effects if self._services.spec.environment else "pure"
+            effects = self._loaded.spec.environment.effects if self._loaded.spec.environment else "pure"
             objects.environment = await self._construct(self._environment, "environment", effects, objects)
             _must_have(objects.environment, "reset", self._environment.use)
         if self._people:
@@ -188,7 +216,7 @@ class ObjectBuilder:
         Raises:
             SpecCodeError: the row names a tool that the spec does not have, and the machine calls tools.
         """
-        source = self._services.spec.conversation
+        source = self._loaded.spec.conversation
         schemas = tools_of(task.fields, source) if source is not None and task is not None else None
         if schemas is None:
             return toolbox
@@ -215,7 +243,7 @@ class ObjectBuilder:
             objects.opened.append(held)
             return await held.open(self._open_seconds())
         thing = await call_spec_code(
-            self._services.workers,
+            self._code,
             factory.build_on_loop if factory.on_loop else factory.build,
             blame,
             seconds=self._open_seconds(),
@@ -238,7 +266,7 @@ class ObjectBuilder:
         return name
 
     async def _build_user(self, name: str, objects: EpisodeObjects) -> Any:
-        spec = self._services.spec.users_by_name[name]
+        spec = self._loaded.spec.users_by_name[name]
         factory = self._people[name]
         built = await self._construct(factory, "user", spec.effects, objects) if factory is not None else None
         if factory is not None:
@@ -246,10 +274,7 @@ class ObjectBuilder:
         if not spec.model_played:
             return built
         path = ("users", name) if name else ("user",)
-        return ModelUser(spec, lambda: self._model(*path), built, self._services.workers)
-
-    def _model(self, *path: str) -> RoleModel:
-        return self._services.roles.model(*path)
+        return ModelUser(spec, lambda: objects.model(*path), built, self._code)
 
     async def _toolbox(self, objects: EpisodeObjects) -> Toolbox:
         tools = list(self._static)
@@ -262,15 +287,15 @@ class ObjectBuilder:
                 tools += _offered(made, self._seconds(tool), tool.effects)
             else:
                 tools.append(self._bind(made, tool))
-        limits = self._services.spec.limits
-        environment = self._services.spec.environment
+        limits = self._loaded.spec.limits
+        environment = self._loaded.spec.environment
         effects = environment.effects if environment else "pure"
         offered = getattr(objects.environment, "tools", None)
         if isinstance(objects.environment, RemoteObject):
             tools += _offered(objects.environment, limits.tool_seconds, effects)
         elif callable(offered):
             functions = await call_spec_code(
-                self._services.workers,
+                self._code,
                 lambda: list(offered()),
                 seconds=self._open_seconds(),
                 blame="environment",
@@ -289,7 +314,11 @@ class ObjectBuilder:
             raise SpecCodeError(
                 f"two tools are called `{twice[0]}`; give one of them another `name`", blame="spec", kind="tool_name"
             )
-        return Toolbox(tools, self._services.workers)
+        return Toolbox(tools, self._code)
+
+    def none(self) -> EpisodeObjects:
+        """The objects of an episode whose own could not be built."""
+        return self._bare()
 
     async def open(self, task: Task | None = None, *, alone: bool = False) -> EpisodeObjects:
         """Build one episode's objects. If that fails, the objects that were built are closed.
@@ -300,11 +329,11 @@ class ObjectBuilder:
                 engine died.
         """
         if not alone and self._environment is None and not self._people and self.shared_toolbox is not None:
-            return EpisodeObjects(toolbox=self._for_task(self.shared_toolbox, task))
-        objects = EpisodeObjects()
+            return self._bare(toolbox=self._for_task(self.shared_toolbox, task))
+        objects = self._bare()
         if alone:
             own = IsolationSpec(mode="process", user="engine")
-            objects.cell = self._services.workers.isolation.cell(own, self._base)
+            objects.cell = self._code.isolation.cell(own, self._loaded.base)
         try:
             await self._build(objects, task)
         except BaseException:
@@ -313,7 +342,7 @@ class ObjectBuilder:
         return objects
 
     def _open_seconds(self) -> float:
-        spec = self._services.spec
+        spec = self._loaded.spec
         allowed = [user.seconds for user in spec.users_by_name.values()]
         if spec.environment is not None:
             allowed.append(spec.environment.timeout)
@@ -327,7 +356,7 @@ class ObjectBuilder:
                     await thing.release(CLOSE_SECONDS)
                     continue
                 await call_spec_code(
-                    self._services.workers,
+                    self._code,
                     thing.close,
                     seconds=CLOSE_SECONDS,
                     blame="environment",

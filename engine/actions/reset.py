@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from engine.actions.base import BuiltInAction, EpisodeObjects, Services
+from engine.actions.base import BuiltInAction, EpisodeObjects
 from engine.actions.workers import call_spec_code
 from engine.agents.echo import EchoIndex
 from engine.agents.threads import AgentThreads
@@ -17,21 +17,26 @@ from engine.schemas.message import ContentPart, Message, TextPart
 from engine.spec.conversation import conversation_of
 from engine.spec.template import fill, fill_words, found_image, image_folders, own_spans
 
+if TYPE_CHECKING:
+    from engine.actions.workers import Workers
+    from engine.schemas.machine import StateSpec
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
+
 
 class ResetAction(BuiltInAction):
     """Reset the environment, then begin the conversation with the spec's prompt and the environment's messages."""
 
     name = "reset"
 
-    def __init__(self, services: Services, base: Path) -> None:
-        super().__init__(services)
-        self._environment = services.spec.environment
-        self._base = base
-        self._own = services.spec.conversation
-        self._agent = services.spec.agent is not None
-        self._stop_texts = tuple(services.format.decode([stop]) for stop in services.format.stop_token_ids)
-        self._folders = image_folders(services.spec.tasks.files, base)
-        self._pictured = any(not isinstance(message.content, str) for message in services.spec.messages)
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+        super().__init__(loaded, state, template, code)
+        self._environment = loaded.spec.environment
+        self._own = loaded.spec.conversation
+        self._agent = loaded.spec.agent is not None
+        self._stop_texts = tuple(template.decode([stop]) for stop in template.stop_token_ids)
+        self._folders = image_folders(loaded.spec.tasks.files, loaded.base)
+        self._pictured = any(not isinstance(message.content, str) for message in loaded.spec.messages)
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> ResetRecord:
         """Return the environment's `Reset`; an empty one if the spec has no environment.
@@ -45,7 +50,7 @@ class ResetAction(BuiltInAction):
         if self._environment is None:
             return ResetRecord(reset=Reset(), prompt=prompt)
         reset = await call_spec_code(
-            self._services.workers,
+            self._code,
             objects.environment.reset,
             episode.task,
             episode.seed,
@@ -71,9 +76,9 @@ class ResetAction(BuiltInAction):
                 role=message.role,
                 content=fill(message.content, episode.task.fields)
                 if isinstance(message.content, str)
-                else fill_words(message.content, episode.task.fields, self._base),
+                else fill_words(message.content, episode.task.fields, self._loaded.base),
             )
-            for message in self._services.spec.messages
+            for message in self._loaded.spec.messages
         ]
 
     def _located(self, message: Message) -> Message:
@@ -96,7 +101,7 @@ class ResetAction(BuiltInAction):
             episode.facts.update(record.reset.facts)
             episode.agent = AgentThreads([*prompt, *record.reset.messages], EchoIndex(self._stop_texts))
             return "ready"
-        intended = [own_spans(message.content, fields) for message in self._services.spec.messages]
+        intended = [own_spans(message.content, fields) for message in self._loaded.spec.messages]
         episode.facts.update(record.reset.facts)
         episode.conversation.open([*prompt, *record.reset.messages], intended)
         return "ready"

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from engine.tokens.views import IntendedTokens
 
 
-RoleBackends = Literal["any", "scripted", "none"]
-"""Backends that may serve roles: any backend, only the role's own scripted ones, or none, as in a replay."""
+RoleBackends = Literal["any", "scripted"]
+"""Backends that may serve roles: any backend, or only the role's own scripted ones."""
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 
@@ -239,7 +239,7 @@ class RoleModels:
                 copied = weights == "copy"
                 borrows = shares_policy(self._loaded.spec, part) and not copied
                 scripted = not borrows and section_of(self._loaded, path).spec.backend.scripted
-                if self._allowed == "none" or (self._allowed == "scripted" and not scripted):
+                if self._allowed == "scripted" and not scripted:
                     continue
                 if weights == "impossible":
                     raise TrainError("; ".join(frozen_refusal(role.name, self._loaded.spec)), kind="train_setup")

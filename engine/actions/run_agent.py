@@ -8,12 +8,11 @@ ones.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine.actions.agent_run import AgentRun, AgentStarter, only_source, require_reward
 from engine.actions.ahead import AheadSampler
-from engine.actions.base import BuiltInAction, EpisodeObjects, Services, post_rewards
+from engine.actions.base import BuiltInAction, EpisodeObjects, post_rewards
 from engine.actions.generate import GenerateAction
 from engine.agents.inbox import Exchange
 from engine.agents.program import ProgramEnd
@@ -24,6 +23,12 @@ from engine.agents.wire.requests import ApiError, Replies
 from engine.episode.episode import Episode
 from engine.errors import ImageError, RenderError, SpecCodeError
 from engine.schemas.journal import AgentRecord
+from engine.schemas.machine import StateSpec
+
+if TYPE_CHECKING:
+    from engine.actions.workers import Workers
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
 
 
 class RunAgentAction(BuiltInAction):
@@ -31,21 +36,21 @@ class RunAgentAction(BuiltInAction):
 
     name = "run_agent"
 
-    def __init__(self, services: Services, base: Path) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
         """Read the program's settings.
 
         Raises:
             SpecCodeError: The spec has no `agent`.
         """
-        super().__init__(services)
-        spec = services.spec
+        super().__init__(loaded, state, template, code)
+        spec = loaded.spec
         if spec.agent is None:
             raise SpecCodeError(
                 "a state's action is `run_agent`, but the spec has no `agent`", blame="spec", kind="no_agent"
             )
         self._spec = spec.agent
-        self._starter = AgentStarter(services, base)
-        self._generate = GenerateAction(services, base)  # type: ignore[abstract]  # `events` are set by BuiltInAction
+        self._starter = AgentStarter(loaded, template, code)
+        self._generate = GenerateAction(loaded, StateSpec(action="generate"), template, code)  # type: ignore[abstract]  # `events` are set by BuiltInAction
         self._only_source = only_source(spec)
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> AgentRecord:
@@ -69,7 +74,7 @@ class RunAgentAction(BuiltInAction):
             return again
         repeated = objects.repeating
         if repeated is None and run.ahead is None:
-            run.ahead = AheadSampler(episode, threads, self._generate, run.inbox)
+            run.ahead = AheadSampler(episode, objects, threads, self._generate, run.inbox)
         recorded = partial(threads.is_recorded, repeated) if isinstance(repeated, AgentRecord) else None
         while isinstance(found := await run.next(recorded), Exchange):
             asked = found.request
@@ -177,7 +182,7 @@ class RunAgentAction(BuiltInAction):
 
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the effects of the spec's `agent`; `external` for a program elsewhere, which cannot run again."""
-        return self._spec.effects if self._services.programs is None else "external"
+        return self._spec.effects if objects.programs is None else "external"
 
 
 def _threads(episode: Episode) -> AgentThreads:

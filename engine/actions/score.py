@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.actions.agent_run import only_source, require_reward
-from engine.actions.base import BuiltInAction, EpisodeObjects, Services, post_rewards
+from engine.actions.base import BuiltInAction, EpisodeObjects, post_rewards
 from engine.actions.facts import SCORERS
 from engine.actions.judge import Judge
 from engine.actions.workers import call_spec_code
@@ -23,7 +22,11 @@ from engine.schemas.reward import RewardEvent
 from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
+    from engine.actions.workers import Workers
     from engine.schemas.entry import Effects
+    from engine.schemas.machine import StateSpec
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
 
 
 class ScoreAction(BuiltInAction):
@@ -31,25 +34,25 @@ class ScoreAction(BuiltInAction):
 
     name = "score"
 
-    def __init__(self, services: Services, base: Path) -> None:
-        super().__init__(services)
-        self._environment = services.spec.environment
-        self._only_program = only_source(services.spec)
-        scorer = services.spec.rewards.scorer
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+        super().__init__(loaded, state, template, code)
+        self._environment = loaded.spec.environment
+        self._only_program = only_source(loaded.spec)
+        scorer = loaded.spec.rewards.scorer
         self._spec = scorer
         self._judge = Judge(scorer) if scorer is not None and scorer.model_played else None
         self._scorer: Callable[..., Any] | None = None
         self._origin: Origin | None = None
         if scorer is not None and scorer.use is not None:
             use = SCORERS.get(scorer.use, scorer.use)
-            self._origin = Origin(use, base, scorer.with_, "function")
-            isolation = services.spec.isolation_of(scorer.isolation)
+            self._origin = Origin(use, loaded.base, scorer.with_, "function")
+            isolation = loaded.spec.isolation_of(scorer.isolation)
             if isolation.mode == "process":
-                services.workers.isolation.describe(use, base, isolation)
-                pool = services.workers.isolation.pool(isolation, functions=True)
+                code.isolation.describe(use, loaded.base, isolation)
+                pool = code.isolation.pool(isolation, functions=True)
                 self._scorer = RemoteFunction(self._origin, pool, "rewards")
             else:
-                self._scorer = partial(load_entry(use, base), **scorer.with_)
+                self._scorer = partial(load_entry(use, loaded.base), **scorer.with_)
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
         """Return their rewards, in that order."""
@@ -79,7 +82,7 @@ class ScoreAction(BuiltInAction):
                 scorer, graded(episode.view()), f"`{self._spec.use}`", "score", self._spec.seconds
             )
         if self._judge is not None:
-            model = self._services.roles.model("rewards", "scorer")
+            model = objects.model("rewards", "scorer")
             for reward, said in await self._judge.score(graded(episode.view()), model):
                 rewards.append(reward)
                 replies.append(said)
@@ -95,7 +98,7 @@ class ScoreAction(BuiltInAction):
         effects: Effects = "pure",
     ) -> list[RewardEvent]:
         answer = await call_spec_code(
-            self._services.workers,
+            self._code,
             function,
             view,
             seconds=seconds,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.actions.toolbox import BoundTool, bind_tool
@@ -12,8 +11,9 @@ from engine.errors import EngineError, SpecCodeError
 from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
-    from engine.actions.base import Services
+    from engine.actions.workers import Workers
     from engine.schemas.environment_spec import ToolSpec
+    from engine.spec.load import LoadedSpec
 
 
 class ToolServers:
@@ -24,12 +24,12 @@ class ToolServers:
 
     Args:
         specs: The spec's tools that have an adapter.
-        base: The spec's folder.
-        services: Whose workers close the servers.
+        loaded: The spec.
+        code: Closes the servers.
     """
 
-    def __init__(self, specs: Sequence[ToolSpec], base: Path, services: Services) -> None:
-        self._specs, self._base, self._services = specs, base, services
+    def __init__(self, specs: Sequence[ToolSpec], loaded: LoadedSpec, code: Workers) -> None:
+        self._specs, self._loaded, self._code = specs, loaded, code
         self._opening: asyncio.Task[list[BoundTool]] | None = None
 
     def __bool__(self) -> bool:
@@ -54,12 +54,12 @@ class ToolServers:
     async def _open(self, spec: ToolSpec) -> list[BoundTool]:
         where = f"tools: `{spec.use}`"
         try:
-            server = load_entry(spec.entry.use, None)(**{**spec.entry.with_, "base": str(self._base)})
-            self._services.workers.at_close.append(server.close)
+            server = load_entry(spec.entry.use, None)(**{**spec.entry.with_, "base": str(self._loaded.base)})
+            self._code.at_close.append(server.close)
             found = await server.open()
         except (EngineError, TypeError, ValueError) as error:
             raise SpecCodeError(f"{where}: {error}", blame="tool", kind="tool_server") from error
-        seconds = spec.timeout or self._services.spec.limits.tool_seconds
+        seconds = spec.timeout or self._loaded.spec.limits.tool_seconds
         return [self._bound(tool, spec, seconds, where) for tool in found]
 
     @staticmethod

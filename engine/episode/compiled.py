@@ -1,137 +1,117 @@
-"""Builds the parts of one spec's episodes: services, machine, objects, actions, executors and the episodes themselves.
+"""What all episodes of a spec share: machine, actions, rules, template and limits. Invariant: it never changes.
 
-    factory = EpisodeFactory(loaded, format, backend, Workers())
-    executor = factory.executor()
-    objects = await factory.object_builder.open(task)
-    episode = factory.episode(task, sample, objects)
-    await executor.run(episode, objects, journal)
+    compiled = compile_spec(loaded, template, code)
+    episode = compiled.episode(task, sample, toolbox.schemas)
+    episode.feed(record)
 
-The runner, replay and scenarios build episodes only here; the trainer does so through the runner. Their differences
-are arguments, so an option of the spec has the same effect in all of them.
+Runs, replays, scenarios and training build episodes only here, so an option of the spec has the same effect in all of them.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from engine.actions.base import Action, Services
-from engine.actions.cut_texts import TextCutter
-from engine.actions.objects import ObjectBuilder
-from engine.actions.registry import build_actions
-from engine.actions.role_models import RoleModels
+from engine import plugin
+from engine.actions.custom import OwnAction
+from engine.actions.facts import ACTIONS
 from engine.episode.episode import Episode
-from engine.episode.executor import Executor
-from engine.limits import limit_variables
+from engine.errors import SpecCodeError
+from engine.limit import OVERFLOW
+from engine.limits import limit_values
 from engine.machine.machine import Machine, resolved_machine
 from engine.rewards.rules import compile_rules
 from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from engine.actions.base import EpisodeObjects
-    from engine.actions.images import ImageStorer
-    from engine.actions.role_models import RoleBackends
+    from engine.actions.base import Action
     from engine.actions.workers import Workers
-    from engine.agents.program import ProgramBodies
-    from engine.backends.base import Backend
-    from engine.deadline import PausableClocks
-    from engine.episode.executor import Watch
     from engine.schemas.environment import Task
+    from engine.schemas.journal import JournalEntry
+    from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.format import ChatFormat
 
 
-class EpisodeFactory:
-    """Builds the episodes of one spec. All of them share it; it holds no state of an episode.
-
-    Args:
-        loaded: The spec.
-        format: The policy's chat format.
-        backend: The policy's backend, started and closed by the caller.
-        workers: Threads and worker processes for the spec's code; closed by the caller.
-        slots: Maximum number of generations of the policy in flight.
-        role_backends: Backends that may serve model-played users and judges; without one, calls of the role fail.
-        training: The weights of the policy change while episodes run.
-        programs: Agent programs that run elsewhere, instead of the spec's.
-        folder: The folder of the run or training; None: nothing is stored.
-
-    Raises:
-        EngineError: the spec's code cannot be imported, or its machine or rules are invalid.
-    """
+class CompiledSpec:
+    """A spec that is ready for episodes. `compile_spec` makes it."""
 
     def __init__(
-        self,
-        loaded: LoadedSpec,
-        format: ChatFormat,
-        backend: Backend,
-        workers: Workers,
-        *,
-        slots: int = 1,
-        role_backends: RoleBackends = "any",
-        training: bool = False,
-        programs: ProgramBodies | None = None,
-        folder: Path | None = None,
+        self, loaded: LoadedSpec, template: ChatFormat, machine: Machine, actions: Mapping[str, Action]
     ) -> None:
         spec = loaded.spec
+        self.loaded = loaded
+        """The spec; its `model.context` is the longest context that model and backend have, None if neither says one."""
         self.spec = spec
-        self._format = format
-        generations = asyncio.Semaphore(slots)
-        self.roles = RoleModels(loaded, format, backend, generations, allowed=role_backends, training=training)
-        """Models of model-played users and judges; the caller who needs them calls `start` and `close`."""
-        self.services = Services(spec, format, backend, workers, generations, self.roles, programs, folder)
-        resolved = resolved_machine(spec)
-        self.machine = Machine(resolved)
-        self.object_builder = ObjectBuilder(self.services, loaded.base)
-        self.actions = build_actions(resolved.states, self.services, loaded.base)
-        """Actions by state; states without an action are left out."""
-        self._rules = compile_rules(spec.rewards.reassign)
-        self._limits = limit_variables(spec.limits)
-        self._cut = None if spec.limits.tool_result_tokens is None else TextCutter(spec.limits, format).cut
+        self.template = template
+        self.machine = machine
+        self.actions = actions
+        """By state; states without an action are left out."""
+        self.rules = compile_rules(spec.rewards.reassign)
+        self.limit_values = limit_values(spec.limits)
+        """The `limits` variable of guards."""
+        self.makes_room = frozenset(state for state in machine.states if machine.resolved.leaving(state, OVERFLOW))
+        """The states that handle the event `overflow`."""
+        self.ends = frozenset(["", *(state for state in machine.final if state not in actions)])
+        """The states whose entry ends an episode, because no action remains there; "" where the machine stops."""
+        environment = spec.environment.facts if spec.environment else None
+        self._shows_written = environment is not None and environment.reads_written
 
-    def executor(
-        self,
-        *,
-        actions: Mapping[str, Action] | None = None,
-        watch: Watch | None = None,
-        images: ImageStorer | None = None,
-        clocks: PausableClocks | None = None,
-    ) -> Executor:
-        """The executor that drives the episodes.
-
-        Args:
-            actions: By state, in place of the spec's actions.
-            watch: Called at each transition.
-            images: Stores the images that records bring.
-            clocks: Paused while no server is reachable; the episodes' clocks are added to it.
-        """
-        return Executor(
-            self.machine,
-            self.actions if actions is None else actions,
-            self._rules,
-            episode_seconds=self.spec.limits.episode_seconds,
-            watch=watch,
-            store_images=None if images is None else images.store_images,
-            clocks=clocks,
-            cut=self._cut,
-        )
-
-    def episode(self, task: Task, sample: int, objects: EpisodeObjects) -> Episode:
+    def episode(self, task: Task, sample: int, tools: Sequence[dict[str, Any]]) -> Episode:
         """Build a new episode in the machine's first state.
 
         Args:
             task: Its task.
             sample: Its index in the task's group, from 0.
-            objects: Its objects; the prompt lists their tools.
+            tools: The tools that its prompt lists.
         """
-        rollout = self.spec.rollout
-        schemas = objects.toolbox.schemas if objects.toolbox else []
-        conversation = Conversation(self._format, schemas, self.spec.model.history)
-        episode = Episode(
-            task, sample, rollout.seed, conversation, self.machine.initial, self._limits, salt=rollout.salt
-        )
-        facts = self.spec.environment.facts if self.spec.environment else None
-        episode.shows_written = facts is not None and facts.reads_written
-        return episode
+        conversation = Conversation(self.template, tools, self.spec.model.history)
+        return Episode(self, task, sample, conversation, shows_written=self._shows_written)
+
+    def with_actions(self, actions: Mapping[str, Action]) -> CompiledSpec:
+        """The spec with other actions, by state."""
+        changed = copy(self)
+        changed.actions = actions
+        return changed
+
+    def has_ended(self, journal: Sequence[JournalEntry]) -> bool:
+        """Whether a journal has the entry that ends its episode."""
+        return bool(journal) and journal[-1].dest in self.ends
+
+
+def compile_spec(
+    loaded: LoadedSpec, template: ChatFormat, code: Workers, *, context: int | None = None
+) -> CompiledSpec:
+    """Compile a spec.
+
+    Args:
+        loaded: The spec.
+        template: The policy's chat format.
+        code: Threads and worker processes for the spec's code; closed by the caller.
+        context: The backend's own limit on a prompt and its reply, in tokens.
+
+    Raises:
+        EngineError: the spec's code cannot be imported, or its machine or rules are invalid.
+    """
+    model = loaded.spec.model
+    contexts = [length for length in (model.context or template.context, context) if length]
+    model = model.model_copy(update={"context": min(contexts, default=None)})
+    loaded = replace(loaded, spec=loaded.spec.model_copy(update={"model": model}))
+    machine = Machine(resolved_machine(loaded.spec))
+    states = machine.states.items()
+    actions = {name: _action(loaded, state, template, code) for name, state in states if state.action is not None}
+    return CompiledSpec(loaded, template, machine, actions)
+
+
+def _action(loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> Action:
+    facts = ACTIONS.get(str(state.action))
+    if facts is None:
+        if (why := plugin.missing("actions", str(state.action))) is not None:
+            raise SpecCodeError(f"the action `{state.action}`: {why}", blame="spec", kind="plugin_missing")
+        return OwnAction(loaded, state, template, code)
+    module, _, name = facts.use.partition(":")
+    action: Action = getattr(import_module(module), name)(loaded, state, template, code)
+    return action

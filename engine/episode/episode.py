@@ -1,40 +1,98 @@
-"""Live state of one episode: everything that an action may read or change.
+"""One episode. Invariant: it changes only in `feed`, which is pure; the same records give the same episode.
 
-Invariant: it changes only through an action's `apply`, which is pure, so the journal's records alone rebuild
-it exactly. Large data is kept once: tokens on the tape, text in the conversation.
+    episode = compiled.episode(task, sample, tools)
+    event, dest = episode.feed(record)
+    trajectory = episode.trajectory(run_id, exact=True)
+
+Large data is kept once: tokens on the tape, text in the conversation.
 """
 
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
-from engine.errors import LedgerError
+import structlog
+
+from engine.errors import EngineError, LedgerError, ReplayError
+from engine.limit import FAILED, LIMIT, OVERFLOW
 from engine.limits import LIMITS
 from engine.rewards.address import TurnPart
 from engine.rewards.ledger import Ledger
 from engine.schemas.environment import EpisodeView, Task
 from engine.schemas.generation import FinishReason
+from engine.schemas.journal import FailureRecord, LimitRecord, UnreadRecord
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
-from engine.schemas.trajectory import Condensation, Failure, Outcome, Trajectory, Turn
+from engine.schemas.trajectory import Blame, Condensation, Failure, Outcome, Trajectory, Turn
+from engine.storable import valid_text, words_of
 from engine.store.store import episode_id_of
 
 if TYPE_CHECKING:
     from engine.agents.threads import AgentThreads
+    from engine.machine.machine import Machine
+    from engine.rewards.rules import Rules
+    from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.journal import JournalEntry, Record
     from engine.schemas.reward import PartAddress
     from engine.tokens.conversation import Conversation
 
+log = structlog.get_logger(__name__)
+
+_BLAMES = frozenset(get_args(Blame))
+
 _NO_BLOCKS: dict[int, str] = {}
 _NO_FEEDBACK: dict[str, Any] = {"solved": False, "satisfied": False, "malformed": False}
+
+
+class Applies(Protocol):
+    """The half of an action that an episode needs."""
+
+    def apply(self, episode: Episode, record: Any) -> str:
+        """Apply a record to the episode, and return the event."""
+        ...
+
+
+class Compiled(Protocol):
+    """What an episode needs of `engine.episode.compiled.CompiledSpec`."""
+
+    @property
+    def spec(self) -> EpisodeSpec:
+        """The spec."""
+        ...
+
+    @property
+    def machine(self) -> Machine:
+        """Its machine."""
+        ...
+
+    @property
+    def rules(self) -> Rules:
+        """Its reward rules."""
+        ...
+
+    @property
+    def actions(self) -> Mapping[str, Applies]:
+        """Its actions, by state."""
+        ...
+
+    @property
+    def limit_values(self) -> dict[str, int | float]:
+        """The `limits` variable of guards."""
+        ...
 
 
 def derive_seed(*parts: object) -> int:
     """Return a seed in [0, 2**63) that depends on every part and on nothing else."""
     text = "\0".join(map(str, parts)).encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+GAVE_UP = (LimitRecord, FailureRecord)
+"""Records of actions that did not end; they change no conversation."""
 
 
 class GrowingView(Sequence[Any]):
@@ -69,13 +127,11 @@ class Episode:
     """The live state of one episode.
 
     Args:
+        compiled: What all episodes of the spec share.
         task: The task's row.
         sample_index: Which of the task's samples, from 0.
-        run_seed: `rollout.seed`.
         conversation: An unopened conversation: messages, tape, branches.
-        initial: The machine's first state.
-        limits: The `limits` variable of guards, shared by all episodes.
-        salt: `rollout.salt`.
+        shows_written: Whether views show the newest reply as it was sampled.
     """
 
     __slots__ = (
@@ -84,6 +140,7 @@ class Episode:
         "agent",
         "attempts",
         "blocks",
+        "compiled",
         "condensations",
         "conversation",
         "event",
@@ -95,11 +152,9 @@ class Episode:
         "ledger",
         "limit",
         "limit_count",
-        "limits",
         "made_room_at",
         "path",
         "performed",
-        "salt",
         "sample_index",
         "sampled",
         "seconds",
@@ -124,26 +179,23 @@ class Episode:
 
     def __init__(
         self,
+        compiled: Compiled,
         task: Task,
         sample_index: int,
-        run_seed: int,
         conversation: Conversation,
-        initial: str,
-        limits: dict[str, int | float],
         *,
-        salt: int = 0,
+        shows_written: bool = False,
     ) -> None:
+        self.compiled = compiled
         self.id = episode_id_of(task.id, sample_index)
         self.task = task
         self.sample_index = sample_index
-        self.seed = derive_seed(run_seed, task.id, sample_index)
-        self.salt = salt
+        self.seed = derive_seed(compiled.spec.rollout.seed, task.id, sample_index)
         self._seeds = blake2b(f"{self.seed}\0".encode(), digest_size=8)
         """Hash state that the seeds of all turns share: see `derive_seed`."""
         self.conversation: Conversation = conversation
         self.ledger = Ledger()
-        self.limits = limits
-        self.state = initial
+        self.state = compiled.machine.initial
         self.event = ""
         self.seq = 0
         self.started = time.time()
@@ -151,10 +203,10 @@ class Episode:
         self.user_turns: int = 0
         self.user_tokens: int = 0
         self.tool_calls: int = 0
-        self.tool_errors = 0
-        self.sampled = 0
-        self.turn_tokens = 0
-        self.text = ""
+        self.tool_errors: int = 0
+        self.sampled: int = 0
+        self.turn_tokens: int = 0
+        self.text: str = ""
         self.finish: FinishReason | None = None
         self.attempts: list[ToolCall | MalformedCall] = []
         self.turns: list[Turn] = []
@@ -181,7 +233,7 @@ class Episode:
         self.condensations: list[Condensation] = []
         self.made_room_at: int | None = None
         """The newest assistant turn when an action last tried to make the prompt shorter; None: never."""
-        self.shows_written = False
+        self.shows_written = shows_written
         """Whether views show the newest reply as it was sampled."""
 
     @property
@@ -197,7 +249,8 @@ class Episode:
     def turn_seed(self, turn: int) -> int:
         """Sampling seed of a turn."""
         seeds = self._seeds.copy()  # equals `derive_seed(seed, turn, salt)`; the hash state after the seed is reused
-        seeds.update(b"%d\0%d" % (turn, self.salt) if self.salt else b"%d" % turn)
+        salt = self.compiled.spec.rollout.salt
+        seeds.update(b"%d\0%d" % (turn, salt) if salt else b"%d" % turn)
         return int.from_bytes(seeds.digest(), "big") >> 1
 
     def view(self) -> EpisodeView:
@@ -218,7 +271,7 @@ class Episode:
             blocks=dict(self.blocks) if self.blocks else _NO_BLOCKS,
         )
 
-    def context(self, names: frozenset[str]) -> dict[str, Any]:
+    def guard_values(self, names: frozenset[str]) -> dict[str, Any]:
         """Build the guard variables among `names`, and no others."""
         return {name: _VARIABLES[name](self) for name in names if name in _VARIABLES}
 
@@ -253,11 +306,112 @@ class Episode:
             "previous": float(totals[-2]) if len(totals) > 1 else 0.0,
         }
 
-    def move(self, event: str, dest: str) -> None:
-        """Take a transition."""
-        self.path.append((self.state, event, dest))
-        self.event = event
-        self.state = dest
+    def feed(self, record: Record, seconds: float = 0.0) -> tuple[str, str]:
+        """Apply a record and take its transition. Pure: a replay consists of these calls.
+
+        Args:
+            record: What the action of the state gave, or the limit or failure that prevented it.
+            seconds: How long that took.
+
+        Returns:
+            (event, dest). The event is empty for a final state's own record; dest is empty where the episode ends.
+        """
+        state, compiled = self.state, self.compiled
+        self.seq += 1
+        self.seconds[state] = self.seconds.get(state, 0.0) + seconds
+        try:
+            event = self._apply(record)
+            if self.solved and self.solved_turn is None:
+                self.solved_turn = self.turn
+            if state in compiled.rules.states and not isinstance(record, GAVE_UP):
+                compiled.rules.apply(state, self.ledger, self.turn, self.guard_values, self.locate)
+        except EngineError as error:
+            event = self._failed(self.failure_of(error))
+        except Exception as error:  # noqa: BLE001  (an error of the engine must not end the other episodes)
+            event = self._failed(self.unexpected(error))
+        if state in compiled.machine.final:
+            return "", ""
+        dest = compiled.machine.settled.get((state, event)) or self._next(event)
+        if dest is None:
+            return event, ""
+        self.path.append((state, event, dest))
+        self.event, self.state = event, dest
+        return event, dest
+
+    def _apply(self, record: Record) -> str:
+        if not isinstance(record, GAVE_UP):
+            event = self.compiled.actions[self.state].apply(self, record)
+            name = str(self.compiled.machine.states[self.state].action)
+            self.performed[name] = self.performed.get(name, 0) + 1
+            return event
+        self.conversation.take_back()  # a prompt may have been made for a reply that never arrived
+        if isinstance(record, FailureRecord):
+            return self._failed(record.failure)
+        if record.overflow:
+            return OVERFLOW
+        self.limit, self.limit_count = record.limit, record.value
+        return LIMIT
+
+    def _failed(self, failure: Failure) -> str:
+        if self.failure is None:  # the first failure is the cause of later ones
+            self.failure = failure
+        return FAILED
+
+    def _next(self, event: str) -> str | None:
+        """The state to which the event leads; None if no transition handles it, which is itself a failure."""
+        try:
+            return self.compiled.machine.next(self.state, event, self.guard_values)
+        except EngineError as error:
+            self._failed(self.failure_of(error))
+        return self._next(FAILED) if event != FAILED else None
+
+    def follow(self, entry: JournalEntry) -> tuple[str, str]:
+        """Feed one journal entry, and check that it still leads to the recorded state.
+
+        Raises:
+            ReplayError: the entry belongs to another step or state, or now leads to another state, or its record to a plugin that
+                is not installed.
+        """
+        if isinstance(entry.record, UnreadRecord):
+            raise ReplayError(
+                f"{self.id}: step {entry.seq} of the journal is a record of kind `{entry.record.kind}`; {entry.record.words()}"
+            )
+        if entry.seq != self.seq or entry.state != self.state:
+            raise ReplayError(
+                f"{self.id}: step {entry.seq} of the journal belongs to {entry.state}; "
+                f"the episode is at step {self.seq} in {self.state}"
+            )
+        event, dest = self.feed(entry.record, entry.seconds)
+        if (event, dest) != (entry.event, entry.dest):
+            raise ReplayError(
+                f"{self.id}: step {entry.seq} led from {entry.state} by `{entry.event}` to {entry.dest or 'the end'}; "
+                f"now it leads by `{event}` to {dest or 'the end'}"
+            )
+        return event, dest
+
+    def failure_of(self, error: EngineError) -> Failure:
+        """The failure that a typed exception becomes. The spec's code may raise one too, so its fields are not trusted."""
+        trace = getattr(error, "trace", None)
+        return Failure(
+            kind=valid_text(str(error.kind), 100),
+            blame=error.blame if error.blame in _BLAMES else "environment",
+            message=valid_text(str(error)),
+            state=self.state,
+            turn=self.turn,
+            trace=valid_text(trace) if isinstance(trace, str) else None,
+        )
+
+    def unexpected(self, error: BaseException) -> Failure:
+        """The failure that an unexpected exception becomes: an error of the engine, with its full traceback."""
+        log.error("unexpected error in an episode", episode=self.id, state=self.state, error=words_of(error))
+        return Failure(
+            kind="engine_error",
+            blame="engine",
+            message=words_of(error),
+            state=self.state,
+            turn=self.turn,
+            trace=valid_text("".join(traceback.format_exception(error))),
+        )
 
     def outcome(self, *, exact: bool) -> Outcome:
         """How the episode ended. `exact` says whether the backend gives token ids."""
@@ -336,7 +490,7 @@ _OTHER_COUNTS: dict[str, dict[str, Callable[[Episode], int]]] = {
 
 _VARIABLES: dict[str, Callable[[Episode], Any]] = {
     **{variable: _counts(variable, others) for variable, others in _OTHER_COUNTS.items()},
-    "limits": lambda e: e.limits,
+    "limits": lambda e: e.compiled.limit_values,
     "rewards": lambda e: e._rewards(),
     "last": lambda e: {
         "finish": e.finish.type if e.finish else "",
@@ -357,3 +511,14 @@ def _call_number(call: int | str | None, turn: int) -> int:
         return call
     prefix, _, number = str(call).rpartition("_")
     return int(number) if prefix == f"call_{turn}" and number.isdecimal() else -1
+
+
+def until_end(journal: Sequence[JournalEntry]) -> Sequence[JournalEntry]:
+    """A journal up to the entry that ends it. Older engines could perform a final state again after a crash."""
+    end = next((index for index, entry in enumerate(journal, start=1) if not entry.dest), len(journal))
+    return journal[:end]
+
+
+def never_built(journal: Sequence[JournalEntry]) -> bool:
+    """Whether a journal belongs to an episode whose objects could not be built, so that it continued without them."""
+    return bool(journal) and isinstance(first := journal[0].record, FailureRecord) and not first.built

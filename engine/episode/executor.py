@@ -17,42 +17,27 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from engine.actions.action_facts import FAILED, LIMIT, OVERFLOW
-from engine.actions.base import Action, EpisodeObjects
+from engine.actions.base import EpisodeObjects
 from engine.actions.calls import LoopReplacedError
+from engine.actions.cut_texts import TextCutter
 from engine.deadline import EpisodeDeadline
 from engine.episode.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, SpecCodeError
-from engine.failures import failure_of, unexpected
 from engine.limit import MAX_STEPS
 from engine.limits import CONTEXT, EPISODE_SECONDS, PROMPT_LIMITS
-from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record, UnreadRecord
-from engine.schemas.trajectory import Failure
+from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
 from engine.store.codec import EncodedRecord, encode_record
 
 if TYPE_CHECKING:
     from engine.actions.images import StoreImages
     from engine.deadline import PausableClocks
-    from engine.machine.machine import Machine
-    from engine.rewards.rules import Rules
+    from engine.episode.compiled import CompiledSpec
     from engine.store.journal import Journal, MemoryJournal
     from engine.store.writer import Write
-
-
-_GAVE_UP = (LimitRecord, FailureRecord)
-
-
-class _StateWork(NamedTuple):
-    """A state's action, and whether the state is final."""
-
-    action: Action | None
-    final: bool
-    makes_room: bool
-    """Whether the state handles the event `overflow`."""
 
 
 _UNTIMED = nullcontext()
@@ -71,32 +56,27 @@ class Executor:
 
     def __init__(
         self,
-        machine: Machine,
-        actions: Mapping[str, Action],
-        rules: Rules,
+        compiled: CompiledSpec,
         *,
-        episode_seconds: float | None,
         watch: Watch | None = None,
         store_images: StoreImages | None = None,
         clocks: PausableClocks | None = None,
-        cut: Callable[[Record], Record] | None = None,
     ) -> None:
-        self._machine = machine
-        self._actions = actions
-        self._names = {state: str(machine.resolved.states[state].action) for state in actions}
-        self._stages = {
-            state: _StateWork(
-                actions.get(state), state in machine.final, bool(machine.resolved.leaving(state, OVERFLOW))
-            )
-            for state in machine.states
-        }
-        self._rules = rules
-        self._ruled = rules.states
-        self._seconds = episode_seconds
+        """Drive episodes of a compiled spec.
+
+        Args:
+            compiled: The spec.
+            watch: Called at each transition.
+            store_images: Stores the images that records bring.
+            clocks: Paused while no server is reachable; the episodes' clocks are added to it.
+        """
+        limits = compiled.spec.limits
+        self._compiled = compiled
+        self._seconds = limits.episode_seconds
         self._watch = watch
         self._store_images = store_images
         self._clocks = clocks
-        self._cut = cut
+        self._cut = None if limits.tool_result_tokens is None else TextCutter(limits, compiled.template).cut
 
     async def run(self, episode: Episode, objects: EpisodeObjects, journal: Journal | MemoryJournal) -> None:
         """Drive the episode to its end. The journal then holds its last entry. An error is stored in the episode's `failure`.
@@ -126,23 +106,24 @@ class Executor:
         journal: Journal | MemoryJournal,
         clock: EpisodeDeadline | None,
     ) -> None:
+        compiled = self._compiled
         pending: Write | None = None
         """The newest entry, until it is durable."""
         while True:
-            stage = self._stages[episode.state]
-            if stage.action is None and stage.final:
+            action = compiled.actions.get(episode.state)
+            if episode.state in compiled.ends:
                 return
             if pending is not None:
                 if pending.durable:
                     pending = None
-                elif pending.parked or stage.action is None or not stage.action.pipelined(episode, objects):
+                elif pending.parked or action is None or not action.pipelined(episode, objects):
                     await pending
                     pending = None
             at = time.time()
             began = time.perf_counter()
             stood = 0.0 if clock is None else clock.stood
             try:
-                record = await self._perform(episode, stage, objects, clock, began)
+                record = await self._perform(episode, objects, clock, began)
             except LoopReplacedError:  # a resume reads the journal
                 if pending is not None:
                     await pending
@@ -153,7 +134,7 @@ class Executor:
             if pending is not None and not pending.durable and isinstance(record, GenerationRecord):
                 await pending
             entry, encoded = self._fed(episode, record, at, seconds)
-            if self.is_end(entry.dest):
+            if entry.dest in self._compiled.ends:
                 journal.hold(entry, encoded)
                 return
             pending = journal.append(entry, encoded)
@@ -162,43 +143,36 @@ class Executor:
         self, episode: Episode, objects: EpisodeObjects, journal: Journal | MemoryJournal, error: EngineError
     ) -> None:
         """Run an episode whose objects could not be built: its current state fails, and the episode continues. See `run`."""
-        record = FailureRecord(failure=failure_of(error, episode), built=False)
+        record = FailureRecord(failure=episode.failure_of(error), built=False)
         entry, encoded = self._fed(episode, record, time.time(), 0.0)
-        if self.is_end(entry.dest):
+        if entry.dest in self._compiled.ends:
             journal.hold(entry, encoded)
             return
         await journal.append(entry, encoded)
         await self.run(episode, objects, journal)
 
-    def is_end(self, dest: str) -> bool:
-        """Whether an entry that leads to `dest` ends its episode, because no action remains there."""
-        if not dest:
-            return True
-        stage = self._stages[dest]
-        return stage.final and stage.action is None
-
     def _fed(self, episode: Episode, record: Record, at: float, seconds: float) -> tuple[JournalEntry, EncodedRecord]:
         """Feed a record and return its journal entry, which is still to be written."""
-        state = episode.state
+        seq, state = episode.seq, episode.state
         encoded = _encoded(record, episode)
         record = encoded.record  # in the form in which a replay reads it, so that both give the same result
-        event, dest = self.feed(episode, record)
-        entry = JournalEntry(
-            seq=episode.seq, state=state, event=event, dest=dest, record=record, at=at, seconds=seconds
-        )
-        episode.seq += 1
-        episode.seconds[state] = episode.seconds.get(state, 0.0) + seconds
-        return entry, encoded
+        event, dest = episode.feed(record, seconds)
+        if self._watch is not None and dest:
+            self._watch(episode, state, event)
+        return JournalEntry(
+            seq=seq, state=state, event=event, dest=dest, record=record, at=at, seconds=seconds
+        ), encoded
 
     async def _perform(
-        self, episode: Episode, stage: _StateWork, objects: EpisodeObjects, clock: EpisodeDeadline | None, now: float
+        self, episode: Episode, objects: EpisodeObjects, clock: EpisodeDeadline | None, now: float
     ) -> Record:
         """The record of this state: the action's result, or the limit or failure that prevented it."""
-        action = stage.action
+        state, compiled = episode.state, self._compiled
+        action, final = compiled.actions.get(state), state in compiled.machine.final
         try:
             if action is None:
                 raise SpecCodeError(
-                    f"state `{episode.state}` has no action and is not final; give it one",
+                    f"state `{state}` has no action and is not final; give it one",
                     blame="spec",
                     kind="no_action",
                 )
@@ -208,13 +182,13 @@ class Executor:
                     blame="spec",
                     kind="unbounded",
                 )
-            timed = None if stage.final else clock
+            timed = None if final else clock
             if timed is not None and timed.passed(now):
                 return LimitRecord(limit=EPISODE_SECONDS.name, value=timed.spent(now))
             if (preparing := action.prepare(episode)) is not None:
                 await preparing
-            reached = None if stage.final else action.limit(episode)
-            if stage.makes_room and (reached is None or reached[0] in {"images", *PROMPT_LIMITS}):
+            reached = None if final else action.limit(episode)
+            if state in compiled.makes_room and (reached is None or reached[0] in {"images", *PROMPT_LIMITS}):
                 full = action.overflow(episode)
                 if full is not None:
                     return LimitRecord(limit=full[0], value=full[1], overflow=True)
@@ -238,74 +212,15 @@ class Executor:
         except LoopReplacedError as error:
             if error.repeatable:
                 raise
-            return FailureRecord(failure=failure_of(error, episode))
+            return FailureRecord(failure=episode.failure_of(error))
         except ContextOverflow:
             return LimitRecord(limit=CONTEXT.name, value=float(episode.conversation.length))
         except EngineError as error:
             if error.stops_run:
                 raise
-            return FailureRecord(failure=failure_of(error, episode))
+            return FailureRecord(failure=episode.failure_of(error))
         except Exception as error:  # noqa: BLE001  (an error of the engine must not end the other episodes)
-            return FailureRecord(failure=unexpected(error, episode))
-
-    def feed(self, episode: Episode, record: Record) -> tuple[str, str]:
-        """Apply a record and take its transition. Pure: a replay consists of these calls.
-
-        Returns:
-            (event, dest). The event is empty for a final state's own record; dest is empty where the episode ends.
-        """
-        state = episode.state
-        try:
-            event = self._apply(episode, record)
-            if episode.solved and episode.solved_turn is None:
-                episode.solved_turn = episode.turn
-            if state in self._ruled and not isinstance(record, _GAVE_UP):
-                self._rules.apply(state, episode.ledger, episode.turn, episode.context, episode.locate)
-        except EngineError as error:
-            event = self._failed(episode, failure_of(error, episode))
-        except Exception as error:  # noqa: BLE001  (as above)
-            event = self._failed(episode, unexpected(error, episode))
-        if state in self._machine.final:
-            return "", ""
-        dest = self._next(episode, event)
-        if dest is None:
-            return event, ""
-        episode.move(event, dest)
-        if self._watch is not None:
-            self._watch(episode, state, event)
-        return event, dest
-
-    def _apply(self, episode: Episode, record: Record) -> str:
-        if not isinstance(record, _GAVE_UP):
-            event = self._actions[episode.state].apply(episode, record)
-            name = self._names[episode.state]
-            episode.performed[name] = episode.performed.get(name, 0) + 1
-            return event
-        episode.conversation.take_back()  # a prompt may have been made for a reply that never arrived
-        if isinstance(record, LimitRecord):
-            if record.overflow:
-                return OVERFLOW
-            episode.limit, episode.limit_count = record.limit, record.value
-            return LIMIT
-        return self._failed(episode, record.failure)
-
-    @staticmethod
-    def _failed(episode: Episode, failure: Failure) -> str:
-        if episode.failure is None:  # the first failure is the cause of later ones
-            episode.failure = failure
-        return FAILED
-
-    def _next(self, episode: Episode, event: str) -> str | None:
-        """The state to which the event leads; None if no transition handles it, which is itself a failure."""
-        try:
-            return self._machine.next(episode.state, event, episode.context)
-        except EngineError as error:
-            self._failed(episode, failure_of(error, episode))
-        return self._next(episode, FAILED) if event != FAILED else None
-
-    def has_ended(self, journal: Sequence[JournalEntry]) -> bool:
-        """Whether a journal has the entry that ends its episode."""
-        return bool(journal) and self.is_end(journal[-1].dest)
+            return FailureRecord(failure=episode.unexpected(error))
 
     async def restore(
         self, episode: Episode, objects: EpisodeObjects, journal: Sequence[JournalEntry], *, call: bool = True
@@ -318,20 +233,22 @@ class Executor:
             RestartNeededError: a call cannot be repeated, or its answer differs now.
             ReplayError: the journal's transitions differ now: the spec or the engine has changed, or a plugin is missing.
         """
-        ended = self.has_ended(journal)
+        ended = self._compiled.has_ended(journal)
         for entry in journal:
             if call and not ended:
                 await self._call_again(episode, objects, entry)
             action = None
             if isinstance(entry.record, GenerationRecord):
-                action = self._actions.get(episode.state)
+                action = self._compiled.actions.get(episode.state)
                 episode.conversation.recorded = entry.record.whole
             if action is not None and (preparing := action.prepare(episode)) is not None:
                 await preparing
-            self.follow(episode, entry)
+            _, dest = episode.follow(entry)
+            if self._watch is not None and dest:
+                self._watch(episode, entry.state, entry.event)
         if ended or not journal or not call:
             return
-        action = self._actions.get(episode.state)
+        action = self._compiled.actions.get(episode.state)
         if action is not None and action.effects(episode, objects) == "external":
             raise RestartNeededError(
                 f"{episode.id}: it stopped in {episode.state}, whose call may have been made and cannot be repeated"
@@ -341,7 +258,7 @@ class Executor:
 
     async def _call_again(self, episode: Episode, objects: EpisodeObjects, entry: JournalEntry) -> None:
         """Repeat the call of an entry, where that is needed to restore the state of the spec's objects."""
-        record, action = entry.record, self._actions.get(episode.state)
+        record, action = entry.record, self._compiled.actions.get(episode.state)
         called = record.began if isinstance(record, LimitRecord) else getattr(record, "built", True)
         if action is None or not called:
             return
@@ -354,46 +271,10 @@ class Executor:
             raise RestartNeededError(f"{episode.id}: episode_seconds interrupted the call in {entry.state}")
         now = time.perf_counter()
         objects.repeating = record
-        again = _encoded(await self._perform(episode, self._stages[episode.state], objects, None, now), episode)
+        again = _encoded(await self._perform(episode, objects, None, now), episode)
         objects.repeating = None
         if _comparable(again.record) != _comparable(record):
             raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) gives a different answer now")
-
-    def follow(self, episode: Episode, entry: JournalEntry) -> None:
-        """Feed one journal entry, and check that it still leads to the recorded state.
-
-        Raises:
-            ReplayError: the entry belongs to another step or state, or now leads to another state, or its record to a plugin that
-                is not installed.
-        """
-        if isinstance(entry.record, UnreadRecord):
-            raise ReplayError(
-                f"{episode.id}: step {entry.seq} of the journal is a record of kind `{entry.record.kind}`; {entry.record.words()}"
-            )
-        if entry.seq != episode.seq or entry.state != episode.state:
-            raise ReplayError(
-                f"{episode.id}: step {entry.seq} of the journal belongs to {entry.state}; "
-                f"the episode is at step {episode.seq} in {episode.state}"
-            )
-        event, dest = self.feed(episode, entry.record)
-        if (event, dest) != (entry.event, entry.dest):
-            raise ReplayError(
-                f"{episode.id}: step {entry.seq} led from {entry.state} by `{entry.event}` to {entry.dest or 'the end'}; "
-                f"now it leads by `{event}` to {dest or 'the end'}"
-            )
-        episode.seq += 1
-        episode.seconds[entry.state] = episode.seconds.get(entry.state, 0.0) + entry.seconds
-
-
-def until_end(journal: Sequence[JournalEntry]) -> Sequence[JournalEntry]:
-    """A journal up to the entry that ends it. Older engines could perform a final state again after a crash."""
-    end = next((index for index, entry in enumerate(journal, start=1) if not entry.dest), len(journal))
-    return journal[:end]
-
-
-def never_built(journal: Sequence[JournalEntry]) -> bool:
-    """Whether a journal belongs to an episode whose objects could not be built, so that it continued without them."""
-    return bool(journal) and isinstance(first := journal[0].record, FailureRecord) and not first.built
 
 
 def _encoded(record: Record, episode: Episode) -> EncodedRecord:
@@ -401,7 +282,7 @@ def _encoded(record: Record, episode: Episode) -> EncodedRecord:
     try:
         return encode_record(record)
     except EngineError as error:
-        return encode_record(FailureRecord(failure=failure_of(error, episode)))
+        return encode_record(FailureRecord(failure=episode.failure_of(error)))
 
 
 def _comparable(record: Record) -> Any:

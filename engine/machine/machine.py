@@ -85,7 +85,7 @@ class Machine:
     """The machine of all episodes of one spec.
 
         machine = Machine(resolved_machine(spec))
-        machine.next("GENERATING", "answered", episode.context)     # "AWAITING_USER_FEEDBACK"
+        machine.next("GENERATING", "answered", episode.guard_values)     # "AWAITING_USER_FEEDBACK"
 
     Raises:
         SpecError: a transition or `initial` names a state that does not exist.

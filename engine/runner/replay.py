@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.actions.base import EpisodeObjects
+from engine.actions.objects import ObjectBuilder
 from engine.actions.workers import Workers
-from engine.backends.replay import ReplayBackend
-from engine.episode.compiled import EpisodeFactory
-from engine.episode.executor import never_built, until_end
+from engine.episode.compiled import compile_spec
+from engine.episode.episode import never_built, until_end
 from engine.errors import EngineError, ReplayError, StoreError
 from engine.runner.guarded import as_judged
 from engine.schemas.base import Struct
@@ -54,11 +54,9 @@ class Replayer:
             format.vision.bank.read_from(stored_images(store))
         self._exact = spec.backend.exact_ids
         self._workers = Workers(4)
-        backend = ReplayBackend.open(spec.backend, format, loaded)
-        self._factory = EpisodeFactory(loaded, format, backend, self._workers, role_backends="none")
-        self._object_builder = self._factory.object_builder
+        self._compiled = compile_spec(loaded, format, self._workers)
+        self._object_builder = ObjectBuilder(loaded, self._compiled.machine, self._workers)
         self._offers_tools = self._object_builder.shared_toolbox is None
-        self._executor = self._factory.executor()
 
     async def rebuild(self, task: Task, sample: int, journal: list[JournalEntry], upto: int | None = None) -> Episode:
         """Apply a journal to a new episode.
@@ -80,9 +78,9 @@ class Replayer:
         else:
             objects = EpisodeObjects(toolbox=self._object_builder.shared_toolbox)
         try:
-            episode = self._factory.episode(task, sample, objects)
+            episode = self._compiled.episode(task, sample, objects.toolbox.schemas if objects.toolbox else [])
             for entry in until_end(journal)[:upto]:
-                self._executor.follow(episode, entry)
+                episode.follow(entry)
             return episode
         finally:
             await self._object_builder.close(objects)
@@ -126,7 +124,7 @@ class Replayer:
         """Apply a whole journal; return a failure if an entry leads to another event or state than the journal says."""
         for entry in journal:
             try:
-                self._executor.follow(episode, entry)
+                episode.follow(entry)
             except ReplayError as error:
                 return Failure(
                     kind="other_path", blame="spec", message=str(error), state=entry.state, turn=episode.turn

@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.actions.base import EpisodeObjects
 from engine.actions.calls import SCOPE, EpisodeScope, LoopReplacedError
 from engine.actions.images import ImageStorer
+from engine.actions.objects import ObjectBuilder
+from engine.actions.role_models import RoleModels
 from engine.actions.workers import Workers
 from engine.deadline import PausableClocks
-from engine.episode.compiled import EpisodeFactory
-from engine.episode.executor import RestartNeededError, never_built, until_end
+from engine.episode.compiled import compile_spec
+from engine.episode.episode import never_built, until_end
+from engine.episode.executor import Executor, RestartNeededError
 from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
 from engine.runner.causes import Causes, Verdict, places
 from engine.runner.crew import rare_collections, run_crew
@@ -122,24 +124,22 @@ class Runner:
         self._workers = Workers()
         self._clocks = PausableClocks()
         self._suspects = Suspects(store.crashes())
-        slots = spec.rollout.concurrency
-        self._factory = EpisodeFactory(
+        slots = asyncio.Semaphore(spec.rollout.concurrency)
+        self._compiled = compile_spec(loaded, format, self._workers, context=backend.context)
+        self._roles = RoleModels(loaded, format, backend, slots, training=training)
+        self._object_builder = ObjectBuilder(
             loaded,
-            format,
-            backend,
+            self._compiled.machine,
             self._workers,
+            backend=backend,
             slots=slots,
-            training=training,
+            roles=self._roles,
             programs=programs,
-            folder=folder or store.folder,
         )
-        self._services = open_services(loaded, self._factory.services)
-        self._object_builder = self._factory.object_builder
-        self._roles = self._factory.roles
-        self._executor = self._factory.executor(
-            watch=self.live.watch,
-            images=ImageStorer(format, store, stored_images(store), spec),
-            clocks=self._clocks,
+        self._services = open_services(loaded, folder or store.folder)
+        images = ImageStorer(format, store, stored_images(store), spec)
+        self._executor = Executor(
+            self._compiled, watch=self.live.watch, store_images=images.store_images, clocks=self._clocks
         )
         self._tool_schemas = ToolSchemas(store.folder)
         self._observers = episode_observers(loaded, store)
@@ -206,7 +206,7 @@ class Runner:
         async with self._suspects.admitted(episode_id) as alone:
             journal = await self._store.begin(task, sample, attempt=attempt)
             given_up = self._suspects.given_up(episode_id)
-            if given_up is not None and not self._executor.has_ended(until_end(journal.entries)):
+            if given_up is not None and not self._compiled.has_ended(until_end(journal.entries)):
                 await journal.restart()
                 SCOPE.set(EpisodeScope(episode_id, last=True))
                 return await self.execute(task, sample, journal, given_up=given_up)
@@ -265,8 +265,8 @@ class Runner:
             StoreError: a record cannot be stored.
         """
         entries = until_end(journal.entries)
-        ended = self._executor.has_ended(entries)
-        objects, broken = EpisodeObjects(), given_up
+        ended = self._compiled.has_ended(entries)
+        objects, broken = self._object_builder.none(), given_up
         if broken is None and not never_built(entries):
             try:
                 objects = await self._object_builder.open(task, alone=alone and not ended)
@@ -280,9 +280,10 @@ class Runner:
                         f"its environment, tools or user can no longer be built: {error}"
                     ) from error
                 broken = error
-        episode = self._factory.episode(task, sample, objects)
+        tools = objects.toolbox.schemas if objects.toolbox else []
+        episode = self._compiled.episode(task, sample, tools)
         if broken is None:
-            self._tool_schemas.note(episode.id, objects.toolbox.schemas if objects.toolbox else [])
+            self._tool_schemas.note(episode.id, tools)
         self.live.enter(episode.state)
         try:
             if broken is not None:
@@ -366,7 +367,7 @@ class Runner:
                 ending.push_async_callback(service.close)
             with rare_collections():
                 for service in self._services:
-                    await service.start()
+                    await service.start([self._backend, *self._roles.backends])
                 yield
 
     async def _close_roles(self) -> None:

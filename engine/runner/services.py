@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.actions.base import Services
 from engine.plugin import Hook
 from engine.schemas.sections import used_plugins
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from engine.backends.base import Backend
     from engine.spec.load import LoadedSpec
 
 
@@ -26,8 +28,8 @@ class Cost:
 class EpisodeService:
     """Takes part in the episodes of one `Runner`. A subclass defines what it needs."""
 
-    async def start(self) -> None:
-        """The backends are started, and episodes begin next. Raises: EngineError: it cannot work."""
+    async def start(self, backends: Sequence[Backend]) -> None:
+        """The backends of the policy and of roles are started, and episodes begin next. Raises: EngineError: it cannot work."""
 
     def release(self, episode_id: str) -> None:
         """An attempt of an episode is over."""
@@ -41,11 +43,11 @@ class EpisodeService:
         return None
 
 
-OPEN_SERVICE: Hook[Callable[[LoadedSpec, Services], EpisodeService | None]] = Hook("open_service")
+OPEN_SERVICE: Hook[Callable[[LoadedSpec, Path], EpisodeService | None]] = Hook("open_service")
 """Makes the service of a `Runner`; None if the spec needs none. Asked if the spec has a section, a backend or another part of the plugin."""
 
 
-def open_services(loaded: LoadedSpec, services: Services) -> list[EpisodeService]:
-    """The services that plugins give to the episodes of one `Runner`, not started."""
-    opened = [make(loaded, services) for make in OPEN_SERVICE.all(used_plugins(loaded.spec))]
+def open_services(loaded: LoadedSpec, folder: Path) -> list[EpisodeService]:
+    """The services that plugins give to the episodes of one `Runner`, not started. `folder`: of the run, or of its training."""
+    opened = [make(loaded, folder) for make in OPEN_SERVICE.all(used_plugins(loaded.spec))]
     return [service for service in opened if service is not None]

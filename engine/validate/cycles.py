@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.actions.action_facts import FAILED, LIMIT
 from engine.actions.facts import ACTIONS
+from engine.limit import FAILED, LIMIT
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.loops import Cycle

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from engine.actions.action_facts import ALWAYS as ALWAYS_EVENTS
+from engine.limit import ALWAYS as ALWAYS_EVENTS
 from engine.validate.chart import Chart, Edge, Limits, Place, WalkStep
 from engine.validate.logic import Formula, Ranges
 from engine.validate.walk import START, Walk

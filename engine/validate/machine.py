@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine import plugin
-from engine.actions.action_facts import ALWAYS
 from engine.actions.facts import ACTIONS
+from engine.limit import ALWAYS
 from engine.schemas.machine import TransitionSpec
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import listed

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from engine.actions.action_facts import ALWAYS, OVERFLOW
 from engine.actions.facts import ACTIONS
-from engine.limit import UNBOUNDED
+from engine.limit import ALWAYS, OVERFLOW, UNBOUNDED
 from engine.limits import COUNTERS, EPISODE_SECONDS, FIELDS, limits_of
 from engine.machine.machine import ResolvedMachine, ResolvedTransition, resolved_machine
 from engine.machine.presets import ANY, PRESETS

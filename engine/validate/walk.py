@@ -14,10 +14,10 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
-from engine.actions.action_facts import ALWAYS as ALWAYS_EVENTS
-from engine.actions.action_facts import FAILED, LIMIT, MAYBE_CALLS, NO_CALLS, OVERFLOW, SURE_CALLS
+from engine.actions.action_facts import MAYBE_CALLS, NO_CALLS, SURE_CALLS
 from engine.actions.facts import ACTIONS
-from engine.limit import MAX_STEPS
+from engine.limit import ALWAYS as ALWAYS_EVENTS
+from engine.limit import FAILED, LIMIT, MAX_STEPS, OVERFLOW
 from engine.limits import COUNTERS, COUNTERS_OF
 from engine.validate.chart import TURNS, Chart, Counts, Edge, Limits, Place, WalkStep
 from engine.validate.logic import ALWAYS, UNKNOWN, Formula, Ranges

@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from engine.actions.action_facts import ALWAYS, LIMIT
 from engine.actions.facts import ACTIONS
+from engine.limit import ALWAYS, LIMIT
 from engine.limits import LIMITS
 from engine.machine.machine import resolve_machine
 from engine.machine.presets import ABOUT

@@ -24,10 +24,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from engine.actions.base import EpisodeObjects
 from engine.actions.workers import Workers
-from engine.backends.replay import ReplayBackend
-from engine.episode.compiled import EpisodeFactory
+from engine.episode.compiled import CompiledSpec, compile_spec
 from engine.plugins.audit.episodes import next_record, records_of, with_own_tokens
 from engine.plugins.audit.examine import Examined
 from engine.plugins.audit.findings import Report
@@ -40,7 +38,6 @@ from engine.store.codec import encode_record
 from engine.store.header import new_run_id
 
 if TYPE_CHECKING:
-    from engine.episode.executor import Executor
     from engine.schemas.model import ModelSpec
     from engine.tokens.format import ChatFormat
 
@@ -118,14 +115,12 @@ async def store_rows(
             with (store.folder / "tasks.jsonl").open("w", encoding="utf-8") as file:
                 each = {task.id: task.fields for task in tasks}
                 file.writelines(json.dumps(fields, ensure_ascii=False) + "\n" for fields in each.values())
-            backend = ReplayBackend.open(loaded.spec.backend, form, loaded)
-            factory = EpisodeFactory(loaded, form, backend, workers, role_backends="none")
-            executor = factory.executor()
+            compiled = compile_spec(loaded, form, workers)
             slots = asyncio.Semaphore(_AT_ONCE)
 
             async def write(row: Examined, task: Task, sample: int) -> None:
                 async with slots:
-                    await _write(store, factory, executor, row, task, sample, rules[row.index])
+                    await _write(store, compiled, row, task, sample, rules[row.index])
 
             samples: dict[str, int] = defaultdict(int)
             async with asyncio.TaskGroup() as group:
@@ -155,8 +150,7 @@ def _tasks(rows: Sequence[Examined]) -> list[Task]:
 
 async def _write(
     store: RunStore,
-    factory: EpisodeFactory,
-    executor: Executor,
+    compiled: CompiledSpec,
     row: Examined,
     task: Task,
     sample: int,
@@ -164,19 +158,15 @@ async def _write(
 ) -> None:
     """Write one row: apply its records to an episode, append them, and finish it with the row's own tokens."""
     journal = await store.begin(task, sample, seed=0)
-    episode = factory.episode(task, sample, EpisodeObjects())
+    episode = compiled.episode(task, sample, [])
     records = records_of(row, rules)
     while True:
-        state = episode.state
+        seq, state = episode.seq, episode.state
         record = next_record(records, state)
-        event, dest = executor.feed(episode, record)
-        entry = JournalEntry(
-            seq=episode.seq, state=state, event=event, dest=dest, record=record, at=time.time(), seconds=0.0
-        )
+        event, dest = episode.feed(record)
+        entry = JournalEntry(seq=seq, state=state, event=event, dest=dest, record=record, at=time.time(), seconds=0.0)
         await journal.append(entry, encode_record(record))
-        episode.seq += 1
-        episode.seconds[state] = episode.seconds.get(state, 0.0)
-        if executor.is_end(dest):
+        if dest in compiled.ends:
             break
     trajectory = with_own_tokens(episode.trajectory(store.header.run_id, exact=row.row.has_ids), row)
     await journal.finish(lambda: trajectory)

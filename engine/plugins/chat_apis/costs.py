@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.actions.role_models import backend_specs
@@ -13,7 +14,7 @@ from engine.runner.services import Cost, EpisodeService
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.actions.base import Services
+    from engine.backends.base import Backend
     from engine.spec.load import LoadedSpec
 
 COSTS = "costs.jsonl"
@@ -24,23 +25,21 @@ class CountedCosts(EpisodeService):
     """Counts what the chat APIs of the policy and of roles cost.
 
     Args:
-        services: The backends.
         file: Where costs are counted. Runners of one training count in one file.
         most: What the run or training may cost; None: any amount.
     """
 
-    def __init__(self, services: Services, file: Path, most: float | None) -> None:
-        self._services = services
+    def __init__(self, file: Path, most: float | None) -> None:
         self._file = file
         self._most = most
         self._budget: Budget | None = None
         self._before: dict[ApiBackend, Budget | None] = {}
         """What counted the costs of each backend before."""
 
-    async def start(self) -> None:
+    async def start(self, backends: Sequence[Backend]) -> None:
         """Begin to count. Raises: OSError: the file cannot be read or created."""
         self._budget = Budget(self._file, self._most)
-        for backend in (self._services.backend, *self._services.roles.backends):
+        for backend in backends:
             if isinstance(backend, ApiBackend):
                 self._before[backend] = backend.budget
                 backend.budget = self._budget
@@ -59,8 +58,8 @@ class CountedCosts(EpisodeService):
         return None if self._budget is None else Cost(self._budget.count(), self._most)
 
 
-def open_service(loaded: LoadedSpec, services: Services) -> CountedCosts | None:
+def open_service(loaded: LoadedSpec, folder: Path) -> CountedCosts | None:
     """The hook `open_service`: counts if a backend of the spec has prices."""
-    if services.folder is None or not any(section.priced for section in backend_specs(loaded.spec)):
+    if not any(section.priced for section in backend_specs(loaded.spec)):
         return None
-    return CountedCosts(services, services.folder / COSTS, CostSpec.or_default(loaded.spec.rollout).max_cost)
+    return CountedCosts(folder / COSTS, CostSpec.or_default(loaded.spec.rollout).max_cost)

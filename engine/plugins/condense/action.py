@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.actions.base import BuiltInAction, EpisodeObjects, Services
+from engine.actions.base import BuiltInAction, EpisodeObjects
 from engine.actions.images import in_memory
 from engine.actions.workers import call_spec_code
 from engine.episode.episode import Episode, derive_seed
@@ -42,10 +41,11 @@ from engine.spec.code.entry import load_entry
 from engine.spec.template import fill, own_spans
 from engine.tokens.conversation import Conversation
 
-
-def condense_spec(services: Services) -> CondenseSpec:
-    """The spec's `condense`, or the defaults."""
-    return CondenseSpec.or_default(services.spec)
+if TYPE_CHECKING:
+    from engine.actions.workers import Workers
+    from engine.schemas.machine import StateSpec
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
 
 
 class CondenseAction(BuiltInAction):
@@ -53,30 +53,29 @@ class CondenseAction(BuiltInAction):
 
     name = "condense"
 
-    def __init__(self, services: Services, base: Path) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
         """Find the room that a prompt has, and load a condenser of the spec's own.
 
         Raises:
             EntryError: it cannot be imported.
         """
-        super().__init__(services)
-        self._spec = condense_spec(services)
-        spec, form = services.spec, services.format
-        known = (spec.limits.episode_tokens, spec.model.context or form.context, services.backend.context)
-        self._room = min((value for value in known if value), default=None)
+        super().__init__(loaded, state, template, code)
+        self._spec = CondenseSpec.or_default(loaded.spec)
+        spec = loaded.spec
+        self._room = min((value for value in (spec.limits.episode_tokens, spec.model.context) if value), default=None)
         self._own: Callable[..., Any] | None = None
         self._origin: Origin | None = None
         if isinstance(self._spec.condenser, OwnCondenserSpec):
-            self._load(self._spec.condenser, services, base)
+            self._load(self._spec.condenser, loaded, code)
 
-    def _load(self, own: OwnCondenserSpec, services: Services, base: Path) -> None:
-        self._origin = Origin(own.use, base, own.with_, "function")
-        isolation = services.spec.isolation_of(own.isolation)
+    def _load(self, own: OwnCondenserSpec, loaded: LoadedSpec, code: Workers) -> None:
+        self._origin = Origin(own.use, loaded.base, own.with_, "function")
+        isolation = loaded.spec.isolation_of(own.isolation)
         if isolation.mode == "process":
-            services.workers.isolation.describe(own.use, base, isolation)
-            self._own = RemoteFunction(self._origin, services.workers.isolation.pool(isolation, functions=True), "text")
+            code.isolation.describe(own.use, loaded.base, isolation)
+            self._own = RemoteFunction(self._origin, code.isolation.pool(isolation, functions=True), "text")
         else:
-            self._own = partial(load_entry(own.use, base), **own.with_)
+            self._own = partial(load_entry(own.use, loaded.base), **own.with_)
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> CondenseRecord:
         """Return the shorter thread; a record without a thread if nothing is shorter.
@@ -93,7 +92,7 @@ class CondenseAction(BuiltInAction):
         else:
             found = await self._chunks(episode, objects, before)
         new, blocks, sampled = found
-        vision = self._services.format.vision
+        vision = self._template.vision
         after = conversation.measure(new if vision is None else in_memory(new, vision)) if new else before
         if not new or (after >= before and self._spec.keep is None):  # a window limits the number of images
             return CondenseRecord(before=before, after=before, sampled=sampled)
@@ -103,7 +102,7 @@ class CondenseAction(BuiltInAction):
 
     async def _slid(self, conversation: Conversation, keep: WindowSpec) -> tuple[list[Message], list[Block], int]:
         """Only the newest images stay: (thread, blocks, sampled tokens)."""
-        vision, older = self._services.format.vision, older_images(self._spec, conversation.shown, conversation.opening)
+        vision, older = self._template.vision, older_images(self._spec, conversation.shown, conversation.opening)
         if vision is None or not older:
             return [], [], 0
         return await asyncio.to_thread(slid, keep, conversation.shown, older, vision.bank), [], 0
@@ -181,12 +180,14 @@ class CondenseAction(BuiltInAction):
         if isinstance(condenser, KeywordsSpec):
             return await asyncio.to_thread(keywords, text, condenser, self._count), 0
         if isinstance(condenser, SummarySpec):
-            return await self._summary(condenser, text, episode, index)
+            return await self._summary(condenser, text, episode, objects, index)
         assert isinstance(condenser, OwnCondenserSpec)
         return await self._by_own(condenser, text, episode, objects), 0
 
-    async def _summary(self, spec: SummarySpec, text: str, episode: Episode, index: int) -> tuple[str, int]:
-        model = self._services.roles.model("condense", "condenser")
+    async def _summary(
+        self, spec: SummarySpec, text: str, episode: Episode, objects: EpisodeObjects, index: int
+    ) -> tuple[str, int]:
+        model = objects.model("condense", "condenser")
         fields = {"text": text, "tokens": spec.tokens, "task": episode.task.fields}
         reply = await model.reply(
             [Message(role=item.role, content=fill(item.content, fields)) for item in spec.messages],
@@ -202,7 +203,7 @@ class CondenseAction(BuiltInAction):
         assert self._origin is not None
         function = self._own if objects.cell is None else function_in(objects.cell, self._origin, "text")
         answer = await call_spec_code(
-            self._services.workers,
+            self._code,
             function,
             text,
             own.tokens,
@@ -231,7 +232,7 @@ class CondenseAction(BuiltInAction):
 
     def _count(self, text: str) -> int:
         """Tokens of a text as a conversation has it: special tokens that it spells are plain text."""
-        form = self._services.format
+        form = self._template
         return len(form.encode(text if form.allow_special else form.fast.quoting.quote(text)))
 
     def apply(self, episode: Episode, record: CondenseRecord) -> str:
@@ -271,14 +272,14 @@ class AskSummaryAction(BuiltInAction):
 
     name = "ask_summary"
 
-    def __init__(self, services: Services, base: Path) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
         """Read the request from the spec.
 
         Raises:
             SpecCodeError: the policy does not summarise (kind `bad_action`).
         """
-        super().__init__(services)
-        condenser = condense_spec(services).condenser
+        super().__init__(loaded, state, template, code)
+        condenser = CondenseSpec.or_default(loaded.spec).condenser
         if not isinstance(condenser, PolicySummarySpec):
             raise SpecCodeError(
                 "a state's action is `ask_summary`, which needs `condense: {chunks: history, condenser: policy}`",

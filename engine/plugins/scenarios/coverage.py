@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.actions.action_facts import FAILED, LIMIT
 from engine.actions.facts import may_be_limited
 from engine.errors import EngineError
+from engine.limit import FAILED, LIMIT
 from engine.machine.guards import Guard
 from engine.machine.machine import ResolvedMachine, ResolvedTransition
 from engine.validate.context import CheckContext
@@ -59,7 +59,7 @@ class Watcher:
                 return transition
             guard = self._guards[transition.conditions]
             try:
-                if guard.evaluate(episode.context(guard.names)):
+                if guard.evaluate(episode.guard_values(guard.names)):
                     return transition
             except EngineError:
                 return None

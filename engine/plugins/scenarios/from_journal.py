@@ -11,13 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from engine.actions.objects import ObjectBuilder
 from engine.actions.workers import Workers
-from engine.backends.replay import ReplayBackend
 from engine.backends.scripted import write_reply
-from engine.episode.compiled import EpisodeFactory
 from engine.errors import BackendError, EngineError, SpecError, StoreError
 from engine.limits import EPISODE_SECONDS
-from engine.machine.machine import resolved_machine
+from engine.machine.machine import Machine, resolved_machine
 from engine.schemas.journal import (
     FailureRecord,
     GenerationRecord,
@@ -135,14 +134,13 @@ class ScriptWriter:
     async def _tools(self, task: Task) -> set[str]:
         workers = Workers(1)
         try:
-            backend = ReplayBackend.open(self.loaded.spec.backend, self.form, self.loaded)
-            factory = EpisodeFactory(self.loaded, self.form, backend, workers, role_backends="none")
-            objects = await factory.object_builder.open(task)
+            builder = ObjectBuilder(self.loaded, Machine(resolved_machine(self.loaded.spec)), workers)
+            objects = await builder.open(task)
             try:
                 tools = objects.toolbox.tools.values() if objects.toolbox else []
                 return {tool.shape.name for tool in tools if self.everything or tool.effects == "external"}
             finally:
-                await factory.object_builder.close(objects)
+                await builder.close(objects)
         except EngineError:
             return set()  # the episode cannot be built, which is then its result
         finally:

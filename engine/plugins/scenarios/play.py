@@ -5,13 +5,16 @@ Invariant: the result depends only on the spec, the scenario and the tokenizer. 
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.actions.base import EpisodeObjects
 from engine.actions.images import ImageStorer, MemoryImages
+from engine.actions.objects import ObjectBuilder
+from engine.actions.role_models import RoleModels
 from engine.backends.scripted import ScriptedBackend
-from engine.episode.compiled import EpisodeFactory
+from engine.episode.compiled import CompiledSpec, compile_spec
+from engine.episode.executor import Executor
 from engine.errors import EngineError
 from engine.machine.machine import resolved_machine
 from engine.plugins.scenarios.coverage import Edge, Watcher
@@ -24,7 +27,6 @@ from engine.store.journal import MemoryJournal
 
 if TYPE_CHECKING:
     from engine.actions.workers import Workers
-    from engine.machine.machine import ResolvedMachine
     from engine.plugins.scenarios.schema import Scenario
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
@@ -56,19 +58,21 @@ async def play(specs: ScenarioSpecs, scenarios: ScenarioSet, index: int, form: C
     """
     scenario = scenarios.file.scenarios[index]
     loaded = specs.loaded(scenarios, index)
-    resolved = resolved_machine(loaded.spec)
-    check_scenario(loaded, resolved, scenarios, index)
+    check_scenario(loaded, resolved_machine(loaded.spec), scenarios, index)
     task = specs.task(loaded, scenarios, index)
     backend = ScriptedBackend(_script(scenario), form)
     await backend.start()
     # No scenario waits for a model.
-    factory = EpisodeFactory(loaded, form, backend, workers, role_backends="scripted")
-    scripted = _ScenarioEpisode(factory, resolved, form, workers, scenario)
-    await factory.roles.start()
+    slots = asyncio.Semaphore(1)
+    compiled = compile_spec(loaded, form, workers, context=backend.context)
+    roles = RoleModels(loaded, form, backend, slots, allowed="scripted")
+    builder = ObjectBuilder(loaded, compiled.machine, workers, backend=backend, slots=slots, roles=roles)
+    scripted = _ScenarioEpisode(compiled, builder, workers, scenario)
+    await roles.start()
     try:
         return await scripted.play(task, scenarios, index)
     finally:
-        await factory.roles.close()
+        await roles.close()
 
 
 def _script(scenario: Scenario) -> Script:
@@ -79,45 +83,44 @@ def _script(scenario: Scenario) -> Script:
 class _ScenarioEpisode:
     """One episode of a scenario."""
 
-    def __init__(
-        self, factory: EpisodeFactory, resolved: ResolvedMachine, form: ChatFormat, workers: Workers, scenario: Scenario
-    ) -> None:
-        self._factory = factory
+    def __init__(self, compiled: CompiledSpec, builder: ObjectBuilder, workers: Workers, scenario: Scenario) -> None:
+        self._compiled = compiled.with_actions(
+            script_actions(compiled.actions, scenario, compiled.spec.limits.episode_seconds)
+        )
+        self._builder = builder
         self._workers = workers
         self._scenario = scenario
-        self._watcher = Watcher(resolved)
+        self._watcher = Watcher(compiled.machine.resolved)
         self._journal = MemoryJournal()
         images = MemoryImages()
-        self._executor = factory.executor(
-            actions=script_actions(factory.actions, scenario, factory.spec.limits.episode_seconds),
-            watch=self._watcher,
-            images=ImageStorer(form, images, images.fetch, factory.spec),
-        )
+        storer = ImageStorer(compiled.template, images, images.fetch, compiled.spec)
+        self._executor = Executor(self._compiled, watch=self._watcher, store_images=storer.store_images)
 
     async def play(self, task: Task, scenarios: ScenarioSet, index: int) -> Played:
         """Run the episode to its end."""
         broken: EngineError | None = None
         try:
-            objects = await self._factory.object_builder.open(task)
+            objects = await self._builder.open(task)
         except EngineError as error:
-            objects, broken = EpisodeObjects(), error
+            objects, broken = self._builder.none(), error
         try:
             if broken is None:
                 check_tools(list(objects.toolbox.tools) if objects.toolbox else [], scenarios, index)
                 script_objects(objects, self._scenario, self._workers)
-            episode = self._factory.episode(task, self._scenario.sample, objects)
+            tools = objects.toolbox.schemas if objects.toolbox else []
+            episode = self._compiled.episode(task, self._scenario.sample, tools)
             if broken is None:
                 await self._executor.run(episode, objects, self._journal)
             else:
                 await self._executor.run_failed(episode, objects, self._journal, broken)
             trajectory = episode.trajectory("scenario", exact=True)
         finally:
-            await self._factory.object_builder.close(objects)
+            await self._builder.close(objects)
         limits = [entry.record.limit for entry in self._journal.entries if isinstance(entry.record, LimitRecord)]
-        states = [self._factory.machine.initial, *(dest for _, _, dest in trajectory.path)]
+        states = [self._compiled.machine.initial, *(dest for _, _, dest in trajectory.path)]
         return Played(trajectory, limits, states, self._watcher.taken, self._opening(task))
 
     def _opening(self, task: Task) -> int:
         """How many messages the prompt of a task has."""
-        source = self._factory.spec.conversation
-        return len(self._factory.spec.messages if source is None else conversation_of(task.fields, source))
+        source = self._compiled.spec.conversation
+        return len(self._compiled.spec.messages if source is None else conversation_of(task.fields, source))

@@ -223,7 +223,8 @@ class ScriptedStepAction(StepAction):
     """`step`, or an action of the spec's own, with some scripted answers."""
 
     def __init__(self, real: StepAction, answers: Sequence[ScriptedStep | None]) -> None:
-        super().__init__(real._services, real.action, real.events)
+        super().__init__(real._loaded, real.state, real._template, real._code)
+        self.events = real.events
         self._real = real
         self._what = real._what
         self._blame = real._blame

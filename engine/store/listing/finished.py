@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import GuardError, StoreError
-from engine.limits import limit_variables
+from engine.limits import limit_values
 from engine.machine.guards import Guard, guard_problems
 from engine.machine.variables import BOOL, DOUBLE, DYN, INT, STRING, VARIABLES, Member, Variable
 from engine.schemas.journal import UserRecord
@@ -102,7 +102,7 @@ def end_values(names: frozenset[str], trajectory: Trajectory) -> dict[str, Any]:
 
 def stored_limits(store: RunReader) -> dict[str, int | float]:
     """Return the value of the variable `limits` for the episodes of a run."""
-    return limit_variables(read_stored(store.header.spec.get("limits") or {}, LimitsSpec, ("limits",)))
+    return limit_values(read_stored(store.header.spec.get("limits") or {}, LimitsSpec, ("limits",)))
 
 
 class EpisodeFilter:

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from engine.actions.base import BuiltInAction, EpisodeObjects, Services, post_rewards
+from engine.actions.base import BuiltInAction, EpisodeObjects, post_rewards
 from engine.actions.workers import call_spec_code
 from engine.episode.episode import Episode
 from engine.schemas.message import Message
@@ -18,20 +18,26 @@ from sum_check.record import SumCheckRecord
 from sum_check.spec import SumCheckSpec
 from sum_check.sums import CheckedSum, checked_sums
 
+if TYPE_CHECKING:
+    from engine.actions.workers import Workers
+    from engine.schemas.machine import StateSpec
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.format import ChatFormat
+
 
 class CheckSumsAction(BuiltInAction):
     """Ends with `right`, `wrong`, or `unchecked` if the reply has no sum that can be worked out."""
 
     name = ACTION
 
-    def __init__(self, services: Services, base: Path) -> None:
-        super().__init__(services)
-        self._spec = SumCheckSpec.or_default(services.spec)
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+        super().__init__(loaded, state, template, code)
+        self._spec = SumCheckSpec.or_default(loaded.spec)
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> SumCheckRecord:
         """Check the sums, in a thread, because a long reply would block the other episodes."""
         sums: list[CheckedSum] = await call_spec_code(
-            self._services.workers,
+            self._code,
             checked_sums,
             episode.text,
             seconds=SECONDS,

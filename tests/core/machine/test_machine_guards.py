@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import GuardError
-from engine.limits import limit_variables
+from engine.limits import limit_values
 from engine.machine.guards import Guard, guard_problems
 from engine.machine.variables import VARIABLES
 from engine.schemas.limits import LimitsSpec
@@ -25,7 +25,7 @@ def context(**changes: Any) -> dict[str, Any]:
         "tokens": {"sampled": 50, "context": 200},
         "images": {"shown": 0},
         "condensed": {"times": 0},
-        "limits": limit_variables(LimitsSpec()),
+        "limits": limit_values(LimitsSpec()),
         "rewards": {"total": 1.5, "last": 1.0, "previous": 0.5},
         "last": {"finish": "stop", "tokens": 20, "calls": 1, "malformed": False, "text": "It is 42."},
         "feedback": {"solved": True, "satisfied": False, "malformed": False, "score": 0.5, "kind": "hint"},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.actions.action_facts import ALWAYS
 from engine.actions.facts import ACTIONS
+from engine.limit import ALWAYS
 from engine.machine.guards import guard_problems
 from engine.machine.machine import ResolvedTransition, resolve_machine
 from engine.machine.presets import ABOUT, PRESETS

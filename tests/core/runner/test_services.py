@@ -20,7 +20,7 @@ class Noted(EpisodeService):
         if what == self._fails:
             raise OSError(f"{self._name} cannot {what}")
 
-    async def start(self) -> None:
+    async def start(self, backends: Any) -> None:
         self._call("start")
 
     async def close(self) -> None:

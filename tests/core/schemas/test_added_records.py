@@ -66,7 +66,7 @@ own = [face for face in plugin._faces() if face[2] is None]
 plugin._faces = lambda: iter([*own, ("strange", "strange_rain:PLUGIN", "strange 1.2")])
 
 from engine.actions.facts import ACTIONS
-from engine.limits import COUNTERS, FIELDS, LIMITS, limit_variables
+from engine.limits import COUNTERS, FIELDS, LIMITS, limit_values
 from engine.machine.guards import guard_problems
 from engine.schemas.journal import JournalEntry, record_kinds
 from engine.schemas.limits import LimitsSpec
@@ -74,8 +74,8 @@ from engine.schemas.limits import LimitsSpec
 assert ACTIONS["pour"].events == ("wet", "dry")
 drops = next(limit for limit in LIMITS if limit.name == "drops")
 assert drops in COUNTERS and "drops" in FIELDS
-assert limit_variables(LimitsSpec())["drops"] == 5
-assert limit_variables(LimitsSpec().with_value("drops", 7))["drops"] == 7
+assert limit_values(LimitsSpec())["drops"] == 5
+assert limit_values(LimitsSpec().with_value("drops", 7))["drops"] == 7
 assert guard_problems("rain.drops < limits.drops") == []
 assert "rain" in record_kinds()
 entry = {"seq": 0, "state": "A", "event": "wet", "dest": "B", "at": 1.0, "seconds": 0.5}

@@ -45,7 +45,7 @@ async def test_messages_are_what_the_model_was_shown(play: Any, condense: dict[s
     ran = await play([*map(call, range(9)), "done"] if condense is not POLICY_SUMMARY else replies, condense=condense)
     trajectory = ran.only
     assert trajectory.condensations
-    schemas = ran.runner._factory.object_builder.shared_toolbox.schemas
+    schemas = ran.runner._object_builder.shared_toolbox.schemas
     rows = list(sft_columns(ran.store, SftSelection()))
     assert len(rows) == len(trajectory.branches) > 1
     trained: Counter[int] = Counter()

@@ -53,7 +53,7 @@ def check(ran: Any) -> Trajectory:
             assert found.turn + 1 >= len(trajectory.turns)  # nothing was sampled after it
             continue
         prompt = branch.input_ids[: branch.spans[0].end]
-        schemas = ran.runner._factory.object_builder.shared_toolbox.schemas
+        schemas = ran.runner._object_builder.shared_toolbox.schemas
         assert prompt.tolist() == ran.form.render(shown, schemas)
         assert len(prompt) == found.after
     return trajectory
