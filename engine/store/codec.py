@@ -10,10 +10,11 @@ Invariants:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from math import prod
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,7 +24,7 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 from engine.errors import SpecCodeError, StoreError
 from engine.schemas.experts import pack_experts
 from engine.schemas.generation import Generation
-from engine.schemas.journal import GenerationRecord, JournalEntry, Record, UnreadRecord, record_kinds
+from engine.schemas.journal import GenerationRecord, JournalEntry, Record, ToolsRecord, UnreadRecord, record_kinds
 from engine.schemas.reward import Posting
 from engine.schemas.trajectory import Branch, EpisodeScore, Span, Trajectory
 from engine.storable import MAX_SIZE, refusal, valid_text
@@ -38,12 +39,16 @@ _IMAGE = "image"
 """The key that distinguishes an image from a span in the stored list of a branch."""
 _EXPERTS = "experts"
 """The key of the number of tokens with known experts in the same list. The experts are in the journal alone; see `routing.py`."""
-_SWAP = sys.byteorder == "big"
+_beside_arrays, _beside_rows = attrgetter(*_BESIDE_ARRAYS), attrgetter(*_BESIDE_ROWS)
+_span_columns, _image_columns, _posting_columns = attrgetter(*_SPAN), attrgetter(*_IMAGE_SPAN), attrgetter(*_POSTING)
 
 
-def array_bytes(array: np.ndarray) -> bytes:
-    """Convert a 4-byte array of any shape to little-endian bytes, in C order."""
-    return array.astype(array.dtype.newbyteorder("<")).tobytes() if _SWAP else array.tobytes()
+def _swapped_bytes(array: np.ndarray) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+array_bytes: Callable[[np.ndarray], bytes] = _swapped_bytes if sys.byteorder == "big" else methodcaller("tobytes")
+"""Convert a 4-byte array of any shape to little-endian bytes, in C order."""
 
 
 def array_from(data: bytes, dtype: type[np.int32] | type[np.float32]) -> np.ndarray:
@@ -57,6 +62,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be written as JSON")
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_plain)
+"""Faster than Pydantic's. It writes other bytes for NaN, infinities and floats from 1e16, so it gets no value of code outside the engine."""
 
 
 def json_of(value: Any) -> str:
@@ -80,21 +89,18 @@ def _unsayable(problem: str) -> SpecCodeError:
     )
 
 
-class EncodedRecord(msgspec.Struct, frozen=True):
+class EncodedRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A journal record in columns."""
 
     kind: str
     payload: str
     """The JSON of the record, without the arrays of a generation. `routed_experts` is the shape of its experts and their bytes each."""
-    tokens: bytes | None
+    tokens: bytes | None = None
     """For a generation: int32 ids, then as many float32 log-probs, then the experts, if there are any."""
+    size: int
+    """Approximate size of payload and tokens in memory, in bytes."""
     record: Record
     """The record as it will be read back. The episode continues with this one, so that a replay gives the same result."""
-
-    @property
-    def size(self) -> int:
-        """Its approximate size in memory, in bytes."""
-        return len(self.payload) + (len(self.tokens) if self.tokens else 0)
 
 
 def encode_record(record: Record) -> EncodedRecord:
@@ -105,24 +111,20 @@ def encode_record(record: Record) -> EncodedRecord:
     """
     try:
         if isinstance(record, GenerationRecord):
-            generation = record.generation
-            tokens = array_bytes(generation.output_ids) + array_bytes(generation.logprobs)
-            said = {name: getattr(generation, name) for name in _BESIDE_ARRAYS}
-            if generation.routed_experts is not None:
-                packed = pack_experts(generation.routed_experts)
-                tokens, said["routed_experts"] = tokens + packed["data"], [*packed["shape"], packed["dtype"]]
-            beside = {"whole": True} if record.whole else {}
-            return EncodedRecord(
-                "generation", json_of({"kind": "generation", "generation": said} | beside), tokens, record
-            )
+            return _encode_generation(record)
         answers = record.answers()
-        problem = next(filter(None, (refusal({place: answer}) for place, answer in (answers or {}).items())), None)
-        if problem is not None:
-            raise _unsayable(problem)
-        text = json_of(record.data if type(record) is UnreadRecord else record)
+        if answers is not None:
+            problem = next(filter(None, (refusal({place: answer}) for place, answer in answers.items())), None)
+            if problem is not None:
+                raise _unsayable(problem)
+        if type(record) is ToolsRecord and answers is None:
+            text = _encoder.encode(record).decode()
+        else:
+            text = json_of(record.data if type(record) is UnreadRecord else record)
         if len(text) > 4 * MAX_SIZE:
             raise _unsayable(f"it has {len(text):,} characters as JSON; {4 * MAX_SIZE:,} are allowed")
-        return EncodedRecord(record.kind, text, None, record if answers is None else type(record).read_json(text))
+        again = record if answers is None else type(record).read_json(text)
+        return EncodedRecord(kind=record.kind, payload=text, size=len(text), record=again)
     except SpecCodeError as error:
         error.blame = record.blame
         raise
@@ -134,6 +136,20 @@ def encode_record(record: Record) -> EncodedRecord:
         fault = _unsayable(valid_text(str(error), 1000))
         fault.blame = record.blame
         raise fault from error
+
+
+def _encode_generation(record: GenerationRecord) -> EncodedRecord:
+    generation = record.generation
+    tokens = array_bytes(generation.output_ids) + array_bytes(generation.logprobs)
+    beside = dict(zip(_BESIDE_ARRAYS, _beside_arrays(generation), strict=True))
+    if generation.routed_experts is not None:
+        packed = pack_experts(generation.routed_experts)
+        tokens, beside["routed_experts"] = tokens + packed["data"], [*packed["shape"], packed["dtype"]]
+    columns: dict[str, Any] = {"kind": "generation", "generation": beside}
+    if record.whole:
+        columns["whole"] = True
+    text = _encoder.encode(columns).decode() if generation.text is None else json_of(columns)
+    return EncodedRecord(kind="generation", payload=text, tokens=tokens, size=len(text) + len(tokens), record=record)
 
 
 def entry_row(entry: JournalEntry, encoded: EncodedRecord | None = None) -> tuple[Any, ...]:
@@ -180,8 +196,8 @@ def read_entry(row: Sequence[Any]) -> JournalEntry:
         if kind not in record_kinds():
             unread = UnreadRecord(kind=kind, data=record)
             return JournalEntry(seq=seq, state=state, event=event, dest=dest, record=unread, at=at, seconds=seconds)
-        told = {"seq": seq, "state": state, "event": event, "dest": dest, "record": record, "at": at}
-        return JournalEntry.read(told | {"seconds": seconds})
+        columns = {"seq": seq, "state": state, "event": event, "dest": dest, "record": record}
+        return JournalEntry.read(columns | {"at": at, "seconds": seconds})
 
 
 class EncodedTrajectory(NamedTuple):
@@ -206,9 +222,9 @@ def encode_trajectory(trajectory: Trajectory) -> EncodedTrajectory:
         StoreError: the arrays of a branch do not match its spans.
     """
     return EncodedTrajectory(
-        json_of({name: getattr(trajectory, name) for name in _BESIDE_ROWS}),
+        json_of(dict(zip(_BESIDE_ROWS, _beside_rows(trajectory), strict=True))),
         [_write_branch(branch, trajectory.episode_id) for branch in trajectory.branches],
-        [tuple(getattr(posting, name) for name in _POSTING) for posting in trajectory.postings],
+        [*map(_posting_columns, trajectory.postings)],
     )
 
 
@@ -223,10 +239,9 @@ def _write_branch(branch: Branch, episode_id: str) -> tuple[Any, ...]:
         raise StoreError(f"{episode_id}: the arrays of branch {branch.index} are not those of its spans")
     if any(np.any(mask[image.start : image.end]) or image.end > size for image in branch.images):
         raise StoreError(f"{episode_id}: an image of branch {branch.index} lies outside of it, or on sampled tokens")
-    said = [tuple(getattr(span, name) for name in _SPAN) for span in branch.spans]
-    seen = [(_IMAGE, *(getattr(image, name) for name in _IMAGE_SPAN)) for image in branch.images]
+    images = [(_IMAGE, *_image_columns(image)) for image in branch.images]
     routed = [] if branch.routed_experts is None else [(_EXPERTS, len(branch.routed_experts))]
-    spans = to_json([*said, *seen, *routed]).decode()
+    spans = to_json([*map(_span_columns, branch.spans), *images, *routed]).decode()
     return (
         branch.index,
         branch.reason,

@@ -165,7 +165,7 @@ def finish(
             outcome.trainable,
             outcome.reward,
             len(trajectory.turns),
-            sum(turn.end - turn.start for turn in trajectory.turns),
+            sum([turn.end - turn.start for turn in trajectory.turns]),
             time.time(),
             number,
         ),

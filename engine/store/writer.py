@@ -90,16 +90,12 @@ class _Lane:
         self.weight = 0
         self._queue = queue
 
-    def put(self, write: Write) -> Write:
-        """Submit a write, in the order of the calls; it is parked while the bound is exceeded."""
-        if self.parked or self.weight > BOUND:
+    def put(self, write: Write, *, at_once: bool = False) -> Write:
+        """Submit a write, in the order of the calls; it is parked while the bound is exceeded, unless it is put at once."""
+        if (self.parked or self.weight > BOUND) and not at_once:
             write.parked = True
             self.parked.append(write)
             return write
-        return self.put_at_once(write)
-
-    def put_at_once(self, write: Write) -> Write:
-        """Submit a write whatever the bound says."""
         self.weight += write.weight
         if not self.fresh:
             self.loop.call_soon(self.submit)
@@ -129,7 +125,7 @@ class _Lane:
         while self.parked and self.weight <= BOUND:
             write = self.parked.popleft()
             write.parked = False
-            self.put_at_once(write)
+            self.put(write, at_once=True)
 
 
 class Writer:
@@ -176,9 +172,8 @@ class Writer:
         Raises:
             StoreError: the writer is closed, or has failed.
         """
-        lane = self._lane()
         write = Write(journal=journal, job=job, weight=size + _OVERHEAD)
-        return lane.put_at_once(write) if at_once else lane.put(write)
+        return self._lane().put(write, at_once=at_once)
 
     def places(self) -> asyncio.Semaphore:
         """The places of this event loop for results that wait to be written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,33 @@ def test_a_generation_keeps_what_is_beside_its_arrays() -> None:
     )
     back = through(GenerationRecord(generation=generation)).record.generation  # type: ignore[union-attr]
     assert back.plain() == generation.plain()
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+seconds = st.floats(0, 1e9)
+
+
+@given(name=texts, content=texts, matched=st.none() | st.integers(-1, 2**31) | texts, took=seconds, waited=seconds)
+def test_payloads_have_the_bytes_that_pydantic_writes(
+    name: str, content: str, matched: int | str | None, took: float, waited: float
+) -> None:
+    result = ToolResult(call_id="call_0_0", name=name, content=content, error="raised", seconds=took)
+    tools = ToolsRecord(results=[result, replace(result, error=None)])
+    assert codec.encode_record(tools).payload == codec.json_of(tools)
+    generation = Generation(
+        output_ids=np.zeros(2, np.int32),
+        logprobs=np.zeros(2, np.float32),
+        finish=FinishReason(type="stop", matched=matched),
+        versions=[VersionSpan(version=3, start=0, end=2)],
+        seconds=took,
+        queue_seconds=waited,
+    )
+    arrays = ("output_ids", "logprobs", "routed_experts")
+    beside = {key: value for key, value in generation.plain().items() if key not in arrays}
+    for whole in (False, True):
+        columns = {"kind": "generation", "generation": beside} | ({"whole": True} if whole else {})
+        encoded = codec.encode_record(GenerationRecord(generation=generation, whole=whole))
+        assert encoded.payload == codec.json_of(columns)
 
 
 def test_numpy_values_in_facts_become_plain_numbers() -> None:

@@ -102,9 +102,9 @@ async def test_what_waits_to_be_written_is_bounded(
     lane = store._writer._lanes[asyncio.get_running_loop()]  # type: ignore[union-attr]
     most, inner = 0, writer._Lane.put
 
-    def put(self: Any, write: Any) -> Any:
+    def put(self: Any, write: Any, **options: Any) -> Any:
         nonlocal most
-        inner(self, write)
+        inner(self, write, **options)
         most = max(most, self.weight)
         return write
 
