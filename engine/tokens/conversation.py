@@ -33,7 +33,7 @@ from engine.tokens.bridge.check import MessageKinds, View
 from engine.tokens.format import ChatFormat
 from engine.tokens.parts import call_tokens, text_tokens
 from engine.tokens.replies import ParsedReply
-from engine.tokens.tape import IntVector, Tape, largest
+from engine.tokens.tape import IntVector, Tape
 from engine.tokens.views import IntendedTokens
 from engine.tokens.vision import PlacedImage
 
@@ -113,22 +113,19 @@ class AskedThread(msgspec.Struct, frozen=True, eq=False):
     """When the prompt was made, in Unix time."""
 
 
-class _Undo:
+class _Undo(msgspec.Struct, eq=False):
     """The state before a prompt that has no reply yet."""
 
-    __slots__ = ("at", "characters", "end", "kinds", "prompted", "tape", "tapes")
-
-    def __init__(self, tapes: int, at: int, tape: Tape | None, kinds: MessageKinds, prompted: int) -> None:
-        self.tapes = tapes
-        """How many tapes there were."""
-        self.at = at
-        self.tape = tape
-        """The current tape, number `at`."""
-        self.end = (0, 0, 0) if tape is None else tape.mark()
-        self.kinds = kinds
-        self.prompted = prompted
-        self.characters = 0
-        """Characters of the messages that are in prompts since."""
+    tapes: int
+    """How many tapes there were."""
+    at: int
+    tape: Tape | None
+    """The current tape, number `at`."""
+    end: tuple[int, int, int]
+    kinds: MessageKinds
+    prompted: int
+    characters: int = 0
+    """Characters of the messages that are in prompts since."""
 
 
 class Conversation:
@@ -308,11 +305,16 @@ class Conversation:
 
     def views(self, start: int = 0, end: int | None = None) -> list[View]:
         """The shown messages from number `start` up to `end`, as the template gets them."""
-        numbers: Sequence[int] = range(start, len(self.shown) if end is None else end)
-        if self.form.skips_system:
-            numbers = [number for number in numbers if number == 0 or self.shown[number].role != "system"]
+        form, messages = self.form, self._thread.messages
+        if end is None:
+            end = len(messages)
+        if len(self._views) == end - start and end == len(messages) and not (form.skips_system or form.alternates):
+            return [*self._views.values()]
+        numbers: Sequence[int] = range(start, end)
+        if form.skips_system:
+            numbers = [number for number in numbers if number == 0 or messages[number].role != "system"]
         views = [self._view(number) for number in numbers]
-        return _alternating(views) if self.form.alternates else views
+        return _alternating(views) if form.alternates else views
 
     def measure(self, thread: Sequence[Message]) -> int:
         """Tokens of a prompt that shows these messages; O(conversation).
@@ -334,9 +336,9 @@ class Conversation:
 
     def _say(self, message: Message) -> None:
         """Add a message that the model did not sample. One that the format cannot show changes nothing."""
-        number, intended = len(self.shown), self._thread.intended
-        self._views[number] = self.form.views.of(message, intended.get(number, ()))
-        self.characters += len(message.text)
+        number, content = len(self._thread.messages), message.content
+        self._views[number] = self.form.views.of(message, self._thread.intended.get(number, ()))
+        self.characters += len(content if isinstance(content, str) else message.text)
         self._prompt = None
         self._keep(message)
 
@@ -367,6 +369,8 @@ class Conversation:
     @property
     def length(self) -> int:
         """Tokens of the current tape; after `show`, of the thread that the next one begins with."""
+        if self._prompt is not None:
+            return len(self._prompt)
         if self._begins and self._undo is None:
             return self._thread_tokens
         return len(self.tapes[self._at]) if self.tapes else 0
@@ -383,18 +387,19 @@ class Conversation:
         """
         if self._prompt is not None:
             return self._prompt
-        waited = self._undo is not None
+        tape, waited = self.tapes[self._at] if self.tapes else None, self._undo is not None
         if self._undo is None:
-            self._undo = _Undo(len(self.tapes), self._at, self.tape, self._kinds, self._prompted)
+            end = (0, 0, 0) if tape is None else tape.mark()
+            self._undo = _Undo(len(self.tapes), self._at, tape, end, self._kinds, self._prompted)
         try:
             new = self.views(self._prompted)
-            kinds = bytes([self.form.views.kind(view) for view in new])
-            if not self.tapes:
+            kinds = bytes(map(self.form.views.kind, new))
+            if tape is None:
                 self._begin("")
             elif waited or self._begins:
                 self._begin(self._begins or "the prompt was changed before its reply came", anew=waited)
             else:
-                self._go_on(self.tapes[self._at], new, kinds)
+                self._go_on(tape, new, kinds)
         except BaseException:
             self.take_back()
             raise
@@ -402,7 +407,7 @@ class Conversation:
         self._views, self.characters = {}, 0
         for kind in kinds:
             self._kinds = self._kinds.add(kind)
-        self._prompted = len(self.shown)
+        self._prompted = len(self._thread.messages)
         self._made = time()
         self._prompt = self.tapes[self._at].ids
         return self._prompt
@@ -454,7 +459,7 @@ class Conversation:
             whole=self.whole,
         )
         if not isinstance(extension, str):
-            bridge, images = self._expanded(extension.bridge, self.shown[self._prompted :])
+            bridge, images = self._expanded(extension.bridge, self._thread.messages[self._prompted :])
             if extension.closing:
                 tape.append("closing", extension.closing)
             tape.append("bridge", bridge, images)
@@ -514,7 +519,8 @@ class Conversation:
         tape, before, ids = self.tapes[self._at], prompt[-TAIL:], generation.output_ids
         if generation.text is not None and not len(ids):
             return self._reply_in_text(tape, generation, generation.text, turn)
-        self.check(generation)
+        if generation is not self._checked:
+            self.check(generation)
         self._checked = None
         start, end = tape.append_reply(generation, turn)
         replies = self.form.replies
@@ -546,12 +552,15 @@ class Conversation:
         signed: list[dict[str, Any]] | None = None,
     ) -> Reply:
         views, thread = self.form.views, self._thread
+        calls: list[Any] = parsed.attempts
+        if not parsed.as_calls:
+            calls = [attempt for attempt in calls if isinstance(attempt, ToolCall)]
         message = Message(
             role="assistant",
             content=parsed.content,
             reasoning=parsed.reasoning,
             signed=signed,
-            tool_calls=[attempt for attempt in parsed.attempts if isinstance(attempt, ToolCall)],
+            tool_calls=calls,
         )
         view = views.of_reply(parsed, () if ids is None else ids)
         number = len(thread.messages)
@@ -580,13 +589,18 @@ class Conversation:
         if generation is self._checked:
             return
         ids, logprobs, size = generation.output_ids, generation.logprobs, self.form.vocab_size
-        if not (_is_vector(ids, np.int32) and _is_vector(logprobs, np.float32) and len(ids) == len(logprobs)):
+        if (
+            not (isinstance(ids, np.ndarray) and isinstance(logprobs, np.ndarray))
+            or not (ids.dtype == np.int32 and logprobs.dtype == np.float32)
+            or ids.ndim != 1
+            or ids.shape != logprobs.shape
+        ):
             raise BackendError(
                 "the backend gave a reply whose `output_ids` and `logprobs` are not a flat int32 array and a flat float32 "
                 "array of one length",
                 kind="bad_reply",
             )
-        if largest(ids) >= size:
+        if np.maximum.reduce(ids.view(np.uint32), initial=0) >= size:  # a negative id is the largest
             wrong = next(int(id_) for id_ in ids if not 0 <= id_ < size)
             raise BackendError(
                 f"the backend sampled id {wrong}, but the model's vocabulary is [0, {size}): does it serve the model "
@@ -777,11 +791,6 @@ def _take_over(thread: Thread, places: Sequence[int | None], other: Thread) -> N
             other.verbatim[number] = thread.verbatim[place]
         if place is not None and place in thread.intended:
             other.intended[number] = thread.intended[place]
-
-
-def _is_vector(array: np.ndarray, dtype: type[np.generic]) -> bool:
-    """Whether a backend's array is of one dimension and of a type."""
-    return isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == 1
 
 
 def _alternating(views: Sequence[View]) -> list[View]:

@@ -48,17 +48,6 @@ _SLACK = 32
 """Spare tokens beyond the half by which a buffer grows."""
 
 
-def largest(ids: IntVector) -> int:
-    """The largest id; a negative id counts as 2**31 or more; -1 where there are no ids.
-
-    Read as unsigned, a negative id is at least 2**31, so one pass checks both bounds.
-
-    Args:
-        ids: int32 [tokens].
-    """
-    return int(np.maximum.reduce(ids.view(np.uint32))) if len(ids) else -1
-
-
 def _grown(buffer: np.ndarray, used: int, more: int) -> np.ndarray:
     """`buffer` with room for `more` elements after the first `used`: itself, or a copy that is half as large again."""
     if used + more <= len(buffer):
@@ -179,7 +168,7 @@ class Tape:
             raise ValueError("a closing span follows a turn; there is no turn yet")
         if tokens.ndim != 1:
             raise ValueError(f"ids must be a flat list; their shape is {tokens.shape}")
-        if largest(tokens) >= self._vocab:
+        if np.maximum.reduce(tokens.view(np.uint32), initial=0) >= self._vocab:  # a negative id is the largest
             raise ValueError(f"ids must be in [0, {self._vocab}); found {int(tokens.min())} to {int(tokens.max())}")
         if images or self._placeholder is not None:
             self._admit_images(tokens, images)
