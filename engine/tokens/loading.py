@@ -8,10 +8,10 @@ from typing import Any
 
 from engine.errors import RenderError
 from engine.schemas.model import ModelSpec
-from engine.tokens.chat_template import ChatTemplate
 from engine.tokens.choosing import choose_reader
 from engine.tokens.families import family_format
 from engine.tokens.format import ChatFormat
+from engine.tokens.jinja_source import ChatTemplate
 from engine.tokens.patches import patched, template_hash
 from engine.tokens.plain_tokenizer import read_plain
 from engine.tokens.template import TemplateFormat

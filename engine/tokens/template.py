@@ -20,8 +20,8 @@ from engine.errors import RenderError
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.check import ASSISTANT, SYSTEM, TOOL, USER, Extension, View, mark, probe, probe_call
 from engine.tokens.bridge.keys import looks
-from engine.tokens.chat_template import ChatTemplate
 from engine.tokens.format import ChatFormat
+from engine.tokens.jinja_source import ChatTemplate
 from engine.tokens.tokenizer import FastTokenizer
 
 log = structlog.get_logger(__name__)

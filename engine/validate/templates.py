@@ -121,7 +121,7 @@ def _answer(request: bytes, doing: Callable[[str], None]) -> bytes:
 
 
 def _render(source: str, variables: Mapping[str, Any], messages: Sequence[View]) -> str | None:
-    from engine.tokens.chat_template import ChatTemplate
+    from engine.tokens.jinja_source import ChatTemplate
 
     try:
         return ChatTemplate(source, variables).text(messages, None)
@@ -130,7 +130,7 @@ def _render(source: str, variables: Mapping[str, Any], messages: Sequence[View])
 
 
 def _shown(source: str, variables: Mapping[str, Any]) -> Shown:
-    from engine.tokens.chat_template import ChatTemplate
+    from engine.tokens.jinja_source import ChatTemplate
     from engine.tokens.probing import abilities_of, hidden_roles, rewritten_part
 
     try:

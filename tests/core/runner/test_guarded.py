@@ -29,7 +29,7 @@ from engine.tokens.bridge import bridge as bridging
 from engine.tokens.bridge import guard
 from engine.tokens.bridge.check import Verdict
 from engine.tokens.bridge.keys import TemplateKeys
-from engine.tokens.chat_template import ChatTemplate
+from engine.tokens.jinja_source import ChatTemplate
 
 PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 

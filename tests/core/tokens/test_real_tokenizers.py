@@ -24,9 +24,9 @@ from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import Message, ToolCall
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.check import ASSISTANT, CALLS, REASONS, SYSTEM, TOOL, USER, prove
-from engine.tokens.chat_template import ChatTemplate
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
+from engine.tokens.jinja_source import ChatTemplate
 from engine.tokens.loading import load_format
 from engine.tokens.template import TemplateFormat
 from engine.tokens.tokenizer import FastTokenizer

@@ -18,8 +18,8 @@ from slow_cases import slow_but
 from engine.errors import RenderError
 from engine.tokens.bridge.check import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, Frame, View, prove
 from engine.tokens.bridge.reply_text import make_reply_text, parts_of, shape_of
-from engine.tokens.chat_template import ChatTemplate
 from engine.tokens.format import ChatFormat
+from engine.tokens.jinja_source import ChatTemplate
 
 Load = Callable[[str], ChatFormat]
 
