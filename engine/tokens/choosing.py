@@ -26,9 +26,9 @@ from engine.tokens.bridge.check import View
 from engine.tokens.catalogue import cache_root
 from engine.tokens.families import FAMILIES, make_reader
 from engine.tokens.format import ChatFormat
+from engine.tokens.jinja_template import TemplateFormat
 from engine.tokens.probing import reads_template
 from engine.tokens.replies import ParsedReply
-from engine.tokens.template import TemplateFormat
 from engine.tokens.toolcalls import FORMATS, tool_call_format
 
 _NAME = "probe_tool"

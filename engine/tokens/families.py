@@ -19,9 +19,9 @@ from engine.errors import RenderError
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.check import Extension, View
 from engine.tokens.format import ChatFormat
+from engine.tokens.jinja_template import find_ends, stand_in_for
 from engine.tokens.probing import reads_template
 from engine.tokens.readers import FamilyReader, Harmony
-from engine.tokens.template import find_ends, stand_in_for
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.toolcalls import tool_call_format
 

@@ -12,9 +12,9 @@ from engine.tokens.choosing import choose_reader
 from engine.tokens.families import family_format
 from engine.tokens.format import ChatFormat
 from engine.tokens.jinja_source import ChatTemplate
+from engine.tokens.jinja_template import TemplateFormat
 from engine.tokens.patches import patched, template_hash
 from engine.tokens.plain_tokenizer import read_plain
-from engine.tokens.template import TemplateFormat
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.vision import load_vision
 from engine.tokens.vision_families import FAMILIES

@@ -17,7 +17,7 @@ from engine.tokens.bridge.check import ASSISTANT, BLANK, CALLS, REASONS, TOOL, U
 from engine.tokens.choosing import TOOL as TOOL_SCHEMA
 from engine.tokens.choosing import written
 from engine.tokens.conversation import Conversation
-from engine.tokens.template import TemplateFormat
+from engine.tokens.jinja_template import TemplateFormat
 
 if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat

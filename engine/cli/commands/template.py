@@ -113,7 +113,7 @@ def _write(form: ChatFormat, path: Path) -> None:
         RenderError: The file exists or cannot be written, or the model has no template of this kind.
     """
     from engine.errors import RenderError
-    from engine.tokens.template import TemplateFormat
+    from engine.tokens.jinja_template import TemplateFormat
 
     if not isinstance(form, TemplateFormat) or len(form.sources) > 1:
         raise RenderError("--write needs a model with one chat template, and `--renderer auto`")
@@ -140,8 +140,8 @@ def _images(vision: Vision) -> str:
 def describe(form: ChatFormat, spec: Any) -> dict[str, Any]:
     """Return facts about a chat format, by name."""
     from engine.tokens.choosing import chosen_reader, failures
+    from engine.tokens.jinja_template import TemplateFormat
     from engine.tokens.patches import patches_of, template_hash
-    from engine.tokens.template import TemplateFormat
     from engine.tokens.template_report import branch_rule, how_prompts_are_made, masks_or_why, usual_turns
 
     found: dict[str, Any] = {"renders": "the model's chat template" if form.name == "template" else form.name}

@@ -36,8 +36,8 @@ import structlog
 from pydantic_core import to_json
 
 from engine.preparing.workers import end_worker, killed_after, start_worker
+from engine.tokens.jinja_template import TemplateFormat
 from engine.tokens.plain_tokenizer import PlainTokenizer
-from engine.tokens.template import TemplateFormat
 
 if TYPE_CHECKING:
     from engine.schemas.model import ModelSpec

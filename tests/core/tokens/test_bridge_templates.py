@@ -39,8 +39,8 @@ from engine.tokens.bridge.check import (
     prove,
 )
 from engine.tokens.conversation import Conversation
+from engine.tokens.jinja_template import TemplateFormat
 from engine.tokens.loading import load_format
-from engine.tokens.template import TemplateFormat
 
 Formats = Callable[..., TemplateFormat]
 

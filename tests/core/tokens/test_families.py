@@ -19,9 +19,9 @@ from engine.tokens.choosing import TOOL
 from engine.tokens.conversation import Conversation
 from engine.tokens.families import FamilyFormat
 from engine.tokens.format import ChatFormat
+from engine.tokens.jinja_template import TemplateFormat
 from engine.tokens.loading import load_format
 from engine.tokens.probing import rewritten_part
-from engine.tokens.template import TemplateFormat
 
 Formats = Callable[..., ChatFormat]
 

@@ -27,8 +27,8 @@ from engine.tokens.bridge.check import ASSISTANT, CALLS, REASONS, SYSTEM, TOOL, 
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
 from engine.tokens.jinja_source import ChatTemplate
+from engine.tokens.jinja_template import TemplateFormat
 from engine.tokens.loading import load_format
-from engine.tokens.template import TemplateFormat
 from engine.tokens.tokenizer import FastTokenizer
 
 FOLDER = os.environ.get("EPISODE_ENGINE_TOKENIZERS", "")
