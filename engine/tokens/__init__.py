@@ -9,7 +9,7 @@
     replies.py        from sampled ids to content, reasoning and tool calls
     bridge/           the tokens between two turns, checked
     probing.py        what a chat template can show, found by rendering
-    template.py       the generic format: any chat template (chat_template.py)
+    jinja_template.py the generic format: any chat template (jinja_source.py)
     families.py       known model families, through the library `renderers`
     choosing.py       which reader parses a template's replies
     readers.py        replies parsed by token (qwen_replies.py); arguments.py restores their arguments

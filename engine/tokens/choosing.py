@@ -26,7 +26,7 @@ from engine.tokens.bridge.check import View
 from engine.tokens.catalogue import cache_root
 from engine.tokens.families import FAMILIES, make_reader
 from engine.tokens.format import ChatFormat
-from engine.tokens.jinja_template import TemplateFormat
+from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.probing import reads_template
 from engine.tokens.replies import ParsedReply
 from engine.tokens.toolcalls import FORMATS, tool_call_format
@@ -210,7 +210,7 @@ _VERSION = 4
 """Version of the test replies and of the readers. A result of another version is not used."""
 
 
-def chosen_reader(form: TemplateFormat, spec: ModelSpec) -> ChosenReader:
+def chosen_reader(form: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
     """The reader of this template's replies. The result is kept in the cache, `readers/`, by the hash of the template."""
     file = cache_root() / "readers" / f"{_hash(form, spec)}.json"
     try:
@@ -232,14 +232,14 @@ def _installed(package: str) -> str:
     return version(package)
 
 
-def _hash(form: TemplateFormat, spec: ModelSpec) -> str:
+def _hash(form: JinjaTemplate, spec: ModelSpec) -> str:
     """A hash of everything that the result depends on."""
     parts = [_VERSION, _installed("renderers"), form.sources, sorted(form.fast.added), spec.template_kwargs, form.stops]
     parts += [type(form.fast.full).__name__, form.fast.size]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _choose(form: TemplateFormat, spec: ModelSpec) -> ChosenReader:
+def _choose(form: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
     tried: dict[str, str] = {}
     for name in _candidates(form):
         problem = _set_reader(form, name, spec)
@@ -251,7 +251,7 @@ def _choose(form: TemplateFormat, spec: ModelSpec) -> ChosenReader:
     return ChosenReader(None, tried, [])
 
 
-def choose_reader(form: TemplateFormat, spec: ModelSpec, base: Path) -> None:
+def choose_reader(form: JinjaTemplate, spec: ModelSpec, base: Path) -> None:
     """Give a format the reader that `model.tool_calls` asks for: for `auto`, one that reads what this template writes.
 
     Args:
@@ -282,7 +282,7 @@ def choose_reader(form: TemplateFormat, spec: ModelSpec, base: Path) -> None:
     form.unread_calls = f"no reader reads the calls that this chat template writes ({why})"
 
 
-def _candidates(form: TemplateFormat) -> Iterator[str]:
+def _candidates(form: JinjaTemplate) -> Iterator[str]:
     yield from (name for name, family in FAMILIES.items() if family.mark in form.fast.added)
     yield from (name for name, kind in FORMATS.items() if kind.auto)
 
@@ -292,7 +292,7 @@ _SHORT = 160
 """Characters of one reader's failure in a message."""
 
 
-def _set_reader(form: TemplateFormat, name: str, spec: ModelSpec) -> str:
+def _set_reader(form: JinjaTemplate, name: str, spec: ModelSpec) -> str:
     """Give a format this reader; why it cannot be made, empty where it can."""
     form.call_format = form.reader = None
     form.knows_reasoning = form.shows_reasoning

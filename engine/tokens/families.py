@@ -87,7 +87,7 @@ def make_reader(name: str, tokenizer: FastTokenizer, spec: ModelSpec, stops: fro
 
 def family_format(
     tokenizer: FastTokenizer, spec: ModelSpec, base: Path, *, vocab_size: int, context: int | None
-) -> FamilyFormat:
+) -> FamilyTemplate:
     """The family that `model.renderer` names.
 
     Raises:
@@ -97,12 +97,12 @@ def family_format(
     if spec.renderer not in known:
         raise RenderError(f"model.renderer: {spec.renderer!r} is unknown; write auto, template or {', '.join(known)}")
     try:
-        return FamilyFormat(spec.renderer, tokenizer, spec, base, vocab_size=vocab_size, context=context)
+        return FamilyTemplate(spec.renderer, tokenizer, spec, base, vocab_size=vocab_size, context=context)
     except Exception as error:
         raise RenderError(f"model.renderer: {spec.renderer} does not fit this model: {error}") from error
 
 
-class FamilyFormat(ChatFormat):
+class FamilyTemplate(ChatFormat):
     """A family of `renderers`, which renders in place of a chat template."""
 
     def __init__(

@@ -19,7 +19,7 @@ _QUESTION: View = {"role": "user", "content": "Q"}
 _ESCAPED_MARK = ascii(MARK)[1:-1]
 
 
-class ChatTemplate:
+class JinjaSource:
     """Writes conversations as one chat template does.
 
     Args:

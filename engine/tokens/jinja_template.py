@@ -21,7 +21,7 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.check import ASSISTANT, SYSTEM, TOOL, USER, Extension, View, mark, probe, probe_call
 from engine.tokens.bridge.keys import looks
 from engine.tokens.format import ChatFormat
-from engine.tokens.jinja_source import ChatTemplate
+from engine.tokens.jinja_source import JinjaSource
 from engine.tokens.tokenizer import FastTokenizer
 
 log = structlog.get_logger(__name__)
@@ -31,7 +31,7 @@ _STAND_IN = 0
 """Index of the stand-in's mark."""
 
 
-class TemplateFormat(ChatFormat):
+class JinjaTemplate(ChatFormat):
     """The generic format: the tokenizer's own chat template, or the spec's.
 
     Args:
@@ -46,7 +46,7 @@ class TemplateFormat(ChatFormat):
     def __init__(
         self,
         tokenizer: FastTokenizer,
-        template: ChatTemplate,
+        template: JinjaSource,
         spec: ModelSpec,
         *,
         vocab_size: int,
@@ -73,7 +73,7 @@ class TemplateFormat(ChatFormat):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """See `ChatTemplate.facts`."""
+        """See `JinjaSource.facts`."""
         return self._template.facts
 
     def text(self, views: Sequence[View], tools: list[View] | None) -> str:

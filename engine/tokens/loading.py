@@ -11,8 +11,8 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.choosing import choose_reader
 from engine.tokens.families import family_format
 from engine.tokens.format import ChatFormat
-from engine.tokens.jinja_source import ChatTemplate
-from engine.tokens.jinja_template import TemplateFormat
+from engine.tokens.jinja_source import JinjaSource
+from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.patches import patched, template_hash
 from engine.tokens.plain_tokenizer import read_plain
 from engine.tokens.tokenizer import FastTokenizer
@@ -46,7 +46,7 @@ def load_format(model: ModelSpec, base: Path) -> ChatFormat:
     found: ChatFormat
     if model.renderer in ("auto", "template"):
         template = _load_template(fast, model)
-        found = TemplateFormat(fast, template, model, vocab_size=size, context=context, eos=eos)
+        found = JinjaTemplate(fast, template, model, vocab_size=size, context=context, eos=eos)
         choose_reader(found, model, base)
     else:
         if model.template_patches:
@@ -74,7 +74,7 @@ def load_tokenizer(model: ModelSpec, base: Path) -> FastTokenizer:
     return FastTokenizer(read_plain(source) or _ask_transformers(source))
 
 
-def _load_template(tokenizer: FastTokenizer, model: ModelSpec) -> ChatTemplate:
+def _load_template(tokenizer: FastTokenizer, model: ModelSpec) -> JinjaSource:
     full = tokenizer.full
     if not full.chat_template:
         raise RenderError(
@@ -85,7 +85,7 @@ def _load_template(tokenizer: FastTokenizer, model: ModelSpec) -> ChatTemplate:
         source, with_tools = _patched(source or with_tools, with_tools, model)
         full.chat_template = source if source == with_tools else {"default": source, "tool_use": with_tools}
     source = source or with_tools
-    return ChatTemplate(source, {**full.special_tokens_map, **model.template_kwargs}, with_tools)
+    return JinjaSource(source, {**full.special_tokens_map, **model.template_kwargs}, with_tools)
 
 
 def _patched(source: str, with_tools: str, model: ModelSpec) -> tuple[str, str]:

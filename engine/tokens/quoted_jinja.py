@@ -5,7 +5,7 @@ A quoted text (quoting.py) has marks in the tokens that it spells, so `content.e
 the marks in what it writes. A text in which a replacement forms a token is quoted, too.
 
 Invariant: no token that a quoted text spells is written without its mark. What is not seen through here (a filter that counts characters, say)
-is done to the quoted text; `ChatTemplate.text` finds that the result differs, and refuses it.
+is done to the quoted text; `JinjaSource.text` finds that the result differs, and refuses it.
 """
 
 from __future__ import annotations

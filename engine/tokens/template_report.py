@@ -17,7 +17,7 @@ from engine.tokens.bridge.check import ASSISTANT, BLANK, CALLS, REASONS, TOOL, U
 from engine.tokens.choosing import TOOL as TOOL_SCHEMA
 from engine.tokens.choosing import written
 from engine.tokens.conversation import Conversation
-from engine.tokens.jinja_template import TemplateFormat
+from engine.tokens.jinja_template import JinjaTemplate
 
 if TYPE_CHECKING:
     from engine.tokens.format import ChatFormat
@@ -98,7 +98,7 @@ def _reply_end(text: str, reply: View) -> int:
 
 def how_prompts_are_made(form: ChatFormat) -> tuple[str, str]:
     """How a format's prompts are made after the first: `copied`, `keyed`, `rendered` or `library`, and what that means here."""
-    if not isinstance(form, TemplateFormat):
+    if not isinstance(form, JinjaTemplate):
         return "library", "the library `renderers` writes them; bridges are checked on probes"
     keys = form.keys
     dated = "; it shows the date: a conversation that goes on after midnight is rendered whole" if keys.dated else ""

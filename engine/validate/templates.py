@@ -121,20 +121,20 @@ def _answer(request: bytes, doing: Callable[[str], None]) -> bytes:
 
 
 def _render(source: str, variables: Mapping[str, Any], messages: Sequence[View]) -> str | None:
-    from engine.tokens.jinja_source import ChatTemplate
+    from engine.tokens.jinja_source import JinjaSource
 
     try:
-        return ChatTemplate(source, variables).text(messages, None)
+        return JinjaSource(source, variables).text(messages, None)
     except RenderError:
         return None
 
 
 def _shown(source: str, variables: Mapping[str, Any]) -> Shown:
-    from engine.tokens.jinja_source import ChatTemplate
+    from engine.tokens.jinja_source import JinjaSource
     from engine.tokens.probing import abilities_of, hidden_roles, rewritten_part
 
     try:
-        template = ChatTemplate(source, variables)
+        template = JinjaSource(source, variables)
     except RenderError as error:
         return Shown(str(error), True, True, None, [])
     try:

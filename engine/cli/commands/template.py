@@ -113,9 +113,9 @@ def _write(form: ChatFormat, path: Path) -> None:
         RenderError: The file exists or cannot be written, or the model has no template of this kind.
     """
     from engine.errors import RenderError
-    from engine.tokens.jinja_template import TemplateFormat
+    from engine.tokens.jinja_template import JinjaTemplate
 
-    if not isinstance(form, TemplateFormat) or len(form.sources) > 1:
+    if not isinstance(form, JinjaTemplate) or len(form.sources) > 1:
         raise RenderError("--write needs a model with one chat template, and `--renderer auto`")
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -140,18 +140,18 @@ def _images(vision: Vision) -> str:
 def describe(form: ChatFormat, spec: Any) -> dict[str, Any]:
     """Return facts about a chat format, by name."""
     from engine.tokens.choosing import chosen_reader, failures
-    from engine.tokens.jinja_template import TemplateFormat
+    from engine.tokens.jinja_template import JinjaTemplate
     from engine.tokens.patches import patches_of, template_hash
     from engine.tokens.template_report import branch_rule, how_prompts_are_made, masks_or_why, usual_turns
 
     found: dict[str, Any] = {"renders": "the model's chat template" if form.name == "template" else form.name}
-    if isinstance(form, TemplateFormat):
+    if isinstance(form, JinjaTemplate):
         found["template"] = " ".join(map(template_hash, form.sources))
         known = {patch.name: patch.about for source in form.sources for patch in patches_of(source)}
         found["patches"] = "all that are known are applied" if spec.template_patches else known
     reader = form.reader.name if form.reader is not None and form.call_format is None else None
-    auto = isinstance(form, TemplateFormat) and spec.tool_calls == "auto" and (form.knows_tools or form.calls_shown)
-    if auto and isinstance(form, TemplateFormat):
+    auto = isinstance(form, JinjaTemplate) and spec.tool_calls == "auto" and (form.knows_tools or form.calls_shown)
+    if auto and isinstance(form, JinjaTemplate):
         chosen = chosen_reader(form, spec)
         found["replies read by"] = chosen.reader or "no parser: tools are refused with this model"
         found["not read back"] = chosen.unread

@@ -36,7 +36,7 @@ import structlog
 from pydantic_core import to_json
 
 from engine.preparing.workers import end_worker, killed_after, start_worker
-from engine.tokens.jinja_template import TemplateFormat
+from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.plain_tokenizer import PlainTokenizer
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Guard:
         }
         backend = getattr(form.fast.full, "backend_tokenizer", None)
         plain = isinstance(form.fast.full, PlainTokenizer)
-        if isinstance(form, TemplateFormat) and backend is not None and (plain or sys.platform == "linux"):
+        if isinstance(form, JinjaTemplate) and backend is not None and (plain or sys.platform == "linux"):
             told |= form.facts
             file = Path(form.fast.full.name_or_path, "tokenizer.json").absolute() if plain else _saved(backend)
             told["tokenizer"] = str(file)

@@ -29,7 +29,7 @@ from engine.tokens.bridge import bridge as bridging
 from engine.tokens.bridge import guard
 from engine.tokens.bridge.check import Verdict
 from engine.tokens.bridge.keys import TemplateKeys
-from engine.tokens.jinja_source import ChatTemplate
+from engine.tokens.jinja_source import JinjaSource
 
 PROMPT = "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 
@@ -69,7 +69,7 @@ HOSTILE = {
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proof that accepts every bridge, of templates in which nothing is seen that it could not tell."""
-    monkeypatch.setattr(ChatTemplate, "keys", TemplateKeys())
+    monkeypatch.setattr(JinjaSource, "keys", TemplateKeys())
     monkeypatch.setattr(bridging, "prove", lambda *_: Verdict(True, False, history=True))
 
 

@@ -39,10 +39,10 @@ from engine.tokens.bridge.check import (
     prove,
 )
 from engine.tokens.conversation import Conversation
-from engine.tokens.jinja_template import TemplateFormat
+from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.loading import load_format
 
-Formats = Callable[..., TemplateFormat]
+Formats = Callable[..., JinjaTemplate]
 
 HISTORIES: dict[str, tuple[list[int], list[int]]] = {
     "user": ([USER, ASSISTANT], [USER]),

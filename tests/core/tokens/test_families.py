@@ -17,9 +17,9 @@ from engine.schemas.message import MalformedCall, ToolCall
 from engine.schemas.model import ModelSpec
 from engine.tokens.choosing import TOOL
 from engine.tokens.conversation import Conversation
-from engine.tokens.families import FamilyFormat
+from engine.tokens.families import FamilyTemplate
 from engine.tokens.format import ChatFormat
-from engine.tokens.jinja_template import TemplateFormat
+from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.loading import load_format
 from engine.tokens.probing import rewritten_part
 
@@ -57,19 +57,19 @@ FAMILIES: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FamilyFormat]:
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FamilyTemplate]:
     """`family(name, **model)`: a family on a tokenizer that has its special tokens."""
     folders: dict[str, Path] = {}
-    made: dict[str, FamilyFormat] = {}
+    made: dict[str, FamilyTemplate] = {}
 
-    def get(name: str, **model: Any) -> FamilyFormat:
+    def get(name: str, **model: Any) -> FamilyTemplate:
         if name not in folders:
             extra, eos = FAMILIES[name]
             folders[name] = make_tokenizer(tmp_path_factory.mktemp("family"), THINKING, extra, eos)
         key = f"{name} {sorted(model.items())}"
         if key not in made:
             form = load_format(ModelSpec(path=str(folders[name]), renderer=name, **model), Path())
-            assert isinstance(form, FamilyFormat)
+            assert isinstance(form, FamilyTemplate)
             made[key] = form
         return made[key]
 
@@ -78,7 +78,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FamilyForm
 
 def test_auto_reads_by_a_family_that_is_proved_to_read_this_template(formats: Formats) -> None:
     form = formats("thinking")
-    assert isinstance(form, TemplateFormat)
+    assert isinstance(form, JinjaTemplate)
     assert form.reader is not None
     assert (form.reader.name, form.knows_tools, form.knows_tool_results, form.knows_reasoning) == (
         "qwen3",
@@ -129,7 +129,7 @@ ROLES = st.lists(st.tuples(st.sampled_from(["user", "tool"]), TEXTS), min_size=1
 @given(new=ROLES)
 @settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_an_extension_is_the_end_of_what_the_family_renders(
-    name: str, family: Callable[..., FamilyFormat], new: list[tuple[str, str]]
+    name: str, family: Callable[..., FamilyTemplate], new: list[tuple[str, str]]
 ) -> None:
     form = family(name)
     views = [

@@ -26,8 +26,8 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.check import ASSISTANT, CALLS, REASONS, SYSTEM, TOOL, USER, prove
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
-from engine.tokens.jinja_source import ChatTemplate
-from engine.tokens.jinja_template import TemplateFormat
+from engine.tokens.jinja_source import JinjaSource
+from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.loading import load_format
 from engine.tokens.tokenizer import FastTokenizer
 
@@ -222,8 +222,8 @@ def test_which_real_templates_are_bridged(template: str) -> None:
     source = (TEMPLATES / f"{template}.jinja").read_text()
     tokenizer.add_tokens(sorted({*SPECIALS.findall(source), "<s>", "</s>"}), special_tokens=True)
     tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token = source, "<s>", "</s>"
-    written = ChatTemplate(source, tokenizer.special_tokens_map)
-    form = TemplateFormat(FastTokenizer(tokenizer), written, ModelSpec(path="x"), vocab_size=160_000, context=None)
+    written = JinjaSource(source, tokenizer.special_tokens_map)
+    form = JinjaTemplate(FastTokenizer(tokenizer), written, ModelSpec(path="x"), vocab_size=160_000, context=None)
     found = ""
     for kinds, new in HISTORIES:
         verdict = prove(form, bytes(kinds), bytes(new), None)

@@ -19,7 +19,7 @@ from engine.errors import RenderError
 from engine.tokens.bridge.check import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, Frame, View, prove
 from engine.tokens.bridge.reply_text import make_reply_text, parts_of, shape_of
 from engine.tokens.format import ChatFormat
-from engine.tokens.jinja_source import ChatTemplate
+from engine.tokens.jinja_source import JinjaSource
 
 Load = Callable[[str], ChatFormat]
 
@@ -146,7 +146,7 @@ def test_only_what_is_copied_is_not_rendered(tmp_path: Path, name: str, copies: 
         "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )
-    template = ChatTemplate(source, {})
+    template = JinjaSource(source, {})
     asked: View = {"role": "user", "content": "Q"}
     before = template.text([asked], None)
 
