@@ -81,7 +81,9 @@ def _qwen_replies(form: Any, timed: Timed, on: bool) -> contextlib.AbstractConte
 
 
 def _wrapper(form: Any, timed: Timed, on: bool) -> contextlib.AbstractContextManager[Any]:
-    return patch.object(form.bridges, "extension", timed(form.bridges.extension if on else form.extension))
+    return patch.object(
+        form.bridges, "cached_bridge", timed(form.bridges.cached_bridge if on else form.unchecked_bridge)
+    )
 
 
 def _reply_text(form: Any, timed: Timed, on: bool) -> contextlib.AbstractContextManager[Any]:

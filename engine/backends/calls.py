@@ -13,7 +13,7 @@ import numpy as np
 from engine.errors import BackendError, RenderError
 from engine.schemas.message import Message, ToolCall
 from engine.storable import words_of
-from engine.tokens.bridge.check import View, mark
+from engine.tokens.bridge.kinds import View, mark
 from engine.tokens.choosing import ASKED, TOOL, written
 from engine.tokens.conversation import TAIL
 from engine.tokens.toolcalls import FORMATS, Call, ToolCallFormat

@@ -22,7 +22,7 @@ import numpy as np
 from engine.errors import RenderError
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.schemas.model import ModelSpec
-from engine.tokens.bridge.check import View
+from engine.tokens.bridge.kinds import View
 from engine.tokens.catalogue import cache_root
 from engine.tokens.families import FAMILIES, make_reader
 from engine.tokens.format import ChatFormat
@@ -123,7 +123,7 @@ def written(form: ChatFormat, reply: View) -> tuple[str, str] | None:
 def _written(form: ChatFormat, reply: View, results: list[View]) -> tuple[str, str] | None:
     try:
         before = form.text([ASKED], [TOOL])
-        after = form.extension(reply, results, None)
+        after = form.unchecked_bridge(reply, results, None)
         whole = form.text([ASKED, reply, *results], [TOOL])
     except RenderError:
         return None

@@ -29,7 +29,8 @@ from engine.errors import BackendError, BridgeError, RenderError
 from engine.schemas.generation import Generation
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Branch
-from engine.tokens.bridge.check import MessageKinds, View
+from engine.tokens.bridge.bridge import ReplyEnd
+from engine.tokens.bridge.kinds import MessageKinds, View
 from engine.tokens.format import ChatFormat
 from engine.tokens.parts import call_tokens, text_tokens
 from engine.tokens.replies import ParsedReply
@@ -57,17 +58,6 @@ class TurnPlace(msgspec.Struct, frozen=True, gc=False):
     branch: int
     start: int
     end: int
-
-
-class ReplyEnd(msgspec.Struct, frozen=True):
-    """How a reply ended."""
-
-    last: int | None = None
-    """Its last sampled id; None if there is none."""
-    thinking: bool = False
-    """Whether it ended inside its reasoning."""
-    sampled: str | None = None
-    """The reply as it was sampled, where that is more than its content."""
 
 
 class Thread:
@@ -444,29 +434,27 @@ class Conversation:
         """Continue the tape after its newest reply, or begin a new one."""
         keep = self.history == "keep"
         self.whole = self.form.bridges.whole is not None if self.recorded is None else self.recorded
-        extension = self.form.bridges.bridge(
+        bridge = self.form.bridges.between(
             self._kinds,
             self._newest,
+            self._end,
             new,
-            kinds=kinds,
+            new_kinds=kinds,
             tools=self.tools,
-            last=self._end.last,
-            sampled=self._end.sampled,
-            thinking=self._end.thinking,
             keep=keep,
+            whole=self.whole,
             conversation=lambda: self.views(0, self._prompted),
             tape=tape,
-            whole=self.whole,
         )
-        if not isinstance(extension, str):
-            bridge, images = self._expanded(extension.bridge, self._thread.messages[self._prompted :])
-            if extension.closing:
-                tape.append("closing", extension.closing)
-            tape.append("bridge", bridge, images)
+        if not isinstance(bridge, str):
+            ids, images = self._expanded(bridge.bridge, self._thread.messages[self._prompted :])
+            if bridge.closing:
+                tape.append("closing", bridge.closing)
+            tape.append("bridge", ids, images)
         elif keep:
-            raise BridgeError(f"the tape cannot go on exactly: {extension}; set model.history: branch")
+            raise BridgeError(f"the tape cannot go on exactly: {bridge}; set model.history: branch")
         else:
-            self._begin(extension)
+            self._begin(bridge)
 
     def _begin(self, reason: str, *, anew: bool = False) -> None:
         """Begin a tape with the whole thread, unless its ids continue the current one; `anew`: the current one has them already."""

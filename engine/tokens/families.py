@@ -17,11 +17,12 @@ import numpy as np
 
 from engine.errors import RenderError
 from engine.schemas.model import ModelSpec
-from engine.tokens.bridge.check import Extension, View
+from engine.tokens.bridge.kinds import View
 from engine.tokens.format import ChatFormat
 from engine.tokens.jinja_template import find_ends, stand_in_for
 from engine.tokens.probing import reads_template
 from engine.tokens.readers import FamilyReader, Harmony
+from engine.tokens.renderer import Bridge
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.toolcalls import tool_call_format
 
@@ -147,8 +148,8 @@ class FamilyTemplate(ChatFormat):
         start = bisect_left(range(len(ids)), index - len(written), key=lambda at: -len(self.decode(ids[at:])))
         return ids[start:]
 
-    def extension(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Extension | None:
-        """See `ChatFormat.extension`: the library's own ids, cut at the token that ends a stand-in for the reply."""
+    def unchecked_bridge(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Bridge | None:
+        """See `ChatFormat.unchecked_bridge`: the library's own ids, cut at the token that ends a stand-in for the reply."""
         stand_in, end = stand_in_for(reply)
         ids = self.render_views([{"role": "user", "content": "Q"}, stand_in, *new], tools)
         text, at = "", 0
@@ -158,7 +159,7 @@ class FamilyTemplate(ChatFormat):
         if at == len(ids):
             return None
         closing = int(ids[at] == self.close_id)
-        return Extension(ids[at : at + closing], ids[at + closing :])
+        return Bridge(ids[at : at + closing], ids[at + closing :])
 
 
 def _registry() -> dict[str, Any]:

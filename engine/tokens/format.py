@@ -23,9 +23,10 @@ from engine.errors import RenderError
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.bridge import Bridges
-from engine.tokens.bridge.check import MARKERS, Extension, Looked, View, has_mark, mark, probe
+from engine.tokens.bridge.kinds import MARKERS, Looked, View, has_mark, mark, probe
 from engine.tokens.probing import abilities_of, refuses_later_system
 from engine.tokens.quoting import quoted_index
+from engine.tokens.renderer import Bridge
 from engine.tokens.replies import ReplyParser
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import FastTokenizer
@@ -63,7 +64,7 @@ class ChatFormat(ABC):
         self.fast = tokenizer
         self.vocab_size = vocab_size
         self.context = context
-        self.tool_role = spec.tool_role
+        self.tool_role: str = spec.tool_role
         self.hidden_roles = frozenset(spec.hidden_roles)
         """Roles whose messages the template may leave out."""
         self.skips_system = False
@@ -215,7 +216,7 @@ class ChatFormat(ABC):
         return self.encode(written[quoted_index(written, index) :])
 
     @abstractmethod
-    def extension(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Extension | None:
+    def unchecked_bridge(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Bridge | None:
         """What follows a reply that was cut when `new` comes next, made without the conversation. Used only once proved.
 
         Args:

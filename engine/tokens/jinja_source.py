@@ -9,8 +9,8 @@ from typing import Any
 from jinja2 import Template
 
 from engine.errors import RenderError
-from engine.tokens.bridge.check import TOOL, View, mark, probe, probe_call
 from engine.tokens.bridge.keys import TemplateKeys, read_template
+from engine.tokens.bridge.kinds import TOOL, View, mark, probe, probe_call
 from engine.tokens.jinja import compile_template
 from engine.tokens.quoted_jinja import compile_quoted
 from engine.tokens.quoting import MARK, Quoting, unquote

@@ -2,7 +2,7 @@
 
 Invariant: a bridge is what the template itself writes after a stand-in reply for the actual new messages, cut at the added
 token that ends replies, or at the one that begins the next message where replies have no end of their own. It is used only
-once `check.prove` has found, for messages of these kinds, that the template writes exactly that after the real conversation,
+once `check.check_bridge` has found, for messages of these kinds, that the template writes exactly that after the real conversation,
 and that it shows the conversation as before.
 
 A template that writes no added token after a reply has no bridge (a merge of the tokenizer could cross the cut). Every turn
@@ -18,10 +18,11 @@ import structlog
 
 from engine.errors import RenderError
 from engine.schemas.model import ModelSpec
-from engine.tokens.bridge.check import ASSISTANT, SYSTEM, TOOL, USER, Extension, View, mark, probe, probe_call
 from engine.tokens.bridge.keys import looks
+from engine.tokens.bridge.kinds import ASSISTANT, SYSTEM, TOOL, USER, View, mark, probe, probe_call
 from engine.tokens.format import ChatFormat
 from engine.tokens.jinja_source import JinjaSource
+from engine.tokens.renderer import Bridge
 from engine.tokens.tokenizer import FastTokenizer
 
 log = structlog.get_logger(__name__)
@@ -84,8 +85,8 @@ class JinjaTemplate(ChatFormat):
         """See `ChatFormat.render_views`."""
         return self.fast.encode(self._template.text(views, tools))
 
-    def extension(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Extension | None:
-        """See `ChatFormat.extension`: O(new), one pass of the template and one of the tokenizer.
+    def unchecked_bridge(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Bridge | None:
+        """See `ChatFormat.unchecked_bridge`: O(new), one pass of the template and one of the tokenizer.
 
         Raises:
             RenderError: the template writes no added token after a reply.
@@ -102,7 +103,7 @@ class JinjaTemplate(ChatFormat):
         ids = self.fast.encode(written[min(found) :])
         if not ids or self.decode(ids[:1]) not in ends:
             return None
-        return Extension([], ids) if self.close_id is None else Extension(ids[:1], ids[1:])
+        return Bridge([], ids) if self.close_id is None else Bridge(ids[:1], ids[1:])
 
 
 class Ends(NamedTuple):

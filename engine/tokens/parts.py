@@ -10,7 +10,7 @@ from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.tape import IntVector
 
 if TYPE_CHECKING:
-    from engine.tokens.bridge.check import View
+    from engine.tokens.bridge.kinds import View
     from engine.tokens.format import ChatFormat
 
 Attempts = Sequence[ToolCall | MalformedCall]

@@ -22,7 +22,7 @@ from engine.tokens.toolcalls.base import as_arguments, storable_call
 from engine.tokens.toolcalls.hermes import HERMES_FORM
 
 if TYPE_CHECKING:
-    from engine.tokens.bridge.check import View
+    from engine.tokens.bridge.kinds import View
 
 _PROBLEMS = {
     "invalid_json": "Its arguments are not valid JSON.",

@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 
 from engine.schemas.message import MalformedCall, ToolCall
-from engine.tokens.bridge.check import View
+from engine.tokens.bridge.kinds import View
+from engine.tokens.renderer import Renderer
 from engine.tokens.tape import IntVector
 from engine.tokens.toolcalls import HermesFormat, parse_calls
 
 if TYPE_CHECKING:
-    from engine.tokens.format import ChatFormat
     from engine.tokens.readers import FamilyReader
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
@@ -56,7 +56,7 @@ class ReplyParser:
         form: The chat format.
     """
 
-    def __init__(self, form: ChatFormat) -> None:
+    def __init__(self, form: Renderer) -> None:
         self._form = form
 
     def parse(self, ids: IntVector, *, before: IntVector, turn: int, tools: Sequence[View] = ()) -> ParsedReply:

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from engine.tokens.renderer import Renderer
+
 if TYPE_CHECKING:
-    from engine.tokens.format import ChatFormat
     from engine.tokens.tape import Tape
 
 Piece = tuple[bool, str]
 """Whether the model wrote it, and the text."""
 
 
-def pieces_of(form: ChatFormat, tape: Tape) -> list[Piece]:
+def pieces_of(form: Renderer, tape: Tape) -> list[Piece]:
     """The text of each span of a tape, with one marker for an image, and of each reply in a prompt that another tape gave; O(tape)."""
     pieces: list[Piece] = []
     for span in tape.spans:
@@ -32,7 +33,7 @@ def pieces_of(form: ChatFormat, tape: Tape) -> list[Piece]:
     return pieces
 
 
-def _text(form: ChatFormat, tape: Tape, start: int, end: int) -> str:
+def _text(form: Renderer, tape: Tape, start: int, end: int) -> str:
     ids = tape.ids[start:end]
     if form.vision is not None:
         images = [(at - start, at - start + len(image.ids)) for image, at in tape.images if start <= at < end]

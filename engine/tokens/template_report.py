@@ -13,7 +13,8 @@ import numpy as np
 from engine.errors import EngineError, RenderError
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import Message
-from engine.tokens.bridge.check import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, View, probe, prove
+from engine.tokens.bridge.check import check_bridge
+from engine.tokens.bridge.kinds import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, View, probe
 from engine.tokens.choosing import TOOL as TOOL_SCHEMA
 from engine.tokens.choosing import written
 from engine.tokens.conversation import Conversation
@@ -57,7 +58,7 @@ def usual_turns(form: ChatFormat) -> dict[str, TurnRendering]:
             continue
         if any((kind - ASSISTANT) % CALLS == REASONS for kind in replies) and not form.knows_reasoning:
             continue
-        verdict = prove(form, bytes(kinds), bytes([new]), None)
+        verdict = check_bridge(form, bytes(kinds), bytes([new]), None)
         goes_on = verdict.bridged and not verdict.rewrites
         was, now = ("", "") if goes_on else parting(form, [*kinds, new])
         found[name] = TurnRendering(goes_on, "" if goes_on else verdict.why, was, now)

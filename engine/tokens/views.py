@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import RenderError
 from engine.schemas.message import ImagePart, Message, ToolCall
-from engine.tokens.bridge.check import View, kind_of
+from engine.tokens.bridge.kinds import View, kind_of
 from engine.tokens.quoting import MARK, Span, quoted_index
+from engine.tokens.renderer import Renderer
 
 if TYPE_CHECKING:
-    from engine.tokens.format import ChatFormat
     from engine.tokens.replies import ParsedReply
     from engine.tokens.tape import IntVector
 
@@ -35,7 +35,7 @@ class MessageViews:
         form: The chat format.
     """
 
-    def __init__(self, form: ChatFormat) -> None:
+    def __init__(self, form: Renderer) -> None:
         self._form = form
 
     def kind(self, view: View) -> int:

@@ -26,9 +26,10 @@ from typing import Any, TypeGuard
 
 from jinja2 import nodes
 
+from engine.tokens.bridge.cache import REPLY_STYLES
 from engine.tokens.bridge.cache import STYLES as WRAPPER_STYLES
-from engine.tokens.bridge.check import MARKERS, STYLES, WRAP, Looked
-from engine.tokens.bridge.reply_text import REPLY_STYLES
+from engine.tokens.bridge.check import STYLES
+from engine.tokens.bridge.kinds import MARKERS, WRAP, Looked
 from engine.tokens.jinja import parse_template
 
 

@@ -383,7 +383,7 @@ class Player:
                 [{"role": "tool", "content": "R", "name": "probe_tool", "tool_call_id": "call_0_0"}],
             )
         try:
-            found = form.extension(view, new, None)
+            found = form.unchecked_bridge(view, new, None)
         except RenderError:
             found = None
         return [*found.closing, *found.bridge][0] if found is not None else form.stop_token_ids[0]

@@ -19,9 +19,10 @@ from engine.schemas.model import ModelSpec
 from engine.tokens import format as format_module
 from engine.tokens import jinja
 from engine.tokens.bridge import bridge as bridging
-from engine.tokens.bridge import check as proof
+from engine.tokens.bridge import kinds as kinds_module
 from engine.tokens.bridge.cache import make_wrapper
-from engine.tokens.bridge.check import (
+from engine.tokens.bridge.check import check_bridge
+from engine.tokens.bridge.kinds import (
     ASSISTANT,
     BLANK,
     CALLS,
@@ -31,12 +32,10 @@ from engine.tokens.bridge.check import (
     SYSTEM,
     TOOL,
     USER,
-    Extension,
     Looked,
     MessageKinds,
     View,
     kind_of,
-    prove,
 )
 from engine.tokens.conversation import Conversation
 from engine.tokens.jinja_template import JinjaTemplate
@@ -71,7 +70,7 @@ def test_what_is_bridged_and_what_begins_a_branch(formats: Formats, template: st
     form = formats(template, renderer="template")
     found = []
     for kinds, new in HISTORIES.values():
-        verdict = prove(form, bytes(kinds), bytes(new), None)
+        verdict = check_bridge(form, bytes(kinds), bytes(new), None)
         found.append(NONE if not verdict.bridged else REWRITE if verdict.rewrites else BRIDGE)
     assert dict(zip(HISTORIES, found, strict=True)) == dict(zip(HISTORIES, WANTED[template], strict=True))
 
@@ -104,7 +103,7 @@ def test_a_wrapper_gives_what_the_template_gives(formats: Formats, template: str
     role = "user" if template == "alternating" else "tool"
     new: list[View] = [{"role": role, "content": text} for text in contents[: 1 if template == "alternating" else 3]]
     reply: View = {"role": "assistant", "content": "42"}
-    assert form.bridges.extension(reply, new, None) == form.extension(reply, new, None)
+    assert form.bridges.cached_bridge(reply, new, None) == form.unchecked_bridge(reply, new, None)
 
 
 def test_wrappers_are_made_only_of_what_is_copied(formats: Formats, tmp_path: Path) -> None:
@@ -210,9 +209,7 @@ def test_a_conversation_that_goes_on_after_midnight_shows_the_new_date(
 ) -> None:
     form = load_format(ModelSpec(path=str(make_tokenizer(tmp_path / "dated", DATED))), Path())
     now = datetime(2026, 3, 1, 23, 59)
-    clock = type("Clock", (), {"now": lambda: now, "today": lambda: now.date()})
-    for module in (jinja, format_module, bridging, proof):
-        monkeypatch.setattr(module, "datetime" if module is jinja else "date", clock)
+    _set_clock(monkeypatch, lambda: now)
     old = Conversation(form, [])
     old.open([Message(role="user", content="Go.")])
     for turn in range(3):
@@ -228,6 +225,31 @@ def test_a_conversation_that_goes_on_after_midnight_shows_the_new_date(
     assert "Today is 02 Mar 2026" in form.decode(fresh.prompt())
 
 
+def test_a_conversation_that_begins_on_a_later_day_gets_no_bridge_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dated = PLAIN.replace("+ m.role +", "+ m.role + (strftime_now(' %d %b') if m.role == 'user' else '') +")
+    assert dated != PLAIN
+    now = datetime(2026, 3, 1, 12)
+    _set_clock(monkeypatch, lambda: now)
+    form = load_format(ModelSpec(path=str(make_tokenizer(tmp_path / "dated", dated))), Path())
+    for day in (1, 2):
+        now = datetime(2026, 3, day, 12)
+        conversation = Conversation(form, [])
+        conversation.open([Message(role="user", content="Go.")])
+        conversation.prompt()
+        conversation.reply(said(form, "Yes.<|im_end|>"), 0)
+        conversation.add([Message(role="user", content="Go on.")])
+        assert form.decode(conversation.prompt()) == form.decode(form.render(conversation.messages))
+        assert [tape.reason for tape in conversation.tapes] == [""]
+
+
+def _set_clock(monkeypatch: pytest.MonkeyPatch, now: Callable[[], datetime]) -> None:
+    clock = type("Clock", (), {"now": now, "today": lambda: now().date()})
+    for module in (jinja, format_module, bridging, kinds_module):
+        monkeypatch.setattr(module, "datetime" if module is jinja else "date", clock)
+
+
 @pytest.mark.parametrize("contents", [[], ["one"], ["one", "two, and (three)\n"]])
 def test_a_wrapper_keeps_as_ids_what_lies_beyond_added_tokens(formats: Formats, contents: list[str]) -> None:
     form = formats("plain")
@@ -235,5 +257,5 @@ def test_a_wrapper_keeps_as_ids_what_lies_beyond_added_tokens(formats: Formats, 
     new = [{"role": "user", "content": content} for content in contents]
     made = make_wrapper(form, reply, new, None)
     assert made is not None
-    assert Extension(*made.ids(form, contents)) == form.extension(reply, new, None)
+    assert made.bridge(form, contents) == form.unchecked_bridge(reply, new, None)
     assert bool(made.head and made.tail) == bool(contents)

@@ -140,7 +140,7 @@ def test_an_extension_is_the_end_of_what_the_family_renders(
         whole = form.render_views(
             [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "42"}, *views], None
         )
-        found = form.bridges.extension({"role": "assistant", "content": "42"}, views, None)
+        found = form.bridges.cached_bridge({"role": "assistant", "content": "42"}, views, None)
     except RenderError:
         return
     if found is not None:

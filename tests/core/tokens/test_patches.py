@@ -14,7 +14,8 @@ from slow_cases import slow_but
 from engine.errors import RenderError
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
-from engine.tokens.bridge.check import ASSISTANT, USER, prove
+from engine.tokens.bridge.check import check_bridge
+from engine.tokens.bridge.kinds import ASSISTANT, USER
 from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
 from engine.tokens.patches import PATCHES, Patch, patched, patches_of, template_hash
@@ -98,7 +99,7 @@ def test_empty_thinking_is_shown_as_the_generation_prompt_writes_it(hash_: str, 
     for number, wanted in enumerate((False, ["empty-thinking"], True)):
         kwargs = {"enable_thinking": False}
         form = load(hash_, tmp_path / str(number), template_patches=wanted, template_kwargs=kwargs)
-        verdict = prove(form, bytes([USER, ASSISTANT]), bytes([USER]), None)
+        verdict = check_bridge(form, bytes([USER, ASSISTANT]), bytes([USER]), None)
         verdicts.append(verdict.bridged and not verdict.rewrites)
         written = form.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **kwargs)
         assert form.render(messages) == list(written)

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import Message, ToolCall
 from engine.schemas.model import ModelSpec
-from engine.tokens.bridge.check import ASSISTANT, CALLS, REASONS, SYSTEM, TOOL, USER, prove
+from engine.tokens.bridge.check import check_bridge
+from engine.tokens.bridge.kinds import ASSISTANT, CALLS, REASONS, SYSTEM, TOOL, USER
 from engine.tokens.conversation import Conversation
 from engine.tokens.format import ChatFormat
 from engine.tokens.jinja_source import JinjaSource
@@ -226,6 +227,6 @@ def test_which_real_templates_are_bridged(template: str) -> None:
     form = JinjaTemplate(FastTokenizer(tokenizer), written, ModelSpec(path="x"), vocab_size=160_000, context=None)
     found = ""
     for kinds, new in HISTORIES:
-        verdict = prove(form, bytes(kinds), bytes(new), None)
+        verdict = check_bridge(form, bytes(kinds), bytes(new), None)
         found += NONE if not verdict.bridged else BRANCHED if verdict.rewrites else BRIDGED
     assert found == FOUND[template]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from chat_kit import make_tokenizer
 from exactness import cases, load_case
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from slow_cases import slow_but
 
 from engine.errors import RenderError
-from engine.tokens.bridge.check import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, Frame, View, prove
-from engine.tokens.bridge.reply_text import make_reply_text, parts_of, shape_of
+from engine.tokens.bridge.cache import make_reply_text, parts_of, shape_of
+from engine.tokens.bridge.check import ReplyFrame, check_bridge
+from engine.tokens.bridge.kinds import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, View
 from engine.tokens.format import ChatFormat
 from engine.tokens.jinja_source import JinjaSource
 
@@ -65,7 +67,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     return get
 
 
-def frames(form: ChatFormat) -> list[Frame]:
+def frames(form: ChatFormat) -> list[ReplyFrame]:
     """Frames of a plain reply, of one with reasoning, and of one that calls tools."""
     kinds = [
         (ASSISTANT, USER),
@@ -73,7 +75,7 @@ def frames(form: ChatFormat) -> list[Frame]:
         (ASSISTANT + CALLS + BLANK, TOOL),
         (ASSISTANT + CALLS, TOOL),
     ]
-    verdicts = [prove(form, bytes([USER, reply]), bytes([new]), None) for reply, new in kinds]
+    verdicts = [check_bridge(form, bytes([USER, reply]), bytes([new]), None) for reply, new in kinds]
     return [verdict.frame for verdict in verdicts if verdict.frame is not None]
 
 
@@ -90,13 +92,13 @@ def outcome(call: Callable[[], str | None]) -> str | None:
 def test_a_reply_is_written_as_the_template_renders_it(load: Load, name: str, reply: View) -> None:
     form = load(name)
     for frame in form.__dict__.setdefault("frames", frames(form)):
-        always_rendered = frame._replace(replies=_Full())
+        always_rendered = msgspec.structs.replace(frame, replies=_Full())
         assert shown(form, frame, reply) == shown(form, always_rendered, reply)
 
 
-def shown(form: ChatFormat, frame: Frame, reply: View) -> str | None:
+def shown(form: ChatFormat, frame: ReplyFrame, reply: View) -> str | None:
     try:
-        return form.bridges._shown_in(frame, reply)
+        return form.bridges.shown_in(frame, reply)
     except RenderError as error:
         return f"refused: {error}"
 
