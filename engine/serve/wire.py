@@ -15,6 +15,7 @@ import orjson
 
 from engine.schemas.experts import experts_as_text
 from engine.store.parquet import arrow_schema, record_batch
+from engine.store.rows.row import columns_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -118,7 +119,7 @@ class ArrowWriter:
         import pyarrow as pa
 
         schema = wire_schema()
-        batch = record_batch([row.columns() for row in rows])
+        batch = record_batch(list(columns_of(rows)))
         arrays = [*batch.columns, pa.array(data, schema.field("image_data").type)]
         batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
         self._stream.write_batch(batch, custom_metadata={NOTE: orjson.dumps(note)})
@@ -134,10 +135,9 @@ class JsonWriter:
     ) -> bytes:
         """See `WireWriter`."""
         lines = []
-        for row, data in zip(rows, _image_data(rows, images), strict=True):
+        for columns, data in zip(columns_of(rows), _image_data(rows, images), strict=True):
             shown = [each | {"data": base64.b64encode(each["data"]).decode()} for each in data]
-            experts = row.branch.routed_experts
-            columns = row.columns()
+            experts = columns["routed_experts"]
             columns["routed_experts"] = None if experts is None else experts_as_text(experts)
             columns["image_data"] = shown
             lines.append(_line({"row": columns}))

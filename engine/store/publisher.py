@@ -22,6 +22,7 @@ from engine.store.reader import RunReader
 from engine.store.reading import own_header, reading
 from engine.store.rows.build import RowBuilder
 from engine.store.rows.export import export_rows
+from engine.store.rows.row import columns_of
 from engine.store.shards import META, SUMMARY, TOOLS, VERSION, Part, list_parts
 from engine.store.tool_schemas import ToolSchemas
 from engine.store.upkeep.compact import mentioned_images
@@ -177,8 +178,8 @@ def _rows(store: RunReader) -> Iterator[Columns]:
         return
     builder = replace(builder, values=None)
     for task, group in groupby(store.trajectories(), key=lambda trajectory: trajectory.task_id):
-        for row in builder.rows(list(group), store.task(task)):
-            yield replace(row, advantages=row.advantages[:0]).columns()
+        rows = builder.rows(list(group), store.task(task))
+        yield from columns_of(replace(row, advantages=row.advantages[:0]) for row in rows)
 
 
 def _write_summaries(store: RunReader, file: Path, part: Part) -> None:

@@ -19,6 +19,7 @@ from engine.errors import TrainError
 from engine.runner.stats import Summary, label
 from engine.schemas.train import OverlongPenalty
 from engine.store.rows.build import RowBuilder
+from engine.store.rows.row import columns_of
 from engine.train.overlong import cut_by, cut_turns, mask_turns, most_reply_tokens, penalized
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.train import BonusSpec, TrainSpec
     from engine.schemas.trajectory import Trajectory
+    from engine.store.rows.columns import Columns
     from engine.store.rows.row import Floats, TrainingRow
 
 ZERO_ADVANTAGE = 1e-9
@@ -239,7 +241,10 @@ class GroupBuilder:
             last = {each.episode_id: self._last_branch(each) for each in trajectories}
             rows = [_with_cut(row, last[row.episode.episode_id] == row.branch.index) for row in rows]
         for bonus, function in self._bonuses:
-            rows = [_with_bonus(row, _bonus(bonus, function, row)) for row in rows]
+            rows = [
+                _with_bonus(row, _bonus(bonus, function, row, columns))
+                for row, columns in zip(rows, columns_of(rows), strict=True)
+            ]
         return rows
 
     def _last_branch(self, trajectory: Trajectory) -> int | None:
@@ -266,9 +271,9 @@ def _entry(bonus: BonusSpec, base: Path | None) -> Callable[..., Any]:
     return function
 
 
-def _bonus(bonus: BonusSpec, function: Callable[..., Any], row: TrainingRow) -> Floats:
-    """The bonus of each trained token, float32 [n]. The function gets the columns of the row (docs/rows.md)."""
-    values = np.asarray(function(row.columns(), **bonus.with_), np.float32)
+def _bonus(bonus: BonusSpec, function: Callable[..., Any], row: TrainingRow, columns: Columns) -> Floats:
+    """The bonus of each trained token, float32 [n]. The function gets the row's columns (docs/rows.md)."""
+    values = np.asarray(function(columns, **bonus.with_), np.float32)
     if values.shape != row.branch.input_ids.shape or not np.isfinite(values).all():
         raise TrainError(
             f"the bonus {bonus.use} returned shape {values.shape} for {row.episode.episode_id}; "

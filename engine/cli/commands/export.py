@@ -134,6 +134,7 @@ def export(
     from engine.store.find import find_run
     from engine.store.loader import vision_of, with_image_files
     from engine.store.rows.export import training_rows
+    from engine.store.rows.row import columns_of
     from engine.store.store import RunStore
 
     configure_logging()
@@ -176,7 +177,7 @@ def export(
             )
             unchecked: list[int] = []
             refused: Counter[str] = Counter()
-            columns = (row.columns() for row in _noting(rows, unchecked, refused))
+            columns = columns_of(_noting(rows, unchecked, refused))
             with_files = with_image_files(columns, path, partial(vision_of, store))
             count = _write(store, chosen, path, with_files, method, score)
             partly = _partly_done(store)

@@ -29,6 +29,7 @@ from engine.store.listing.texts import texts_of
 from engine.store.listing.tokens import sampled_columns, token_columns
 from engine.store.listing.training import Training
 from engine.store.rows.export import training_rows
+from engine.store.rows.row import columns_of
 
 if TYPE_CHECKING:
     from engine.store.images import StoredImage
@@ -199,9 +200,9 @@ class Documents:
                 wanted = {episode for run, episode in keys if run == source.key}
                 if not wanted:
                     continue
-                for row in training_rows(self.listing.store(source.key)):
-                    if row.episode.episode_id in wanted:
-                        yield orjson.dumps(row.columns(), option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+                rows = training_rows(self.listing.store(source.key))
+                for columns in columns_of(row for row in rows if row.episode.episode_id in wanted):
+                    yield orjson.dumps(columns, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
         rest = lines()
         return chain([*islice(rest, 1)], rest)  # what is refused is refused before the answer begins

@@ -34,7 +34,7 @@ def token_columns(store: RunReader, episode_id: str, branch: int) -> dict[str, A
     row = advantages.rows.get((episode_id, branch))
     return _columns(store, found) | {
         "advantages": advantages.of_branch(episode_id, branch),
-        "token_rewards": None if row is None else row.token_rewards,
+        "token_rewards": None if row is None else row.token_rewards(),
         "trainable": row is not None and row.trainable,
         "missing": advantages.missing,
     }

@@ -22,7 +22,7 @@ import numpy as np
 
 from engine.errors import LedgerError
 from engine.masking import mask
-from engine.rewards.credit import Member, Values, Where, credit_tokens, place
+from engine.rewards.credit import Member, Values, Where, credit_tokens
 from engine.rewards.ledger import SealedLedger
 from engine.schemas.base import Struct
 from engine.schemas.reward_spec import RewardsSpec
@@ -137,6 +137,8 @@ class RowBuilder(Struct):
             task_fields=None if task is None else stored_fields(task.fields),
             facts=trajectory.facts,
             metadata=self.metadata,
+            placement=self.placement,
+            reward_parts=ledger.parts,
         )
         unchecked = Counter(turn.branch for turn in trajectory.turns if turn.prompt_unchecked)
         rows = []
@@ -150,7 +152,6 @@ class RowBuilder(Struct):
                     places=places,
                     trainable=trainable,
                     advantages=_of_places(branch, places, advantages or []) if trainable else np.zeros(0, np.float32),
-                    token_rewards=place(branch, episode.turn_rewards, self.placement, ledger.parts),
                     unchecked_prompts=unchecked[branch.index],
                     credit=credit,
                 )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from engine.schemas.experts import experts_as_text
 from engine.store.private import whole_file
 from engine.store.rows.build import RowBuilder
+from engine.store.rows.row import columns_of
 
 if TYPE_CHECKING:
     from engine.schemas.credit import CreditSpec
@@ -77,12 +78,10 @@ def export_rows(
             tensors that a forward pass needs besides `input_ids`, under the names of the model's family: `pixel_values`
             and `image_grid_thw` for Qwen-VL.
     """
-    for row in training_rows(
-        store, credit=credit, trainable_only=trainable_only, score=score, values=values, keep=keep
-    ):
-        columns = row.columns()
-        if vision is not None and row.branch.images:
-            columns.update(vision.tensors([[image.image for image in row.branch.images]]))
+    rows = training_rows(store, credit=credit, trainable_only=trainable_only, score=score, values=values, keep=keep)
+    for columns in columns_of(rows):
+        if vision is not None and columns["images"]:
+            columns.update(vision.tensors([[image["image"] for image in columns["images"]]]))
         yield columns
 
 

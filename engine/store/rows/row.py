@@ -9,19 +9,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from engine.rewards.credit import Where, place
 from engine.schemas.base import Struct
 from engine.schemas.trajectory import Branch, Outcome
 from engine.store.rows.columns import Columns, json_text, message_columns, outcome_columns
 
 if TYPE_CHECKING:
     from engine.rewards.credit import Member
+    from engine.rewards.ledger import PartReward
     from engine.schemas.message import Message
     from engine.schemas.trajectory import ImageSpan
 
@@ -50,6 +52,19 @@ class RowEpisode(Struct):
     facts: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] | None = None
     """The origin of the rows; None inside a trainer."""
+    placement: Where | None = None
+    """Where a turn's reward is put on its tokens; None in a row that no run has."""
+    reward_parts: Sequence[PartReward] = ()
+    """The rewards of parts of turns, which `turn_rewards` contain."""
+
+    def columns(self) -> Columns:
+        """Those columns of the episode's rows that take time to make."""
+        return {
+            "outcome": outcome_columns(self.outcome),
+            "messages": [message_columns(message) for message in self.messages],
+            "task_fields": None if self.task_fields is None else json_text(self.task_fields),
+            "facts": json_text(self.facts),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +93,6 @@ class TrainingRow(Struct):
     """Whether the row may be trained on."""
     advantages: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
     """float32 [n]; empty if the row is not trainable, or needs values of a critic that nobody has."""
-    token_rewards: Floats | None = None
-    """The rewards on sampled tokens, 0.0 elsewhere: float32 [T]; None in a row that no run has."""
     unchecked_prompts: int = 0
     credit: RowCredit | None = None
     """None where the advantages are final."""
@@ -135,9 +148,28 @@ class TrainingRow(Struct):
             return mask
         return self.on_tokens(np.ones(len(self.places)), mask.dtype)
 
-    def columns(self) -> Columns:
-        """The row as a dict, in the order of `MEANINGS`, with arrays of [T]."""
+    def token_rewards(self) -> Floats | None:
+        """The rewards on sampled tokens, 0.0 elsewhere: float32 [T]. None in a row that no run has.
+
+        Raises:
+            LedgerError: the branch holds a turn without a reward.
+        """
+        episode = self.episode
+        if episode.placement is None:
+            return None
+        return place(self.branch, episode.turn_rewards, episode.placement, episode.reward_parts)
+
+    def columns(self, shared: Columns | None = None) -> Columns:
+        """The row as a dict, in the order of `MEANINGS`, with arrays of [T].
+
+        Args:
+            shared: What `episode.columns()` returned, where several rows of an episode are converted.
+
+        Raises:
+            LedgerError: as `token_rewards`.
+        """
         episode, branch = self.episode, self.branch
+        shared = shared or episode.columns()
         return {
             "run_id": episode.run_id,
             "task_id": episode.task_id,
@@ -152,15 +184,25 @@ class TrainingRow(Struct):
             "logprobs": branch.logprobs,
             "weight_versions": branch.weight_versions,
             "turn_ids": branch.turn_ids,
-            "token_rewards": self.token_rewards,
+            "token_rewards": self.token_rewards(),
             "advantages": self.on_tokens(self.advantages) if len(self.advantages) else None,
             "unchecked_prompts": self.unchecked_prompts,
             "turn_rewards": episode.turn_rewards,
-            "outcome": outcome_columns(episode.outcome),
-            "messages": [message_columns(message) for message in episode.messages],
+            "outcome": shared["outcome"],
+            "messages": shared["messages"],
             "images": [image.plain() for image in branch.images],
             "routed_experts": branch.routed_experts,
-            "task_fields": None if episode.task_fields is None else json_text(episode.task_fields),
-            "facts": json_text(episode.facts),
+            "task_fields": shared["task_fields"],
+            "facts": shared["facts"],
             "metadata": episode.metadata,
         }
+
+
+def columns_of(rows: Iterable[TrainingRow]) -> Iterator[Columns]:
+    """The columns of rows, made one at a time; what the rows of an episode share is made once."""
+    episode: RowEpisode | None = None
+    shared: Columns = {}
+    for row in rows:
+        if row.episode is not episode:
+            episode, shared = row.episode, row.episode.columns()
+        yield row.columns(shared)

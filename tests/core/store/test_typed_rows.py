@@ -14,7 +14,7 @@ from training_rows import row_of
 
 import engine
 from engine.store.rows.columns import MEANINGS
-from engine.store.rows.row import RowCredit, TrainingRow
+from engine.store.rows.row import RowCredit, TrainingRow, columns_of
 from engine.train.credited_rows import with_last_state
 from engine.train.overlong import mask_turns
 from engine.train.packing import pack_rows
@@ -147,6 +147,14 @@ def test_places_alone_say_what_is_trained() -> None:
 
 def test_a_row_without_advantages_has_none_in_its_columns() -> None:
     assert replace(row(), advantages=np.zeros(0, np.float32)).columns()["advantages"] is None
+
+
+def test_rows_of_an_episode_share_what_takes_time_to_make() -> None:
+    one = row()
+    first, second, third = columns_of([one, replace(one, trainable=False), row()])
+    assert first["messages"] is second["messages"]
+    assert first["messages"] is not third["messages"]
+    assert (first["trainable"], second["trainable"]) == (True, False)
 
 
 def test_a_row_survives_a_pickle() -> None:
