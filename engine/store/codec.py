@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from math import prod
 from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -200,7 +200,7 @@ def read_entry(row: Sequence[Any]) -> JournalEntry:
         return JournalEntry.read(columns | {"at": at, "seconds": seconds})
 
 
-class EncodedTrajectory(NamedTuple):
+class EncodedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
     """The rows of a trajectory, without the episode's number."""
 
     trajectory: str
@@ -222,9 +222,9 @@ def encode_trajectory(trajectory: Trajectory) -> EncodedTrajectory:
         StoreError: the arrays of a branch do not match its spans.
     """
     return EncodedTrajectory(
-        json_of(dict(zip(_BESIDE_ROWS, _beside_rows(trajectory), strict=True))),
-        [_write_branch(branch, trajectory.episode_id) for branch in trajectory.branches],
-        [*map(_posting_columns, trajectory.postings)],
+        trajectory=json_of(dict(zip(_BESIDE_ROWS, _beside_rows(trajectory), strict=True))),
+        branches=[_write_branch(branch, trajectory.episode_id) for branch in trajectory.branches],
+        postings=[*map(_posting_columns, trajectory.postings)],
     )
 
 

@@ -141,16 +141,16 @@ def problem(path: Path | str, error: BaseException, doing: str = "read") -> Stor
     if is_damaged(error):
         count = len(noted(Path(path).parent))
         had = f", which had {count} ended episodes" if count else ""
-        found = StoreError(
+        failure = StoreError(
             f"{path} is damaged: a part of the file{had} cannot be read; restore it and {Path(path).name}-wal from one copy. Without a copy "
             "`sqlite3 run.db .recover` may save a part; begin a new run"
         )
     else:
         name = getattr(error, "sqlite_errorname", "")
-        known = next((words for prefix, words in _WORDS.items() if name.startswith(prefix)), None)
-        found = StoreError(f"cannot {doing} {path}: {known or error or type(error).__name__}")
-    found.__cause__ = error
-    return found
+        words = next((text for prefix, text in _WORDS.items() if name.startswith(prefix)), None)
+        failure = StoreError(f"cannot {doing} {path}: {words or error or type(error).__name__}")
+    failure.__cause__ = error
+    return failure
 
 
 def connect_writer(path: Path) -> sqlite3.Connection:

@@ -90,28 +90,28 @@ class RunStore(RunReader):
         Raises:
             StoreError: that folder exists, or cannot be written.
         """
-        own = Path(folder) / (name or header.run_id)
+        run_folder = Path(folder) / (name or header.run_id)
         try:
-            private_folder(own)
+            private_folder(run_folder)
         except FileExistsError:
-            raise StoreError(f"{own} exists already; resume it, or give the new run another id") from None
+            raise StoreError(f"{run_folder} exists already; resume it, or give the new run another id") from None
         except OSError as error:
-            raise StoreError(f"cannot create the run's folder {own}: {error}") from error
+            raise StoreError(f"cannot create the run's folder {run_folder}: {error}") from error
         try:
             # It gets its name when it is complete, so that a crash leaves no incomplete run.
-            draft = own / f"{database.FILE}.new"
+            draft = run_folder / f"{database.FILE}.new"
             database.create_tables(draft)
             with closing(database.connect_writer(draft)) as connection, reading(draft):
                 row = (1, header.run_id, header.name, header.created, header.engine_version, "running")
                 connection.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, codec.json_of(header)))
                 if source is not None and header.fork is not None:
                     copy_shared(connection, source, header.fork)
-            draft.rename(own / database.FILE)
-            return cls.open(own)
+            draft.rename(run_folder / database.FILE)
+            return cls.open(run_folder)
         except BaseException as error:
-            shutil.rmtree(own, ignore_errors=True)
+            shutil.rmtree(run_folder, ignore_errors=True)
             if isinstance(error, OSError):
-                raise StoreError(f"cannot create the run {own}: {error}; is the disk full?") from error
+                raise StoreError(f"cannot create the run {run_folder}: {error}; is the disk full?") from error
             raise
 
     @overload
@@ -225,10 +225,8 @@ class RunStore(RunReader):
         Raises:
             StoreError: the write failed, and no episode has changed.
         """
-        found: list[str] = await self._writing().do(
-            lambda connection: begin_again(connection, blames, self.header.fork)
-        )
-        return found
+        ids: list[str] = await self._writing().do(lambda connection: begin_again(connection, blames, self.header.fork))
+        return ids
 
     async def drop(self, episode_ids: Sequence[str], *, keep_failed: bool = False) -> dropped.Content:
         """Delete the content of a group's episodes in one commit. The space is used for the next episodes; see `engine.store.upkeep.dropped`.
@@ -241,8 +239,8 @@ class RunStore(RunReader):
             StoreError: the write failed, and nothing was dropped.
         """
         job = partial(dropped.drop, episode_ids=tuple(episode_ids), keep_failed=keep_failed)
-        found: dropped.Content = await self._writing().do(job)
-        return found
+        content: dropped.Content = await self._writing().do(job)
+        return content
 
     async def put_image(self, data: bytes, mime: str | None = None) -> ImagePart:
         """Store an encoded image; the same bytes are stored once.
