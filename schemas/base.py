@@ -4,31 +4,35 @@ There are two kinds, and each class is one of them:
 
 - A `Contract` is what people write: specs, scripts, the answers of environments, tools and users. It is a Pydantic model, so
   it is validated where it is built.
-- A `Struct` is what the engine makes: messages, requests, generations, spans, turns, journal records. It is a frozen, slotted
-  dataclass. Building one validates nothing; `read` validates data from outside or from a file over the same class.
+- A `Struct` is what the engine makes: messages, requests, generations, spans, turns, journal records. It is a frozen msgspec
+  struct. Building one validates nothing; `read` validates data from outside or from a file over the same class.
 
 Both refuse unknown keys and never change once they are built.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec.structs import asdict as as_dict
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     PlainSerializer,
     TypeAdapter,
     WithJsonSchema,
 )
-from pydantic_core import CoreSchema
+from pydantic_core import CoreConfig, CoreSchema, SchemaValidator, core_schema
 
 from engine.schemas.descriptions import add_descriptions
 
@@ -79,21 +83,98 @@ class Contract(BaseModel):
         return schema
 
 
-class Struct:
-    """Base of what the engine makes: `@dataclass(frozen=True, slots=True, kw_only=True)`. Building one validates nothing.
+class _Twin:
+    """A struct's twin: a dataclass with its fields and no methods, made when it is asked for first."""
+
+    def __init__(self) -> None:
+        self._of_struct: dict[type, Any] = {}
+
+    def __get__(self, instance: Any, owner: type[Struct]) -> Any:
+        twin = self._of_struct.get(owner)
+        if twin is None:
+            twin = self._of_struct[owner] = _dataclass_of(owner)
+        return twin
+
+
+class _Fields:
+    """The fields of a struct's twin. With them, `dataclasses.replace`, `fields` and `asdict` take structs, and Pydantic reads their hints."""
+
+    def __get__(self, instance: Any, owner: type[Struct]) -> dict[str, dataclasses.Field[Any]]:
+        fields: dict[str, dataclasses.Field[Any]] = owner.__twin__.__dataclass_fields__
+        return fields
+
+
+def _dataclass_of(struct: type[Struct]) -> Any:
+    hints: dict[str, Any] = {}
+    for base in reversed(struct.__mro__):
+        hints |= vars(base).get("__annotations__", {})
+    names, defaults = struct.__struct_fields__, struct.__struct_defaults__
+    values = (msgspec.NODEFAULT,) * (len(names) - len(defaults)) + defaults
+    fields = [(name, hints[name], _field(value)) for name, value in zip(names, values, strict=True)]
+    return dataclasses.make_dataclass(struct.__name__, fields, init=False, repr=False, eq=False, kw_only=True)
+
+
+def _field(default: Any) -> Any:
+    if default is msgspec.NODEFAULT:
+        return dataclasses.field()
+    if type(default).__name__ == "Factory":  # msgspec's own, which it does not export
+        return dataclasses.field(default_factory=default.factory)
+    return dataclasses.field(default=default)
+
+
+class Struct(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what the engine makes: `class X(Struct, frozen=True, kw_only=True)`. Building one validates nothing.
 
     VersionSpan(version=0, start=0, end=4)                   # as it is
     VersionSpan.read({"version": 0, "start": 0, "end": 4})   # validated
     VersionSpan(version=0, start=0, end=4).plain()           # {"version": 0, "start": 0, "end": 4}
     """
 
-    __slots__ = ()
+    __twin__: ClassVar = _Twin()
+    __dataclass_fields__: ClassVar = _Fields()
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG | ConfigDict(revalidate_instances="always")
+
+    def _checked(self) -> Self:
+        """Raise ValueError where values that are valid one by one do not fit together. `read` calls it, `__init__` does not."""
+        return self
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Pydantic's schema of a dataclass with these fields, which validates into the twin, from which the struct is built.
+
+        Pydantic cannot fill a struct itself: it fills objects that `object.__new__` has made. It does write one:
+        `serialization` is its schema unchanged.
+        """
+        reference = handler(source)
+        definition: Any = handler.resolve_ref_schema(reference)
+        if definition["type"] != "dataclass":  # changed already: the class occurs twice
+            return reference
+        ref: str = definition.pop("ref")
+        written = dict(definition)
+        read = written | {"ref": f"{ref}:twin", "cls": cls.__twin__, "slots": False, "post_init": False}
+        twin = core_schema.definition_reference_schema(read["ref"])
+        validator: Any = core_schema.json_or_python_schema(
+            core_schema.no_info_after_validator_function(cls._of_twin, twin),
+            core_schema.no_info_wrap_validator_function(cls._of_value, twin),
+            ref=ref,
+            serialization=written,
+        )
+        definition.clear()
+        definition.update(validator)
+        return core_schema.definitions_schema(reference, [read])
+
+    @classmethod
+    def _of_value(cls, value: Any, validate: Callable[[Any], Any]) -> Self:
+        return cls(**vars(validate(as_dict(value) if isinstance(value, cls) else value)))._checked()
+
+    @classmethod
+    def _of_twin(cls, twin: Any) -> Self:
+        return cls(**vars(twin))._checked()
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """The JSON Schema, with the descriptions of the fields."""
-        schema = handler(core_schema)
+        schema = handler(core_schema["serialization"])
         add_descriptions(handler.resolve_ref_schema(schema), cls)
         return schema
 
@@ -130,6 +211,8 @@ def adapter(type_: type[T]) -> TypeAdapter[T]:
     found = _ADAPTERS.get(type_)
     if found is None:
         found = _ADAPTERS[type_] = TypeAdapter(type_)
+        if isinstance(type_, type) and issubclass(type_, Struct):  # errors name the class, not the validator
+            found.validator = SchemaValidator(found.core_schema, CoreConfig(title=type_.__name__))
     return found
 
 

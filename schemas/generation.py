@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+import msgspec
+from pydantic import Field, field_validator
 
 from engine.schemas.base import Contract, FloatArray, IntArray, Struct
 from engine.schemas.experts import ExpertArray
@@ -61,8 +61,7 @@ class SamplingParams(Contract):
         return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest(Struct):
+class GenerateRequest(Struct, frozen=True, kw_only=True):
     """A request for one reply of a backend."""
 
     episode_id: str
@@ -75,13 +74,13 @@ class GenerateRequest(Struct):
     """Maximum number of tokens of this reply, from the limits; never more than fit the context."""
     stop_token_ids: list[int]
     """The stop ids of the chat format and of the spec."""
-    banned_token_ids: list[int] = field(default_factory=list)
+    banned_token_ids: list[int] = msgspec.field(default_factory=list)
     """Ids that must not be sampled, for example image placeholders."""
     seed: int
     """Sampling seed of this turn, in [0, 2**63)."""
-    images: list[ImagePart] = field(default_factory=list)
+    images: list[ImagePart] = msgspec.field(default_factory=list)
     """One for each image in `input_ids`, in order; by digest."""
-    image_spans: list[tuple[int, int]] = field(default_factory=list)
+    image_spans: list[tuple[int, int]] = msgspec.field(default_factory=list)
     """Beside `images`: the tokens [start, end) that each stands at."""
     adapter: str | None = None
     """Name of a LoRA adapter that is loaded in the backend; None is the base model."""
@@ -95,8 +94,7 @@ class GenerateRequest(Struct):
     """Beside `messages`: the tools, as OpenAI function schemas."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishReason(Struct):
+class FinishReason(Struct, frozen=True, kw_only=True):
     """Why a reply ended."""
 
     type: Literal["stop", "length", "abort"]
@@ -106,8 +104,7 @@ class FinishReason(Struct):
     """For `abort`: the backend's reason."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionSpan(Struct):
+class VersionSpan(Struct, frozen=True, kw_only=True):
     """Tokens [start, end) of one reply were sampled with weights `version`."""
 
     version: int
@@ -115,8 +112,7 @@ class VersionSpan(Struct):
     end: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation(Struct):
+class Generation(Struct, frozen=True, kw_only=True):
     """A backend's reply, exact to the token."""
 
     output_ids: IntArray
@@ -124,7 +120,7 @@ class Generation(Struct):
     logprobs: FloatArray
     """log p of each sampled id under softmax(logits / temperature). float32 [tokens]."""
     finish: FinishReason
-    versions: list[VersionSpan] = field(default_factory=list)
+    versions: list[VersionSpan] = msgspec.field(default_factory=list)
     """Weight versions that cover [0, tokens) without a gap; empty means version 0 throughout."""
     prompt_tokens: int = 0
     """Length of the prompt as the backend counted it."""
@@ -146,15 +142,14 @@ class Generation(Struct):
     signed: list[dict[str, Any]] | None = None
     """With `text`: blocks of a reply with reasoning that the API has signed and takes back unchanged, in order; texts as `{type: text, text: …}`,
     and `{type: tool_use}` at the place of each call."""
-    calls: list[ToolCall | MalformedCall] = field(default_factory=list)
+    calls: list[ToolCall | MalformedCall] = msgspec.field(default_factory=list)
     """With `text`: tool calls that the backend returned apart from it, in order. The id of call number i is `call_<turn>_<i>`."""
     sampled_tokens: int = 0
     """With `text`: length of the reply in tokens as the backend counted it, reasoning included."""
     cost: float = 0.0
     """Price of the request, from the backend's `prices`."""
 
-    @model_validator(mode="after")
-    def _aligned(self) -> Generation:
+    def _checked(self) -> Generation:
         if len(self.output_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.output_ids)} output ids but {len(self.logprobs)} log-probs")
         end = 0

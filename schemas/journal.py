@@ -8,9 +8,10 @@ fork use one mechanism: they apply the records again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+
+import msgspec
 
 from engine import plugin
 from engine.schemas.base import Struct
@@ -22,10 +23,9 @@ from engine.schemas.reward import RewardEvent
 from engine.schemas.trajectory import Blame, Failure
 
 
-class RecordBase(Struct):
+class RecordBase(Struct, frozen=True, kw_only=True):
     """The base class of all records."""
 
-    __slots__ = ()
     blame: ClassVar[Blame] = "environment"
     """The blame if the record has a value that cannot be stored."""
 
@@ -66,8 +66,7 @@ def _arguments(messages: list[Message]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResetRecord(RecordBase):
+class ResetRecord(RecordBase, frozen=True, kw_only=True):
     """The environment began."""
 
     kind: Literal["reset"] = "reset"
@@ -80,8 +79,7 @@ class ResetRecord(RecordBase):
         return {"facts": self.reset.facts} | _arguments(self.reset.messages)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRecord(RecordBase):
+class GenerationRecord(RecordBase, frozen=True, kw_only=True):
     """The model replied."""
 
     blame: ClassVar[Blame] = "backend"
@@ -91,8 +89,7 @@ class GenerationRecord(RecordBase):
     """Whether the bridge before it was found by rendering the whole conversation, because the chat template is not trusted otherwise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolsRecord(RecordBase):
+class ToolsRecord(RecordBase, frozen=True, kw_only=True):
     """Tools answered, in the order of the calls."""
 
     blame: ClassVar[Blame] = "tool"
@@ -106,8 +103,7 @@ class ToolsRecord(RecordBase):
         return {f"results[{at}].facts": result.facts for at, result in enumerate(self.results)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UserRecord(RecordBase):
+class UserRecord(RecordBase, frozen=True, kw_only=True):
     """The user answered."""
 
     blame: ClassVar[Blame] = "user"
@@ -121,8 +117,7 @@ class UserRecord(RecordBase):
         return {"facts": self.turn.facts, "fields": self.turn.fields}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord(RecordBase):
+class StepRecord(RecordBase, frozen=True, kw_only=True):
     """The environment's `step`, or a custom action, answered."""
 
     kind: Literal["step"] = "step"
@@ -133,13 +128,12 @@ class StepRecord(RecordBase):
         return {"facts": self.step.facts} | _arguments(self.step.messages)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreRecord(RecordBase):
+class ScoreRecord(RecordBase, frozen=True, kw_only=True):
     """The final scorer answered."""
 
     kind: Literal["score"] = "score"
     rewards: list[RewardEvent]
-    replies: list[str] = field(default_factory=list)
+    replies: list[str] = msgspec.field(default_factory=list)
     """What a judge that a model plays said: one reply for each turn that it judged, in order."""
 
     def answers(self) -> Mapping[str, Any]:
@@ -147,33 +141,32 @@ class ScoreRecord(RecordBase):
         return {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentRecord(RecordBase):
+class AgentRecord(RecordBase, frozen=True, kw_only=True):
     """An agent program sent a request, or ended."""
 
     kind: Literal["agent"] = "agent"
     event: Literal["request", "exited", "died", "timeout"]
-    messages: list[Message] = field(default_factory=list)
+    messages: list[Message] = msgspec.field(default_factory=list)
     """Of a request: the messages after the reply that it continues."""
     parent: int | None = None
     """Of a request: the turn that it continues; None if it continues none."""
     reason: str = ""
     """Of a request: why it begins a branch; empty if it does not. Of an end without a reply: why the newest request was refused."""
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     """Of a request: the tools' schemas, in OpenAI's form."""
     sample: int = 0
     """Of a request for several replies: which of them follows."""
-    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = msgspec.field(default_factory=dict)
     """Of a request: parameters of sampling that it sets and the spec allows, by their names in `agent.allow`."""
-    overruled: list[str] = field(default_factory=list)
+    overruled: list[str] = msgspec.field(default_factory=list)
     """Of a request: fields that it set and that had no effect, because the spec decides or ignores them."""
-    unreceived: list[int] = field(default_factory=list)
+    unreceived: list[int] = msgspec.field(default_factory=list)
     """Turns whose replies nobody had received when this was recorded: the program had closed the connection before."""
     status: int | None = None
     """Of an end: the exit status, negative for a signal."""
     output: str = ""
     """Of an end: the end of what the program wrote."""
-    rewards: list[RewardEvent] = field(default_factory=list)
+    rewards: list[RewardEvent] = msgspec.field(default_factory=list)
     """Rewards that the program gave since the record before, and of an end: those of its end."""
 
     def answers(self) -> Mapping[str, Any]:
@@ -181,8 +174,7 @@ class AgentRecord(RecordBase):
         return {"tools": self.tools} | _arguments(self.messages)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitRecord(RecordBase):
+class LimitRecord(RecordBase, frozen=True, kw_only=True):
     """A limit was reached: before an action began or, for `episode_seconds`, while it waited."""
 
     kind: Literal["limit"] = "limit"
@@ -195,8 +187,7 @@ class LimitRecord(RecordBase):
     """Whether the state handles the event `overflow`, so that the episode makes room and goes on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureRecord(RecordBase):
+class FailureRecord(RecordBase, frozen=True, kw_only=True):
     """An action failed."""
 
     kind: Literal["failure"] = "failure"
@@ -205,8 +196,7 @@ class FailureRecord(RecordBase):
     """False where the episode's objects could not be built: it has no environment, user and tools from then on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnreadRecord(RecordBase):
+class UnreadRecord(RecordBase, frozen=True, kw_only=True):
     """A record of a plugin that is not installed. It can be shown, not applied."""
 
     kind: str
@@ -242,8 +232,7 @@ def record_kinds() -> frozenset[str]:
     return _RECORDS.tags()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JournalEntry(Struct):
+class JournalEntry(Struct, frozen=True, kw_only=True):
     """One step of an episode: a record, its event and the next state."""
 
     seq: int

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from dataclasses import dataclass, field
 from io import BytesIO
 from os import PathLike, fspath
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BeforeValidator, Field
 
 from engine.schemas.base import Contract, Struct
@@ -95,8 +95,7 @@ def image_part(image: Any) -> ImagePart:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall(Struct):
+class ToolCall(Struct, frozen=True, kw_only=True):
     """A tool call of the model."""
 
     id: str
@@ -107,8 +106,7 @@ class ToolCall(Struct):
     """Arguments by name, parsed but not yet validated against the tool's schema."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MalformedCall(Struct):
+class MalformedCall(Struct, frozen=True, kw_only=True):
     """A tool call that could not be parsed."""
 
     raw: str
@@ -117,8 +115,7 @@ class MalformedCall(Struct):
     """What is wrong, in a form that helps the model to correct it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolResult(Struct):
+class ToolResult(Struct, frozen=True, kw_only=True):
     """The result of one tool call. A failed call has a result too."""
 
     call_id: str
@@ -127,16 +124,15 @@ class ToolResult(Struct):
     """The content that the model sees."""
     error: Literal["timeout", "invalid_arguments", "unknown_tool", "raised", "limit", "malformed"] | None = None
     """Why the call failed; None if it did not."""
-    rewards: list[RewardEvent] = field(default_factory=list)
+    rewards: list[RewardEvent] = msgspec.field(default_factory=list)
     """Reward events that the tool wrote, addressed to assistant turns."""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = msgspec.field(default_factory=dict)
     """Values that guards read as `facts.<name>`; later values replace earlier ones."""
     seconds: float = 0.0
     """Wall time of the call."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message(Struct):
+class Message(Struct, frozen=True, kw_only=True):
     """One message of a conversation."""
 
     role: Role
@@ -145,7 +141,7 @@ class Message(Struct):
     """The model's reasoning, if its template separates it from the content."""
     signed: list[dict[str, Any]] | None = None
     """As `Generation.signed`."""
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls: list[ToolCall] = msgspec.field(default_factory=list)
     """The tool calls of this assistant message, in order."""
     tool_call_id: str | None = None
     """For role `tool`: the call that this answers."""

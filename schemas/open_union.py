@@ -5,12 +5,11 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
-from pydantic import Field, GetCoreSchemaHandler
+from pydantic import GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
+from pydantic_core import core_schema
 
 from engine import plugin
 
@@ -26,7 +25,7 @@ class OneOf(Generic[M]):
 
     BackendSpec = Annotated[BackendBase, OneOf("backends", CORE)]
 
-    Pydantic gets its own tagged union of all classes, built when it is first used. So a class of a plugin may import the module
+    Pydantic gets a tagged union of all classes, built when it is first used. So a class of a plugin may import the module
     in which the union is written.
     """
 
@@ -53,7 +52,8 @@ class OneOf(Generic[M]):
         return frozenset(str(tag) for member in self.members() for tag in _tags(member, self.key))
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return handler.generate_schema(Annotated[reduce(or_, self.members()), Field(discriminator=self.key)])
+        choices = {tag: handler.generate_schema(member) for member in self.members() for tag in _tags(member, self.key)}
+        return core_schema.tagged_union_schema(choices, self.key)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -89,8 +88,7 @@ class RewardEvent(Contract):
         return self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Posting(Struct):
+class Posting(Struct, frozen=True, kw_only=True):
     """One arithmetic step that the ledger took: the provenance of a turn's reward.
 
     A `RewardEvent` becomes one posting for each turn and name that it touches; a transfer becomes

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from engine.schemas.base import FloatArray, IntArray, Struct
 from engine.schemas.experts import ExpertArray
@@ -16,8 +18,7 @@ Blame = Literal["policy", "tool", "user", "environment", "backend", "spec", "eng
 """Who caused a failure. Only episodes whose failure is the policy's are trained on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure(Struct):
+class Failure(Struct, frozen=True, kw_only=True):
     """Why an episode could not continue: a value, never a crash."""
 
     kind: str
@@ -31,8 +32,7 @@ class Failure(Struct):
     """The traceback of an exception of an environment, tool or user, if there is one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome(Struct):
+class Outcome(Struct, frozen=True, kw_only=True):
     """How an episode ended."""
 
     state: str
@@ -50,12 +50,11 @@ class Outcome(Struct):
     """False if the failure is not the policy's, or if token ids are not known."""
     reward: float = 0.0
     """Sum over turns and names."""
-    rewards: dict[str, float] = field(default_factory=dict)
+    rewards: dict[str, float] = msgspec.field(default_factory=dict)
     """Sum over turns, by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn(Struct):
+class Turn(Struct, frozen=True, kw_only=True):
     """One assistant turn."""
 
     index: int
@@ -68,7 +67,7 @@ class Turn(Struct):
     finish: FinishReason
     event: str
     """The event of the turn: tool_calls, answered, truncated, malformed, aborted."""
-    rewards: dict[str, float] = field(default_factory=dict)
+    rewards: dict[str, float] = msgspec.field(default_factory=dict)
     state_key: str | None = None
     """The key of the state in which the turn began, if the credit method needs one: equal keys mean equal states; empty
     if the fact is not set yet."""
@@ -90,8 +89,7 @@ SpanKind = Literal["prompt", "generated", "bridge", "closing", "unreceived"]
 """What a run of tokens is; `unreceived`: sampled tokens of a reply that nobody received, which are not trained."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span(Struct):
+class Span(Struct, frozen=True, kw_only=True):
     """A run of tokens on a tape."""
 
     kind: SpanKind
@@ -101,8 +99,7 @@ class Span(Struct):
     """For `generated` and `unreceived`: the assistant turn, from 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageSpan(Struct):
+class ImageSpan(Struct, frozen=True, kw_only=True):
     """The position of an image in a branch: tokens [start, end) are its placeholders and the tokens that its family adds around them."""
 
     image: str
@@ -117,8 +114,7 @@ BRANCH_REASONS = ("edited", "repeated", "sibling", "tools_changed", "condensed",
 """Reasons of branches that are one word. Others are sentences about the chat template."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Branch(Struct):
+class Branch(Struct, frozen=True, kw_only=True):
     """One exact sequence that a model saw and sampled from: one training row.
 
     The four arrays are of one length. They are derived from the tape's spans.
@@ -137,15 +133,14 @@ class Branch(Struct):
     """The weight version of each token; -1 where the mask is 0."""
     turn_ids: IntArray
     """Assistant turn from 0 on sampled tokens; -1 elsewhere."""
-    images: list[ImageSpan] = field(default_factory=list)
+    images: list[ImageSpan] = msgspec.field(default_factory=list)
     """Exactly the images that this branch holds, in order."""
     routed_experts: ExpertArray | None = None
     """The experts that the sampler chose for the first n tokens, [n, layers, top_k]; n is the index of the last sampled token,
     which no model has read. None if they were not requested (`backend.routed_experts`)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block(Struct):
+class Block(Struct, frozen=True, kw_only=True):
     """One condensed chunk, which the model sees as `<block_N>`."""
 
     number: int
@@ -156,8 +151,7 @@ class Block(Struct):
     """The text of the chunk, which the tool `expand` returns."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Condensation(Struct):
+class Condensation(Struct, frozen=True, kw_only=True):
     """One condensation of a conversation."""
 
     turn: int
@@ -176,8 +170,7 @@ class Condensation(Struct):
     """Number of the episode's messages before it; -1 in a run of a version that did not store it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory(Struct):
+class Trajectory(Struct, frozen=True, kw_only=True):
     """A finished episode."""
 
     run_id: str
@@ -191,16 +184,16 @@ class Trajectory(Struct):
     messages: list[Message]
     turns: list[Turn]
     branches: list[Branch]
-    postings: list[Posting] = field(default_factory=list)
+    postings: list[Posting] = msgspec.field(default_factory=list)
     """The sealed ledger."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    path: list[tuple[str, str, str]] = field(default_factory=list)
+    facts: dict[str, Any] = msgspec.field(default_factory=dict)
+    path: list[tuple[str, str, str]] = msgspec.field(default_factory=list)
     """The transitions taken: (source, event, dest)."""
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = msgspec.field(default_factory=dict)
     """tool_calls, tool_errors, user_turns, user_tokens (of a model that plays the user, where there are any), sampled_tokens, context_tokens, images, condensations, unreceived_replies."""
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = msgspec.field(default_factory=dict)
     """Wall time by state."""
-    condensations: list[Condensation] = field(default_factory=list)
+    condensations: list[Condensation] = msgspec.field(default_factory=list)
     """How the conversation was condensed, in order. `messages` holds all messages as they were said."""
 
     @property
@@ -217,17 +210,16 @@ def _short_reason(branch: Branch) -> str:
     return word if word in BRANCH_REASONS else "template"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodeScore(Struct):
+class EpisodeScore(Struct, frozen=True, kw_only=True):
     """The result of a finished episode under other reward rules, stored beside the result of its own rules."""
 
     outcome: Outcome
     """It has a failure if these rules cannot be applied, or if they would have led to another event."""
     rewards: list[dict[str, float]]
     """The rewards of each turn, by name."""
-    state_keys: list[str | None] = field(default_factory=list)
+    state_keys: list[str | None] = msgspec.field(default_factory=list)
     """`Turn.state_key` of each turn."""
-    postings: list[Posting] = field(default_factory=list)
+    postings: list[Posting] = msgspec.field(default_factory=list)
     """The sealed ledger."""
 
     def over(self, trajectory: Trajectory) -> Trajectory:

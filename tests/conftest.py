@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import built_structs  # noqa: F401  # before any module that makes a struct
 import httpx
 import pytest
 import structlog

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from engine.runner.evaluate import Sample, by_task, collect, compare
@@ -19,8 +18,7 @@ from engine.store.listing.heads import heads
 from engine.store.reader import RunReader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measure(Struct):
+class Measure(Struct, frozen=True, kw_only=True):
     """One measure of both runs over the tasks that both have; see `engine.runner.evaluate.Difference`."""
 
     name: str
@@ -32,8 +30,7 @@ class Measure(Struct):
     high: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side(Struct):
+class Side(Struct, frozen=True, kw_only=True):
     """The measured episodes of one task in one run. Failures that are not the policy's are not measured."""
 
     episodes: int
@@ -45,8 +42,7 @@ class Side(Struct):
     tokens: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskPair(Struct):
+class TaskPair(Struct, frozen=True, kw_only=True):
     """One task in both runs."""
 
     task: str
@@ -58,8 +54,7 @@ class TaskPair(Struct):
     """`better`, `worse` or `same`: by the mean reward, and by the part of solved episodes if the rewards are equal."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecDifference(Struct):
+class SpecDifference(Struct, frozen=True, kw_only=True):
     """A value that differs between the specs, the engines or the packages of two runs."""
 
     path: str
@@ -69,8 +64,7 @@ class SpecDifference(Struct):
     second: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunComparison(Struct):
+class RunComparison(Struct, frozen=True, kw_only=True):
     """Two runs, compared task by task."""
 
     first: str

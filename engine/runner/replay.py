@@ -154,7 +154,7 @@ def _unscored(stored: Trajectory, failure: Failure) -> EpisodeScore:
 
 def _pairs(left: Any, right: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(left, Struct) and type(left) is type(right):
-        for field in fields(left):  # type: ignore[arg-type]  # every struct is a dataclass
+        for field in fields(left):
             name = field.name
             yield from _pairs(getattr(left, name), getattr(right, name), f"{path}.{name}" if path else name)
     elif isinstance(left, dict) and isinstance(right, dict) and left.keys() == right.keys():

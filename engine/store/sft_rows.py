@@ -57,8 +57,7 @@ SFT_MEANINGS: dict[str, str] = {
 """The meaning of every column of a row for supervised fine-tuning, in order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftRow(Struct):
+class SftRow(Struct, frozen=True, kw_only=True):
     """One branch of an episode for supervised fine-tuning."""
 
     run_id: str

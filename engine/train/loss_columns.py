@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from engine.schemas.base import Struct
 from engine.store.rows.row import Doubles, Floats, TrainingRow
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossColumns(Struct):
+class LossColumns(Struct, frozen=True, kw_only=True):
     """A row with what its loss reads. n: the number of `row.places`."""
 
     row: TrainingRow
@@ -20,9 +19,9 @@ class LossColumns(Struct):
     """Those of the row, unless a critic, penalties or whitening changed them. float32 [n]."""
     proximal: Floats | None = None
     """The policy's log-probs before the first update of the batch, float32 [n]; None if they are not computed separately."""
-    weights: Doubles = field(default_factory=lambda: np.zeros(0))
+    weights: Doubles = msgspec.field(default_factory=lambda: np.zeros(0))
     """Loss weights, which depend on the mini-batch: float64 [n]."""
-    extra: Mapping[str, Doubles] = field(default_factory=dict)
+    extra: Mapping[str, Doubles] = msgspec.field(default_factory=dict)
     """Columns of other objectives by name, float64 [n] each. Of a critic: `values`, their targets `returns`, `has_value`, which is 1.0 on
     tokens before which a value is trained, and `value_weights`."""
 

@@ -12,8 +12,7 @@ Severity = Literal["error", "warning", "info"]
 """`error`: the loss is not the one that the rewards and samples mean. `warning`: it may be intended. `info`: something that the rows do not tell."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding(Struct):
+class Finding(Struct, frozen=True, kw_only=True):
     """One thing that is wrong with a row."""
 
     rule: str

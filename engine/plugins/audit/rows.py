@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from engine.errors import AuditError
@@ -19,8 +19,7 @@ MAX_ROWS = 1_000_000
 """Maximum number of rows of a file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignRow(Struct):
+class ForeignRow(Struct, frozen=True, kw_only=True):
     """One training row of another framework. `None` means that the framework's file does not have it."""
 
     place: str
@@ -58,7 +57,7 @@ class ForeignRow(Struct):
     """Whether it has images, whose tokens are not checked."""
     excluded: bool = False
     """Whether the framework leaves the row out of the loss."""
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = msgspec.field(default_factory=dict)
     """Other values of the row."""
 
     @property

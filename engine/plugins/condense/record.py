@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
+
+import msgspec
+from msgspec.structs import replace
 
 from engine.schemas.journal import RecordBase
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Block
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CondenseRecord(RecordBase):
+class CondenseRecord(RecordBase, frozen=True, kw_only=True):
     """The conversation was condensed, or could not be."""
 
     kind: Literal["condense"] = "condense"
     thread: list[int | Message] | None = None
     """What the model is shown from now on: numbers of messages, and messages that stand for others; None: nothing was shorter."""
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[Block] = msgspec.field(default_factory=list)
     """The new blocks."""
     before: int = 0
     """Tokens of the prompt before."""

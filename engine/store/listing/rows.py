@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
@@ -18,8 +17,7 @@ EPISODE = (
 """Columns of the index that `row_of` reads, in order, after `source`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Struct):
+class Row(Struct, frozen=True, kw_only=True):
     """One episode in a list. Values that are known only at its end are None before it."""
 
     run: str
@@ -76,8 +74,7 @@ class Row(Struct):
     task_fields: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page(Struct):
+class Page(Struct, frozen=True, kw_only=True):
     """A part of a list of episodes."""
 
     rows: list[Row]
@@ -89,8 +86,7 @@ class Page(Struct):
     """The message for the first of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cause(Struct):
+class Cause(Struct, frozen=True, kw_only=True):
     """A cause for which episodes failed or were ended by a limit."""
 
     failure: str | None
@@ -112,8 +108,7 @@ class Cause(Struct):
     """An expression that holds for exactly these failures or limits, for `Listing.page`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbours(Struct):
+class Neighbours(Struct, frozen=True, kw_only=True):
     """The episodes before and after one in a list."""
 
     previous: tuple[str, str] | None
@@ -124,8 +119,7 @@ class Neighbours(Struct):
     total: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Totals(Struct):
+class Totals(Struct, frozen=True, kw_only=True):
     """Sums over a list of episodes."""
 
     episodes: int

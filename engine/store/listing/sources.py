@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import StoreError, TrainError
@@ -19,8 +18,7 @@ EVALUATIONS = "evals"
 _STEP = re.compile(r"^step-(\d+)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source(Struct):
+class Source(Struct, frozen=True, kw_only=True):
     """One run store of a view."""
 
     key: str

@@ -11,7 +11,6 @@ The training may be running: files are read as they are now, an incomplete last 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from engine.store.training import BATCHES, METRICS, read_header
 _OF_A_LINE = frozenset({"step", "time"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curves(Struct):
+class Curves(Struct, frozen=True, kw_only=True):
     """Metrics by step."""
 
     steps: list[int]
@@ -37,8 +35,7 @@ class Curves(Struct):
     """By name: a value for each of `steps`; None where there is none or it was not finite."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group(Struct):
+class Group(Struct, frozen=True, kw_only=True):
     """The episodes of one task in a step."""
 
     number: int
@@ -49,8 +46,7 @@ class Group(Struct):
     """`used`: trained on; `left_out`: sampled, without a signal; `dropped`: cancelled or too old."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingStep(Struct):
+class TrainingStep(Struct, frozen=True, kw_only=True):
     """One step."""
 
     step: int
@@ -64,8 +60,7 @@ class TrainingStep(Struct):
     """An expression that holds for exactly its episodes, for `Listing.page`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRun(Struct):
+class EvaluationRun(Struct, frozen=True, kw_only=True):
     """One evaluation."""
 
     step: int
@@ -77,8 +72,7 @@ class EvaluationRun(Struct):
     """An expression that holds for exactly its episodes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overview(Struct):
+class Overview(Struct, frozen=True, kw_only=True):
     """What a training is, and how far it is."""
 
     folder: str

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     from engine.store.reader import RunReader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowBuilder(Struct):
+class RowBuilder(Struct, frozen=True, kw_only=True):
     """How rows are made from finished episodes."""
 
     credit: CreditSpec

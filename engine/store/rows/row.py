@@ -10,9 +10,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,8 +32,7 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowEpisode(Struct):
+class RowEpisode(Struct, frozen=True, kw_only=True):
     """What all rows of an episode share."""
 
     run_id: str = ""
@@ -43,13 +42,13 @@ class RowEpisode(Struct):
     """Position of the task in its source; None inside a trainer."""
     sample_index: int = 0
     seed: int = 0
-    turn_rewards: Doubles = field(default_factory=lambda: np.zeros(0))
+    turn_rewards: Doubles = msgspec.field(default_factory=lambda: np.zeros(0))
     """float64 [turns]."""
-    outcome: Outcome = field(default_factory=lambda: Outcome(state="", event=""))
+    outcome: Outcome = msgspec.field(default_factory=lambda: Outcome(state="", event=""))
     messages: Sequence[Message] = ()
     task_fields: Mapping[str, Any] | None = None
     """As stored; None inside a trainer."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = msgspec.field(default_factory=dict)
     metadata: Mapping[str, Any] | None = None
     """The origin of the rows; None inside a trainer."""
     placement: Where | None = None
@@ -67,8 +66,7 @@ class RowEpisode(Struct):
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowCredit(Struct):
+class RowCredit(Struct, frozen=True, kw_only=True):
     """From what a trainer computes the credit of a row again, with a critic's values or KL penalties."""
 
     members: Mapping[str, Member]
@@ -81,8 +79,7 @@ class RowCredit(Struct):
     """The advantage bonuses, float32 [n]; None if the spec has none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRow(Struct):
+class TrainingRow(Struct, frozen=True, kw_only=True):
     """One branch of an episode, with its rewards and its credit."""
 
     episode: RowEpisode
@@ -91,7 +88,7 @@ class TrainingRow(Struct):
     """The indices of the trained tokens, ascending: the branch's sampled tokens, less those of masked turns. int64 [n]."""
     trainable: bool
     """Whether the row may be trained on."""
-    advantages: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
+    advantages: Floats = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))
     """float32 [n]; empty if the row is not trainable, or needs values of a critic that nobody has."""
     unchecked_prompts: int = 0
     credit: RowCredit | None = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
+
+import msgspec
+from msgspec.structs import replace
 
 from engine.schemas.journal import RecordBase
 from engine.schemas.message import Message
@@ -12,15 +14,14 @@ from engine.schemas.reward import RewardEvent
 from sum_check.sums import CheckedSum
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SumCheckRecord(RecordBase):
+class SumCheckRecord(RecordBase, frozen=True, kw_only=True):
     """The sums of a reply were checked. It has all that the episode needs, so a replay checks nothing."""
 
     kind: Literal["sum_check"] = "sum_check"
-    sums: list[CheckedSum] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
+    sums: list[CheckedSum] = msgspec.field(default_factory=list)
+    messages: list[Message] = msgspec.field(default_factory=list)
     """The message to the model that lists its wrong sums; none if all are right."""
-    rewards: list[RewardEvent] = field(default_factory=list)
+    rewards: list[RewardEvent] = msgspec.field(default_factory=list)
 
     @property
     def event(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
 
@@ -19,8 +18,7 @@ _SUM = re.compile(r"[-0-9.,+*/×·÷−–%()$= ]+")
 _NUMBER = re.compile(r"[0-9,]*(?:\.([0-9]+))?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedSum(Struct):
+class CheckedSum(Struct, frozen=True, kw_only=True):
     """One sum of a text."""
 
     text: str

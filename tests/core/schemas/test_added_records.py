@@ -19,8 +19,9 @@ from engine.schemas.open_union import OneOf
 from engine.store.codec import read_entry
 
 MODULE = '''
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from engine.actions.action_facts import ActionFacts
 from engine.limit import Limit
@@ -30,12 +31,11 @@ from engine.schemas.message import Message
 from engine.schemas.sections import SpecSection
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RainRecord(RecordBase):
+class RainRecord(RecordBase, frozen=True, kw_only=True):
     """It rained."""
 
     kind: Literal["rain"] = "rain"
-    heard: list[Message] = field(default_factory=list)
+    heard: list[Message] = msgspec.field(default_factory=list)
     drops: int = 0
 
 

@@ -112,7 +112,7 @@ def _hints(struct: type[Struct]) -> dict[str, Any]:
 
 
 def _fields(struct: type[Struct]) -> list[str]:
-    return [field.name for field in fields(struct)]  # type: ignore[arg-type]
+    return [field.name for field in fields(struct)]
 
 
 @st.composite
