@@ -514,7 +514,9 @@ class Conversation:
         replies = self.form.replies
         self._undo = self._prompt = None
         parsed = replies.parse(ids, before=before, turn=turn, tools=self.tools or ())
-        sampled = None if replies.is_plain(parsed) else self.form.decode(ids)
+        sampled = parsed.sampled
+        if sampled is None and not replies.is_plain(parsed):
+            sampled = self.form.decode(ids)
         self._end = ReplyEnd(int(ids[-1]) if end > start else None, parsed.thinking, sampled)
         return self._replied(parsed, TurnPlace(self._at, start, end), ids)
 
@@ -553,7 +555,7 @@ class Conversation:
         view = views.of_reply(parsed, () if ids is None else ids)
         number = len(thread.messages)
         self.asked[place.branch] = AskedThread(thread, number, self.tools, self.whole, self._made)
-        if (parsed.attempts and not parsed.as_calls) or views.spells_tokens(view):
+        if not parsed.bare and ((parsed.attempts and not parsed.as_calls) or views.spells_tokens(view)):
             thread.verbatim[number] = view
         if self._opening is None:
             self._opening = number

@@ -15,9 +15,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.tokens.quoting import MARK
+
 IntVector = NDArray[np.int32]
 
 _OPEN, _CLOSE = "<think>", "</think>"
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _decode = json.JSONDecoder().raw_decode
 """`json.loads` without its outer layers, for text without white space around it."""
 _READ_ALIKE = {("renderers.qwen3", "Qwen3Renderer"), ("renderers.qwen3_vl", "Qwen3VLRenderer")}
@@ -41,6 +44,12 @@ class QwenReply(msgspec.Struct, frozen=True):
     tool_calls: list[QwenCall]
     reasoning_content: str | None = None
     reasoning_complete: bool | None = None
+    sampled: str | None = None
+    """The whole reply as text, where it ends with its one call and was decoded at once."""
+    texts: str = ""
+    """With `sampled`: its content and the inside of its call, which spell no added token."""
+    ending: str = ""
+    """With `sampled`: the token that ended it."""
 
 
 class QwenReader:
@@ -52,6 +61,7 @@ class QwenReader:
         call: The id of `<tool_call>`.
         call_end: The id of `</tool_call>`.
         think: The ids of `<think>` and `</think>`.
+        tagged: All added tokens begin with `<`.
     """
 
     def __init__(
@@ -62,14 +72,17 @@ class QwenReader:
         call: int,
         call_end: int,
         think: tuple[int, int],
+        tagged: bool,
     ) -> None:
         self._decode = decode
-        self._ends = ends
+        self._ends = {end: decode([end]) for end in ends}
+        """Ids that end a reply, and their texts."""
+        self._tagged = tagged
         self._call = call
         self._call_end = call_end
         self._opens = think[0]
         self._think = frozenset(think)
-        self._spelled = [struct.pack("i", mark) for mark in sorted(ends | self._think | {call, call_end})]
+        self._spelled = [struct.pack("i", mark) for mark in sorted({*ends, *self._think, call, call_end})]
 
     def read(self, array: IntVector, before: Sequence[int]) -> QwenReply | None:
         """The reply; None where the library must parse it.
@@ -85,6 +98,8 @@ class QwenReader:
             if ids[at] in self._ends:
                 if at + 1 < len(ids):
                     return None
+                if number == 2 and self._tagged and (reply := self._decoded_at_once(ids, marks)) is not None:
+                    return reply
                 ids, marks = ids[:at], marks[:number]
                 break
             if ids[at] in self._think:
@@ -92,6 +107,22 @@ class QwenReader:
         calls = self._calls(ids, marks)
         said = ids[: calls[0].token_span[0]] if calls else ids
         return QwenReply(self._decode(said).strip(), calls)
+
+    def _decoded_at_once(self, ids: list[int], marks: list[int]) -> QwenReply | None:
+        """A reply that ends with one call, cut as text; None where its texts may spell an added token, or text follows the call.
+
+        A text without `<` has no added token, and JSON without a backslash has none once it is read.
+        """
+        start, close, end = marks
+        if ids[start] != self._call or ids[close] != self._call_end:
+            return None
+        sampled, ending = self._decode(ids), self._ends[ids[end]]
+        content, _, rest = sampled.partition(_CALL)
+        raw, _, after = rest.partition(_CALL_END)
+        if "<" in content or "<" in raw or "\\" in raw or after.lstrip() != ending or MARK in sampled:
+            return None
+        call = _call(raw.strip(), (start, close + 1))
+        return QwenReply(content.strip(), [call], None, None, sampled, content + raw, ending)
 
     def _find(self, data: bytes) -> list[int]:
         """Positions of marks among ids of four bytes each, in order. Searching bytes is faster than comparing numbers."""
@@ -147,4 +178,5 @@ def qwen_reader(renderer: Any, tokenizer: Any) -> QwenReader | None:
         call=ids[0],
         call_end=ids[1],
         think=(think[0], think[1]),
+        tagged=all(token.startswith("<") for token in tokenizer.added),
     )

@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from engine.errors import RenderError
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.arguments import restored
@@ -40,23 +42,24 @@ _SECTION = re.compile(r"tool[_▁]calls|_section_")
 """The tokens that begin and end a section of calls, by their names."""
 
 
-class TokenParse:
+class TokenParse(msgspec.Struct, eq=False):
     """The parts of one reply, as a family's parser found them."""
 
-    __slots__ = ("after", "attempts", "calls_end_it", "content", "reasoning", "thinking", "whole")
-
-    def __init__(self, content: str, reasoning: str | None, attempts: list[ToolCall | MalformedCall]) -> None:
-        self.content = content
-        self.reasoning = reasoning
-        self.attempts = attempts
-        self.thinking = False
-        """It ended inside its reasoning."""
-        self.whole = False
-        """`content` is the whole reply."""
-        self.calls_end_it = True
-        """There is no text between the calls or after them."""
-        self.after = ""
-        """The text after the reasoning, calls included. Only set where there are calls."""
+    content: str
+    reasoning: str | None
+    attempts: list[ToolCall | MalformedCall]
+    thinking: bool = False
+    """It ended inside its reasoning."""
+    whole: bool = False
+    """`content` is the whole reply."""
+    calls_end_it: bool = True
+    """There is no text between the calls or after them."""
+    after: str = ""
+    """The text after the reasoning, calls included. Only set where there are calls."""
+    sampled: str | None = None
+    """The whole reply as text, the token that ended it included, where it was decoded at once; `texts` spell no added token then."""
+    texts: str = ""
+    """With `sampled`: its content and the inside of its calls."""
 
 
 class Harmony:
@@ -153,10 +156,14 @@ class FamilyReader:
         Raises:
             RenderError: The library's parser failed.
         """
-        if len(ids) and int(ids[-1]) in self._foreign:
+        foreign = bool(len(ids)) and int(ids[-1]) in self._foreign
+        if foreign:
             ids = ids[:-1]
         read = self._read(ids, before.tolist(), tools)
         attempts = [_attempt(call, f"{prefix}_{index}", tools) for index, call in enumerate(read.tool_calls)]
+        if type(read) is QwenReply and read.sampled is not None and not foreign:
+            after = read.sampled.removesuffix(read.ending)
+            return TokenParse(read.content, None, attempts, after=after, sampled=read.sampled, texts=read.texts)
         found = TokenParse(read.content, read.reasoning_content, attempts)
         if read.reasoning_complete is False:
             found.thinking, found.reasoning = True, (found.reasoning or "").strip("\n")
@@ -249,7 +256,8 @@ def _attempt(call: Any, id_: str, tools: Sequence[View]) -> ToolCall | Malformed
     status = str(call.status)
     arguments = call.arguments
     try:
-        if isinstance(call.name, str) and isinstance(arguments, dict):
+        plain = "<" not in call.raw and "None" not in call.raw  # nothing to restore
+        if not (plain and status == "ok") and isinstance(call.name, str) and isinstance(arguments, dict):
             arguments, permitted = restored(call.name, arguments, call.raw, tools)
             if status == "invalid_json" and permitted:
                 status = "ok"

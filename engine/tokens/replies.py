@@ -47,6 +47,10 @@ class ParsedReply(msgspec.Struct, frozen=True):
     """A template can show the calls as calls: all were read, and no text follows them."""
     whole: bool = False
     """`content` is all that was sampled, except white space at its edges and the token that ended it."""
+    sampled: str | None = None
+    """All that was sampled, as text, where that was decoded at once."""
+    bare: bool = False
+    """It ends with its calls, which are shown as calls, and no text of it spells an added token or has anything that the template looks for."""
 
 
 class ReplyParser:
@@ -121,21 +125,27 @@ class ReplyParser:
 
     def is_plain(self, parsed: ParsedReply) -> bool:
         """Whether a reply is text in which the template looks for nothing, so that the checks of probes hold for it."""
-        special = self._form.inspected
-        body = parsed.body
-        return parsed.whole and (special is None or special.search(body) is None) and bool(body) and not body.isspace()
+        if not parsed.whole:
+            return False
+        special, body = self._form.inspected, parsed.body
+        return (special is None or special.search(body) is None) and bool(body) and not body.isspace()
 
     def _parse_by_token(
         self, reader: FamilyReader, ids: IntVector, before: IntVector, turn: int, tools: Sequence[View]
     ) -> ParsedReply:
-        found = reader.read(ids, before, f"call_{turn}", tools, self._form.knows_reasoning)
-        if not found.attempts:
-            return ParsedReply(found.content, found.reasoning, [], found.content, found.thinking, True, found.whole)
-        read = MalformedCall not in map(type, found.attempts)
-        as_calls = read and self._can_show(len(found.attempts)) and found.calls_end_it
-        body = found.content if as_calls else found.after
+        parse, special = (
+            reader.read(ids, before, f"call_{turn}", tools, self._form.knows_reasoning),
+            self._form.inspected,
+        )
+        if not parse.attempts:
+            return ParsedReply(parse.content, parse.reasoning, [], parse.content, parse.thinking, True, parse.whole)
+        read = MalformedCall not in map(type, parse.attempts)
+        as_calls = read and self._can_show(len(parse.attempts)) and parse.calls_end_it
+        body = parse.content if as_calls else parse.after
+        bare = as_calls and parse.sampled is not None and (special is None or special.search(parse.texts) is None)
+        content = parse.content if read else body
         return ParsedReply(
-            found.content if read else body, found.reasoning, found.attempts, body, found.thinking, as_calls
+            content, parse.reasoning, parse.attempts, body, parse.thinking, as_calls, False, parse.sampled, bare
         )
 
     def _parse_text(self, text: str, turn: int, tools: Sequence[View], opened: bool) -> ParsedReply:

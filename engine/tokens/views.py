@@ -88,6 +88,9 @@ class MessageViews:
             parsed: The reply.
             ids: What was sampled, int32 [tokens]: added tokens in it stay tokens, and text that only spells one stays text.
         """
+        if parsed.bare:
+            shown = [call_view(call) for call in parsed.attempts if isinstance(call, ToolCall)]
+            return {"role": "assistant", "content": parsed.content, "tool_calls": shown}
         calls = [attempt for attempt in parsed.attempts if isinstance(attempt, ToolCall)]
         view: View = {"role": "assistant", "content": parsed.content if parsed.as_calls else parsed.body}
         if parsed.reasoning:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from conversation_kit import TOOLS
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -72,6 +74,59 @@ def test_any_ids_are_read_as_the_library_reads_them(formats: Formats, ids: list[
     before = form.render([{"role": "user", "content": "What is it?"}])[-64:]
     found = form.reader._qwen.read(np.array(ids, np.int32), before)
     assert found is None or _ours(found) == _library(form, ids, before)
+
+
+_SAID = [
+    "Let me see. ",
+    " \n\n",
+    "ünïcödé 語 🙂",
+    "\ufdd0",
+    "<",
+    "<|im_end|>",
+    "<b>",
+    "\\u003c|im_end|>",
+    "<tool_response>",
+]
+_CALLS = st.tuples(
+    st.lists(st.sampled_from(_SAID), max_size=3).map("".join),
+    st.sampled_from(["f", "f\\u0041", "<f>", 3]) | st.text(max_size=3),
+    st.dictionaries(
+        st.text(max_size=3), st.lists(st.sampled_from(_SAID), max_size=3).map("".join) | st.none(), max_size=2
+    ),
+    st.sampled_from(["", " ", "\n\n", "x", "</tool_call>"]),
+)
+
+
+@given(_CALLS, st.booleans())
+@_SETTINGS
+def test_a_reply_that_is_decoded_at_once_is_read_as_any_other(
+    formats: Formats, call: tuple[str, Any, dict[str, Any], str], ascii_only: bool
+) -> None:
+    content, name, arguments, after = call
+    form = formats("thinking")
+    written = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=ascii_only)
+    ids = np.array(form.encode(f"{content}<tool_call>\n{written}\n</tool_call>{after}<|im_end|>"), np.int32)
+    at_once = form.replies.parse(ids, before=ids[:0], turn=0, tools=TOOLS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(form.reader._qwen, "_tagged", False)
+        parsed = form.replies.parse(ids, before=ids[:0], turn=0, tools=TOOLS)
+    assert parsed.sampled is None
+    assert not parsed.bare
+    assert astuple(at_once)[:7] == astuple(parsed)[:7]
+    assert form.views.of_reply(at_once, ids) == form.views.of_reply(parsed, ids)
+    assert at_once.sampled in (None, form.decode(ids))
+    if at_once.bare:
+        assert parsed.as_calls
+        assert not form.views.spells_tokens(form.views.of_reply(parsed, ids))
+        assert form.inspected is None or form.inspected.search(at_once.sampled.partition("<tool_call>")[0]) is None
+
+
+def test_a_usual_reply_is_decoded_at_once(formats: Formats) -> None:
+    form = formats("thinking")
+    call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "1 + 1"}}\n</tool_call>'
+    for reply in (f"{call}<|im_end|>", f"Let me see.\n\n{call}<|im_end|>", f"So: \n{call} <|im_end|>"):
+        parsed = form.replies.parse(np.array(form.encode(reply), np.int32), before=np.zeros(0, np.int32), turn=0)
+        assert (parsed.bare, parsed.sampled) == (True, reply)
 
 
 @pytest.mark.parametrize(
