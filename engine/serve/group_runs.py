@@ -179,7 +179,7 @@ class GroupRuns:
             del self._groups[key]
         small = self._rows.is_small(trajectories, request.samples)
         of_run = [
-            replace(each, run_id=self._store.run_id) for each in trajectories
+            replace(trajectory, run_id=self._store.run_id) for trajectory in trajectories
         ]  # a driver's store has an id of its own
         rows = [] if small else self._rows.rows(of_run)
         digests = {image.image for row in rows for image in row.branch.images}
@@ -188,14 +188,14 @@ class GroupRuns:
         stored = [self._reader.image(digest) for digest in sorted(digests)]
         episodes = [
             {
-                "episode_id": each.episode_id,
-                "reward": each.outcome.reward,
-                "rewards": each.outcome.rewards,
-                "trainable": each.outcome.trainable,
-                "solved": each.outcome.solved,
-                "failure": each.outcome.failure.kind if each.outcome.failure else None,
+                "episode_id": trajectory.episode_id,
+                "reward": trajectory.outcome.reward,
+                "rewards": trajectory.outcome.rewards,
+                "trainable": trajectory.outcome.trainable,
+                "solved": trajectory.outcome.solved,
+                "failure": trajectory.outcome.failure.kind if trajectory.outcome.failure else None,
             }
-            for each in trajectories
+            for trajectory in trajectories
         ]
         about = {
             "rows": len(rows),
@@ -204,7 +204,7 @@ class GroupRuns:
             "signal": not without_signal(rows),
             "left_out": None if rows else "too_few_episodes" if small else "no_rows",
         }
-        return ReadyGroup(note | about, rows, {each.digest: (each.mime, each.data) for each in stored})
+        return ReadyGroup(note | about, rows, {image.digest: (image.mime, image.data) for image in stored})
 
     async def _episodes(self, runner: Runner | DriverRollouts, task: Task, samples: int) -> list[Trajectory]:
         try:
@@ -212,7 +212,7 @@ class GroupRuns:
                 works = [running.create_task(self._episode(runner, task, sample)) for sample in range(samples)]
         except BaseExceptionGroup as several:
             raise first_of(several) from None
-        return [each for work in works if (each := work.result()) is not None]
+        return [trajectory for work in works if (trajectory := work.result()) is not None]
 
     async def _episode(self, runner: Runner | DriverRollouts, task: Task, sample: int) -> Trajectory | None:
         episode = episode_id_of(task.id, sample)

@@ -136,7 +136,7 @@ class JsonWriter:
         """See `WireWriter`."""
         lines = []
         for columns, data in zip(columns_of(rows), _image_data(rows, images), strict=True):
-            shown = [each | {"data": base64.b64encode(each["data"]).decode()} for each in data]
+            shown = [image | {"data": base64.b64encode(image["data"]).decode()} for image in data]
             experts = columns["routed_experts"]
             columns["routed_experts"] = None if experts is None else experts_as_text(experts)
             columns["image_data"] = shown

@@ -172,10 +172,10 @@ def describe_types() -> dict[str, str]:
     """Return the type of every column in words, such as `list of int32`, by the column's path."""
     import pyarrow as pa
 
-    found: dict[str, str] = {}
+    types: dict[str, str] = {}
 
     def visit(path: str, type_: pa.DataType) -> None:
-        found[path] = _type_in_words(type_)
+        types[path] = _type_in_words(type_)
         inner = type_.value_type if pa.types.is_list(type_) else type_
         if pa.types.is_struct(inner):
             for field in inner:
@@ -183,7 +183,7 @@ def describe_types() -> dict[str, str]:
 
     for column in arrow_schema():
         visit(column.name, column.type)
-    return found
+    return types
 
 
 def _type_in_words(type_: pa.DataType) -> str:

@@ -59,7 +59,7 @@ class Publisher:
 
     def ready(self) -> list[str]:
         """Return the tasks of which every episode in the store is done and one is not published, in order."""
-        found: dict[str, bool] = {}
+        finished: dict[str, bool] = {}
         blocked: set[str] = set()
         with self._store.snapshot() as connection:
             dropped = "AND number NOT IN (SELECT episode FROM dropped)" if has_table(connection) else ""
@@ -68,8 +68,8 @@ class Publisher:
                 if status != "done":
                     blocked.add(task)
                 elif (episode, attempt) not in self._done:
-                    found[task] = True
-        return [task for task in found if task not in blocked]
+                    finished[task] = True
+        return [task for task in finished if task not in blocked]
 
     def publish(self, tasks: Sequence[str]) -> str | None:
         """Publish the finished episodes of tasks as one part, and return its name; None if there is nothing new.
@@ -83,11 +83,11 @@ class Publisher:
             if not copied:
                 return None
             part = Part(self._driver, self._next)
-            own = RunReader(folder, self._store.header)
+            copy = RunReader(folder, self._store.header)
             rows = folder / "rows.parquet"
-            _write_rows(own, rows)
+            _write_rows(copy, rows)
             marks = folder / "episodes.parquet"
-            _write_summaries(own, marks, part)
+            _write_summaries(copy, marks, part)
             self._place.put(folder / database.FILE, f"{part.name}.db")
             self._place.put(rows, f"{part.name}.parquet")
             self._place.put(marks, part.mark)
@@ -105,10 +105,10 @@ def _noted(log: Path) -> Iterator[tuple[str, int]]:
         return
     for line in lines:
         try:
-            told = json.loads(line)
+            entry = json.loads(line)
         except ValueError:
             continue
-        yield from ((episode, attempt) for episode, attempt in told["episodes"])
+        yield from ((episode, attempt) for episode, attempt in entry["episodes"])
 
 
 def _note(log: Path, part: Part, episodes: Sequence[tuple[str, int]]) -> None:
@@ -136,11 +136,11 @@ def _copy(store: RunReader, folder: Path, tasks: Sequence[str], without: set[tup
         if connection.execute("PRAGMA driver.user_version").fetchone()[0] == database.COMPACTED_VERSION:
             dropped = "AND number NOT IN (SELECT episode FROM driver.dropped)"
         query = f"SELECT id, attempt FROM driver.episodes WHERE task_id = ? AND status = 'done' {dropped}"
-        found: list[tuple[str, int]] = []
+        episodes: list[tuple[str, int]] = []
         for task in dict.fromkeys(tasks):
             group = connection.execute(query, (task,)).fetchall()
-            if any(each not in without for each in group):
-                found += group
+            if any(episode not in without for episode in group):
+                episodes += group
                 connection.execute("INSERT INTO main.tasks SELECT * FROM driver.tasks WHERE id = ?", (task,))
                 connection.execute(
                     f"INSERT INTO main.episodes SELECT * FROM driver.episodes WHERE task_id = ? AND status = 'done' {dropped}",
@@ -153,15 +153,15 @@ def _copy(store: RunReader, folder: Path, tasks: Sequence[str], without: set[tup
         row = connection.execute("SELECT * FROM driver.run").fetchone()
         connection.execute("INSERT INTO main.run VALUES (?, ?, ?, ?, ?, 'done', ?)", (*row[:5], row[6]))
         connection.execute("INSERT INTO main.openings SELECT * FROM driver.openings")
-        digests = [(each,) for each in sorted(mentioned_images(connection))]
+        digests = [(digest,) for digest in sorted(mentioned_images(connection))]
         connection.executemany("INSERT INTO main.images SELECT * FROM driver.images WHERE digest = ?", digests)
         connection.execute(f"CREATE TABLE main.{TOOLS} (line BLOB NOT NULL)")
-        lines = ToolSchemas(store.folder).lines(episode for episode, _ in found)
+        lines = ToolSchemas(store.folder).lines(episode for episode, _ in episodes)
         connection.executemany(f"INSERT INTO main.{TOOLS} VALUES (?)", [(line,) for line in lines])
         connection.execute("COMMIT")
         connection.execute("DETACH driver")
         connection.execute("PRAGMA journal_mode = DELETE")
-    return found
+    return episodes
 
 
 def _write_rows(store: RunReader, file: Path) -> None:
@@ -201,14 +201,14 @@ def _write_summaries(store: RunReader, file: Path, part: Part) -> None:
     for field, values in zip(schema, zip(*rows, strict=True), strict=True):
         boolean = pa.types.is_boolean(field.type)
         columns.append(
-            pa.array([None if each is None else bool(each) for each in values] if boolean else values, field.type)
+            pa.array([None if value is None else bool(value) for value in values] if boolean else values, field.type)
         )
-    told = {
+    about = {
         "version": VERSION,
         "run_id": store.run_id,
         "spec": store.header.name,
         "part": part.name,
         "images": store.image_digests(),
     }
-    table = pa.Table.from_arrays(columns, schema=schema.with_metadata({META: codec.json_of(told)}))
+    table = pa.Table.from_arrays(columns, schema=schema.with_metadata({META: codec.json_of(about)}))
     pq.write_table(table, file, compression="zstd")

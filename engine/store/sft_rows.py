@@ -243,8 +243,8 @@ def shown_messages(trajectory: Trajectory, turn: int) -> tuple[list[Message], li
         thread = newest.thread
         start = newest.said if newest.said >= 0 else replies[newest.turn + 1]
     thread = [*thread, *range(start, replies[turn] + 1)]
-    messages = [trajectory.messages[each] if isinstance(each, int) else each for each in thread]
-    return messages, [each if isinstance(each, int) else -1 for each in thread]
+    messages = [trajectory.messages[entry] if isinstance(entry, int) else entry for entry in thread]
+    return messages, [entry if isinstance(entry, int) else -1 for entry in thread]
 
 
 def _openai(message: Message, in_parts: bool) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Group:
     @property
     def why_no_rows(self) -> str:
         """For a log, of a group without rows."""
-        if self.small and any(each.outcome.trainable for each in self.trajectories):
+        if self.small and any(trajectory.outcome.trainable for trajectory in self.trajectories):
             return "the group has fewer trainable episodes than `train.min_group`"
         return "no episode of the group can be trained on"
 
@@ -99,7 +99,7 @@ class Batch:
         Args:
             faults: Episodes that the engine could not finish.
         """
-        outcomes = [each.outcome for group in self.left_out for each in group.trajectories]
+        outcomes = [trajectory.outcome for group in self.left_out for trajectory in group.trajectories]
         listed = ", ".join(f"{name} {count}" for name, count in Counter(map(label, outcomes)).most_common(4))
         failures = [outcome.failure.message for outcome in outcomes if outcome.failure is not None]
         if failures:
@@ -107,7 +107,9 @@ class Batch:
         if faults:
             listed = f"{listed}{'; ' if listed else ''}{len(faults)} could not be finished, for example {faults[0]}"
         if small := sum(
-            any(each.outcome.trainable for each in group.trajectories) for group in self.left_out if group.small
+            any(trajectory.outcome.trainable for trajectory in group.trajectories)
+            for group in self.left_out
+            if group.small
         ):
             listed += f"; {small} groups have fewer trainable episodes than `train.min_group`"
         return TrainError(
@@ -129,7 +131,7 @@ class Batch:
         episodes = max(summary.episodes, 1)
         turns = sum(count for _, count in summary.turn_rewards)
         masked = summary.episodes - summary.trainable
-        told = {
+        metrics = {
             "reward/mean": summary.mean_reward,
             "episode/solved": summary.solved / episodes,
             "episode/turns": turns / episodes,
@@ -145,19 +147,19 @@ class Batch:
             "rollout/regenerated_tokens": float(sum(group.regenerated_tokens for group in groups)),
             "rollout/dropped_stale_groups": float(len(self.stale)),
         }
-        told |= {f"reward/{name}": value / episodes for name, value in sorted(summary.names.items())}
-        told |= {f"reward/turn/{turn}": total / count for turn, (total, count) in enumerate(summary.turn_rewards)}
+        metrics |= {f"reward/{name}": value / episodes for name, value in sorted(summary.names.items())}
+        metrics |= {f"reward/turn/{turn}": total / count for turn, (total, count) in enumerate(summary.turn_rewards)}
         for name, sums in summary.sources.items():
-            told |= {f"source/{name}/episodes": float(sums.episodes)}
+            metrics |= {f"source/{name}/episodes": float(sums.episodes)}
             if sums.episodes:
-                told |= {
+                metrics |= {
                     f"source/{name}/reward": sums.reward / sums.episodes,
                     f"source/{name}/solved": sums.solved / sums.episodes,
                 }
         if summary.unchecked_prompts:
-            told["rollout/unchecked_prompts"] = float(summary.unchecked_prompts)
-        told |= {f"outcome/{name}": count / episodes for name, count in sorted(summary.outcomes.items())}
-        return told | self._staleness()
+            metrics["rollout/unchecked_prompts"] = float(summary.unchecked_prompts)
+        metrics |= {f"outcome/{name}": count / episodes for name, count in sorted(summary.outcomes.items())}
+        return metrics | self._staleness()
 
     def _staleness(self) -> dict[str, float]:
         behind: Counter[int] = Counter()
@@ -219,7 +221,7 @@ class GroupBuilder:
 
     def is_small(self, trajectories: Sequence[Trajectory], samples: int) -> bool:
         """Whether a group of `samples` episodes has fewer trainable ones than credit needs (`train.min_group`)."""
-        trainable = sum(each.outcome.trainable and bool(each.turns) for each in trajectories)
+        trainable = sum(trajectory.outcome.trainable and bool(trajectory.turns) for trajectory in trajectories)
         return trainable < self._train.smallest_group(self._builder.credit, samples)
 
     def rows(self, trajectories: Sequence[Trajectory]) -> list[TrainingRow]:
@@ -231,14 +233,14 @@ class GroupBuilder:
         """
         overlong = self._train.overlong
         if isinstance(overlong, OverlongPenalty):
-            trajectories = [penalized(each, overlong, self._most) for each in trajectories]
+            trajectories = [penalized(trajectory, overlong, self._most) for trajectory in trajectories]
         rows = [row for row in self._builder.rows(trajectories) if row.trainable]
         if overlong == "mask":
-            turns = {each.episode_id: cut_turns(each) for each in trajectories}
+            turns = {trajectory.episode_id: cut_turns(trajectory) for trajectory in trajectories}
             masked = (mask_turns(row, turns[row.episode.episode_id]) for row in rows)
             rows = [row for row in masked if len(row.places)]
         if self._builder.credit.needs_values:
-            last = {each.episode_id: self._last_branch(each) for each in trajectories}
+            last = {trajectory.episode_id: self._last_branch(trajectory) for trajectory in trajectories}
             rows = [_with_cut(row, last[row.episode.episode_id] == row.branch.index) for row in rows]
         for bonus, function in self._bonuses:
             rows = [
@@ -306,6 +308,8 @@ def whitened_advantages(advantages: Sequence[Floats]) -> list[Floats]:
 
 def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine metrics of several updates: the maximum for names that end in `max`, else the mean over the updates that have it."""
-    names = dict.fromkeys(name for each in metrics for name in each)
-    found = {name: [each[name] for each in metrics if name in each] for name in names}
-    return {name: max(values) if name.endswith("max") else sum(values) / len(values) for name, values in found.items()}
+    names = dict.fromkeys(name for of_update in metrics for name in of_update)
+    of_name = {name: [of_update[name] for of_update in metrics if name in of_update] for name in names}
+    return {
+        name: max(values) if name.endswith("max") else sum(values) / len(values) for name, values in of_name.items()
+    }

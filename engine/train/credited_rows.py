@@ -77,7 +77,7 @@ def credited_columns(
         plain = advantages
         if values is not None and (targets is not None or any(member.ledger.parts for member in members.values())):
             # a value counts all rewards, whichever tokens they are for
-            without_parts = [replace(each, ledger=replace(each.ledger, parts=())) for each in members.values()]
+            without_parts = [replace(member, ledger=replace(member.ledger, parts=())) for member in members.values()]
             plain = credit_tokens(targets or credit, without_parts)
         for episode, of_turns, of_values in zip(members, advantages, plain, strict=True):
             if episode in turns:

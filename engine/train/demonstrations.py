@@ -90,20 +90,20 @@ def files_of(loaded: LoadedSpec) -> list[Path]:
     """
     named = _data_of(loaded)[0].path
     files: list[Path] = []
-    for number, each in enumerate([named] if isinstance(named, str) else named):
+    for number, name in enumerate([named] if isinstance(named, str) else named):
         at = PATH if isinstance(named, str) else (*PATH, number)
-        path = loaded.resolve(each, at)
+        path = loaded.resolve(name, at)
         if path.is_dir():
-            found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+            paths = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
         else:
-            found = [path] if path.is_file() else []
-        if not found or any(file.suffix not in SUFFIXES for file in found):
-            what = "is not a file of `engine export`" if found else "does not exist, or is a folder without such files"
+            paths = [path] if path.is_file() else []
+        if not paths or any(file.suffix not in SUFFIXES for file in paths):
+            what = "is not a file of `engine export`" if paths else "does not exist, or is a folder without such files"
             raise TrainError(
                 f"{loaded.origin(at)}: `train.data.path`: {path} {what}; write rows with `engine export RUN --format jsonl`",
                 kind="train_setup",
             )
-        files += found
+        files += paths
     return files
 
 
@@ -176,7 +176,7 @@ class Demonstrations:
     def _read(self) -> str:
         places: dict[tuple[int, str, str], list[_Place]] = {}
         seen: set[str] = set()
-        whole = blake2b(digest_size=16)
+        digest = blake2b(digest_size=16)
         for number, (file, rows) in enumerate(zip(self.files, self._sources, strict=True)):
             try:
                 for position, row in enumerate(facts_of(file, rows)):
@@ -187,7 +187,7 @@ class Demonstrations:
                     if reason is not None:
                         self.left_out[reason] += 1
                         continue
-                    whole.update(bytes.fromhex(row.identity))
+                    digest.update(bytes.fromhex(row.identity))
                     self.longest, self.largest_id = max(self.longest, row.tokens), max(self.largest_id, row.largest_id)
                     self.tokens += row.trained
                     for image in row.images:
@@ -195,8 +195,8 @@ class Demonstrations:
                     places.setdefault((number, row.run, row.episode), []).append(_Place(number, position))
             except (RowFault, OSError) as error:
                 raise TrainError(f"{file}: {error}", kind="train_setup") from error
-        self._episodes = [tuple(found) for found in places.values()]
-        return whole.hexdigest()
+        self._episodes = [tuple(episode) for episode in places.values()]
+        return digest.hexdigest()
 
     def _reason(self, row: RowFacts) -> str | None:
         """Why a row is not trained on; None if it is."""
@@ -282,7 +282,7 @@ class Demonstrations:
         folders = [TensorFolder(images_folder(file)) for file in self.files]
 
         def read(digest: str) -> Tensors | None:
-            return next((found for folder in folders if (found := folder.read(digest)) is not None), None)
+            return next((tensors for folder in folders if (tensors := folder.read(digest)) is not None), None)
 
         for digest, number in self._images.items():
             if not any(folder.has(digest) for folder in folders):
@@ -300,7 +300,9 @@ def _check_text(columns: Columns, form: ChatFormat, file: Path) -> None:
     Raises:
         TrainError: kind `train_setup`: they have not: the row is of a model with another tokenizer.
     """
-    message: dict[str, Any] = next((each for each in columns.get("messages") or [] if each["role"] == "user"), {})
+    message: dict[str, Any] = next(
+        (message for message in columns.get("messages") or [] if message["role"] == "user"), {}
+    )
     content = message.get("content")
     listed = (
         content if isinstance(content, list) else message.get("parts") or []
@@ -308,8 +310,8 @@ def _check_text(columns: Columns, form: ChatFormat, file: Path) -> None:
     parts = [part["text"] for part in listed if part["type"] == "text"] or (
         [content] if isinstance(content, str) else []
     )
-    text = next((each for each in parts if each), "")
-    wanted, decoded = ("".join(each.split()) for each in (text, form.decode(columns["input_ids"])))
+    text = next((part for part in parts if part), "")
+    wanted, decoded = ("".join(words.split()) for words in (text, form.decode(columns["input_ids"])))
     if wanted in decoded or "***" in text or "${" in text:  # secrets are masked in messages
         return
     model = (columns.get("metadata") or {}).get("model", "another model")

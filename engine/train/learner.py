@@ -143,10 +143,10 @@ class Learner:
             vision.bank.receive(images)
         self.updates = 0
         spec = self._spec
-        told: list[dict[str, float]] = []
+        metrics: list[dict[str, float]] = []
         if self.critic is not None:
             self._only_critic = step < self.critic.spec.warmup_steps
-        columns = self._credited(rows, told)
+        columns = self._credited(rows, metrics)
         if self._recompute:
             columns = self._with_proximal(columns)
         length = self._length
@@ -161,13 +161,13 @@ class Learner:
                 if self.updates == most_updates:
                     break
                 if number < spec.update_epochs:
-                    told.append(self._update(part, self.critic if number < critic_epochs else None))
+                    metrics.append(self._update(part, self.critic if number < critic_epochs else None))
                 else:
-                    told.append(self._update_critic(part))
+                    metrics.append(self._update_critic(part))
                 self._length = length  # only now: a step without an update is not made, and leaves nothing
         if self._measures_length and length is not None:
-            told.append({"loss/length": length})
-        return mean_metrics(told) | {"lr": rate, "updates": float(self.updates)}
+            metrics.append({"loss/length": length})
+        return mean_metrics(metrics) | {"lr": rate, "updates": float(self.updates)}
 
     def use_longest_episode(self) -> None:
         """Take the longest possible episode as the constant of `dr_grpo`, for a training that began before it was measured."""
@@ -275,9 +275,9 @@ class Learner:
         """Make one optimizer step of the critic alone."""
         assert self.critic is not None
         packs = self._assigned(_rows(columns))
-        told = update_critic(self.critic, self.policy, with_value_weights(columns), packs, self.process_group)
+        metrics = update_critic(self.critic, self.policy, with_value_weights(columns), packs, self.process_group)
         self.updates += 1
-        return told
+        return metrics
 
     def _update(self, columns: Sequence[LossColumns], critic: Critic | None) -> dict[str, float]:
         """Make one optimizer step, of the critic too if one is passed."""
@@ -288,14 +288,14 @@ class Learner:
             tokens = gather_tokens(pack, columns, self.policy, critic, self._spec)
             tokens = tokens if counts else _with_zero_loss_weights(tokens)
             part, counted = objective(self._spec, tokens)
-            whole = part
+            total = part
             if critic is not None and tokens.valued is not None:
                 of_values, counted_values = value_objective(critic.spec, tokens.valued)
-                whole = part + critic.spec.loss_factor * of_values
+                total = part + critic.spec.loss_factor * of_values
                 value_loss += float(of_values.detach())
                 counted.merge(counted_values)
-            if whole.requires_grad:
-                whole.backward()  # type: ignore[no-untyped-call]
+            if total.requires_grad:
+                total.backward()  # type: ignore[no-untyped-call]
             if counts:
                 loss += float(part.detach())
                 metrics.merge(counted)
@@ -309,12 +309,12 @@ class Learner:
             for *_, counted in parts:
                 metrics.merge(counted)
         norm = self.process_group.clip_grad_norm(self._parameters, self._spec.optimizer.max_grad_norm or math.inf)
-        told = {"loss": loss, "grad_norm": norm}
+        norms = {"loss": loss, "grad_norm": norm}
         if critic is not None:
-            told["critic/grad_norm"] = critic.clip_gradients()
-        if not all(math.isfinite(number) for number in (*told.values(), value_loss)):
+            norms["critic/grad_norm"] = critic.clip_gradients()
+        if not all(math.isfinite(number) for number in (*norms.values(), value_loss)):
             self._zero_gradients()
-            raise TrainError(_not_finite(told), kind="diverged")
+            raise TrainError(_not_finite(norms), kind="diverged")
         if critic is not None:
             critic.update()
         if not self._only_critic:
@@ -322,7 +322,7 @@ class Learner:
             self._masters.publish()
         self._zero_gradients()
         self.updates += 1
-        return metrics.result() | told
+        return metrics.result() | norms
 
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -214,7 +214,7 @@ def _row_experts(index: int, given: np.ndarray | None, form: tuple[int, ...], en
     Raises:
         TrainError: kind `train_setup`: they have another form than those of the other rows.
     """
-    found = np.full((end, *form), -1, np.int32)
+    experts = np.full((end, *form), -1, np.int32)
     if given is not None:
         if given.shape[1:] != form:
             raise TrainError(
@@ -222,8 +222,8 @@ def _row_experts(index: int, given: np.ndarray | None, form: tuple[int, ...], en
                 "they sampled with another model?",
                 kind="train_setup",
             )
-        found[: len(given)] = given[:end]
-    return found
+        experts[: len(given)] = given[:end]
+    return experts
 
 
 def _common_prefix(one: _RowTokens, other: _RowTokens) -> int:
@@ -311,10 +311,10 @@ def _build_pack(lines: list[_RowTokens], common: list[int], share: bool, min_sha
         segments=tuple(segments),
         rows=tuple(lines[number].row for number in order),
         paths=tuple(paths[number] for number in order),
-        sources=_concatenated([places[number][found - 1] for number, found in zip(order, trained, strict=True)]),
-        labels=_concatenated([lines[number].ids[found] for number, found in zip(order, trained, strict=True)]),
+        sources=_concatenated([places[number][tokens - 1] for number, tokens in zip(order, trained, strict=True)]),
+        labels=_concatenated([lines[number].ids[tokens] for number, tokens in zip(order, trained, strict=True)]),
         row=_concatenated(
-            [np.full(len(found), lines[number].row) for number, found in zip(order, trained, strict=True)]
+            [np.full(len(tokens), lines[number].row) for number, tokens in zip(order, trained, strict=True)]
         ),
         token=_concatenated(trained),
         images=tuple(images[start] for start in sorted(images)),

@@ -81,10 +81,10 @@ def _reply(
     messages: Sequence[Message], tools: list[dict[str, Any]] | None, form: ChatFormat
 ) -> tuple[list[int], list[int]]:
     """Ids of the prompt, and of the newest message as the reply to it; an empty reply if the template writes it otherwise."""
-    prompt, whole = (_ids(part, tools, form) for part in (messages[:-1], messages))
-    said = whole[len(prompt) :]
+    prompt, sequence = (_ids(part, tools, form) for part in (messages[:-1], messages))
+    said = sequence[len(prompt) :]
     ends = [at for at, token in enumerate(said) if token in form.stop_token_ids]
-    return (prompt, said[: ends[0] + 1]) if whole[: len(prompt)] == prompt and ends else (prompt, [])
+    return (prompt, said[: ends[0] + 1]) if sequence[: len(prompt)] == prompt and ends else (prompt, [])
 
 
 def _ids(messages: Sequence[Message], tools: list[dict[str, Any]] | None, form: ChatFormat) -> list[int]:

@@ -123,18 +123,18 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 def _read(rows: Rows, part: list[Any]) -> list[RowFacts]:
     file, start, end, *stamp = Path(part[0]), *part[1:]
-    found = [_facts(rows.row(position), file) for position in range(start, end)]
+    facts = [_facts(rows.row(position), file) for position in range(start, end)]
     if [*_stamp(file)] != stamp:  # else facts of other rows would be kept under the digest of these
         raise RowFault("the file has changed since its rows were counted", None, "tasks.bad-file")
-    return found
+    return facts
 
 
 def _facts(source: Any, file: Path) -> RowFacts:
     columns = _checked(source.fields, f"{file}: row {source.number}")
     outcome = columns["outcome"] or {}
     named: dict[str, float] = {}
-    for each in outcome.get("rewards") or ():
-        named.setdefault(each["name"], each["value"])
+    for reward in outcome.get("rewards") or ():
+        named.setdefault(reward["name"], reward["value"])
     ids, trained = np.asarray(columns["input_ids"], np.int64), int(sum(columns["loss_mask"]))
     return RowFacts(
         number=source.number,

@@ -229,7 +229,7 @@ def _without_effect(
         taking = (name for name, added in formats.items() if option in added.takes or option == "--import")
         taken = (*_TAKEN.get(option, ()), *taking)
         if value and chosen not in taken:
-            others = " or ".join(f"--format {each}" for each in taken)
+            others = " or ".join(f"--format {name}" for name in taken)
             return f"{option} has no effect with --format {chosen}; leave it out, or use {others}"
     kinds = _KINDS | {name: (added.kind, (added.suffix,)) for name, added in formats.items()}
     kind, suffixes = kinds.get(chosen, ("", ()))

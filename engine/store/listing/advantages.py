@@ -65,4 +65,4 @@ class Advantages:
 @lru_cache(maxsize=4)
 def _of_done(store: RunReader, episodes: tuple[str, ...]) -> Advantages:
     """Advantages of finished episodes, which do not change any more."""
-    return Advantages.of(store, [store.trajectory(each) for each in episodes])
+    return Advantages.of(store, [store.trajectory(episode) for episode in episodes])

@@ -27,7 +27,7 @@ def token_columns(store: RunReader, episode_id: str, branch: int) -> dict[str, A
         StoreError: the run has no such episode or branch, or the episode is not done.
     """
     trajectory = store.trajectory(episode_id)
-    found = next((each for each in trajectory.branches if each.index == branch), None)
+    found = next((candidate for candidate in trajectory.branches if candidate.index == branch), None)
     if found is None:
         raise StoreError(f"{episode_id} has {len(trajectory.branches)} branches, and no branch {branch}")
     advantages = Advantages.of_group(store, trajectory.task_id)
@@ -51,7 +51,7 @@ def _columns(store: RunReader, branch: Branch) -> dict[str, Any]:
         "logprobs": branch.logprobs,
         "versions": branch.weight_versions,
         "turns": branch.turn_ids,
-        "kinds": [(each.kind, each.start, each.end) for each in branch.spans],
+        "kinds": [(span.kind, span.start, span.end) for span in branch.spans],
     }
 
 
@@ -61,17 +61,17 @@ def sampled_columns(store: RunReader, episode_id: str) -> dict[str, Any]:
         entry.record.generation for entry in store.journal(episode_id) if isinstance(entry.record, GenerationRecord)
     ]
     texts = texts_of(store)
-    ids = _joined([each.output_ids for each in generations], np.int32)
-    versions = _joined([_versions(each) for each in generations], np.int32)
-    turns = _joined([np.full(len(each.output_ids), at) for at, each in enumerate(generations)], np.int32)
-    ends = np.cumsum([0, *(len(each.output_ids) for each in generations)])
+    ids = _joined([generation.output_ids for generation in generations], np.int32)
+    versions = _joined([_versions(generation) for generation in generations], np.int32)
+    turns = _joined([np.full(len(generation.output_ids), at) for at, generation in enumerate(generations)], np.int32)
+    ends = np.cumsum([0, *(len(generation.output_ids) for generation in generations)])
     return {
         "branch": -1,
         "ids": ids,
         "texts": texts.each(ids.tolist()),
         "problem": texts.problem,
         "mask": np.ones(len(ids), np.int32),
-        "logprobs": _joined([each.logprobs for each in generations], np.float32),
+        "logprobs": _joined([generation.logprobs for generation in generations], np.float32),
         "versions": versions,
         "turns": turns,
         "kinds": [("generated", int(start), int(end)) for start, end in pairwise(ends)],
@@ -83,10 +83,10 @@ def sampled_columns(store: RunReader, episode_id: str) -> dict[str, Any]:
 
 
 def _versions(generation: Any) -> np.ndarray:
-    found = np.zeros(len(generation.output_ids), np.int32)
+    versions = np.zeros(len(generation.output_ids), np.int32)
     for span in generation.versions:
-        found[span.start : span.end] = span.version
-    return found
+        versions[span.start : span.end] = span.version
+    return versions
 
 
 def _joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:

@@ -78,7 +78,7 @@ def trajectory(
         (given + actor.reward_bias) * actor.reward_scaling, max=actor.reward_clip, min=-actor.reward_clip
     )
     values[torch.arange(len(rows)), torch.clip(lengths - 2, min=0)] += placed
-    found: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "input_ids": _padded([row.branch.input_ids for row in rows], size, 0).int(),
         "attention_mask": torch.arange(size)[None] < lengths[:, None],
         "loss_mask": _padded([row.loss_mask() for row in rows], size, 0).int(),
@@ -89,19 +89,19 @@ def trajectory(
     }  # fmt: skip
     sums = [Sums.of_whole_rows([row], pixels) for row in rows]
     for name, column in zip(SUMS, ("tokens", "trained", "advantages", "images"), strict=True):
-        found[name] = torch.tensor([getattr(each, column) for each in sums], dtype=torch.float64)
+        columns[name] = torch.tensor([getattr(of_row, column) for of_row in sums], dtype=torch.float64)
     if pixels is not None:
-        found["multi_modal_input"] = [ImageDict(pixels.row(row.branch.input_ids, images_of(row))) for row in rows]
-        found["mm_token_type_ids"] = torch.tensor(pixels.vision.token_types(found["input_ids"].tolist()))
-    return found
+        columns["multi_modal_input"] = [ImageDict(pixels.row(row.branch.input_ids, images_of(row))) for row in rows]
+        columns["mm_token_type_ids"] = torch.tensor(pixels.vision.token_types(columns["input_ids"].tolist()))
+    return columns
 
 
 def _padded(rows: Sequence[np.ndarray], size: int, fill: float) -> torch.Tensor:
     """float32 [rows, size]; `fill` on padding. Ids up to 2**24 are exact."""
-    found = np.full((len(rows), size), fill, np.float32)
+    padded = np.full((len(rows), size), fill, np.float32)
     for place, row in enumerate(rows):
-        found[place, : len(row)] = row
-    return torch.from_numpy(found)
+        padded[place, : len(row)] = row
+    return torch.from_numpy(padded)
 
 
 def sums_of_batch(batch: Mapping[str, torch.Tensor]) -> Sums:
@@ -129,8 +129,8 @@ def _images_of_rows(batch: Mapping[str, Any]) -> list[int]:
     shown = batch.get("multi_modal_input", [{}] * len(lengths))
     if len(shown) != len(lengths):
         return []
-    images = [checksums_of(each.images if isinstance(each, ImageDict) else Local(each)) for each in shown]
-    return [row_sum(row[:size], each) for row, size, each in zip(batch["input_ids"], lengths, images, strict=True)]
+    images = [checksums_of(of_row.images if isinstance(of_row, ImageDict) else Local(of_row)) for of_row in shown]
+    return [row_sum(row[:size], of_row) for row, size, of_row in zip(batch["input_ids"], lengths, images, strict=True)]
 
 
 def check_batches(batches: Sequence[dict[str, Any]]) -> None:

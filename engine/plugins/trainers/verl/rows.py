@@ -72,11 +72,11 @@ def group_rows(
     handed = list(map(HandedRow.of, rows))
     sums = Sums.of_rows(handed)
     totals = dict(zip(TAGS, (sums.tokens, sums.trained, sums.advantages), strict=True))
-    names = sorted({name for each in trajectories.values() for name in each.outcome.rewards})
+    names = sorted({name for trajectory in trajectories.values() for name in trajectory.outcome.rewards})
     keys, fields, tags = [], [], []
     branches: dict[int, int] = {}
     holders: dict[str, str] = {}
-    for row, each in zip(rows, handed, strict=True):
+    for row, handed_row in zip(rows, handed, strict=True):
         sample = row.episode.sample_index
         index = branches.get(sample, 0)
         branches[sample] = index + 1
@@ -85,7 +85,7 @@ def group_rows(
         keys.append(f"{uid}_{sample}_{index}")
         images = image_columns(row, pixels, keys[-1], holders)
         fields.append(
-            _fields(each, trajectory, names, oldest, newest)
+            _fields(handed_row, trajectory, names, oldest, newest)
             | images
             | dict(columns)
             | {"session_id": sample, "uid": uid}
@@ -93,9 +93,9 @@ def group_rows(
         tags.append(
             {
                 "status": "success",
-                "prompt_len": len(each.prompt_ids),
-                "response_len": len(each.completion_ids),
-                "seq_len": len(each.prompt_ids) + len(each.completion_ids),
+                "prompt_len": len(handed_row.prompt_ids),
+                "response_len": len(handed_row.completion_ids),
+                "seq_len": len(handed_row.prompt_ids) + len(handed_row.completion_ids),
                 "global_steps": step,
                 "min_global_steps": oldest,
                 "max_global_steps": newest,
