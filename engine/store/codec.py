@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from math import prod
 from operator import attrgetter, methodcaller
@@ -65,7 +65,8 @@ def _plain(value: Any) -> Any:
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_plain)
-"""Faster than Pydantic's. It writes other bytes for NaN, infinities and floats from 1e16, so it gets no value of code outside the engine."""
+"""Much faster than Pydantic's with structs. It writes other bytes for NaN, infinities and floats from 1e16, so values of code outside the
+engine are compared, or left to Pydantic."""
 
 
 def json_of(value: Any) -> str:
@@ -222,10 +223,27 @@ def encode_trajectory(trajectory: Trajectory) -> EncodedTrajectory:
         StoreError: the arrays of a branch do not match its spans.
     """
     return EncodedTrajectory(
-        trajectory=json_of(dict(zip(_BESIDE_ROWS, _beside_rows(trajectory), strict=True))),
+        trajectory=_trajectory_json(trajectory),
         branches=[_write_branch(branch, trajectory.episode_id) for branch in trajectory.branches],
         postings=[*map(_posting_columns, trajectory.postings)],
     )
+
+
+def _trajectory_json(trajectory: Trajectory) -> str:
+    """What `json_of` writes, in a tenth of the time where msgspec writes all values of code outside the engine as Pydantic does."""
+    columns = dict(zip(_BESIDE_ROWS, _beside_rows(trajectory), strict=True))
+    outcome, turns, messages = trajectory.outcome, trajectory.turns, trajectory.messages
+    outside = [
+        trajectory.facts,
+        (outcome.reward, outcome.rewards),
+        [(turn.rewards, turn.cost) for turn in turns],
+        [message.signed for message in messages],
+        [call.arguments for message in messages for call in message.tool_calls],
+    ]
+    with suppress(ValueError, TypeError, OverflowError, RecursionError):  # `json_of` says what is wrong
+        if _encoder.encode(outside) == to_json(outside, inf_nan_mode="constants", fallback=_plain):
+            return _encoder.encode(columns).decode()
+    return json_of(columns)
 
 
 def _write_branch(branch: Branch, episode_id: str) -> tuple[Any, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_kit import make_trajectory
 
 from engine.errors import SpecCodeError, StoreError
 from engine.schemas.environment import Reset, Step, UserTurn
@@ -26,7 +27,7 @@ from engine.schemas.journal import (
     ToolsRecord,
     UserRecord,
 )
-from engine.schemas.message import ImagePart, Message, TextPart, ToolResult
+from engine.schemas.message import ImagePart, Message, TextPart, ToolCall, ToolResult
 from engine.schemas.reward import RewardEvent
 from engine.schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory
 from engine.store import codec
@@ -124,6 +125,29 @@ def test_payloads_have_the_bytes_that_pydantic_writes(
         columns = {"kind": "generation", "generation": beside} | ({"whole": True} if whole else {})
         encoded = codec.encode_record(GenerationRecord(generation=generation, whole=whole))
         assert encoded.payload == codec.json_of(columns)
+
+
+free = st.floats() | json_values | st.sampled_from([1e16, 1e22, -1e300, 2**70, (1, 2), np.float32(0.1), np.arange(2)])
+
+
+@given(fact=free, argument=free, reward=st.floats(), cost=st.floats(0))
+def test_trajectories_have_the_bytes_that_pydantic_writes(fact: Any, argument: Any, reward: float, cost: float) -> None:
+    call = ToolCall(id="c", name="add", arguments={"a": argument})
+    made = make_trajectory(
+        facts={"x": fact}, messages=[Message(role="assistant", content="é\u2028", tool_calls=[call])]
+    )
+    turns = [replace(turn, rewards={"reward": reward}, cost=cost) for turn in made.turns]
+    made = replace(made, turns=turns, outcome=replace(made.outcome, reward=-reward, rewards={"reward": reward}))
+    columns = {
+        field.name: getattr(made, field.name) for field in fields(made) if field.name not in ("branches", "postings")
+    }
+    assert codec.encode_trajectory(made).trajectory == codec.json_of(columns)
+
+
+def test_what_json_cannot_represent_in_a_trajectory_is_refused() -> None:
+    for fact in (object(), "\ud800"):
+        with pytest.raises(SpecCodeError, match="cannot be stored"):
+            codec.encode_trajectory(make_trajectory(facts={"x": fact}))
 
 
 def test_numpy_values_in_facts_become_plain_numbers() -> None:

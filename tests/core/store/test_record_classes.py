@@ -196,6 +196,8 @@ def test_every_record_is_stored_and_read_back_as_the_same(record: Any, data: Any
 @given(made=structs(Trajectory))
 def test_every_trajectory_is_stored_and_read_back_as_the_same(made: Trajectory) -> None:
     written = codec.encode_trajectory(made)
+    beside_rows = {name: getattr(made, name) for name in _fields(Trajectory) if name not in ("branches", "postings")}
+    assert written.trajectory == codec.json_of(beside_rows)
     again = codec.read_trajectory(
         written.trajectory,
         [codec.read_branch(row) for row in written.branches],
