@@ -517,7 +517,7 @@ class Conversation:
         sampled = parsed.sampled
         if sampled is None and not replies.is_plain(parsed):
             sampled = self.form.decode(ids)
-        self._end = ReplyEnd(int(ids[-1]) if end > start else None, parsed.thinking, sampled)
+        self._end = ReplyEnd(int(ids[-1]) if end > start else None, parsed.thinking, sampled, parsed.bare)
         return self._replied(parsed, TurnPlace(self._at, start, end), ids)
 
     def _reply_in_text(self, tape: Tape, generation: Generation, text: str, turn: int) -> Reply:
