@@ -207,8 +207,9 @@ class EpisodeDeadline:
     """The deadline of one episode: it interrupts the action that runs when the time ends. One timer serves all actions.
 
         deadline = EpisodeDeadline(60.0, spent=0.0)
-        with deadline:
-            await action.perform(episode, objects)  # TimeoutError, and `over` is set, if the time ends here
+        deadline.acting = True
+        await action.perform(episode, objects)  # CancelledError, and `over` is set, if the time ends here
+        deadline.acting = False
         deadline.stop()
 
     Args:
@@ -216,13 +217,15 @@ class EpisodeDeadline:
         spent: Seconds that it has already used, before a resume.
     """
 
-    __slots__ = ("_acting", "_before", "_seconds", "_still", "_task", "_timer", "ends", "over", "stood")
+    __slots__ = ("_before", "_seconds", "_still", "_task", "_timer", "_withdrawn", "acting", "ends", "over", "stood")
 
     def __init__(self, seconds: float, spent: float) -> None:
         self._task = asyncio.current_task()
         self._seconds = seconds
-        self._acting = False
-        self._before = 0
+        self._before = 0 if self._task is None else self._task.cancelling()
+        self.acting = False
+        """Whether an action runs: only then it is interrupted."""
+        self._withdrawn = False
         self._still: float | None = None
         self.stood = 0.0
         """Seconds for which it was paused."""
@@ -260,20 +263,18 @@ class EpisodeDeadline:
         if not self.over:
             self._timer = asyncio.get_running_loop().call_later(self.ends - now, self._strike)
 
+    def withdraw(self) -> bool:
+        """Withdraw the cancellation by which it interrupted an action. False: other code cancelled the task too."""
+        if self._task is None or self._withdrawn:
+            return False
+        self._withdrawn = True
+        return self._task.uncancel() <= self._before
+
     def _strike(self) -> None:
         # Between actions the episode waits for its journal, and that wait is never interrupted.
-        if self._acting and self._task is not None:
+        if self.acting and self._task is not None:
             self.over = True
             self._task.cancel()
-
-    def __enter__(self) -> None:
-        self._acting = True
-        self._before = 0 if self._task is None else self._task.cancelling()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._acting = False
-        if self.over and self._task is not None:
-            _end_block(self._task, self._before, kind, error)
 
 
 def _end_block(

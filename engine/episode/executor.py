@@ -16,15 +16,16 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Awaitable, Callable, Sequence
+from inspect import isawaitable
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.base import EpisodeObjects
+from engine.actions.base import Action, EpisodeObjects
 from engine.actions.calls import LoopReplacedError
 from engine.actions.cut_texts import TextCutter
-from engine.deadline import EpisodeDeadline
+from engine.deadline import EpisodeDeadline, PausableClocks
 from engine.episode.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, SpecCodeError
 from engine.limit import MAX_STEPS
@@ -34,13 +35,15 @@ from engine.store.codec import EncodedRecord, encode_record
 
 if TYPE_CHECKING:
     from engine.actions.images import StoreImages
-    from engine.deadline import PausableClocks
     from engine.episode.compiled import CompiledSpec
     from engine.store.journal import Journal, MemoryJournal
     from engine.store.writer import Write
 
 
-_UNTIMED = nullcontext()
+_ROOM = frozenset({"images", *PROMPT_LIMITS})
+"""Limits that may be avoided by a shorter prompt."""
+_UNFILTERED = (GenerationRecord, LimitRecord, FailureRecord)
+"""Records without texts and images of others."""
 
 
 Watch = Callable[[Episode, str, str], None]
@@ -75,7 +78,7 @@ class Executor:
         self._seconds = limits.episode_seconds
         self._watch = watch
         self._store_images = store_images
-        self._clocks = clocks
+        self._clocks = clocks or PausableClocks()
         self._cut = None if limits.tool_result_tokens is None else TextCutter(limits, compiled.template).cut
 
     async def run(self, episode: Episode, objects: EpisodeObjects, journal: Journal | MemoryJournal) -> None:
@@ -85,59 +88,58 @@ class Executor:
             LoopReplacedError: its objects are bound to an event loop that another call blocked; the episode can be
                 resumed from its journal, with new objects.
         """
-        if self._seconds is None:
-            await self._steps(episode, objects, journal, None)
-            return
-        clock = EpisodeDeadline(self._seconds, time.time() - episode.started)
-        clocks = self._clocks
-        if clocks is not None:
-            clocks.add(clock)
-        try:
-            await self._steps(episode, objects, journal, clock)
-        finally:
-            if clocks is not None:
-                clocks.remove(clock)
-            clock.stop()
-
-    async def _steps(
-        self,
-        episode: Episode,
-        objects: EpisodeObjects,
-        journal: Journal | MemoryJournal,
-        clock: EpisodeDeadline | None,
-    ) -> None:
-        compiled = self._compiled
+        ends, actions, clock = self._compiled.ends, self._compiled.actions, self._clock(episode)
         pending: Write | None = None
-        """The newest entry, until it is durable."""
-        while True:
-            action = compiled.actions.get(episode.state)
-            if episode.state in compiled.ends:
-                return
-            if pending is not None:
-                if pending.durable:
-                    pending = None
-                elif pending.parked or action is None or not action.pipelined(episode, objects):
+        """The newest entry, which may not be durable yet."""
+        try:
+            while episode.state not in ends:
+                action = actions.get(episode.state)
+                if (
+                    pending is not None
+                    and not pending.durable
+                    and (pending.parked or action is None or not action.pipelined(episode, objects))
+                ):
                     await pending
-                    pending = None
-            at = time.time()
-            began = time.perf_counter()
-            stood = 0.0 if clock is None else clock.stood
-            try:
-                record = await self._perform(episode, objects, clock, began)
-            except LoopReplacedError:  # a resume reads the journal
-                if pending is not None:
+                at, began, stood = time.time(), time.perf_counter(), 0.0 if clock is None else clock.stood
+                try:
+                    record = self._refused(episode, action, clock, began)
+                    if record is None:
+                        assert action is not None  # else it is refused
+                        if (preparing := action.prepare(episode)) is not None:
+                            await preparing
+                        record = self._limited(episode, action, clock)
+                        if record is None:
+                            record = await action.perform(episode, objects)
+                            stored = self._filtered(episode, record)
+                            record = await stored if isawaitable(stored) else stored
+                            if clock is not None and clock.over:
+                                clock.withdraw()
+                except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  (an error in one episode ends no other)
+                    if isinstance(error, LoopReplacedError) and pending is not None:
+                        await pending  # a resume reads the journal
+                    record = self._excused(error, episode, clock)
+                seconds = time.perf_counter() - began
+                if clock is not None:
+                    clock.acting = False
+                    seconds -= clock.stood - stood  # waiting for a server does not count as time of the episode
+                if pending is not None and not pending.durable and isinstance(record, GenerationRecord):
                     await pending
-                raise
-            seconds = time.perf_counter() - began
-            if clock is not None and clock.stood != stood:  # waiting for a server does not count as time of the episode
-                seconds -= clock.stood - stood
-            if pending is not None and not pending.durable and isinstance(record, GenerationRecord):
-                await pending
-            entry, encoded = self._fed(episode, record, at, seconds)
-            if entry.dest in self._compiled.ends:
-                journal.hold(entry, encoded)
-                return
-            pending = journal.append(entry, encoded)
+                entry, encoded = self._fed(episode, record, at, seconds)
+                if entry.dest in ends:
+                    journal.hold(entry, encoded)
+                    return
+                pending = journal.append(entry, encoded)
+        finally:
+            if clock is not None:
+                self._clocks.remove(clock)
+                clock.stop()
+
+    def _clock(self, episode: Episode) -> EpisodeDeadline | None:
+        if self._seconds is None:
+            return None
+        clock = EpisodeDeadline(self._seconds, time.time() - episode.started)
+        self._clocks.add(clock)
+        return clock
 
     async def run_failed(
         self, episode: Episode, objects: EpisodeObjects, journal: Journal | MemoryJournal, error: EngineError
@@ -163,64 +165,65 @@ class Executor:
             seq=seq, state=state, event=event, dest=dest, record=record, at=at, seconds=seconds
         ), encoded
 
-    async def _perform(
-        self, episode: Episode, objects: EpisodeObjects, clock: EpisodeDeadline | None, now: float
-    ) -> Record:
-        """The record of this state: the action's result, or the limit or failure that prevented it."""
+    def _refused(
+        self, episode: Episode, action: Action | None, clock: EpisodeDeadline | None, now: float
+    ) -> Record | None:
+        """The limit on time, where the episode has used it up. Raises: SpecCodeError: the machine leads nowhere."""
+        if action is None:
+            raise SpecCodeError(
+                f"state `{episode.state}` has no action and is not final; give it one", blame="spec", kind="no_action"
+            )
+        if episode.seq >= MAX_STEPS:
+            raise SpecCodeError(
+                f"{MAX_STEPS} steps without reaching a final state: bound the machine's cycles with a limit",
+                blame="spec",
+                kind="unbounded",
+            )
+        if clock is None or now < clock.ends or episode.state in self._compiled.machine.final or not clock.passed(now):
+            return None
+        return LimitRecord(limit=EPISODE_SECONDS.name, value=clock.spent(now))
+
+    def _limited(self, episode: Episode, action: Action, clock: EpisodeDeadline | None) -> Record | None:
+        """The limit that stops the action now; None if it begins, which the clock then interrupts when the time ends."""
         state, compiled = episode.state, self._compiled
-        action, final = compiled.actions.get(state), state in compiled.machine.final
-        try:
-            if action is None:
-                raise SpecCodeError(
-                    f"state `{state}` has no action and is not final; give it one",
-                    blame="spec",
-                    kind="no_action",
-                )
-            if episode.seq >= MAX_STEPS:
-                raise SpecCodeError(
-                    f"{MAX_STEPS} steps without reaching a final state: bound the machine's cycles with a limit",
-                    blame="spec",
-                    kind="unbounded",
-                )
-            timed = None if final else clock
-            if timed is not None and timed.passed(now):
-                return LimitRecord(limit=EPISODE_SECONDS.name, value=timed.spent(now))
-            if (preparing := action.prepare(episode)) is not None:
-                await preparing
-            reached = None if final else action.limit(episode)
-            if state in compiled.makes_room and (reached is None or reached[0] in {"images", *PROMPT_LIMITS}):
-                full = action.overflow(episode)
-                if full is not None:
-                    return LimitRecord(limit=full[0], value=full[1], overflow=True)
-            if reached is not None:
-                return LimitRecord(limit=reached[0], value=float(reached[1]))
-            try:
-                with timed or _UNTIMED:
-                    record = await action.perform(episode, objects)
-                    if self._cut is not None:
-                        record = self._cut(record)
-                    if self._store_images is None or isinstance(
-                        record, GenerationRecord
-                    ):  # a model's reply has no images
-                        return record
-                    stored = self._store_images(episode, record)
-                    return record if stored is None else await stored
-            except TimeoutError:
-                if timed is None or not timed.over:
-                    raise
-                return LimitRecord(limit=EPISODE_SECONDS.name, value=self._seconds or 0.0, began=True)
-        except LoopReplacedError as error:
-            if error.repeatable:
-                raise
-            return FailureRecord(failure=episode.failure_of(error))
-        except ContextOverflow:
+        if state in compiled.machine.final:
+            return None
+        reached = action.limit(episode)
+        if state in compiled.makes_room and (reached is None or reached[0] in _ROOM):
+            full = action.overflow(episode)
+            if full is not None:
+                return LimitRecord(limit=full[0], value=full[1], overflow=True)
+        if reached is not None:
+            return LimitRecord(limit=reached[0], value=float(reached[1]))
+        if clock is not None:
+            clock.acting = True
+        return None
+
+    def _filtered(self, episode: Episode, record: Record) -> Record | Awaitable[Record]:
+        """The record as it is stored: texts cut, images as digests. What the model sampled stays as it is."""
+        if isinstance(record, _UNFILTERED):
+            return record
+        if self._cut is not None:
+            record = self._cut(record)
+        return (None if self._store_images is None else self._store_images(episode, record)) or record
+
+    def _excused(self, error: BaseException, episode: Episode, clock: EpisodeDeadline | None) -> Record:
+        """The record of an action that raised. Raises the error where it ends more than the action."""
+        if clock is not None and clock.over and isinstance(error, asyncio.CancelledError | TimeoutError):
+            if not clock.withdraw() and isinstance(error, asyncio.CancelledError):
+                raise error  # other code cancelled the task too
+            return LimitRecord(limit=EPISODE_SECONDS.name, value=self._seconds or 0.0, began=True)
+        if isinstance(error, ContextOverflow):
             return LimitRecord(limit=CONTEXT.name, value=float(episode.conversation.length))
-        except EngineError as error:
-            if error.stops_run:
-                raise
+        if isinstance(error, LoopReplacedError) and not error.repeatable:
             return FailureRecord(failure=episode.failure_of(error))
-        except Exception as error:  # noqa: BLE001  (an error of the engine must not end the other episodes)
+        if isinstance(error, LoopReplacedError | asyncio.CancelledError):
+            raise error
+        if not isinstance(error, EngineError):
             return FailureRecord(failure=episode.unexpected(error))
+        if error.stops_run:
+            raise error
+        return FailureRecord(failure=episode.failure_of(error))
 
     async def restore(
         self, episode: Episode, objects: EpisodeObjects, journal: Sequence[JournalEntry], *, call: bool = True
@@ -256,6 +259,14 @@ class Executor:
         # The clock is paused between a crash and the resume, and while no server is reachable.
         episode.started = time.time() - sum(entry.seconds for entry in journal)
 
+    async def _again(self, episode: Episode, action: Action, objects: EpisodeObjects) -> Record:
+        """The record that an action gives when it is performed again, without limits."""
+        try:
+            stored = self._filtered(episode, await action.perform(episode, objects))
+            return await stored if isawaitable(stored) else stored
+        except Exception as error:  # noqa: BLE001  (as in `run`)
+            return self._excused(error, episode, None)
+
     async def _call_again(self, episode: Episode, objects: EpisodeObjects, entry: JournalEntry) -> None:
         """Repeat the call of an entry, where that is needed to restore the state of the spec's objects."""
         record, action = entry.record, self._compiled.actions.get(episode.state)
@@ -269,9 +280,8 @@ class Executor:
             raise RestartNeededError(f"{episode.id}: the call in {entry.state} cannot be repeated")
         if isinstance(record, LimitRecord):
             raise RestartNeededError(f"{episode.id}: episode_seconds interrupted the call in {entry.state}")
-        now = time.perf_counter()
         objects.repeating = record
-        again = _encoded(await self._perform(episode, objects, None, now), episode)
+        again = _encoded(await self._again(episode, action, objects), episode)
         objects.repeating = None
         if _comparable(again.record) != _comparable(record):
             raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) gives a different answer now")
