@@ -8,6 +8,7 @@ the point `limits` of its face, with a key of an inline section of `limits`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine import plugin
@@ -16,6 +17,18 @@ from engine.limit import UNBOUNDED, Limit
 if TYPE_CHECKING:
     from engine.episode.episode import Episode
     from engine.schemas.limits import LimitsSpec
+
+
+@dataclass(slots=True)
+class EpisodeCounts:
+    """What an episode has used so far, where it follows from its records alone."""
+
+    user_turns: int = 0
+    user_tokens: int = 0
+    """Tokens that the model behind the user has sampled."""
+    tool_calls: int = 0
+    tool_errors: int = 0
+    sampled_tokens: int = 0
 
 
 def _prompt_tokens(episode: Episode) -> int:
@@ -78,7 +91,7 @@ _CORE: tuple[Limit, ...] = (
         "turns",
         "Turns of the user so far.",
         "ask_user",
-        lambda episode: episode.user_turns,
+        lambda episode: episode.counts.user_turns,
         per_use="one",
         variable="turns.user",
         budget="user_turns",
@@ -89,7 +102,7 @@ _CORE: tuple[Limit, ...] = (
         "turns",
         "Turns of the episode's user so far.",
         "ask_user",
-        lambda episode: episode.user_turns,
+        lambda episode: episode.counts.user_turns,
         owner="user",
     ),
     Limit(
@@ -97,7 +110,7 @@ _CORE: tuple[Limit, ...] = (
         "tokens",
         "Tokens that the model behind the user has sampled.",
         "ask_user",
-        lambda episode: episode.user_tokens,
+        lambda episode: episode.counts.user_tokens,
         owner="user",
     ),
     Limit(
@@ -105,7 +118,7 @@ _CORE: tuple[Limit, ...] = (
         "calls",
         "Tool calls so far.",
         "call_tools",
-        lambda episode: episode.tool_calls,
+        lambda episode: episode.counts.tool_calls,
         per_use="calls",
         variable="tools.calls",
         budget="tool_calls",

@@ -43,7 +43,7 @@ class AskUserAction(BuiltInAction):
         Raises:
             SpecCodeError: the spec has no user, or the user failed or returned an invalid answer.
         """
-        if episode.malformed:
+        if episode.reply.malformed:
             return UserRecord(turn=UserTurn(content=self._malformed(episode)), canned=True)
         user = self._people.get(objects.user_name)
         if user is None:
@@ -79,7 +79,7 @@ class AskUserAction(BuiltInAction):
         return UserRecord(turn=self._in_the_specs_words(turn, episode))
 
     def _malformed(self, episode: Episode) -> list[ContentPart]:
-        attempts = episode.malformed
+        attempts = episode.reply.malformed
         fields = {
             "problem": " ".join(attempt.problem for attempt in attempts),
             "raw": "\n".join(attempt.raw for attempt in attempts),
@@ -98,8 +98,8 @@ class AskUserAction(BuiltInAction):
     def apply(self, episode: Episode, record: UserRecord) -> str:
         """Add the user's message to the conversation, and write its rewards and facts."""
         turn = record.turn
-        episode.user_turns += 1
-        episode.user_tokens += turn.tokens
+        episode.counts.user_turns += 1
+        episode.counts.user_tokens += turn.tokens
         episode.feedback = {
             **turn.facts,
             "solved": turn.solved,
@@ -116,4 +116,4 @@ class AskUserAction(BuiltInAction):
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the user's effects; `pure` if the reply cannot be parsed, because the user is not called."""
         user = self._people.get(objects.user_name)
-        return "pure" if episode.malformed or user is None else user.effects
+        return "pure" if episode.reply.malformed or user is None else user.effects

@@ -136,19 +136,15 @@ class LimitedAction(Action):
     def limit(self, episode: Episode) -> tuple[str, float] | None:
         """Return the first limit that is reached, and its count."""
         for limit, most in self.bounds(episode):
-            count = self.count(limit, episode)
-            if limit.is_reached(count, most):
+            assert limit.count is not None  # `bounds_of` returns only counted limits
+            count = limit.count(episode)
+            if count > most or (count == most and not limit.inclusive):
                 return limit.name, count
         return None
 
     def bounds(self, episode: Episode) -> Sequence[tuple[Limit, float]]:
         """Return the limits on it in this episode and their values, in the order in which they are checked."""
         return self._bounds
-
-    def count(self, limit: Limit, episode: Episode) -> int:
-        """Return a limit's count so far."""
-        assert limit.count is not None  # `bounds_of` returns only counted limits
-        return limit.count(episode)
 
 
 class BuiltInAction(LimitedAction):

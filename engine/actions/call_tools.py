@@ -38,19 +38,22 @@ class CallToolsAction(BuiltInAction):
         """
         if objects.toolbox is None:
             raise SpecCodeError("tools are called, but the spec has none", blame="spec", kind="no_tools")
-        left = self._most - episode.tool_calls if self._most is not None else len(episode.attempts)
-        results = await objects.toolbox.call_all(episode.attempts, episode.turn, episode.view, budget=left)
+        attempts = episode.reply.attempts
+        left = self._most - episode.counts.tool_calls if self._most is not None else len(attempts)
+        results = await objects.toolbox.call_all(attempts, episode.turn, episode.view, budget=left)
         return ToolsRecord(results=results)
 
     def apply(self, episode: Episode, record: ToolsRecord) -> str:
         """Add the results to the conversation, and write their rewards and facts. A fact `solved: true` marks the outcome as solved."""
         for result in record.results:
             if result.error not in ("malformed", "limit"):
-                episode.tool_calls += 1
+                episode.counts.tool_calls += 1
             if result.error is not None:
-                episode.tool_errors += 1
+                episode.counts.tool_errors += 1
             episode.facts.update(result.facts)
-            post_rewards(episode, [_own_call(event, result.call_id) for event in result.rewards], f"tool:{result.name}")
+            if result.rewards:
+                rewards = [_own_call(event, result.call_id) for event in result.rewards]
+                post_rewards(episode, rewards, f"tool:{result.name}")
             episode.solved = episode.solved or result.facts.get("solved") is True
         episode.conversation.add(
             [
@@ -63,11 +66,11 @@ class CallToolsAction(BuiltInAction):
     def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
         """Return whether every called tool is pure: such calls can be repeated without any effect."""
         toolbox = objects.toolbox
-        return toolbox is None or all(toolbox.effects(call.name) == "pure" for call in episode.calls)
+        return toolbox is None or all(toolbox.effects(call.name) == "pure" for call in episode.reply.calls)
 
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the strongest effects of the called tools."""
-        called = {objects.toolbox.effects(call.name) for call in episode.calls} if objects.toolbox else set()
+        called = {objects.toolbox.effects(call.name) for call in episode.reply.calls} if objects.toolbox else set()
         return next((level for level in ("external", "replayable") if level in called), "pure")
 
 

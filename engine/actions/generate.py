@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from engine.actions.base import BuiltInAction, EpisodeObjects
 from engine.actions.room import rooms_of
-from engine.episode.episode import Episode
+from engine.episode.episode import Episode, NewestReply
 from engine.errors import BackendError
-from engine.limit import Limit
 from engine.rewards.state_key import compile_state_key
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.journal import GenerationRecord
+from engine.schemas.message import MalformedCall, ToolCall
 from engine.schemas.trajectory import Turn
 from engine.tokens.conversation import Conversation
 
@@ -53,10 +53,17 @@ class GenerateAction(BuiltInAction):
         self._most_images = min(spec.limits.images or inf, spec.model.max_images or inf)
         self._rooms = rooms_of(spec, template)
 
-    def count(self, limit: Limit, episode: Episode) -> int:
-        """Return a limit's count; tokens of a text that is certainly too long are estimated from below."""
-        least = self._too_long(episode) if limit.unit == "tokens" else None
-        return super().count(limit, episode) if least is None else least
+    def limit(self, episode: Episode) -> tuple[str, float] | None:
+        """Return the first limit that is reached, and its count; tokens of a text that is certainly too long are estimated from below."""
+        least = self._too_long(episode)
+        if least is None:
+            return super().limit(episode)
+        for limit, most in self._bounds:
+            assert limit.count is not None  # `bounds_of` returns only counted limits
+            count = least if limit.unit == "tokens" else limit.count(episode)
+            if limit.is_reached(count, most):
+                return limit.name, count
+        return None
 
     def _too_long(self, episode: Episode) -> int | None:
         """Return the minimum number of tokens of the prompt, if it exceeds a limit; None means: tokenise the prompt."""
@@ -171,12 +178,18 @@ class GenerateAction(BuiltInAction):
         state_key = self._compute_state_key(episode)
         episode.turn += 1
         reply = episode.conversation.reply(generation, episode.turn)
-        episode.attempts = list(reply.attempts)
-        episode.finish = generation.finish
-        episode.text = reply.text
-        episode.turn_tokens = len(generation.output_ids)
-        episode.sampled += episode.turn_tokens
-        event = self._event(episode)
+        attempts = reply.attempts
+        episode.reply = NewestReply(
+            text=reply.text,
+            finish=generation.finish.type,
+            matched=generation.finish.matched,
+            tokens=len(generation.output_ids),
+            attempts=attempts,
+            calls=[attempt for attempt in attempts if isinstance(attempt, ToolCall)],
+            malformed=[attempt for attempt in attempts if isinstance(attempt, MalformedCall)],
+        )
+        episode.counts.sampled_tokens += episode.reply.tokens
+        event = _event(episode.reply)
         place = episode.conversation.turns[-1]
         episode.turns.append(
             Turn(
@@ -204,17 +217,16 @@ class GenerateAction(BuiltInAction):
             return None
         return self._state_key.compute(episode.facts, episode.conversation.messages, episode.guard_values)
 
-    def _event(self, episode: Episode) -> str:
-        assert episode.finish is not None
-        if episode.finish.type == "abort":
-            episode.aborted = True
-            return "aborted"
-        if episode.finish.type == "length":
-            return "truncated"  # tool calls in a truncated reply are not executed, even if they can be parsed
-        if episode.malformed:
-            return "malformed"
-        return "tool_calls" if episode.attempts else "answered"
-
     def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
         """Return True: a reply that is lost has no effect outside, and is sampled again."""
         return True
+
+
+def _event(reply: NewestReply) -> str:
+    if reply.finish == "abort":
+        return "aborted"
+    if reply.finish == "length":
+        return "truncated"  # tool calls in a truncated reply are not executed, even if they can be parsed
+    if reply.malformed:
+        return "malformed"
+    return "tool_calls" if reply.attempts else "answered"

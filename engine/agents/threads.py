@@ -97,15 +97,14 @@ def newest_reply(episode: Episode, *, logprobs: bool = False) -> ModelReply:
         logprobs: Whether the program asks for the log-probs of the sampled tokens.
     """
     said = next(message for message in reversed(episode.conversation.shown) if message.role == "assistant")
-    raw = [attempt.raw for attempt in episode.attempts if isinstance(attempt, MalformedCall)]
+    raw = [attempt.raw for attempt in episode.reply.attempts if isinstance(attempt, MalformedCall)]
     text = "\n".join([*([said.text] if said.text else []), *raw])
-    assert episode.finish is not None
-    matched = episode.finish.matched
+    matched = episode.reply.matched
     stopped = matched if isinstance(matched, str) and text.rstrip().endswith(matched) else None
     if stopped is not None:
         text = text.rstrip().removesuffix(stopped)
     message = replace(said, content=text, signed=None)
-    cut = episode.finish.type == "length"
+    cut = episode.reply.finish == "length"
     turn = episode.turns[-1]
     return ModelReply(
         message=message,

@@ -16,15 +16,15 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
+import msgspec
 import structlog
 
 from engine.errors import EngineError, LedgerError, ReplayError
 from engine.limit import FAILED, LIMIT, OVERFLOW
-from engine.limits import LIMITS
+from engine.limits import LIMITS, EpisodeCounts
 from engine.rewards.address import TurnPart
 from engine.rewards.ledger import Ledger
 from engine.schemas.environment import EpisodeView, Task
-from engine.schemas.generation import FinishReason
 from engine.schemas.journal import FailureRecord, LimitRecord, UnreadRecord
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Blame, Condensation, Failure, Outcome, Trajectory, Turn
@@ -95,6 +95,25 @@ GAVE_UP = (LimitRecord, FailureRecord)
 """Records of actions that did not end; they change no conversation."""
 
 
+class NewestReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest reply of the model, as actions and guards read it."""
+
+    text: str = ""
+    finish: str = ""
+    """How it ended: `stop`, `length`, `abort`."""
+    matched: int | str | None = None
+    """The stop token or text that ended it."""
+    tokens: int = 0
+    attempts: list[ToolCall | MalformedCall] = []
+    """Its calls and malformed calls, in order."""
+    calls: list[ToolCall] = []
+    malformed: list[MalformedCall] = []
+
+
+NO_REPLY = NewestReply()
+"""Before the first turn."""
+
+
 class GrowingView(Sequence[Any]):
     """The items that a growing list had when this view was made. No items are copied, so each turn costs the same."""
 
@@ -136,18 +155,16 @@ class Episode:
 
     __slots__ = (
         "_seeds",
-        "aborted",
         "agent",
-        "attempts",
         "blocks",
         "compiled",
         "condensations",
         "conversation",
+        "counts",
         "event",
         "facts",
         "failure",
         "feedback",
-        "finish",
         "id",
         "ledger",
         "limit",
@@ -155,8 +172,8 @@ class Episode:
         "made_room_at",
         "path",
         "performed",
+        "reply",
         "sample_index",
-        "sampled",
         "seconds",
         "seed",
         "seq",
@@ -166,15 +183,9 @@ class Episode:
         "started",
         "state",
         "task",
-        "text",
-        "tool_calls",
-        "tool_errors",
         "turn",
-        "turn_tokens",
         "turns",
         "unreceived",
-        "user_tokens",
-        "user_turns",
     )
 
     def __init__(
@@ -200,15 +211,8 @@ class Episode:
         self.seq = 0
         self.started = time.time()
         self.turn: int = -1
-        self.user_turns: int = 0
-        self.user_tokens: int = 0
-        self.tool_calls: int = 0
-        self.tool_errors: int = 0
-        self.sampled: int = 0
-        self.turn_tokens: int = 0
-        self.text: str = ""
-        self.finish: FinishReason | None = None
-        self.attempts: list[ToolCall | MalformedCall] = []
+        self.counts: EpisodeCounts = EpisodeCounts()
+        self.reply: NewestReply = NO_REPLY
         self.turns: list[Turn] = []
         """Turns so far, without rewards, which are known only at the end."""
         self.facts: dict[str, Any] = {}
@@ -223,7 +227,6 @@ class Episode:
         self.failure: Failure | None = None
         self.solved = False
         self.solved_turn: int | None = None
-        self.aborted = False
         self.agent: AgentThreads | None = None
         """The threads of an agent program; None before its first request."""
         self.unreceived: list[int] = []
@@ -235,16 +238,6 @@ class Episode:
         """The newest assistant turn when an action last tried to make the prompt shorter; None: never."""
         self.shows_written = shows_written
         """Whether views show the newest reply as it was sampled."""
-
-    @property
-    def malformed(self) -> list[MalformedCall]:
-        """Attempted calls of the newest turn that could not be parsed."""
-        return [attempt for attempt in self.attempts if isinstance(attempt, MalformedCall)]
-
-    @property
-    def calls(self) -> list[ToolCall]:
-        """Calls of the newest turn that could be parsed."""
-        return [attempt for attempt in self.attempts if isinstance(attempt, ToolCall)]
 
     def turn_seed(self, turn: int) -> int:
         """Sampling seed of a turn."""
@@ -261,10 +254,10 @@ class Episode:
             seed=self.seed,
             messages=GrowingView(self.conversation.messages),
             turn=self.turn,
-            user_turn=self.user_turns,
-            calls=self.calls,
-            malformed=self.malformed,
-            finish=self.finish.type if self.finish else "",
+            user_turn=self.counts.user_turns,
+            calls=self.reply.calls,
+            malformed=self.reply.malformed,
+            finish=self.reply.finish,
             facts=dict(self.facts),
             rewards=self.ledger.totals(self.turn + 1),
             written=self.conversation.written if self.shows_written else "",
@@ -417,6 +410,7 @@ class Episode:
         """How the episode ended. `exact` says whether the backend gives token ids."""
         blameless = self.failure is None or self.failure.blame == "policy"
         by_name = self.ledger.by_name()
+        aborted = any(turn.finish.type == "abort" for turn in self.turns)
         return Outcome(
             state=self.state,
             event=self.event,
@@ -424,7 +418,7 @@ class Episode:
             failure=self.failure,
             solved=self.solved,
             solved_turn=self.solved_turn,
-            trainable=exact and blameless and not self.aborted and self.turn >= 0,
+            trainable=exact and blameless and self.turn >= 0 and not aborted,
             reward=float(sum(self.ledger.totals(self.turn + 1))),
             rewards=by_name,
         )
@@ -432,7 +426,7 @@ class Episode:
     def trajectory(self, run_id: str, *, exact: bool) -> Trajectory:
         """The finished trajectory. Seals the ledger."""
         sealed = self.ledger.seal(self.turn + 1)
-        conversation, unreceived = self.conversation, self.unreceived
+        conversation, counts, unreceived = self.conversation, self.counts, self.unreceived
         return Trajectory(
             run_id=run_id,
             episode_id=self.id,
@@ -451,11 +445,11 @@ class Episode:
             facts=self.facts,
             path=self.path,
             counts={
-                "tool_calls": self.tool_calls,
-                "tool_errors": self.tool_errors,
-                "user_turns": self.user_turns,
-                **({"user_tokens": self.user_tokens} if self.user_tokens else {}),
-                "sampled_tokens": self.sampled,
+                "tool_calls": counts.tool_calls,
+                "tool_errors": counts.tool_errors,
+                "user_turns": counts.user_turns,
+                **({"user_tokens": counts.user_tokens} if counts.user_tokens else {}),
+                "sampled_tokens": counts.sampled_tokens,
                 "context_tokens": conversation.length,
                 **({"unreceived_replies": len(unreceived)} if unreceived else {}),
                 **({"condensations": len(self.condensations)} if self.condensations else {}),
@@ -483,8 +477,8 @@ def _counts(variable: str, others: Mapping[str, Callable[[Episode], int]]) -> Ca
 
 _OTHER_COUNTS: dict[str, dict[str, Callable[[Episode], int]]] = {
     **{limit.variable.partition(".")[0]: {} for limit in LIMITS if limit.variable},
-    "tools": {"errors": lambda e: e.tool_errors},
-    "tokens": {"sampled": lambda e: e.sampled, "context": lambda e: e.conversation.length},
+    "tools": {"errors": lambda e: e.counts.tool_errors},
+    "tokens": {"sampled": lambda e: e.counts.sampled_tokens, "context": lambda e: e.conversation.length},
 }
 """Counts in guard variables that are not counts of limits."""
 
@@ -493,11 +487,11 @@ _VARIABLES: dict[str, Callable[[Episode], Any]] = {
     "limits": lambda e: e.compiled.limit_values,
     "rewards": lambda e: e._rewards(),
     "last": lambda e: {
-        "finish": e.finish.type if e.finish else "",
-        "tokens": e.turn_tokens,
-        "calls": len(e.calls),
-        "malformed": bool(e.malformed),
-        "text": e.text,
+        "finish": e.reply.finish,
+        "tokens": e.reply.tokens,
+        "calls": len(e.reply.calls),
+        "malformed": bool(e.reply.malformed),
+        "text": e.reply.text,
     },
     "feedback": lambda e: e.feedback,
     "facts": lambda e: e.facts,

@@ -75,7 +75,7 @@ class Live:
         self.states[episode.state] += 1
         if event in _GENERATE:
             self.turns += 1
-            self.tokens += episode.turn_tokens
+            self.tokens += episode.reply.tokens
 
     def leave(self, state: str) -> None:
         """Remove an episode that is done or was given up."""

@@ -164,7 +164,7 @@ class CondenseAction(BuiltInAction):
         if start == end:
             return [], [], 0
         text = history_text(said[start:end])
-        summary, sampled = (episode.text, 0) if by_policy else await self._condensed(text, episode, objects, 0)
+        summary, sampled = (episode.reply.text, 0) if by_policy else await self._condensed(text, episode, objects, 0)
         if not summary.strip():
             return [], [], sampled
         number = len(episode.blocks) + 1

@@ -39,7 +39,7 @@ class CheckSumsAction(BuiltInAction):
         sums: list[CheckedSum] = await call_spec_code(
             self._code,
             checked_sums,
-            episode.text,
+            episode.reply.text,
             seconds=SECONDS,
             blame="environment",
             what="the check of sums",
