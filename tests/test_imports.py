@@ -14,6 +14,8 @@ import pytest
 import engine
 
 ROOT = Path(engine.__file__).parent
+RUNTIMES = ("servers", "http", "sglang", "scripted", "local")
+"""What drives a model, in `engine.backends`."""
 
 
 def modules() -> dict[str, Path]:
@@ -58,6 +60,23 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     graph = nx.DiGraph((name, other) for name, path in known.items() for other in imported(path, known))
     circles = [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1]
     assert sorted(circles) == []
+
+
+@pytest.mark.parametrize(
+    "reader", ["engine.runner.replay", "engine.runner.rescore", "engine.plugins.audit.store", "engine.store.upkeep.fork"]
+)
+def test_what_reads_journals_reaches_neither_a_backend_nor_the_executor(reader: str) -> None:
+    known = modules()
+    if reader not in known:
+        pytest.skip("its plugin is not installed")
+    reached, new = {reader}, [reader]
+    while new:
+        found = imported(known[new.pop()], known) - reached
+        reached |= found
+        new += found
+    driving = ("engine.episode.executor", *(f"engine.backends.{name}" for name in RUNTIMES))
+    assert [name for name in sorted(reached) if name.startswith(driving)] == []
+    assert "engine.episode.episode" in reached or reader == "engine.store.upkeep.fork"
 
 
 def test_the_layers_name_every_module_of_the_engine() -> None:
