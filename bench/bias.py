@@ -119,7 +119,7 @@ def member(play: Play, expected: float) -> Member:
     """
     values = np.array([expected, RIGHT, play.rewards[-1], play.rewards[-1]])[: play.ends[-1]]
     states = ["start", "second"][: len(play.rewards)]
-    return Member(sealed(play.rewards), state_keys=states, values=values, ends=play.ends)
+    return Member(ledger=sealed(play.rewards), state_keys=states, values=values, ends=play.ends)
 
 
 @dataclass(frozen=True, slots=True)

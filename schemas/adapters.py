@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Literal, TypeVar
 
 from engine import plugin
+from engine.schemas.base import Struct
 from engine.schemas.entry import Effects
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterFacts:
+class AdapterFacts(Struct, frozen=True, kw_only=True):
     """What holds for one adapter. Checks, docs and engine read these facts here."""
 
     name: str
@@ -56,8 +55,7 @@ class AdapterFacts:
     """Whether it reads replies as they were sampled (`EpisodeView.written`): with tool calls and reasoning."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolAdapterFacts:
+class ToolAdapterFacts(Struct, frozen=True, kw_only=True):
     """What holds for one kind of tool servers. Checks, docs and engine read these facts here."""
 
     name: str

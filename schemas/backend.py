@@ -95,8 +95,8 @@ class ScriptedBackendSpec(BackendBase):
 
 
 _KINDS: OneOf[BackendBase] = OneOf(
-    "backends",
-    (
+    point="backends",
+    core=(
         LocalBackendSpec,
         SGLangBackendSpec,
         ScriptedBackendSpec,

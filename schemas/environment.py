@@ -8,12 +8,12 @@ of their own episode.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import msgspec
 from pydantic import Field
 
-from engine.schemas.base import Contract
+from engine.schemas.base import Contract, Struct
 from engine.schemas.message import ContentPart, MalformedCall, Message, ToolCall
 from engine.schemas.reward import RewardEvent
 
@@ -30,8 +30,7 @@ class Task(Contract):
     """The name of its user among the spec's `users`."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeView:
+class EpisodeView(Struct, frozen=True, kw_only=True):
     """A read-only view of an episode for environments, tools and users; the same object for every call of a turn."""
 
     episode_id: str
@@ -57,7 +56,7 @@ class EpisodeView:
     written: str = ""
     """The newest reply as it was sampled, with calls and reasoning, without the token that ended it. Only for adapters whose
     library reads replies so; empty for others."""
-    blocks: Mapping[int, str] = field(default_factory=dict)
+    blocks: Mapping[int, str] = msgspec.field(default_factory=dict)
     """Original texts of the condensed blocks, by number."""
 
     @property

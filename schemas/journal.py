@@ -209,8 +209,8 @@ class UnreadRecord(RecordBase, frozen=True, kw_only=True):
 
 
 _RECORDS: OneOf[RecordBase] = OneOf(
-    "records",
-    (
+    point="records",
+    core=(
         ResetRecord,
         GenerationRecord,
         ToolsRecord,

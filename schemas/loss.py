@@ -185,8 +185,8 @@ class CrossEntropyLoss(Loss):
 
 
 LOSSES: OneOf[Loss] = OneOf(
-    "losses",
-    (GrpoLoss, BnpoLoss, DrGrpoLoss, DapoLoss, GspoLoss, CispoLoss, SapoLoss, ReinforceLoss, PpoLoss),
+    point="losses",
+    core=(GrpoLoss, BnpoLoss, DrGrpoLoss, DapoLoss, GspoLoss, CispoLoss, SapoLoss, ReinforceLoss, PpoLoss),
 )
 LossSpec = Annotated[Loss, LOSSES]
 """The loss; `kind` selects it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
 from pydantic import GetCoreSchemaHandler
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 
 
-@dataclass(frozen=True)
 class OneOf(Generic[M]):
     """Metadata of an annotation: one of the core's classes, or of those that plugins add to `point`.
 
@@ -29,10 +27,13 @@ class OneOf(Generic[M]):
     in which the union is written.
     """
 
-    point: str
-    core: tuple[type[M], ...]
-    key: str = "kind"
-    """The key that decides."""
+    __slots__ = ("core", "key", "point")
+
+    def __init__(self, point: str, core: tuple[type[M], ...], key: str = "kind") -> None:
+        self.point = point
+        self.core = core
+        self.key = key
+        """The key that decides."""
 
     def members(self) -> tuple[type[M], ...]:
         """The classes. Imports those of plugins; one that cannot be imported takes its plugin out."""
@@ -56,15 +57,17 @@ class OneOf(Generic[M]):
         return core_schema.tagged_union_schema(choices, self.key)
 
 
-@dataclass(frozen=True)
 class NameOf:
     """Metadata of a string's annotation: one of the core's names, or of those that plugins add to `point`.
 
     Tracker = Annotated[str, NameOf("trackers")]
     """
 
-    point: str
-    core: tuple[str, ...] = ()
+    __slots__ = ("core", "point")
+
+    def __init__(self, point: str, core: tuple[str, ...] = ()) -> None:
+        self.point = point
+        self.core = core
 
     def literal(self) -> Any:
         """The `Literal` of all names."""

@@ -13,14 +13,15 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
+from msgspec.structs import replace
 from pydantic import BaseModel, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from engine import plugin
-from engine.schemas.base import Contract
+from engine.schemas.base import Contract, Struct
 
 DataPath = tuple[str | int, ...]
 Owner = TypeVar("Owner", bound="SectionOwner")
@@ -99,7 +100,7 @@ class SpecSection(Contract):
         """Add to the JSON Schema what Pydantic does not know, such as a name in place of a mapping."""
 
 
-class SectionPart(NamedTuple):
+class SectionPart(Struct, frozen=True, kw_only=True):
     """The keys of one section, taken out of a document."""
 
     owner: DataPath
@@ -195,11 +196,15 @@ def split(document: Any, model: type[BaseModel]) -> tuple[Any, list[SectionPart]
         return document, []
     rest, parts = dict(document), []
     for section, inner in sections_of(model, rest):
-        parts.append(SectionPart((), section, inner, {key: rest.pop(key) for key in section.keys if key in rest}))
+        parts.append(
+            SectionPart(
+                owner=(), section=section, model=inner, keys={key: rest.pop(key) for key in section.keys if key in rest}
+            )
+        )
     for key, owner in _inner_owners(model):
         if isinstance(rest.get(key), dict):
             rest[key], deeper = split(rest[key], owner)
-            parts += [part._replace(owner=(key, *part.owner)) for part in deeper]
+            parts += [replace(part, owner=(key, *part.owner)) for part in deeper]
     return rest, parts
 
 

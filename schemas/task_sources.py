@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from engine import plugin
+from engine.schemas.base import Struct
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceFacts:
+class SourceFacts(Struct, frozen=True, kw_only=True):
     """What holds for one kind of source."""
 
     keys: tuple[str, ...]

@@ -77,7 +77,7 @@ class TaskSource(Contract):
 
     PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"source": "sources"}
 
-    source: Annotated[str, NameOf("sources", tuple(CORE_SOURCES))]
+    source: Annotated[str, NameOf(point="sources", core=tuple(CORE_SOURCES))]
     """What the rows are read from."""
     rows: list[dict[str, Any]] | None = None
     """For `inline`: the rows."""
@@ -142,7 +142,7 @@ class MixedSource(TaskSource):
 class TasksSpec(TaskSource):
     """Where tasks come from."""
 
-    source: Annotated[str, NameOf("sources", (*CORE_SOURCES, MIX))]
+    source: Annotated[str, NameOf(point="sources", core=(*CORE_SOURCES, MIX))]
     mix: Annotated[dict[SourceName, MixedSource], Field(min_length=1)] | None = None
     """For `mix`: several sources by name. A task's id begins with the name of its source: `easy:17`."""
     preset: Annotated[VerlRows | SlimeRows, Field(discriminator="name")] | None = None

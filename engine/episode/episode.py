@@ -276,12 +276,12 @@ class Episode:
         """
         sampled = self.turns[turn].end - self.turns[turn].start
         if not sampled:  # the reply is text only or has no tokens: no token can get credit
-            return TurnPart(0, 0, _call_number(part.call, turn) if part.call is not None else None)
+            return TurnPart(start=0, end=0, call=_call_number(part.call, turn) if part.call is not None else None)
         if part.tokens is not None:
             start, end = part.tokens
             if not start < end <= sampled:
                 raise LedgerError(f"turn {turn} has {sampled} sampled tokens; [{start}, {end}) is not a range of them")
-            return TurnPart(start, end)
+            return TurnPart(start=start, end=end)
         if part.text is not None:
             found, what, call = self.conversation.text_tokens(turn, part.text), f"text {part.text[:80]!r}", None
         else:
@@ -289,7 +289,7 @@ class Episode:
             found, what = self.conversation.call_tokens(turn, call), f"call {part.call!r}"
         if found is None:
             raise LedgerError(f"turn {turn} has no {what}; address the turn as a whole, or a part that it has")
-        return TurnPart(*found, call)
+        return TurnPart(start=found[0], end=found[1], call=call)
 
     def _rewards(self) -> dict[str, float]:
         totals = self.ledger.totals(self.turn + 1)

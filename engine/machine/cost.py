@@ -10,9 +10,10 @@ visited, or a value copied or compared: about 0.1 to 0.4 microseconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from engine.machine.expression import Call, Comprehension, ListOf, MapOf, Name, Node, Operation
+from engine.schemas.base import Struct
 
 MAX_WORK = 1_000_000
 """Units that one evaluation may cost: a few tenths of a second."""
@@ -30,7 +31,7 @@ _MAX_BOUND = 10**15
 """Larger bounds are cut to this: nested lists would otherwise give very large integers."""
 
 
-class Sizes(NamedTuple):
+class Sizes(Struct, frozen=True, kw_only=True):
     """Upper bounds for the values of an expression's variables."""
 
     length: int
@@ -55,7 +56,7 @@ def sizes_of(values: Iterable[Any]) -> Sizes:
             item = waiting.pop()
             nodes += 1
             if nodes > MAX_COUNTED:
-                return Sizes(_MAX_BOUND, _MAX_BOUND, _MAX_BOUND)
+                return Sizes(length=_MAX_BOUND, nodes=_MAX_BOUND, characters=_MAX_BOUND)
             if isinstance(item, str):
                 characters = max(characters, len(item))
             elif isinstance(item, Mapping):
@@ -67,10 +68,10 @@ def sizes_of(values: Iterable[Any]) -> Sizes:
                 length = max(length, len(item))
                 waiting.extend(item)
         most = max(most, nodes)
-    return Sizes(length, most, characters)
+    return Sizes(length=length, nodes=most, characters=characters)
 
 
-class _Bound(NamedTuple):
+class _Bound(Struct, frozen=True, kw_only=True):
     """Upper bounds for a part of an expression: the work to evaluate it, and the size of its value."""
 
     work: int
@@ -95,7 +96,7 @@ def is_looping(tree: Node) -> bool:
 
 def _bound(node: Node, sizes: Sizes, variables: Mapping[str, _Bound], level: int = 0) -> _Bound:
     if isinstance(node, Name):
-        return variables.get(node.name) or _Bound(1, sizes.length, sizes.nodes)
+        return variables.get(node.name) or _Bound(work=1, length=sizes.length, nodes=sizes.nodes)
     if isinstance(node, Comprehension):
         return _loop(node, sizes, variables, level)
     parts = [_bound(child, sizes, variables, level) for child in node.children()]
@@ -123,10 +124,10 @@ def _loop(node: Comprehension, sizes: Sizes, variables: Mapping[str, _Bound], le
     """
     over = _bound(node.over, sizes, variables, level)
     if level == _MAX_NESTED_LOOPS:
-        return _Bound(_MAX_BOUND, over.length, over.nodes)
+        return _Bound(work=_MAX_BOUND, length=over.length, nodes=over.nodes)
     scalar, whole = (
         [_bound(body, sizes, {**variables, node.variable: element}, level + 1) for body in node.bodies]
-        for element in (_Bound(1, 0, 1), _Bound(1, over.nodes, over.nodes))
+        for element in (_Bound(work=1, length=0, nodes=1), _Bound(work=1, length=over.nodes, nodes=over.nodes))
     )
     each, largest = (1 + sum(body.work for body in bodies) for bodies in (scalar, whole))
     work = 1 + over.work + over.length * each + largest
@@ -141,4 +142,4 @@ def _loop(node: Comprehension, sizes: Sizes, variables: Mapping[str, _Bound], le
 
 
 def _capped(work: int, length: int, nodes: int) -> _Bound:
-    return _Bound(min(work, _MAX_BOUND), min(length, _MAX_BOUND), min(nodes, _MAX_BOUND))
+    return _Bound(work=min(work, _MAX_BOUND), length=min(length, _MAX_BOUND), nodes=min(nodes, _MAX_BOUND))

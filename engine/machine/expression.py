@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
 from math import isfinite
 from typing import Any
+
+from engine.schemas.base import Struct
 
 MAX_DEPTH = 50
 """Nesting levels of a tree; bounds the recursion of every function that walks it."""
@@ -34,8 +35,7 @@ class ExpressionError(ValueError):
         self.fix = fix
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True, kw_only=True):
     """A part of an expression: the characters from `start` up to, not including, `end`."""
 
     start: int
@@ -43,8 +43,8 @@ class Node:
 
     def children(self) -> Iterator[Node]:
         """Yield the operands, in the order in which they are written."""
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
             if isinstance(value, Node):
                 yield value
             elif isinstance(value, tuple):
@@ -57,23 +57,20 @@ class Node:
             yield from child.walk()
 
 
-@dataclass(frozen=True, slots=True)
-class Name(Node):
+class Name(Node, frozen=True, kw_only=True):
     """A variable, or the name of a type, such as `int`."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Constant(Node):
+class Constant(Node, frozen=True, kw_only=True):
     """A literal: the name of its CEL type and its Python value."""
 
     type: str
     value: Any
 
 
-@dataclass(frozen=True, slots=True)
-class Select(Node):
+class Select(Node, frozen=True, kw_only=True):
     """`of.field`; `test` is set inside `has()`, which asks whether the field exists."""
 
     of: Node
@@ -81,16 +78,14 @@ class Select(Node):
     test: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Index(Node):
+class Index(Node, frozen=True, kw_only=True):
     """`of[key]`."""
 
     of: Node
     key: Node
 
 
-@dataclass(frozen=True, slots=True)
-class Call(Node):
+class Call(Node, frozen=True, kw_only=True):
     """`name(args)`, or `target.name(args)`."""
 
     name: str
@@ -98,16 +93,14 @@ class Call(Node):
     args: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Operation(Node):
+class Operation(Node, frozen=True, kw_only=True):
     """An operator and its operands: one for `!` and the minus sign, three for `?:`, two or more for `&&` and `||`, else two."""
 
     operator: str
     args: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Comprehension(Node):
+class Comprehension(Node, frozen=True, kw_only=True):
     """A macro: `over.name(variable, bodies)`."""
 
     name: str
@@ -116,15 +109,13 @@ class Comprehension(Node):
     bodies: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ListOf(Node):
+class ListOf(Node, frozen=True, kw_only=True):
     """`[a, b]`."""
 
     items: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class MapOf(Node):
+class MapOf(Node, frozen=True, kw_only=True):
     """`{key: value}`; `items` holds key, value, key, value and so on."""
 
     items: tuple[Node, ...]
@@ -160,8 +151,7 @@ _LEVELS: tuple[frozenset[str], ...] = (
 """Binary operators, loosest first; all are left-associative."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
+class _Token(Struct, frozen=True, kw_only=True):
     kind: str
     text: str
     start: int
@@ -181,9 +171,9 @@ def _tokens(text: str) -> list[_Token]:
             raise ExpressionError(f"`{text[at]}` cannot be read", at, _replacement(text[at]))
         kind = str(match.lastgroup)
         if kind != "blank":
-            found.append(_Token("sign" if match[0] in ("in", *_WORDS) else kind, match[0], at))
+            found.append(_Token(kind="sign" if match[0] in ("in", *_WORDS) else kind, text=match[0], start=at))
         at = match.end()
-    found.append(_Token("end", "", len(text)))
+    found.append(_Token(kind="end", text="", start=len(text)))
     return found
 
 
@@ -287,7 +277,7 @@ class _Parser:
             then = self.binary(0)
             self.expect(":")
             other = self.expression()
-            node = Operation(node.start, other.end, "?:", (node, then, other))
+            node = Operation(start=node.start, end=other.end, operator="?:", args=(node, then, other))
         self.depth -= 1
         return node
 
@@ -301,7 +291,7 @@ class _Parser:
             chain = node.args if level < 2 and isinstance(node, Operation) and node.operator == sign.text else (node,)
             if len(chain) == 1:
                 self.nest()
-            node = Operation(node.start, right.end, sign.text, (*chain, right))
+            node = Operation(start=node.start, end=right.end, operator=sign.text, args=(*chain, right))
         self.depth = before
         return node
 
@@ -311,12 +301,12 @@ class _Parser:
             return self.member()
         if sign.text == "-" and self.token.kind in ("int", "double") and self.token.start == sign.end:
             number = self.token
-            self.tokens[self.at] = _Token(number.kind, f"-{number.text}", sign.start)
+            self.tokens[self.at] = _Token(kind=number.kind, text=f"-{number.text}", start=sign.start)
             return self.member()
         self.nest()
         inner = self.unary()
         self.depth -= 1
-        return Operation(sign.start, inner.end, sign.text, (inner,))
+        return Operation(start=sign.start, end=inner.end, operator=sign.text, args=(inner,))
 
     def member(self) -> Node:
         before = self.depth
@@ -325,14 +315,14 @@ class _Parser:
             self.nest()
             if sign.text == "[":
                 key = self.expression()
-                node = Index(node.start, self.expect("]").end, node, key)
+                node = Index(start=node.start, end=self.expect("]").end, of=node, key=key)
                 continue
             name = self.expect("", "name")
             if self.take("("):
                 args = self.listed(")")
                 node = self.call(node, name.text, args, self.tokens[self.at - 1].end)
             else:
-                node = Select(node.start, name.end, node, name.text)
+                node = Select(start=node.start, end=name.end, of=node, field=name.text)
         self.depth = before
         return node
 
@@ -342,8 +332,10 @@ class _Parser:
         if target is not None and name in MACROS and args and isinstance(args[0], Name):
             bodies = len(args) - 1
             if bodies == MACROS[name] or (name == "map" and bodies == 2):
-                return Comprehension(start, end, name, target, args[0].name, args[1:])
-        return Call(start, end, name, target, args)
+                return Comprehension(
+                    start=start, end=end, name=name, over=target, variable=args[0].name, bodies=args[1:]
+                )
+        return Call(start=start, end=end, name=name, target=target, args=args)
 
     def listed(self, close: str) -> tuple[Node, ...]:
         """Expressions up to the closing sign; a comma may follow the last one."""
@@ -360,32 +352,40 @@ class _Parser:
         if token.kind in ("int", "double", "string"):
             self.at += 1
             return Constant(
-                token.start, token.end, token.kind, _string(token) if token.kind == "string" else _number(token)
+                start=token.start,
+                end=token.end,
+                type=token.kind,
+                value=_string(token) if token.kind == "string" else _number(token),
             )
         if found := self.take(*_WORDS):
-            return Constant(found.start, found.end, "null" if found.text == "null" else "bool", _WORDS[found.text])
+            return Constant(
+                start=found.start,
+                end=found.end,
+                type="null" if found.text == "null" else "bool",
+                value=_WORDS[found.text],
+            )
         if self.take("("):
             inner = self.expression()
             self.expect(")")
             return inner
         if self.take("["):
             items = self.listed("]")
-            return ListOf(token.start, self.tokens[self.at - 1].end, items)
+            return ListOf(start=token.start, end=self.tokens[self.at - 1].end, items=items)
         if self.take("{"):
             return self.map_of(token)
         self.take(".")  # a leading dot asks for the outermost scope; guards have only one
         name = self.expect("", "name")
         if self.take("("):
             return self.function(name, token.start)
-        return Name(token.start, name.end, name.text)
+        return Name(start=token.start, end=name.end, name=name.text)
 
     def function(self, name: _Token, start: int) -> Node:
         args = self.listed(")")
         end = self.tokens[self.at - 1].end
         if name.text == "has" and len(args) == 1 and isinstance(args[0], Select):
             inner = args[0]
-            return Select(inner.start, inner.end, inner.of, inner.field, test=True)
-        return Call(start, end, name.text, None, args)
+            return Select(start=inner.start, end=inner.end, of=inner.of, field=inner.field, test=True)
+        return Call(start=start, end=end, name=name.text, target=None, args=args)
 
     def map_of(self, brace: _Token) -> Node:
         items: list[Node] = []
@@ -396,4 +396,4 @@ class _Parser:
             if not self.take(","):
                 self.expect("}")
                 break
-        return MapOf(brace.start, self.tokens[self.at - 1].end, tuple(items))
+        return MapOf(start=brace.start, end=self.tokens[self.at - 1].end, items=tuple(items))

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from engine.machine.machine import ResolvedMachine, ResolvedTransition, resolve_machine
+from engine.schemas.base import Struct
 from engine.schemas.machine import MachineSpec
 
 Counts = Mapping[tuple[str, str, str], int]
@@ -24,8 +24,7 @@ Events = Mapping[str, frozenset[str]]
 ANY_STATE = "any state"
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(Struct, frozen=True, kw_only=True):
     """One event on an edge."""
 
     event: str
@@ -34,8 +33,7 @@ class Line:
     """How often it was taken; None without counts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(Struct, frozen=True, kw_only=True):
     """All transitions from one state to another."""
 
     source: str
@@ -49,8 +47,7 @@ class Edge:
         return sum(counted.values()) if counted else None
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(Struct, frozen=True, kw_only=True):
     """The content of a picture."""
 
     machine: ResolvedMachine
@@ -84,13 +81,16 @@ def picture(
         lines[key] = lines.get(key, 0) + taken
     edges = [
         Edge(
-            source,
-            dest,
-            tuple(Line(event, guard, n if counts is not None else None) for (event, guard), n in lines.items()),
+            source=source,
+            dest=dest,
+            lines=tuple(
+                Line(event=event, guard=guard, count=n if counts is not None else None)
+                for (event, guard), n in lines.items()
+            ),
         )
         for (source, dest), lines in grouped.items()
     ]
-    return Picture(resolved, edges)
+    return Picture(machine=resolved, edges=edges)
 
 
 _Any = tuple[str, str, str | None, int | None]

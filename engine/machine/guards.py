@@ -101,21 +101,21 @@ def guard_problems(expression: str, variables: Mapping[str, Variable] = VARIABLE
     """
     if len(expression) > MAX_CHARACTERS:
         message = f"{len(expression)} characters; at most {MAX_CHARACTERS} are allowed"
-        return [GuardProblem(message, 1, "write a shorter guard", "parse")]
+        return [GuardProblem(message=message, column=1, fix="write a shorter guard", kind="parse")]
     try:
         tree = parse(expression)
     except ExpressionError as error:
-        return [GuardProblem(str(error), error.offset + 1, error.fix, "parse")]
+        return [GuardProblem(message=str(error), column=error.offset + 1, fix=error.fix, kind="parse")]
     inference = TypeInference(expression, variables)
     types = inference.types(tree)
     problems = inference.problems
     if types.isdisjoint(BOOL | DYN):
         fix = "compare it" if types <= NUMBERS | STRING else None
         message = f"a guard must be true or false; this is {describe(types)}"
-        problems.append(GuardProblem(message, tree.start + 1, fix, "not-boolean"))
+        problems.append(GuardProblem(message=message, column=tree.start + 1, fix=fix, kind="not-boolean"))
     if is_looping(tree) and (work := work_of(tree, ASSUMED_SIZES)) > MAX_WORK:
         steps = f"{work:,}" if work < 10**12 else "more than 10¹²"
         message = f"with lists of {ASSUMED_SIZES.length} elements it may take {steps} steps; {MAX_WORK:,} are allowed"
         fix = "nest fewer loops, or let the environment compute a fact"
-        problems.append(GuardProblem(message, tree.start + 1, fix, "too-costly"))
+        problems.append(GuardProblem(message=message, column=tree.start + 1, fix=fix, kind="too-costly"))
     return sorted(problems, key=lambda problem: problem.column)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from engine.machine.expression import (
     MACROS,
@@ -25,6 +25,7 @@ from engine.machine.expression import (
 )
 from engine.machine.operators import FUNCTIONS, NEGATION, NUMBERS, OPERATORS, TYPE_NAMES, Overloads, cannot_apply
 from engine.machine.variables import BOOL, DYN, STRING, VARIABLES, Types, Variable
+from engine.schemas.base import Struct
 
 MAP: Types = frozenset({"map"})
 LIST: Types = frozenset({"list"})
@@ -39,7 +40,7 @@ Kind = Literal["parse", "unknown-name", "wrong-type", "not-boolean", "too-costly
 """The class of a mistake; each has a rule of `validate` with this name behind `guard.`."""
 
 
-class GuardProblem(NamedTuple):
+class GuardProblem(Struct, frozen=True, kw_only=True):
     """A mistake in an expression."""
 
     message: str
@@ -87,12 +88,14 @@ class TypeInference:
 
     def report(self, message: str, offset: int, fix: str | None = None) -> Types:
         """Add a problem of types. The part is `dyn` from then on, so that one mistake is reported once."""
-        self.problems.append(GuardProblem(message, offset + 1, fix, "wrong-type"))
+        self.problems.append(GuardProblem(message=message, column=offset + 1, fix=fix, kind="wrong-type"))
         return DYN
 
     def unknown(self, message: str, offset: int, name: str, known: Iterable[str]) -> Types:
         """Add a problem of a name that does not exist."""
-        self.problems.append(GuardProblem(message, offset + 1, nearest(name, known), "unknown-name"))
+        self.problems.append(
+            GuardProblem(message=message, column=offset + 1, fix=nearest(name, known), kind="unknown-name")
+        )
         return DYN
 
     def source(self, node: Node) -> str:

@@ -11,7 +11,6 @@ in the order in which they are tried. Each transition knows the index of the spe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from engine.errors import EngineError, GuardError, SpecError
 from engine.machine.guards import Guard
 from engine.machine.presets import ANY, PRESETS
 from engine.plugin import load
+from engine.schemas.base import Struct
 from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
 from engine.schemas.sections import written_entries
 from engine.spec.text.diagnostic import DataPath, Diagnostic
@@ -31,8 +31,7 @@ ReadContext = Callable[[frozenset[str]], Mapping[str, Any]]
 """Builds the requested guard variables, and no others."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvedTransition:
+class ResolvedTransition(Struct, frozen=True, kw_only=True):
     """The destination of one event in one state, if its condition holds."""
 
     trigger: str
@@ -46,8 +45,7 @@ class ResolvedTransition:
     """Whether the source was written as `"*"`."""
 
 
-@dataclass(frozen=True)
-class ResolvedMachine:
+class ResolvedMachine(Struct, frozen=True, kw_only=True):
     """A machine merged with its preset, with every transition expanded."""
 
     initial: str
@@ -237,7 +235,7 @@ def resolve_machine(machine: MachineSpec) -> ResolvedMachine:
         ]
         transitions += added
         settled |= {(t.source, t.trigger) for t in added if t.conditions is None}
-    return ResolvedMachine(initial, states, transitions)
+    return ResolvedMachine(initial=initial, states=states, transitions=transitions)
 
 
 def _spell_out(spec: TransitionSpec, standing: list[str], index: int | None) -> list[ResolvedTransition]:
@@ -248,6 +246,8 @@ def _spell_out(spec: TransitionSpec, standing: list[str], index: int | None) -> 
             for trigger in spec.triggers:
                 pairs.setdefault((source, trigger), written == ANY)
     return [
-        ResolvedTransition(trigger, source, spec.dest, spec.conditions, index, wildcard)
+        ResolvedTransition(
+            trigger=trigger, source=source, dest=spec.dest, conditions=spec.conditions, index=index, wildcard=wildcard
+        )
         for (source, trigger), wildcard in pairs.items()
     ]

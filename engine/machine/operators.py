@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from itertools import product
 from math import copysign, isfinite, nan, trunc
-from typing import Any, NamedTuple
+from typing import Any
+
+from engine.schemas.base import Struct
 
 NUMBERS = frozenset({"int", "double"})
 TYPE_NAMES = frozenset({"bool", "double", "int", "list", "map", "null_type", "string", "type"})
@@ -28,7 +30,7 @@ class TypeName(str):
     __slots__ = ()
 
 
-class Function(NamedTuple):
+class Function(Struct, frozen=True, kw_only=True):
     """An operator or a function."""
 
     overloads: Overloads
@@ -148,30 +150,30 @@ _TWO_STRINGS: Overloads = {("string", "string"): "bool"}
 _COMPARED: Overloads = dict.fromkeys((*product(NUMBERS, NUMBERS), ("string", "string"), ("bool", "bool")), "bool")
 
 OPERATORS: Mapping[str, Function] = {
-    "+": Function(_same([*NUMBERS, "string", "list"]), _arithmetic(_add)),
-    "-": Function(_same(NUMBERS), _arithmetic(operator.sub)),
-    "*": Function(_same(NUMBERS), _arithmetic(operator.mul)),
-    "/": Function(_same(NUMBERS), _arithmetic(_divide)),
-    "%": Function(_same(["int"]), lambda left, right: left - right * _divide(left, right)),
-    "<": Function(_COMPARED, operator.lt),
-    "<=": Function(_COMPARED, operator.le),
-    ">": Function(_COMPARED, operator.gt),
-    ">=": Function(_COMPARED, operator.ge),
+    "+": Function(overloads=_same([*NUMBERS, "string", "list"]), compute=_arithmetic(_add)),
+    "-": Function(overloads=_same(NUMBERS), compute=_arithmetic(operator.sub)),
+    "*": Function(overloads=_same(NUMBERS), compute=_arithmetic(operator.mul)),
+    "/": Function(overloads=_same(NUMBERS), compute=_arithmetic(_divide)),
+    "%": Function(overloads=_same(["int"]), compute=lambda left, right: left - right * _divide(left, right)),
+    "<": Function(overloads=_COMPARED, compute=operator.lt),
+    "<=": Function(overloads=_COMPARED, compute=operator.le),
+    ">": Function(overloads=_COMPARED, compute=operator.gt),
+    ">=": Function(overloads=_COMPARED, compute=operator.ge),
 }
 """Operators with two operands whose types must fit; `==`, `!=` and `in` take any types."""
 
-NEGATION = Function({("int",): "int", ("double",): "double"}, _negate)
+NEGATION = Function(overloads={("int",): "int", ("double",): "double"}, compute=_negate)
 """The minus sign."""
 
 FUNCTIONS: Mapping[str, Function] = {
-    "size": Function(_each(["string", "list", "map"], "int"), len, as_method=True, as_function=True),
-    "contains": Function(_TWO_STRINGS, operator.contains, as_method=True),
-    "startsWith": Function(_TWO_STRINGS, str.startswith, as_method=True),
-    "endsWith": Function(_TWO_STRINGS, str.endswith, as_method=True),
-    "matches": Function(_TWO_STRINGS, _matches, as_method=True),
-    "int": Function(_each([*NUMBERS, "string"], "int"), _to_int, as_function=True),
-    "double": Function(_each([*NUMBERS, "string"], "double"), _to_double, as_function=True),
-    "string": Function(_each([*NUMBERS, "string"], "string"), _to_string, as_function=True),
+    "size": Function(overloads=_each(["string", "list", "map"], "int"), compute=len, as_method=True, as_function=True),
+    "contains": Function(overloads=_TWO_STRINGS, compute=operator.contains, as_method=True),
+    "startsWith": Function(overloads=_TWO_STRINGS, compute=str.startswith, as_method=True),
+    "endsWith": Function(overloads=_TWO_STRINGS, compute=str.endswith, as_method=True),
+    "matches": Function(overloads=_TWO_STRINGS, compute=_matches, as_method=True),
+    "int": Function(overloads=_each([*NUMBERS, "string"], "int"), compute=_to_int, as_function=True),
+    "double": Function(overloads=_each([*NUMBERS, "string"], "double"), compute=_to_double, as_function=True),
+    "string": Function(overloads=_each([*NUMBERS, "string"], "string"), compute=_to_string, as_function=True),
 }
 """Functions besides `has`, `type` and the macros `all`, `exists`, `exists_one`, `filter` and `map`."""
 

@@ -7,14 +7,16 @@ docs/spec.md prints them. The counts of limits come from `engine.limits`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
+import msgspec
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from engine.limits import FIELDS, LIMITS
+from engine.schemas.base import Struct
 from engine.schemas.descriptions import description_of
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.sections import section_fields
@@ -30,20 +32,18 @@ DYN: Types = frozenset({"dyn"})
 """A type that is known only when the guard runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Struct, frozen=True, kw_only=True):
     """One field of a variable."""
 
     types: Types
     doc: str
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(Struct, frozen=True, kw_only=True):
     """One name at the top of a guard. Always a map."""
 
     doc: str
-    fields: Mapping[str, Member] = field(default_factory=dict)
+    fields: Mapping[str, Member] = msgspec.field(default_factory=dict)
     open: bool = False
     """Whether it may hold fields that are not listed: facts, or the fields of a task."""
 
@@ -61,7 +61,7 @@ def _limits() -> dict[str, Member]:
     }
     keys |= {name: (info, model) for name, info, model in section_fields(LimitsSpec)}
     return {
-        name: Member(_limit_types(info.annotation), description_of(model, name) or "")
+        name: Member(types=_limit_types(info.annotation), doc=description_of(model, name) or "")
         for name, (info, model) in keys.items()
         if name in FIELDS
     }
@@ -73,55 +73,58 @@ def _with_counts(variables: Mapping[str, Variable]) -> dict[str, Variable]:
     for limit in LIMITS:
         if limit.variable is not None:
             name, _, field = limit.variable.partition(".")
-            variable = found.get(name, Variable("Counts so far."))
-            found[name] = replace(variable, fields={**variable.fields, field: Member(INT, limit.counted)})
+            variable = found.get(name, Variable(doc="Counts so far."))
+            found[name] = replace(variable, fields={**variable.fields, field: Member(types=INT, doc=limit.counted)})
     return found
 
 
 VARIABLES: Mapping[str, Variable] = _with_counts(
     {
-        "turns": Variable("Turns so far."),
-        "tools": Variable("Tool calls so far.", {"errors": Member(INT, "Tool calls whose result is an error.")}),
+        "turns": Variable(doc="Turns so far."),
+        "tools": Variable(
+            doc="Tool calls so far.", fields={"errors": Member(types=INT, doc="Tool calls whose result is an error.")}
+        ),
         "tokens": Variable(
-            "Tokens so far.",
-            {
-                "sampled": Member(INT, "Tokens that the model has sampled in all turns."),
-                "context": Member(INT, "Length of the current branch, prompt included."),
+            doc="Tokens so far.",
+            fields={
+                "sampled": Member(types=INT, doc="Tokens that the model has sampled in all turns."),
+                "context": Member(types=INT, doc="Length of the current branch, prompt included."),
             },
         ),
-        "images": Variable("Images so far."),
-        "limits": Variable("The spec's limits; one that is not set reads as 9007199254740991.", _limits()),
+        "images": Variable(doc="Images so far."),
+        "limits": Variable(doc="The spec's limits; one that is not set reads as 9007199254740991.", fields=_limits()),
         "rewards": Variable(
-            "The rewards in the ledger, all names summed.",
-            {
-                "total": Member(DOUBLE, "Rewards of all turns."),
-                "last": Member(DOUBLE, "Rewards of the newest turn; 0.0 before the first."),
-                "previous": Member(DOUBLE, "Rewards of the turn before it; 0.0 if there is none."),
+            doc="The rewards in the ledger, all names summed.",
+            fields={
+                "total": Member(types=DOUBLE, doc="Rewards of all turns."),
+                "last": Member(types=DOUBLE, doc="Rewards of the newest turn; 0.0 before the first."),
+                "previous": Member(types=DOUBLE, doc="Rewards of the turn before it; 0.0 if there is none."),
             },
         ),
         "last": Variable(
-            "The newest turn of the model.",
-            {
-                "finish": Member(STRING, "`stop`, `length` or `abort`; empty before the first turn."),
-                "tokens": Member(INT, "Sampled tokens."),
-                "calls": Member(INT, "Tool calls that could be read."),
-                "malformed": Member(BOOL, "Whether it contains a tool call that could not be read."),
-                "text": Member(STRING, "Its text."),
+            doc="The newest turn of the model.",
+            fields={
+                "finish": Member(types=STRING, doc="`stop`, `length` or `abort`; empty before the first turn."),
+                "tokens": Member(types=INT, doc="Sampled tokens."),
+                "calls": Member(types=INT, doc="Tool calls that could be read."),
+                "malformed": Member(types=BOOL, doc="Whether it contains a tool call that could not be read."),
+                "text": Member(types=STRING, doc="Its text."),
             },
         ),
         "feedback": Variable(
-            "The newest turn of the user, with the facts that it reported.",
-            {
-                "solved": Member(BOOL, "Whether the user called the task solved."),
-                "satisfied": Member(BOOL, "Whether the user wants nothing more."),
+            doc="The newest turn of the user, with the facts that it reported.",
+            fields={
+                "solved": Member(types=BOOL, doc="Whether the user called the task solved."),
+                "satisfied": Member(types=BOOL, doc="Whether the user wants nothing more."),
                 "malformed": Member(
-                    BOOL, "Whether the engine answered in the user's place, because the reply could not be read."
+                    types=BOOL,
+                    doc="Whether the engine answered in the user's place, because the reply could not be read.",
                 ),
             },
             open=True,
         ),
-        "facts": Variable("The facts so far; newer values replace older ones.", open=True),
-        "task": Variable("The fields of the task.", open=True),
+        "facts": Variable(doc="The facts so far; newer values replace older ones.", open=True),
+        "task": Variable(doc="The fields of the task.", open=True),
     }
 )
 """Every variable of guards and of the rules' `when`."""

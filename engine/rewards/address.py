@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from engine.errors import LedgerError
+from engine.schemas.base import Struct
 from engine.schemas.reward import PartAddress, TurnAddress
 
 
-class TurnPart(NamedTuple):
+class TurnPart(Struct, frozen=True, kw_only=True):
     """A part of one turn: its tokens [start, end), counted from the first sampled token of the turn."""
 
     start: int

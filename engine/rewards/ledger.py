@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +22,7 @@ import numpy.typing as npt
 from engine.errors import LedgerError
 from engine.rewards.accounts import Account
 from engine.rewards.address import Locate, TurnPart, resolve_address, resolve_part
+from engine.schemas.base import Struct
 from engine.schemas.reward import Posting, RewardEvent
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ def blame_of(source: str) -> Blame:
     return _BLAME.get(source.partition(":")[0], "spec")
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
+class _Change(Struct, frozen=True, kw_only=True):
     """One posting before it is written."""
 
     turn: int
@@ -59,8 +58,7 @@ class _Change:
     part: TurnPart | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PartReward:
+class PartReward(Struct, frozen=True, kw_only=True):
     """What a part of a turn holds."""
 
     turn: int
@@ -69,8 +67,7 @@ class PartReward:
     value: float
 
 
-@dataclass(frozen=True, eq=False)
-class SealedLedger:
+class SealedLedger(Struct, frozen=True, kw_only=True, eq=False):
     """A closed ledger: the input of credit assignment."""
 
     turns: int
@@ -103,7 +100,9 @@ class SealedLedger:
         if taken:
             totals[turn] = math.fsum(row[turn] for row in matrix.values())
         kept = tuple(each for each in self.parts if each.turn != turn)
-        return SealedLedger(self.turns, self.names, matrix, totals, self.postings, kept)
+        return SealedLedger(
+            turns=self.turns, names=self.names, matrix=matrix, totals=totals, postings=self.postings, parts=kept
+        )
 
     @classmethod
     def from_postings(cls, postings: Iterable[Posting], turns: int) -> SealedLedger:
@@ -184,7 +183,7 @@ class Ledger:
         assert event.value is not None  # RewardEvent holds to it
         turns = resolve_address(event.turn, at_turn, event.discount)
         part = resolve_part(event.part, turns[0][0], locate)
-        return [_Change(turn, name, event.value * weight, part) for turn, weight in turns]
+        return [_Change(turn=turn, name=name, value=event.value * weight, part=part) for turn, weight in turns]
 
     def _transfers(self, event: RewardEvent, at_turn: int, locate: Locate | None) -> list[_Change]:
         """`transfer`: from each payer to each receiver, in pairs whose sum is 0."""
@@ -202,7 +201,10 @@ class Ledger:
             for receiver, weight in receivers:
                 if (receiver, receiving) != (payer, paying):  # a payment to itself changes nothing
                     moved = amount * (weight / whole)
-                    changes += [_Change(payer, name, 0.0 - moved, paying), _Change(receiver, name, moved, receiving)]
+                    changes += [
+                        _Change(turn=payer, name=name, value=0.0 - moved, part=paying),
+                        _Change(turn=receiver, name=name, value=moved, part=receiving),
+                    ]
         return changes
 
     def _payments(
@@ -310,7 +312,7 @@ class Ledger:
     def restore(self, posting: Posting) -> None:
         """Append a posting of another ledger."""
         whole = posting.start is None or posting.end is None
-        part = None if whole else TurnPart(posting.start or 0, posting.end or 0, posting.call)
+        part = None if whole else TurnPart(start=posting.start or 0, end=posting.end or 0, call=posting.call)
         before = self._account(posting.turn, posting.name, part)
         account = Account([posting.after]) if posting.op == "set" else before.plus(posting.delta)
         self._put(posting.turn, posting.name, part, account, replaces=posting.op == "set")
@@ -367,12 +369,17 @@ class Ledger:
         self._sealed = True
         matrix = {name: _frozen([self._held(turn, name) for turn in range(turns)]) for name in self._names()}
         return SealedLedger(
-            turns, self._names(), matrix, _frozen(self.totals(turns)), tuple(self._postings), self._part_rewards()
+            turns=turns,
+            names=self._names(),
+            matrix=matrix,
+            totals=_frozen(self.totals(turns)),
+            postings=tuple(self._postings),
+            parts=self._part_rewards(),
         )
 
     def _part_rewards(self) -> tuple[PartReward, ...]:
         return tuple(
-            PartReward(turn, part, name, account.held)
+            PartReward(turn=turn, part=part, name=name, value=account.held)
             for turn, accounts in sorted(self._parts.items())
             for (name, part), account in accounts.items()
         )

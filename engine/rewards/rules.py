@@ -7,13 +7,13 @@ whose condition is true and that cannot be applied is an error and is never skip
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import GuardError, LedgerError
 from engine.machine.guards import Guard
 from engine.rewards.address import Locate
 from engine.rewards.ledger import Ledger
+from engine.schemas.base import Struct
 from engine.schemas.reward import Posting, RewardEvent
 from engine.schemas.reward_spec import ReassignRule
 
@@ -21,8 +21,7 @@ ReadContext = Callable[[frozenset[str]], Mapping[str, Any]]
 """Builds the named guard variables from the present state of the episode and its ledger."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
+class _Rule(Struct, frozen=True, kw_only=True):
     index: int
     guard: Guard | None
     event: RewardEvent
@@ -81,7 +80,7 @@ def compile_rules(rules: Sequence[ReassignRule]) -> Rules:
     at: dict[str, list[_Rule]] = {}
     for index, rule in enumerate(rules):
         guard = Guard(rule.when) if rule.when is not None else None
-        at.setdefault(rule.at, []).append(_Rule(index, guard, _event(rule, index)))
+        at.setdefault(rule.at, []).append(_Rule(index=index, guard=guard, event=_event(rule, index)))
     return Rules(at)
 
 

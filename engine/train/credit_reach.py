@@ -126,7 +126,7 @@ def _rewards(ledger: SealedLedger) -> list[PartReward]:
         for turn, value in enumerate(row.tolist()):
             rest = value - sum(each.value for each in ledger.parts if (each.turn, each.name) == (turn, name))
             if abs(rest) > SMALLEST:
-                found.append(PartReward(turn, TurnPart(0, 0), name, rest))
+                found.append(PartReward(turn=turn, part=TurnPart(start=0, end=0), name=name, value=rest))
     return found
 
 

@@ -39,12 +39,14 @@ def with_condensing(spec: EpisodeSpec, machine: ResolvedMachine) -> ResolvedMach
         actions = {CONDENSING: "condense", ASKING_SUMMARY: "ask_summary", SUMMARIZING: "generate"}
         for name in way:
             states.setdefault(name, StateSpec(action=actions[name.removesuffix(suffix)]))
-        steps = [ResolvedTransition("overflow", source, way[0])]
+        steps = [ResolvedTransition(trigger="overflow", source=source, dest=way[0])]
         if by_policy:
-            steps.append(ResolvedTransition("asked", way[0], way[1]))
+            steps.append(ResolvedTransition(trigger="asked", source=way[0], dest=way[1]))
             replied = ("answered", "tool_calls", "malformed", "truncated")
-            steps += [ResolvedTransition(event, way[1], way[2]) for event in replied]
-        steps += [ResolvedTransition(event, way[-1], source) for event in ("unchanged", "condensed")]
+            steps += [ResolvedTransition(trigger=event, source=way[1], dest=way[2]) for event in replied]
+        steps += [
+            ResolvedTransition(trigger=event, source=way[-1], dest=source) for event in ("unchanged", "condensed")
+        ]
         ends = [t for t in machine.transitions if t.source == source and t.trigger in ("limit", "failed", "aborted")]
         transitions += [step for step in steps if (step.source, step.trigger) not in handled]
         for name in way:

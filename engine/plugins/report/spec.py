@@ -30,7 +30,7 @@ class ReportSpec(SpecSection):
     RENAMED: ClassVar[dict[str, str]] = {"report": "report_to"}
     PLUGIN_NAMES: ClassVar[dict[str, str]] = {"report_to": "trackers"}
 
-    report_to: list[Annotated[str, NameOf("trackers")]] = Field(default_factory=list)
+    report_to: list[Annotated[str, NameOf(point="trackers")]] = Field(default_factory=list)
     """Trackers that get the metrics in addition to the training's `metrics.jsonl`."""
     tracking: TrackingSpec = Field(default_factory=TrackingSpec)
     """Project, name, group and tags of the training in these trackers."""

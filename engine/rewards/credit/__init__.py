@@ -43,7 +43,7 @@ def credit(spec: CreditMethod, group: Sequence[SealedLedger | Member], *, base: 
             fails or returns something other than one finite number for each turn.
         EntryError: there is no such function.
     """
-    members = [each if isinstance(each, Member) else Member(each) for each in group]
+    members = [each if isinstance(each, Member) else Member(ledger=each) for each in group]
     folder = (base,) if spec.takes_folder else ()
     found: list[Values] = resolve_name(spec.formula)(spec, members, *folder)
     return found

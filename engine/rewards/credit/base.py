@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.errors import LedgerError
 from engine.rewards.ledger import SealedLedger
+from engine.schemas.base import Struct
 from engine.schemas.credit import ComparedCredit
 
 Values = npt.NDArray[np.float64]
@@ -32,8 +32,7 @@ ROUNDING = 1e-12
 """Returns whose standard deviation is at most this part of the largest one are equal."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Member:
+class Member(Struct, frozen=True, kw_only=True, eq=False):
     """One episode of a group.
 
     Member(ledger)

@@ -62,7 +62,7 @@ def _parts_of(member: Member, turn: int) -> dict[tuple[int, int], tuple[TurnPart
     for each in member.ledger.parts:
         if each.turn == turn:
             sums[each.part] = sums.get(each.part, 0.0) + each.value
-    others = sorted(part for part in sums if part.call is None)
+    others = sorted((part for part in sums if part.call is None), key=lambda part: (part.start, part.end))
     return {
         (1, others.index(part)) if part.call is None else (0, part.call): (part, value) for part, value in sums.items()
     }

@@ -27,12 +27,12 @@ from engine.store.reader import RunReader
 from engine.store.reading import decoding, reading
 
 RUN = Variable(
-    "The run that an episode belongs to.",
-    {
-        "id": Member(STRING, "Its name in the list."),
-        "evaluation": Member(BOOL, "Whether it is an evaluation."),
+    doc="The run that an episode belongs to.",
+    fields={
+        "id": Member(types=STRING, doc="Its name in the list."),
+        "evaluation": Member(types=BOOL, doc="Whether it is an evaluation."),
         "step": Member(
-            INT, "The step of the training that used the episode, or whose weights it measured; -1 without."
+            types=INT, doc="The step of the training that used the episode, or whose weights it measured; -1 without."
         ),
     },
 )

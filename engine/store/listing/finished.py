@@ -28,47 +28,47 @@ if TYPE_CHECKING:
     from engine.store.reading import EpisodeRow
 
 OUTCOME = Variable(
-    "How the episode ended.",
-    {
-        "state": Member(STRING, "The final state."),
-        "event": Member(STRING, "The event that led there."),
-        "limit": Member(STRING, "The limit that ended it; empty if none did."),
-        "failure": Member(STRING, "The kind of the failure; empty if there is none."),
-        "blame": Member(STRING, "Who caused the failure; empty if there is none."),
-        "solved": Member(BOOL, "Whether a user, a tool or the environment reported the task as solved."),
-        "solved_turn": Member(INT, "The newest turn when that happened first; -1 if it did not."),
-        "reward": Member(DOUBLE, "Sum of all rewards."),
-        "rewards": Member(DYN, 'Sum by name: `outcome.rewards["answer"]`.'),
+    doc="How the episode ended.",
+    fields={
+        "state": Member(types=STRING, doc="The final state."),
+        "event": Member(types=STRING, doc="The event that led there."),
+        "limit": Member(types=STRING, doc="The limit that ended it; empty if none did."),
+        "failure": Member(types=STRING, doc="The kind of the failure; empty if there is none."),
+        "blame": Member(types=STRING, doc="Who caused the failure; empty if there is none."),
+        "solved": Member(types=BOOL, doc="Whether a user, a tool or the environment reported the task as solved."),
+        "solved_turn": Member(types=INT, doc="The newest turn when that happened first; -1 if it did not."),
+        "reward": Member(types=DOUBLE, doc="Sum of all rewards."),
+        "rewards": Member(types=DYN, doc='Sum by name: `outcome.rewards["answer"]`.'),
     },
 )
 TURN = Variable(
-    "The turn.",
-    {
-        "index": Member(INT, "Its number, from 0."),
-        "last": Member(BOOL, "Whether it is the newest of the episode."),
-        "event": Member(STRING, "`tool_calls`, `answered`, `truncated` or `malformed`."),
-        "finish": Member(STRING, "`stop` or `length`."),
-        "tokens": Member(INT, "Sampled tokens."),
-        "reward": Member(DOUBLE, "Sum of its rewards."),
-        "rewards": Member(DYN, "Its rewards by name."),
-        "text": Member(STRING, "Its text."),
+    doc="The turn.",
+    fields={
+        "index": Member(types=INT, doc="Its number, from 0."),
+        "last": Member(types=BOOL, doc="Whether it is the newest of the episode."),
+        "event": Member(types=STRING, doc="`tool_calls`, `answered`, `truncated` or `malformed`."),
+        "finish": Member(types=STRING, doc="`stop` or `length`."),
+        "tokens": Member(types=INT, doc="Sampled tokens."),
+        "reward": Member(types=DOUBLE, doc="Sum of its rewards."),
+        "rewards": Member(types=DYN, doc="Its rewards by name."),
+        "text": Member(types=STRING, doc="Its text."),
     },
 )
 EPISODE = Variable(
-    "The episode.",
-    {
-        "id": Member(STRING, "Its id: `<task>/<sample>`."),
-        "task": Member(STRING, "The id of its task."),
-        "sample": Member(INT, "Its number among the episodes of the task, from 0."),
-        "status": Member(STRING, "`pending`, `running` or `done`."),
-        "attempt": Member(INT, "How often it began again."),
-        "seconds": Member(DOUBLE, "Wall time from its beginning to its end; 0.0 before its end."),
-        "trainable": Member(BOOL, "Whether its rows may be trained on."),
-        "branches": Member(INT, "Training rows."),
-        "images": Member(INT, "Images in all of its messages."),
-        "trained": Member(INT, "Tokens with loss mask 1 in its rows."),
-        "version": Member(INT, "The newest weight version of its sampled tokens; -1 if it has none."),
-        "oldest_version": Member(INT, "The oldest weight version of its sampled tokens; -1 if it has none."),
+    doc="The episode.",
+    fields={
+        "id": Member(types=STRING, doc="Its id: `<task>/<sample>`."),
+        "task": Member(types=STRING, doc="The id of its task."),
+        "sample": Member(types=INT, doc="Its number among the episodes of the task, from 0."),
+        "status": Member(types=STRING, doc="`pending`, `running` or `done`."),
+        "attempt": Member(types=INT, doc="How often it began again."),
+        "seconds": Member(types=DOUBLE, doc="Wall time from its beginning to its end; 0.0 before its end."),
+        "trainable": Member(types=BOOL, doc="Whether its rows may be trained on."),
+        "branches": Member(types=INT, doc="Training rows."),
+        "images": Member(types=INT, doc="Images in all of its messages."),
+        "trained": Member(types=INT, doc="Tokens with loss mask 1 in its rows."),
+        "version": Member(types=INT, doc="The newest weight version of its sampled tokens; -1 if it has none."),
+        "oldest_version": Member(types=INT, doc="The oldest weight version of its sampled tokens; -1 if it has none."),
     },
 )
 EPISODE_VARIABLES: Mapping[str, Variable] = {**VARIABLES, "outcome": OUTCOME, "episode": EPISODE}

@@ -179,7 +179,7 @@ def member_of(trajectory: Trajectory, values: Sequence[Sequence[float]] | None =
             f"{trajectory.episode_id}: values for turns of {[len(of_turn) for of_turn in values]} tokens; they have {sizes}"
         )
     return Member(
-        SealedLedger.from_postings(trajectory.postings, len(turns)),
+        ledger=SealedLedger.from_postings(trajectory.postings, len(turns)),
         state_keys=[turn.state_key for turn in turns],
         values=None if values is None else np.array([value for of_turn in values for value in of_turn], np.float64),
         ends=list(accumulate(sizes)),

@@ -133,5 +133,5 @@ def test_a_guard_without_a_loop_has_no_bound_to_compute() -> None:
 
 def test_sizes_are_of_the_largest_at_any_depth() -> None:
     assert sizes_of([{"a": [1, [2, 3, 4]], "b": "four"}, "eleven char"]) == Sizes(length=3, nodes=10, characters=11)
-    assert sizes_of([]) == Sizes(0, 0, 0)
+    assert sizes_of([]) == Sizes(length=0, nodes=0, characters=0)
     assert work_of(parse("facts.l.all(x, true)"), sizes_of([[0] * (MAX_COUNTED + 1)])) > MAX_WORK

@@ -56,17 +56,32 @@ def test_chains_of_and_and_or_are_one_node() -> None:
 
 
 def test_has_is_a_test_of_its_field() -> None:
-    assert parse("has(a.b.c)") == Select(4, 9, Select(4, 7, Name(4, 5, "a"), "b"), "c", test=True)
+    assert parse("has(a.b.c)") == Select(
+        start=4, end=9, of=Select(start=4, end=7, of=Name(start=4, end=5, name="a"), field="b"), field="c", test=True
+    )
 
 
 def test_macros_bind_a_variable_and_calls_do_not() -> None:
-    over = Name(0, 1, "a")
-    assert parse("a.exists(x, x)") == Comprehension(0, 14, "exists", over, "x", (Name(12, 13, "x"),))
-    assert parse("a.map(x, x, 1)") == Comprehension(
-        0, 14, "map", over, "x", (Name(9, 10, "x"), Constant(12, 13, "int", 1))
+    over = Name(start=0, end=1, name="a")
+    assert parse("a.exists(x, x)") == Comprehension(
+        start=0, end=14, name="exists", over=over, variable="x", bodies=(Name(start=12, end=13, name="x"),)
     )
-    assert parse("a.exists(1, x)") == Call(0, 14, "exists", over, (Constant(9, 10, "int", 1), Name(12, 13, "x")))
-    assert parse("size(a)") == Call(0, 7, "size", None, (Name(5, 6, "a"),))
+    assert parse("a.map(x, x, 1)") == Comprehension(
+        start=0,
+        end=14,
+        name="map",
+        over=over,
+        variable="x",
+        bodies=(Name(start=9, end=10, name="x"), Constant(start=12, end=13, type="int", value=1)),
+    )
+    assert parse("a.exists(1, x)") == Call(
+        start=0,
+        end=14,
+        name="exists",
+        target=over,
+        args=(Constant(start=9, end=10, type="int", value=1), Name(start=12, end=13, name="x")),
+    )
+    assert parse("size(a)") == Call(start=0, end=7, name="size", target=None, args=(Name(start=5, end=6, name="a"),))
 
 
 def test_literals_have_types_and_values() -> None:
@@ -107,7 +122,7 @@ def test_literals_without_a_value_are_refused(text: str, message: str) -> None:
 
 
 def test_the_least_integer_is_a_literal() -> None:
-    assert parse("-9223372036854775808") == Constant(0, 20, "int", -(2**63))
+    assert parse("-9223372036854775808") == Constant(start=0, end=20, type="int", value=-(2**63))
 
 
 def test_what_stands_in_strings_and_comments_is_no_member() -> None:

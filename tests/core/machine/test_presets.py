@@ -98,8 +98,10 @@ def test_a_spec_adds_states_and_its_transitions_come_first() -> None:
     assert machine.initial == "PENDING"
     assert list(machine.states) == ["PENDING", "GENERATING", "AWAITING_TOOL", "DONE", "CONDENSING"]
     assert machine.leaving("AWAITING_TOOL", "results") == [
-        ResolvedTransition("results", "AWAITING_TOOL", "CONDENSING", "tokens.context > 9", index=0),
-        ResolvedTransition("results", "AWAITING_TOOL", "GENERATING"),
+        ResolvedTransition(
+            trigger="results", source="AWAITING_TOOL", dest="CONDENSING", conditions="tokens.context > 9", index=0
+        ),
+        ResolvedTransition(trigger="results", source="AWAITING_TOOL", dest="GENERATING"),
     ]
     assert [(t.trigger, t.dest, t.index) for t in machine.leaving("CONDENSING")] == [
         ("condensed", "GENERATING", 1),
@@ -119,7 +121,7 @@ def test_a_transition_of_the_preset_that_can_never_be_taken_is_left_out() -> Non
         )
     )
     assert machine.leaving("GENERATING", "answered") == [
-        ResolvedTransition("answered", "GENERATING", "AWAITING_TOOL", index=0)
+        ResolvedTransition(trigger="answered", source="GENERATING", dest="AWAITING_TOOL", index=0)
     ]
     assert machine.leaving("AWAITING_TOOL") == []
     assert machine.final == {"AWAITING_TOOL", "DONE"}
@@ -135,11 +137,11 @@ def test_what_a_spec_itself_writes_is_kept_even_where_it_is_wrong() -> None:
         ],
     )
     assert resolve_machine(spec).transitions == [
-        ResolvedTransition("x", "A", "NOWHERE", index=0),
-        ResolvedTransition("y", "A", "NOWHERE", index=0),
-        ResolvedTransition("x", "B", "NOWHERE", index=0),
-        ResolvedTransition("y", "B", "NOWHERE", index=0),
-        ResolvedTransition("x", "A", "B", index=1, wildcard=True),
+        ResolvedTransition(trigger="x", source="A", dest="NOWHERE", index=0),
+        ResolvedTransition(trigger="y", source="A", dest="NOWHERE", index=0),
+        ResolvedTransition(trigger="x", source="B", dest="NOWHERE", index=0),
+        ResolvedTransition(trigger="y", source="B", dest="NOWHERE", index=0),
+        ResolvedTransition(trigger="x", source="A", dest="B", index=1, wildcard=True),
     ]
 
 

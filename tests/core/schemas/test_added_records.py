@@ -99,7 +99,7 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_the_union_of_records_has_those_of_plugins(strange: Path) -> None:
-    records: OneOf[RecordBase] = OneOf("records", (StepRecord, FailureRecord))
+    records: OneOf[RecordBase] = OneOf(point="records", core=(StepRecord, FailureRecord))
     union = adapter(Annotated[RecordBase, records])  # type: ignore[arg-type]
     told = {"kind": "rain", "heard": [{"role": "user", "content": "wet"}], "drops": 2}
     record = union.validate_python(told)

@@ -63,7 +63,7 @@ def union(monkeypatch: pytest.MonkeyPatch) -> TypeAdapter[Any]:
         return {"drawn": Drawn}
 
     monkeypatch.setattr(plugin, "loaded", loaded)
-    mark: OneOf[Kind] = OneOf("records", (Asked, Answered))
+    mark: OneOf[Kind] = OneOf(point="records", core=(Asked, Answered))
     assert mark.tags() == {"asked", "answered", "drawn"}
     return TypeAdapter(Annotated[Kind, mark])
 

@@ -150,7 +150,7 @@ def with_groups(rows: list[TrainingRow]) -> list[TrainingRow]:
             ledger.post(RewardEvent(turn=turn, value=float(rng.normal())), turn)
         turn_ids = np.where(row.branch.loss_mask == 1, row.branch.turn_ids, -1)
         group = groups[row.episode.task_id]
-        group[f"e{number}"] = Member(ledger.seal(turns))
+        group[f"e{number}"] = Member(ledger=ledger.seal(turns))
         found.append(
             replace(
                 with_branch(row, turn_ids=turn_ids),

@@ -15,19 +15,24 @@ from engine.rewards.address import TurnPart
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.credit import read_credit
-from engine.schemas.reward import RewardEvent
+from engine.schemas.reward import PartAddress, RewardEvent
 from engine.spec.load import load_spec
 from engine.train import credit_reach
 from engine.train.credit_reach import reach_of
+
+
+def _located(turn: int, part: PartAddress) -> TurnPart:
+    start, end = part.tokens or (0, 1)
+    return TurnPart(start=start, end=end)
 
 
 def member(*events: dict[str, Any], sizes: tuple[int, ...] = (4, 4)) -> Member:
     ledger = Ledger()
     for event in events:
         read = RewardEvent.model_validate(event)
-        ledger.post(read, len(sizes) - 1, lambda turn, part: TurnPart(*(part.tokens or [0, 1])))
+        ledger.post(read, len(sizes) - 1, _located)
     ends = [sum(sizes[: turn + 1]) for turn in range(len(sizes))]
-    return Member(ledger.seal(len(sizes)), ends=ends)
+    return Member(ledger=ledger.seal(len(sizes)), ends=ends)
 
 
 def reach(monkeypatch: pytest.MonkeyPatch, credit: dict[str, Any], *members: Member) -> credit_reach.CreditReach:

@@ -34,7 +34,7 @@ def row(turn_ids: list[int], ledger: SealedLedger, **changes: Any) -> TrainingRo
         "input_ids": np.arange(len(turns), dtype=np.int32), "turn_ids": turns,
         "loss_mask": (turns >= 0).astype(np.int32), "advantages": np.zeros(len(turns), np.float32),
     } | changes  # fmt: skip
-    return row_of({"group": {made["episode_id"]: Member(ledger)}} | made)
+    return row_of({"group": {made["episode_id"]: Member(ledger=ledger)}} | made)
 
 
 LEDGER = sealed(1.0, 4.0)
@@ -187,7 +187,8 @@ def grouped(*rows: TrainingRow, **without_row: SealedLedger) -> list[TrainingRow
     """Rows of one group, and the ledgers of its episodes that have no row."""
     members = {name: member for row in rows for name, member in members_of(row).items()}
     members |= {
-        f"t/{name}": Member(ledger, ends=list(range(1, ledger.turns + 1))) for name, ledger in without_row.items()
+        f"t/{name}": Member(ledger=ledger, ends=list(range(1, ledger.turns + 1)))
+        for name, ledger in without_row.items()
     }
     return [with_credit(row, members=members) for row in rows]
 

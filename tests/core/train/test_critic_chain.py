@@ -43,7 +43,7 @@ def rows_of() -> list[TrainingRow]:
             "input_ids": np.array(ids, np.int32), "turn_ids": np.array(turns, np.int32), "loss_mask": mask,
             "logprobs": np.where(mask, -np.log(2.0), 0.0).astype(np.float32), "weight_versions": np.where(mask, 0, -1),
             "advantages": np.zeros(len(ids), np.float32), "images": [], "task_id": "chain", "episode_id": f"chain/{number}",
-            "branch": 0, "cut": False, "group": {f"chain/{number}": Member(ledger)},
+            "branch": 0, "cut": False, "group": {f"chain/{number}": Member(ledger=ledger)},
         }))  # fmt: skip
     return rows
 
@@ -56,7 +56,7 @@ def test_exact_values_give_exact_advantages(method: str, lam: float, gamma: floa
     credit = read_credit({"method": method, "gamma": gamma, "lam": lam})
     members = [
         Member(
-            sealed(*[0.0] * (len(said) - 1), 1.0 if said == "aaa" else 0.0),
+            ledger=sealed(*[0.0] * (len(said) - 1), 1.0 if said == "aaa" else 0.0),
             values=np.array([value(turn, gamma) for turn in range(len(said))]),
             ends=list(range(1, len(said) + 1)),
         )

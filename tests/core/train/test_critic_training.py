@@ -54,7 +54,7 @@ def valued(rows: list[TrainingRow], cut: bool = False) -> list[TrainingRow]:
     found = []
     for row in rows:
         ledger = sealed(*rng.normal(size=2).round(2).tolist())
-        group = {row.episode.episode_id: Member(ledger)}
+        group = {row.episode.episode_id: Member(ledger=ledger)}
         credit = RowCredit(members=group, needs_values=True, cut=cut)
         found.append(replace(row, advantages=np.zeros_like(row.advantages), credit=credit))
     return found
@@ -262,7 +262,7 @@ def test_a_value_that_is_not_finite_changes_nothing(tiny_model_dir: Path) -> Non
     learner = learner_of(tiny_model_dir, KINDS["probe"] | {"lr": 1.0})
     before = weights(learner)
     rows = valued(make_rows())
-    rows[0] = with_credit(rows[0], members={rows[0].episode.episode_id: Member(sealed(0.0, 1e30))})
+    rows[0] = with_credit(rows[0], members={rows[0].episode.episode_id: Member(ledger=sealed(0.0, 1e30))})
     with pytest.raises(TrainError, match="the update was not applied") as caught:
         learner.step(rows, 0)
     assert (caught.value.kind, learner.updates) == ("diverged", 0)

@@ -120,7 +120,7 @@ def test_the_gradient_of_the_reward_penalty_is_that_of_the_kl_of_whole_episodes(
     }
     exact = torch.stack([chances[each].log() * chances[each] for each in episodes]).sum()
     exact = exact - sum((chances[a, b] * (reference[0][a] + reference[1][b]) for a, b in episodes), torch.zeros(()))
-    group = {f"t/{sample}": Member(Ledger().seal(2)) for sample in range(2)}
+    group = {f"t/{sample}": Member(ledger=Ledger().seal(2)) for sample in range(2)}
     loss = torch.zeros((), dtype=torch.float64)
     for both in product(episodes, repeat=2):
         rows, costs = [], []

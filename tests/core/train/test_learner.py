@@ -294,7 +294,7 @@ def test_kl_in_the_reward_is_the_update_with_credit_of_rewards_less_penalties(ti
     rewards = [generator.normal(size=2) for _ in rows]
     for place, row in enumerate(rows):
         first = place - place % 4
-        members = {rows[at].episode.episode_id: Member(sealed(rewards[at])) for at in range(first, first + 4)}
+        members = {rows[at].episode.episode_id: Member(ledger=sealed(rewards[at])) for at in range(first, first + 4)}
         rows[place] = replace(row, credit=RowCredit(members=members), advantages=np.full_like(row.advantages, 77.0))
     optimizer = {"lr": 1.0, "eps": 10.0, "max_grad_norm": None}
     credit = TurnReturnCredit(gamma=0.5)

@@ -30,7 +30,7 @@ async def test_values_of_rows_with_images(kind: str, make_spec: Any, run_spec: A
     for number, row in enumerate(rows):
         ledger = Ledger()
         ledger.post(RewardEvent(turn=1, value=float(number)), 1)
-        members = {row.episode.episode_id: Member(ledger.seal(len(row.episode.turn_rewards)))}
+        members = {row.episode.episode_id: Member(ledger=ledger.seal(len(row.episode.turn_rewards)))}
         credit = RowCredit(members=members, needs_values=True, cut=number == 0)
         rows[number] = replace(row, credit=credit, advantages=np.zeros_like(row.advantages))
     learners, told = [], []

@@ -47,7 +47,19 @@ def spec(model: Path, datasets: Any, replies: list[str], size: int, use: str = "
 
 def view(task: Task, reply: str, facts: dict[str, Any]) -> EpisodeView:
     messages = [Message(role="assistant", content=reply)]
-    return EpisodeView("a/0", task, 0, messages, 0, 0, [], [], "stop", facts, [])
+    return EpisodeView(
+        episode_id="a/0",
+        task=task,
+        seed=0,
+        messages=messages,
+        turn=0,
+        user_turn=0,
+        calls=[],
+        malformed=[],
+        finish="stop",
+        facts=facts,
+        rewards=[],
+    )
 
 
 def test_it_fits_its_protocol() -> None:

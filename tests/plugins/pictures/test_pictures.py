@@ -90,12 +90,15 @@ COUNTS = {
 
 def test_counts_stand_beside_their_events() -> None:
     edges = {(edge.source, edge.dest): edge for edge in picture(DEFAULT, COUNTS, EVENTS).edges}
-    assert edges["PENDING", "GENERATING"].lines == (Line("ready", None, 8),)
+    assert edges["PENDING", "GENERATING"].lines == (Line(event="ready", guard=None, count=8),)
     assert edges["GENERATING", "AWAITING_USER_FEEDBACK"].lines == (
-        Line("malformed", None, 0),
-        Line("answered", "turns.user < limits.user_turns", 5),
+        Line(event="malformed", guard=None, count=0),
+        Line(event="answered", guard="turns.user < limits.user_turns", count=5),
     )
-    assert edges[ANY_STATE, "DONE"].lines == (Line("limit", None, 0), Line("failed", None, 4))
+    assert edges[ANY_STATE, "DONE"].lines == (
+        Line(event="limit", guard=None, count=0),
+        Line(event="failed", guard=None, count=4),
+    )
     assert edges["AWAITING_TOOL", "GENERATING"].count == 0
     assert edges["GENERATING", "DONE"].count == 2
     assert "    any_state --> DONE : limit ×0<br/>failed ×4\n" in mermaid(DEFAULT, COUNTS, EVENTS)
@@ -107,13 +110,23 @@ def test_without_counts_there_are_none() -> None:
 
 def test_an_event_from_any_state_is_drawn_where_it_can_come() -> None:
     assert picture(DEFAULT).edges[-1] == Edge(
-        ANY_STATE, "DONE", tuple(Line(event, None, None) for event in ("limit", "failed", "truncated", "aborted"))
+        source=ANY_STATE,
+        dest="DONE",
+        lines=tuple(Line(event=event, guard=None, count=None) for event in ("limit", "failed", "truncated", "aborted")),
     )
     known = picture(DEFAULT, events=EVENTS).edges
     assert [edge for edge in known if edge.dest == "DONE"] == [
-        Edge("GENERATING", "DONE", tuple(Line(event, None, None) for event in ("answered", "truncated", "aborted"))),
-        Edge("AWAITING_USER_FEEDBACK", "DONE", (Line("satisfied", None, None),)),
-        Edge(ANY_STATE, "DONE", (Line("limit", None, None), Line("failed", None, None))),
+        Edge(
+            source="GENERATING",
+            dest="DONE",
+            lines=tuple(Line(event=event, guard=None, count=None) for event in ("answered", "truncated", "aborted")),
+        ),
+        Edge(source="AWAITING_USER_FEEDBACK", dest="DONE", lines=(Line(event="satisfied", guard=None, count=None),)),
+        Edge(
+            source=ANY_STATE,
+            dest="DONE",
+            lines=(Line(event="limit", guard=None, count=None), Line(event="failed", guard=None, count=None)),
+        ),
     ]
 
 

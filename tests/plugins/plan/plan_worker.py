@@ -51,7 +51,7 @@ def rows_of(count: int, tokens: int, vision: Any = None) -> list[dict[str, Any]]
                 "loss_mask": mask,
                 "turn_ids": np.where(mask == 1, 0, -1),
                 "images": images,
-                "group": {f"e{number}": Member(ledger.seal(1))},
+                "group": {f"e{number}": Member(ledger=ledger.seal(1))},
                 "cut": False,
                 "task_id": f"t{number}",
                 "episode_id": f"e{number}",

@@ -95,7 +95,7 @@ def test_after_a_first_update_a_ratio_corrects_for_the_tokens_own_probability(bi
 def test_equal_returns_without_a_baseline_are_not_divided_by_their_deviation_of_zero(method: str) -> None:
     from engine.rewards.credit import Member
 
-    group = [Member(sealed(0.1 + 0.2), state_keys=["start"]), Member(sealed(0.3), state_keys=["start"])]
+    group = [Member(ledger=sealed(0.1 + 0.2), state_keys=["start"]), Member(ledger=sealed(0.3), state_keys=["start"])]
     scaled = advantages(group, method=method, baseline="none", scale="std")
     plain = advantages(group, method=method, baseline="none", scale="none")
     assert scaled == plain

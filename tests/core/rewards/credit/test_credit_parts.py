@@ -18,13 +18,13 @@ from engine.rewards.ledger import Ledger, SealedLedger
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import PartAddress, RewardEvent
 
-CALLS = [TurnPart(1, 3, 0), TurnPart(4, 6, 1)]
+CALLS = [TurnPart(start=1, end=3, call=0), TurnPart(start=4, end=6, call=1)]
 """Two calls of a turn of six tokens."""
 
 
 def locate(turn: int, part: PartAddress) -> TurnPart:
     if part.tokens is not None:
-        return TurnPart(*part.tokens)
+        return TurnPart(start=part.tokens[0], end=part.tokens[1])
     assert isinstance(part.call, int)
     return CALLS[part.call]
 
@@ -37,7 +37,7 @@ def ledger(*events: dict[str, Any], turns: int = 2) -> SealedLedger:
 
 
 def tokens(credit: dict[str, Any], *ledgers: SealedLedger) -> list[list[list[float]]]:
-    members = [Member(one, ends=[6 * (turn + 1) for turn in range(one.turns)]) for one in ledgers]
+    members = [Member(ledger=one, ends=[6 * (turn + 1) for turn in range(one.turns)]) for one in ledgers]
     return [[turn.tolist() for turn in member] for member in credit_tokens(read_credit(credit), members)]
 
 
@@ -152,7 +152,7 @@ def test_a_part_belongs_to_one_turn(address: str) -> None:
 
 
 def test_without_parts_the_numbers_are_those_of_the_method() -> None:
-    group = [Member(sealed(0.1, 0.2), ends=[6, 12]), Member(sealed(0.3), ends=[6])]
+    group = [Member(ledger=sealed(0.1, 0.2), ends=[6, 12]), Member(ledger=sealed(0.3), ends=[6])]
     spec = read_credit({"method": "turn_return"})
     expected = [member.broadcast(of) for member, of in zip(group, credit(spec, group), strict=True)]
     found = credit_tokens(spec, group)

@@ -46,7 +46,9 @@ VARIANTS = [
 def member(rewards: Sequence[float], states: Sequence[str]) -> Member:
     turns = len(rewards)
     values = np.linspace(0.1, 0.7, 2 * turns)
-    return Member(sealed(*rewards), state_keys=states, values=values, ends=[2 * turn + 2 for turn in range(turns)])
+    return Member(
+        ledger=sealed(*rewards), state_keys=states, values=values, ends=[2 * turn + 2 for turn in range(turns)]
+    )
 
 
 GROUP = [member((1.0, 0.0, 2.0), "aba"), member((0.0, 1.0), "ab"), member((4.0, -1.0, 0.5), "acb")]

@@ -12,7 +12,7 @@ from engine.rewards.credit import EPSILON, Member
 
 
 def member(rewards: tuple[float, ...], *keys: str | None) -> Member:
-    return Member(sealed(*rewards), state_keys=keys)
+    return Member(ledger=sealed(*rewards), state_keys=keys)
 
 
 def test_turns_of_one_state_are_compared_and_a_lonely_one_is_not() -> None:
@@ -47,7 +47,7 @@ def test_without_states_it_says_how_to_get_them() -> None:
     )
 )
 def test_inside_a_state_advantages_sum_to_zero(episodes: list[list[tuple[float, str]]]) -> None:
-    group = [Member(sealed(*(r for r, _ in each)), state_keys=[key for _, key in each]) for each in episodes]
+    group = [Member(ledger=sealed(*(r for r, _ in each)), state_keys=[key for _, key in each]) for each in episodes]
     both = advantages(group, method="gigpo", scale="none")
     whole = advantages(group, method="outcome", scale="none")
     sums = dict.fromkeys("abc", 0.0)

@@ -25,7 +25,7 @@ def member(rewards: Sequence[float], penalties: Turns | None, values: Turns | No
     sizes = [len(turn) for turn in penalties or values or []]
     flat = [None if of is None else np.array([each for turn in of for each in turn]) for of in (penalties, values)]
     ends = np.cumsum(sizes).tolist()
-    return Member(sealed(*rewards), penalties=flat[0], values=flat[1], ends=ends, **more)
+    return Member(ledger=sealed(*rewards), penalties=flat[0], values=flat[1], ends=ends, **more)
 
 
 def by_token(method: dict[str, Any], group: Sequence[Member]) -> list[list[list[float]]]:
@@ -125,7 +125,7 @@ def test_penalties_need_a_method_that_takes_them_and_one_for_each_token() -> Non
     with pytest.raises(LedgerError, match=r"gets no penalties of tokens; use `train.kl.in: loss`"):
         credit(read_credit({"method": "entry", "use": "credit_of_my_own:last_takes_all"}), GROUP)
     with pytest.raises(LedgerError, match=r"3 penalties for turns that end at \[2\]; give one for each token"):
-        credit(read_credit({"method": "outcome"}), [Member(sealed(1.0), penalties=np.zeros(3), ends=[2])])
+        credit(read_credit({"method": "outcome"}), [Member(ledger=sealed(1.0), penalties=np.zeros(3), ends=[2])])
 
 
 # --- other trainers' formulas, of token rewards [episodes, tokens] as verl makes them: scores less coefficient x k1 on sampled tokens

@@ -67,7 +67,7 @@ def test_progress_conserves_the_last_score(scores: list[float], decay: float, da
 def test_redistribute_pays_the_turn_that_changed_what_was_to_be_expected() -> None:
     keys = [("start", "door", "room"), ("start", "door", "pit"), ("start", "wall")]
     rewards = [(0.0, 0.0, 6.0), (0.0, 0.0, 0.0), (0.0, 0.0)]
-    group = [Member(sealed(*r), state_keys=k) for r, k in zip(rewards, keys, strict=True)]
+    group = [Member(ledger=sealed(*r), state_keys=k) for r, k in zip(rewards, keys, strict=True)]
     # expected: start 2, door 3, room 6, pit 0, wall 0
     found = advantages(group, method="redistribute", state_key="place", **PLAIN)
     assert found == [[3.0, 3.0, 0.0], [3.0, -3.0, 0.0], [0.0, 0.0]]
@@ -85,7 +85,10 @@ def test_redistribute_counts_states_by_what_was_earned_where_none_are_declared()
 
 
 def test_a_state_that_nobody_told_leaves_what_was_expected() -> None:
-    group = [Member(sealed(0.0, 0.0, 2.0), state_keys=("s", "", "a")), Member(sealed(0.0, 4.0), state_keys=("s", "a"))]
+    group = [
+        Member(ledger=sealed(0.0, 0.0, 2.0), state_keys=("s", "", "a")),
+        Member(ledger=sealed(0.0, 4.0), state_keys=("s", "a")),
+    ]
     assert advantages(group, method="redistribute", state_key="x", **PLAIN) == [[0.0, 3.0, -1.0], [3.0, 1.0]]
 
 

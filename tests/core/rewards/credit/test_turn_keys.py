@@ -25,7 +25,7 @@ def group(turns: int) -> list[Member]:
 
     return [
         Member(
-            sealed(*(rewards(turn) for turn in range(turns))),
+            ledger=sealed(*(rewards(turn) for turn in range(turns))),
             values=chance.normal(size=2 * turns),
             ends=[2 * (turn + 1) for turn in range(turns)],
             state_keys=[str(turn % 2) for turn in range(turns)],
