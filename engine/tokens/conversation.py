@@ -30,7 +30,7 @@ from engine.schemas.generation import Generation
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Branch
 from engine.tokens.bridge.bridge import ReplyEnd
-from engine.tokens.bridge.kinds import MessageKinds, View
+from engine.tokens.bridge.kinds import MessageKinds, View, kind_of
 from engine.tokens.format import ChatFormat
 from engine.tokens.parts import call_tokens, text_tokens
 from engine.tokens.replies import ParsedReply
@@ -383,7 +383,8 @@ class Conversation:
             self._undo = _Undo(len(self.tapes), self._at, tape, end, self._kinds, self._prompted)
         try:
             new = self.views(self._prompted)
-            kinds = bytes(map(self.form.views.kind, new))
+            looked = self.form.looked
+            kinds = bytes([kind_of(view, looked) for view in new])
             if tape is None:
                 self._begin("")
             elif waited or self._begins:
@@ -560,7 +561,7 @@ class Conversation:
         if self._opening is None:
             self._opening = number
         self._keep(message)
-        self._kinds = self._kinds.add(views.kind(view))
+        self._kinds = self._kinds.add(kind_of(view, self.form.looked))
         self._prompted = number + 1
         self._newest = view
         self._begins, self.recorded = "", None

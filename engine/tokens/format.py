@@ -23,7 +23,7 @@ from engine.errors import RenderError
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.bridge import Bridges
-from engine.tokens.bridge.kinds import MARKERS, Looked, View, has_mark, mark, probe
+from engine.tokens.bridge.kinds import MARKERS, Looked, View, has_mark, kind_of, mark, probe
 from engine.tokens.probing import abilities_of, refuses_later_system
 from engine.tokens.quoting import quoted_index
 from engine.tokens.renderer import Bridge
@@ -101,7 +101,9 @@ class ChatFormat(ABC):
         self.looked = Looked(MARKERS)
         """What the template tests of messages."""
         self.inspected: re.Pattern[str] | None = _ANY_TAG
-        """What the template may look for inside a content; None where it looks for nothing."""
+        """What the template may look for in a text; None where it looks for nothing."""
+        self.sought: re.Pattern[str] | None = _ANY_TAG
+        """The same, for several texts that are searched as one."""
         self.views = MessageViews(self)
         self.replies = ReplyParser(self)
         self.bridges = Bridges(self)
@@ -162,7 +164,7 @@ class ChatFormat(ABC):
         ]
         shown = list(tools) if tools else None
         ids = self.render_views(views, shown)
-        if dropped := self.dropped(bytes([self.views.kind(view) for view in views]), shown):
+        if dropped := self.dropped(bytes([kind_of(view, self.looked) for view in views]), shown):
             raise RenderError(
                 f"the chat format {self.name!r} does not show messages of role `{dropped}` here: they would be lost; if it "
                 f"leaves them out on purpose, set model.hidden_roles: [{dropped}]"

@@ -60,7 +60,7 @@ class JinjaTemplate(ChatFormat):
         """The template's Jinja source: one, or a second one for conversations with tools."""
         self.keys = template.keys
         template.see_through(tokenizer.quoting)
-        self.looked, self.inspected = looks(template.keys, "".join(self.sources))
+        self.looked, self.inspected, self.sought = looks(template.keys, "".join(self.sources))
         self.bridges.follow(template.keys)
         self._ends = find_ends(self)
         self.close_id = self._ends.close

@@ -50,6 +50,8 @@ class Quoting:
         tokens = sorted({token for token in added if token.strip()}, key=len, reverse=True)
         self._tokens = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
         self._starts = tuple(sorted({token[0] for token in tokens}))
+        self._quotes = (*self._starts, MARK)
+        """A text without any of them stays as it is."""
 
     def spans(self, text: str) -> list[Span]:
         """The characters [start, end) of each added token that a text spells."""
@@ -60,12 +62,15 @@ class Quoting:
 
     def quote(self, text: str, intended: Sequence[Span] = ()) -> str:
         """The text with every added token in it quoted, except those in the spans `intended`."""
-        found = self.spans(text)
-        if not found and MARK not in text:
-            return text
+        for start in self._quotes:
+            if start in text:
+                return self._quote(text, intended)
+        return text
+
+    def _quote(self, text: str, intended: Sequence[Span]) -> str:
         parts: list[str] = []
         at = 0
-        for start, end in found:
+        for start, end in self.spans(text):
             if any(first <= start and end <= last for first, last in intended):
                 continue
             parts += [_doubled(text[at : start + 1]), MARK]

@@ -1,7 +1,8 @@
 """Replies in Qwen3's format, parsed from their token ids as the library `renderers` parses them.
 
 Invariant: `QwenReader.read` gives what the library's `parse_qwen3` gives, or None for a reply that the library must parse: one
-with reasoning, one that went on after a token that ends replies, or one after a prompt that may have opened reasoning.
+with reasoning (unless it ends with its only call), one that went on after a token that ends replies, or one after a prompt that may have
+opened reasoning.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class QwenCall(msgspec.Struct, frozen=True):
 
 
 class QwenReply(msgspec.Struct, frozen=True):
-    """A reply without reasoning, with the library's field names."""
+    """A reply, with the library's field names."""
 
     content: str
     tool_calls: list[QwenCall]
@@ -47,7 +48,7 @@ class QwenReply(msgspec.Struct, frozen=True):
     sampled: str | None = None
     """The whole reply as text, where it ends with its one call and was decoded at once."""
     texts: str = ""
-    """With `sampled`: its content and the inside of its call, which spell no added token."""
+    """With `sampled`: its reasoning, its content and the inside of its call, which spell no added token."""
     ending: str = ""
     """With `sampled`: the token that ended it."""
 
@@ -80,7 +81,7 @@ class QwenReader:
         self._tagged = tagged
         self._call = call
         self._call_end = call_end
-        self._opens = think[0]
+        self._opens, self._closes = think
         self._think = frozenset(think)
         self._spelled = [struct.pack("i", mark) for mark in sorted({*ends, *self._think, call, call_end})]
 
@@ -94,12 +95,12 @@ class QwenReader:
         if self._opens in before:
             return None
         ids, marks = array.tolist(), self._find(array.tobytes())
+        if self._tagged and len(marks) in (3, 5) and (reply := self._decoded_at_once(ids, marks)) is not None:
+            return reply
         for number, at in enumerate(marks):
             if ids[at] in self._ends:
                 if at + 1 < len(ids):
                     return None
-                if number == 2 and self._tagged and (reply := self._decoded_at_once(ids, marks)) is not None:
-                    return reply
                 ids, marks = ids[:at], marks[:number]
                 break
             if ids[at] in self._think:
@@ -113,16 +114,24 @@ class QwenReader:
 
         A text without `<` has no added token, and JSON without a backslash has none once it is read.
         """
-        start, close, end = marks
-        if ids[start] != self._call or ids[close] != self._call_end:
+        *think, start, close, end = marks
+        if ids[start] != self._call or ids[close] != self._call_end or ids[end] not in self._ends or end + 1 < len(ids):
             return None
         sampled, ending = self._decode(ids), self._ends[ids[end]]
-        content, _, rest = sampled.partition(_CALL)
+        reasoning, rest = "", sampled
+        if think:
+            if think[0] or ids[0] != self._opens or ids[think[1]] != self._closes:
+                return None
+            reasoning, _, rest = sampled[len(_OPEN) :].partition(_CLOSE)
+            if not reasoning or reasoning.isspace():
+                return None
+        content, _, rest = rest.partition(_CALL)
         raw, _, after = rest.partition(_CALL_END)
-        if "<" in content or "<" in raw or "\\" in raw or after.lstrip() != ending or MARK in sampled:
+        texts = f"{reasoning}\0{content}\0{raw}"
+        if "<" in texts or "\\" in raw or after.lstrip() != ending or MARK in texts:
             return None
         call = _call(raw.strip(), (start, close + 1))
-        return QwenReply(content.strip(), [call], None, None, sampled, content + raw, ending)
+        return QwenReply(content.strip(), [call], reasoning.strip() or None, None, sampled, texts, ending)
 
     def _find(self, data: bytes) -> list[int]:
         """Positions of marks among ids of four bytes each, in order. Searching bytes is faster than comparing numbers."""

@@ -59,7 +59,7 @@ class TokenParse(msgspec.Struct, eq=False):
     sampled: str | None = None
     """The whole reply as text, the token that ended it included, where it was decoded at once; `texts` spell no added token then."""
     texts: str = ""
-    """With `sampled`: its content and the inside of its calls."""
+    """With `sampled`: its reasoning, its content and the inside of its calls."""
 
 
 class Harmony:
@@ -161,9 +161,12 @@ class FamilyReader:
             ids = ids[:-1]
         read = self._read(ids, before.tolist(), tools)
         attempts = [_attempt(call, f"{prefix}_{index}", tools) for index, call in enumerate(read.tool_calls)]
-        if type(read) is QwenReply and read.sampled is not None and not foreign:
+        reasoning = read.reasoning_content
+        if type(read) is QwenReply and read.sampled is not None and not foreign and (reasons or reasoning is None):
             after = read.sampled.removesuffix(read.ending)
-            return TokenParse(read.content, None, attempts, after=after, sampled=read.sampled, texts=read.texts)
+            if reasoning is not None:
+                after = _CLOSING.split(after, 1)[1].lstrip("\n")
+            return TokenParse(read.content, reasoning, attempts, after=after, sampled=read.sampled, texts=read.texts)
         found = TokenParse(read.content, read.reasoning_content, attempts)
         if read.reasoning_complete is False:
             found.thinking, found.reasoning = True, (found.reasoning or "").strip("\n")

@@ -47,6 +47,7 @@ class Renderer(Protocol):
     reads_calls: bool
     looked: Looked
     inspected: re.Pattern[str] | None
+    sought: re.Pattern[str] | None
 
     @property
     def stop_set(self) -> frozenset[int]: ...

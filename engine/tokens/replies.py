@@ -133,16 +133,14 @@ class ReplyParser:
     def _parse_by_token(
         self, reader: FamilyReader, ids: IntVector, before: IntVector, turn: int, tools: Sequence[View]
     ) -> ParsedReply:
-        parse, special = (
-            reader.read(ids, before, f"call_{turn}", tools, self._form.knows_reasoning),
-            self._form.inspected,
-        )
+        parse = reader.read(ids, before, f"call_{turn}", tools, self._form.knows_reasoning)
         if not parse.attempts:
             return ParsedReply(parse.content, parse.reasoning, [], parse.content, parse.thinking, True, parse.whole)
         read = MalformedCall not in map(type, parse.attempts)
         as_calls = read and self._can_show(len(parse.attempts)) and parse.calls_end_it
         body = parse.content if as_calls else parse.after
-        bare = as_calls and parse.sampled is not None and (special is None or special.search(parse.texts) is None)
+        sought = self._form.sought
+        bare = as_calls and parse.sampled is not None and (sought is None or sought.search(parse.texts) is None)
         content = parse.content if read else body
         return ParsedReply(
             content, parse.reasoning, parse.attempts, body, parse.thinking, as_calls, False, parse.sampled, bare

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import RenderError
 from engine.schemas.message import ImagePart, Message, ToolCall
-from engine.tokens.bridge.kinds import View, kind_of
+from engine.tokens.bridge.kinds import View
 from engine.tokens.quoting import MARK, Span, quoted_index
 from engine.tokens.renderer import Renderer
 
@@ -38,10 +38,6 @@ class MessageViews:
     def __init__(self, form: Renderer) -> None:
         self._form = form
 
-    def kind(self, view: View) -> int:
-        """The kind of a message: see bridge/check.py."""
-        return kind_of(view, self._form.looked)
-
     def of(self, message: Message, intended: IntendedTokens = ()) -> View:
         """The view of a message that the model did not sample.
 
@@ -64,7 +60,7 @@ class MessageViews:
                 )
             view: View = {"role": "tool", "content": content}
             if message.name is not None:
-                view["name"] = self._quoted(message.name)
+                view["name"] = message.name if form.allow_special else form.fast.quoting.quote(message.name)
             if message.tool_call_id is not None:
                 view["tool_call_id"] = message.tool_call_id
             return view
@@ -89,10 +85,15 @@ class MessageViews:
             ids: What was sampled, int32 [tokens]: added tokens in it stay tokens, and text that only spells one stays text.
         """
         if parsed.bare:
-            shown = [call_view(call) for call in parsed.attempts if isinstance(call, ToolCall)]
-            return {"role": "assistant", "content": parsed.content, "tool_calls": shown}
+            view: View = {"role": "assistant", "content": parsed.content, "tool_calls": []}
+            if parsed.reasoning:
+                view["reasoning_content"] = parsed.reasoning
+            for call in parsed.attempts:
+                if isinstance(call, ToolCall):
+                    view["tool_calls"].append(call_view(call))
+            return view
         calls = [attempt for attempt in parsed.attempts if isinstance(attempt, ToolCall)]
-        view: View = {"role": "assistant", "content": parsed.content if parsed.as_calls else parsed.body}
+        view = {"role": "assistant", "content": parsed.content if parsed.as_calls else parsed.body}
         if parsed.reasoning:
             view["reasoning_content"] = parsed.reasoning
         if calls and parsed.as_calls:
@@ -104,12 +105,14 @@ class MessageViews:
 
     def spells_tokens(self, view: View) -> bool:
         """Whether a reply's text spells an added token, sampled as such or not."""
-        texts = (view["content"], view.get("reasoning_content", ""))
-        return any(MARK in text or bool(self._form.fast.quoting.spans(text)) for text in texts)
+        spans = self._form.fast.quoting.spans
+        return any(MARK in text or spans(text) for text in (view["content"], view.get("reasoning_content", "")))
 
     def _content(self, message: Message, intended: IntendedTokens) -> str | list[View]:
         """A message's content: text, or parts where it has images."""
         form = self._form
+        if isinstance(message.content, str) and form.vision is None and not intended:
+            return message.content if form.allow_special else form.fast.quoting.quote(message.content)
         parts = [message.content] if isinstance(message.content, str) else message.content
         texts = [part if isinstance(part, str) else part.text for part in parts if not isinstance(part, ImagePart)]
         spans = [*intended, *([()] * (len(texts) - len(intended)))]

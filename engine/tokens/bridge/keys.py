@@ -170,8 +170,8 @@ def read_template(sources: Sequence[str], variables: Mapping[str, Any], in_parts
     return _read(tuple(sources), tuple(sorted({**plain, **others}.items())), in_parts)
 
 
-def looks(keys: TemplateKeys, source: str) -> tuple[Looked, re.Pattern[str] | None]:
-    """What kinds of messages have to tell for a template, and what it may look for in a reply (None: nothing).
+def looks(keys: TemplateKeys, source: str) -> tuple[Looked, re.Pattern[str] | None, re.Pattern[str] | None]:
+    """What a template looks for: what kinds have to tell, what may be in a text of a reply (None: nothing), and what in several texts put together.
 
     Args:
         keys: What it tests.
@@ -190,7 +190,10 @@ def looks(keys: TemplateKeys, source: str) -> tuple[Looked, re.Pattern[str] | No
         keys.tests_blank,
         keys.in_calls,
     )
-    return looked, re.compile("") if not keys.copies else _any([*map(re.escape, [*markers, *others]), *equal])
+    if not keys.copies:
+        return looked, re.compile(""), re.compile("")
+    searched = [*map(re.escape, [*markers, *others])]
+    return looked, _any([*searched, *equal]), _any([*searched, *(re.escape(text.strip()) for text in keys.equals)])
 
 
 def _any(patterns: Sequence[str]) -> re.Pattern[str] | None:

@@ -139,6 +139,53 @@ def test_reasoning_is_left_to_the_library(formats: Formats, reply: str, opened: 
     assert (form.reader._qwen.read(np.array(form.encode(reply), np.int32), before) is None) == reasons
 
 
+_AROUND = st.sampled_from(
+    ["", " ", "\n\n", "Why not? ", "é \n", "a \\ b", "<b>", "語 <tool_call", "\ufdd0", "<think", "[1]"]
+)
+_INSIDE = st.sampled_from(
+    [
+        '{"name": "f", "arguments": {"x": 1}}',
+        '{"name": "f", "arguments": {"x": "<b>"}}',
+        '{"name": "g\\u003c", "arguments": {}}',
+        "{",
+        "[]",
+        "",
+    ]
+)
+
+
+@given(
+    thought=st.none() | _AROUND,
+    texts=st.tuples(_AROUND, _AROUND, _AROUND, _AROUND, _AROUND),
+    inside=_INSIDE,
+    tokens=st.booleans(),
+)
+@_SETTINGS
+def test_a_reply_that_ends_with_one_call_is_cut_as_the_library_cuts_it(
+    formats: Formats, thought: str | None, texts: tuple[str, ...], inside: str, tokens: bool
+) -> None:
+    form, reader = formats("thinking"), formats("thinking").reader
+    reasoning = "" if thought is None else f"<think>{thought}{texts[0]}</think>"
+    reply = f"{reasoning}{texts[1]}<tool_call>{texts[2]}{inside}{texts[3]}</tool_call>{' ' if tokens else ''}<|im_end|>"
+    ids = np.array(form.encode(reply), np.int32)
+    before = np.array(form.render([{"role": "user", "content": "What is it?"}])[-64:], np.int32)
+    at_once = reader._qwen.read(ids, before.tolist())
+    if at_once is not None:
+        assert _ours(at_once) == _library(form, ids.tolist(), before.tolist())
+    for reasons in (True, False):
+        found = reader.read(ids, before, "call_0", [], reasons)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reader, "_qwen", None)
+            wanted = reader.read(ids, before, "call_0", [], reasons)
+        if found.sampled is not None:
+            assert found.sampled == form.decode(ids)
+        assert _fields(found) == _fields(wanted)
+
+
+def _fields(parse: Any) -> tuple[Any, ...]:
+    return parse.content, parse.reasoning, parse.attempts, parse.thinking, parse.whole, parse.calls_end_it, parse.after
+
+
 def test_a_name_that_is_no_text_is_no_name(formats: Formats) -> None:
     form = formats("thinking")
     ids = np.array(form.encode('<tool_call>{"name": 3, "arguments": {}}</tool_call><|im_end|>'), np.int32)

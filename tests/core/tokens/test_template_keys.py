@@ -6,7 +6,7 @@ import pytest
 from chat_kit import TEMPLATES
 from exactness import cases
 
-from engine.tokens.bridge.keys import TemplateKeys, read_template
+from engine.tokens.bridge.keys import TemplateKeys, looks, read_template
 
 USERS = "{% set ns = namespace(last=-1, n=0, a=false, b=false) %}"
 
@@ -146,3 +146,14 @@ def test_what_templates_of_the_tests_do() -> None:
     found = {name: read(source) for name, source in TEMPLATES.items()}
     assert {name for name, keys in found.items() if keys.whole} == {"counting"}
     assert {name for name, keys in found.items() if keys.literals} == {"thinking"}
+
+
+def test_what_a_content_is_compared_with_is_sought_in_texts_put_together() -> None:
+    source = "{% for m in messages %}{% if m.content == ' ok' %}yes{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    _, inspected, sought = looks(read_template([source], {}), source)
+    assert inspected is not None
+    assert sought is not None
+    assert inspected.search("ok\n")
+    assert not inspected.search("why\0ok\0{}")
+    assert sought.search("why\0ok\0{}")
+    assert not sought.search("why\0no\0{}")
