@@ -212,6 +212,17 @@ class Conversation:
         self._written = ""
         """The newest reply of a backend that gives text and no ids."""
 
+    @classmethod
+    def begun(cls, form: ChatFormat, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Conversation:
+        """A conversation that is no episode's, with its first messages: for checks, reports and comparisons.
+
+        Raises:
+            RenderError: As the constructor and `open`.
+        """
+        conversation = cls(form, tools)
+        conversation.open(messages)
+        return conversation
+
     # --- messages -----------------------------------------------------------------------------------------
 
     def open(self, messages: Sequence[Message], intended: Sequence[IntendedTokens] = ()) -> None:

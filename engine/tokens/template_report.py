@@ -148,8 +148,7 @@ def masks(form: ChatFormat) -> list[list[Piece]]:
     tools = [TOOL_SCHEMA] if calls and form.knows_tools else []
     why = {"reasoning_content": "I add."} if form.knows_reasoning else {}
     call = {"type": "function", "id": "call_0_0", "function": {"name": "probe_tool", "arguments": {"count": 2}}}
-    conversation = Conversation(form, tools)
-    conversation.open([Message(role="user", content="1 + 1?")])
+    conversation = Conversation.begun(form, [Message(role="user", content="1 + 1?")], tools)
     turn = 0
     if calls and tools:
         _say(conversation, {"role": "assistant", "content": "", "tool_calls": [call], **why}, turn)

@@ -88,9 +88,7 @@ def _reply(
 
 
 def _ids(messages: Sequence[Message], tools: list[dict[str, Any]] | None, form: ChatFormat) -> list[int]:
-    conversation = Conversation(form, tools or [])
-    conversation.open(messages)
-    return form.render_views(conversation.views(), tools)
+    return form.render_views(Conversation.begun(form, messages, tools or ()).views(), tools)
 
 
 def _message(given: dict[str, Any]) -> Message:

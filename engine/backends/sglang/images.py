@@ -96,16 +96,14 @@ def sample_prompt(format: ChatFormat) -> tuple[IntVector, list[int], str | None]
     Returns:
         Its ids on the tape, shape [tokens]; the ids for the server; the image's digest, None without an image.
     """
-    text = TextPart(text="What is it? 17 × 25 = 425, naïve.")
-    conversation = Conversation(format, [])
-    vision = format.vision
+    text, vision = TextPart(text="What is it? 17 × 25 = 425, naïve."), format.vision
     if vision is None:
-        conversation.open([Message(role="user", content=text.text)])
-        return conversation.prompt(), conversation.prompt().tolist(), None
+        ids = Conversation.begun(format, [Message(role="user", content=text.text)]).prompt()
+        return ids, ids.tolist(), None
     data = _noise_image()
     digest = digest_of(data)
     vision.bank.put(digest, data, "image/png")
-    conversation.open([Message(role="user", content=[ImagePart(image=digest), text])])
+    conversation = Conversation.begun(format, [Message(role="user", content=[ImagePart(image=digest), text])])
     ids = conversation.prompt()
     return ids, vision.compact(ids, conversation.placed_images()[1]).tolist(), digest
 

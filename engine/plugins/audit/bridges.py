@@ -29,9 +29,8 @@ def bridge_differences(row: Examined) -> Iterator[Difference]:
     pairs = list(pairwise(row.replies))
     if not pairs:
         return
-    conversation = Conversation(row.marks.form, tools=[], history="branch")
     try:
-        conversation.open(row.shown_messages)
+        conversation = Conversation.begun(row.marks.form, row.shown_messages)
         for turn, (reply, following) in enumerate(pairs):
             found = _between(conversation, row, turn, reply, following)
             if found is not None:
