@@ -34,8 +34,8 @@ from engine.schemas.trajectory import Trajectory
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 BLOCK = 8
 """Turns of one block, which is a conversation of its own."""

@@ -317,8 +317,8 @@ def tokenizer_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`shipped(name, **model)`: the chat format of a real tokenizer that ships with the tests; made once for each combination."""
     from engine.schemas.model import ModelSpec
-    from engine.tokens.format import ChatFormat
     from engine.tokens.loading import load_format
+    from engine.tokens.template import ChatFormat
 
     folder = tmp_path_factory.mktemp("shipped")
     made: dict[str, ChatFormat] = {}
@@ -336,8 +336,8 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def formats(tokenizer_dirs: dict[str, Path]) -> Any:
     """`formats(template, **model)`: the chat format of one of TEMPLATES; made once for each combination."""
     from engine.schemas.model import ModelSpec
-    from engine.tokens.format import ChatFormat
     from engine.tokens.loading import load_format
+    from engine.tokens.template import ChatFormat
 
     made: dict[str, ChatFormat] = {}
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from engine.schemas.generation import GenerateRequest, Generation
     from engine.schemas.journal import AgentRecord
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 _GRACE = 5.0
 """Seconds after its time after which a coroutine that cannot be cancelled is given up."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.schemas.machine import StateSpec
     from engine.schemas.role import UserSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 
 MAX_EVENTS = 1_000

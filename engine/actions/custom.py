@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.schemas.machine import StateSpec
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 
 class StepAction(LimitedAction):

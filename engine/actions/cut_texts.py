@@ -17,7 +17,7 @@ from engine.schemas.message import ContentPart, Message, TextPart
 
 if TYPE_CHECKING:
     from engine.schemas.limits import LimitsSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 CHARACTERS = "{{characters}}"
 """In the mark: how many characters are left out."""

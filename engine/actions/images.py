@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.episode.episode import Episode
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.trajectory import Blame
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
     from engine.tokens.vision import Vision
 Content = str | list[ContentPart]
 StoreImages = Callable[["Episode", Record], Awaitable[Record] | None]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.backends.http.outage import Outage
     from engine.schemas.trajectory import Blame
     from engine.spec.text.diagnostic import DataPath
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
     from engine.tokens.views import IntendedTokens
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.message import Message
     from engine.tokens.conversation import Conversation
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 
 class Room:

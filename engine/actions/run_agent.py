@@ -28,7 +28,7 @@ from engine.schemas.machine import StateSpec
 if TYPE_CHECKING:
     from engine.actions.workers import Workers
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 
 class RunAgentAction(BuiltInAction):

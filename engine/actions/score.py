@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.schemas.entry import Effects
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 
 class ScoreAction(BuiltInAction):

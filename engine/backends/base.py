@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.backends.http.outage import Outage
     from engine.schemas.backend import BackendBase
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 
 @dataclass(frozen=True, slots=True)

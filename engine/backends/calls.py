@@ -19,7 +19,7 @@ from engine.tokens.conversation import TAIL
 from engine.tokens.toolcalls import FORMATS, Call, ToolCallFormat
 
 if TYPE_CHECKING:
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 

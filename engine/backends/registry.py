@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.schemas.backend import BackendBase
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 
 def runtime_class(declared: type[BackendBase]) -> type[Backend]:

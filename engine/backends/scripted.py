@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from engine.schemas.backend import ScriptedBackendSpec
     from engine.spec.load import Document, LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 
 class ScriptedBackend(Backend):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from engine.schemas.journal import JournalEntry
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 
 class CompiledSpec:

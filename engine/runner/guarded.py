@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Outcome, Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.codec import EncodedTrajectory
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 log = structlog.get_logger(__name__)
 

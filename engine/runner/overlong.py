@@ -14,7 +14,7 @@ from engine.spec.text.diagnostic import Diagnostic
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 log = structlog.get_logger(__name__)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 PER_MESSAGE = 16
 """Tokens that a template may put around a message, for the bound that spares most rows the tokenizer."""

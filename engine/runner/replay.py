@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import EpisodeScore, Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 MATTERS = ("model", "prompt", "environment", "tools", "user", "users", "machine", "limits", "recover")
 """Sections that decide the content of episodes. The other sections (how, where and how often was sampled) are not used."""

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.store.journal import Journal
     from engine.store.store import RunStore
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 log = structlog.get_logger(__name__)
 

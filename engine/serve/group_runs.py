@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from engine.store.reader import RunReader
     from engine.store.rows.row import TrainingRow
     from engine.store.store import RunStore
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 MAX_OVERRIDES = 8
 """Maximum number of different sampling overrides in one launch."""

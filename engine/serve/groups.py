@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader
     from engine.store.store import RunStore
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 MAX_GROUPS = 10_000
 """Maximum number of groups of one request."""

@@ -25,10 +25,10 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.kinds import View
 from engine.tokens.catalogue import cache_root
 from engine.tokens.families import FAMILIES, make_reader
-from engine.tokens.format import ChatFormat
 from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.probing import reads_template
 from engine.tokens.replies import ParsedReply
+from engine.tokens.template import ChatFormat
 from engine.tokens.toolcalls import FORMATS, tool_call_format
 
 _NAME = "probe_tool"

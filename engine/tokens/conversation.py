@@ -31,10 +31,10 @@ from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Branch
 from engine.tokens.bridge.bridge import ReplyEnd
 from engine.tokens.bridge.kinds import MessageKinds, View, kind_of
-from engine.tokens.format import ChatFormat
 from engine.tokens.parts import call_tokens, text_tokens
 from engine.tokens.replies import ParsedReply
 from engine.tokens.tape import IntVector, Tape
+from engine.tokens.template import ChatFormat
 from engine.tokens.views import IntendedTokens
 from engine.tokens.vision import PlacedImage
 

@@ -18,11 +18,11 @@ import numpy as np
 from engine.errors import RenderError
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.kinds import View
-from engine.tokens.format import ChatFormat
 from engine.tokens.jinja_template import find_ends, stand_in_for
 from engine.tokens.probing import reads_template
 from engine.tokens.readers import FamilyReader, Harmony
 from engine.tokens.renderer import Bridge
+from engine.tokens.template import ChatFormat
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.toolcalls import tool_call_format
 

@@ -20,9 +20,9 @@ from engine.errors import RenderError
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.keys import looks
 from engine.tokens.bridge.kinds import ASSISTANT, SYSTEM, TOOL, USER, View, mark, probe, probe_call
-from engine.tokens.format import ChatFormat
 from engine.tokens.jinja_source import JinjaSource
 from engine.tokens.renderer import Bridge
+from engine.tokens.template import ChatFormat
 from engine.tokens.tokenizer import FastTokenizer
 
 log = structlog.get_logger(__name__)

@@ -11,7 +11,7 @@ from engine.tokens.tape import IntVector
 
 if TYPE_CHECKING:
     from engine.tokens.bridge.kinds import View
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 Attempts = Sequence[ToolCall | MalformedCall]
 

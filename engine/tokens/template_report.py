@@ -21,7 +21,7 @@ from engine.tokens.conversation import Conversation
 from engine.tokens.jinja_template import JinjaTemplate
 
 if TYPE_CHECKING:
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 CASES: dict[str, tuple[list[int], int]] = {
     "user after an answer": ([USER, ASSISTANT], USER),

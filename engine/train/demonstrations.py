@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.store.rows.columns import Columns
-    from engine.tokens.format import ChatFormat
     from engine.tokens.images import Tensors
+    from engine.tokens.template import ChatFormat
 
 log = structlog.get_logger(__name__)
 

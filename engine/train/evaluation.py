@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine.runner.services import Cost
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
     from engine.train.checkpoint import State
 
 log = structlog.get_logger(__name__)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.store.rows.row import TrainingRow
     from engine.store.upkeep.compact import Compacted
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
     from engine.train.learner import Learner
     from engine.train.sync import WeightSync
 

@@ -20,7 +20,7 @@ from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
     from engine.store.rows.columns import Columns
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 _KEPT = ("run_id", "task_id", "episode_id", "branch", "trainable", "messages", "outcome", "metadata")
 

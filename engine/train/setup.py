@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
     from engine.train.distributed import ProcessGroup
     from engine.train.net import PackedModel
 

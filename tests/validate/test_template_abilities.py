@@ -11,8 +11,8 @@ from chat_kit import PLAIN, TEMPLATES, make_tokenizer
 
 from engine.schemas.model import ModelSpec
 from engine.spec.load import load_spec
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 from engine.tokens.toolcalls import FORMATS
 from engine.validate import check_spec
 from engine.validate.templates import shown

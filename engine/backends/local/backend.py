@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.backends.local.rows import RowTable
     from engine.backends.local.worker import Worker
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
     from engine.tokens.vision import Vision
 
 

@@ -21,7 +21,7 @@ from engine.schemas.generation import GenerateRequest, SamplingParams
 if TYPE_CHECKING:
     from engine.backends.servers.pool import Pool
     from engine.schemas.backend import ServersSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 Facts = TypeVar("Facts")
 

@@ -28,7 +28,7 @@ from engine.schemas.generation import SamplingParams
 if TYPE_CHECKING:
     from engine.schemas.backend import SGLangBackendSpec
     from engine.tokens.experts import ExpertLayout
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 log = structlog.get_logger(__name__)
 

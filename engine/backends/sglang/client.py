@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.schemas.backend import SGLangBackendSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.experts import ExpertLayout
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 log = structlog.get_logger(__name__)
 

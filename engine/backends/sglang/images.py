@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from engine.backends.http.reply import HttpReply
-    from engine.tokens.format import ChatFormat
     from engine.tokens.tape import IntVector
+    from engine.tokens.template import ChatFormat
     from engine.tokens.vision import Vision
 
     Generate = Callable[[Server, dict[str, Any]], Awaitable[HttpReply]]

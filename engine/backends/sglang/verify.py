@@ -20,8 +20,8 @@ from engine.tokens.catalogue import no_bars
 
 if TYPE_CHECKING:
     from engine.backends.sglang.images import Generate
-    from engine.tokens.format import ChatFormat
     from engine.tokens.tape import IntVector
+    from engine.tokens.template import ChatFormat
 
 MAX_GAP = {"float32": 1e-3}
 """Maximum mean difference, in nats, by the servers' `--dtype`."""

@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
     from engine.tokens.template_report import Piece, TurnRendering
     from engine.tokens.vision import Vision
 

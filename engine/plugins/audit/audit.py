@@ -20,7 +20,7 @@ from engine.plugins.audit.frameworks import FRAMEWORKS
 from engine.plugins.audit.rows import MAX_ROWS, Columns, ForeignRow, Vector, ids_of
 from engine.plugins.audit.rules import RULES, Evidence
 from engine.plugins.audit.template import TemplateMarks
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 
 def read_rows(framework: str, paths: Sequence[Path]) -> list[ForeignRow]:

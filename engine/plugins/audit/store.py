@@ -39,7 +39,7 @@ from engine.store.header import new_run_id
 
 if TYPE_CHECKING:
     from engine.schemas.model import ModelSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 _PLAIN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,79}")
 _AT_ONCE = 32

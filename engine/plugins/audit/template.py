@@ -18,7 +18,7 @@ import numpy as np
 from engine.errors import EngineError
 from engine.plugins.audit.rows import Vector
 from engine.schemas.message import Message, Role
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 _MARK = re.compile(r"qzq([0-9])qzq")
 _ORDERS: tuple[tuple[Role, ...], ...] = (

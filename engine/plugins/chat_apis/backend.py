@@ -36,7 +36,7 @@ from engine.tokens.toolcalls.base import UnreadableCall, storable_call
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 log = structlog.get_logger(__name__)
 

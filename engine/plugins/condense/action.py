@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from engine.actions.workers import Workers
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 
 class CondenseAction(BuiltInAction):

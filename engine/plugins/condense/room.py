@@ -14,7 +14,7 @@ from engine.schemas.message import Message
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.tokens.conversation import Conversation
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 _ASKED, _REPLIED = Message(role="user", content="Q"), Message(role="assistant", content="A")
 

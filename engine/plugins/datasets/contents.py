@@ -27,7 +27,7 @@ from engine.store.sft_rows import unusable
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory, Turn
     from engine.store.reader import RunReader
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 Row = dict[str, Any]
 GROUND_TRUTHS = ("ground_truth", "answer", "label", "target", "solution")

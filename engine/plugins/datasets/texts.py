@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.schemas.message import Message
     from engine.schemas.trajectory import Trajectory, Turn
     from engine.store.reader import RunReader
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 View = dict[str, Any]
 

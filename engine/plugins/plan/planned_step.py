@@ -31,7 +31,7 @@ from engine.train.setup import critic_model
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
     from engine.train.net import PackedModel
 
 

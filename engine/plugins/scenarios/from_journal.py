@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Failure, Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 _CALLED_FOR_REAL = ("invalid_arguments", "unknown_tool", "limit", "malformed")
 """Errors of tool calls that the engine answers; the tool is not called."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.plugins.scenarios.schema import Scenario
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 THREADS = 8
 """Maximum number of threads for the synchronous code of a scenario's spec."""

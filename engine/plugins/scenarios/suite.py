@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engine.schemas.model import ModelSpec
     from engine.schemas.trajectory import Failure
     from engine.spec.text.diagnostic import Origin
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 log = structlog.get_logger(__name__)
 

@@ -29,7 +29,7 @@ from engine.schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from engine.plugins.vllm.spec import VLLMBackendSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 log = structlog.get_logger(__name__)
 

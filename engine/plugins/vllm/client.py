@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from engine.backends.servers.launched import LaunchedServers
     from engine.spec.load import LoadedSpec
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 
 class VLLMBackend(ServersBackend):

@@ -42,7 +42,7 @@ from engine.tokens.plain_tokenizer import PlainTokenizer
 if TYPE_CHECKING:
     from engine.schemas.model import ModelSpec
     from engine.tokens.conversation import Conversation
-    from engine.tokens.format import ChatFormat
+    from engine.tokens.template import ChatFormat
 
 log = structlog.get_logger(__name__)
 

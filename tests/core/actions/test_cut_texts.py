@@ -17,8 +17,8 @@ from engine.schemas.journal import ResetRecord, StepRecord, ToolsRecord, UserRec
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.message import ImagePart, Message, TextPart, ToolResult
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 PIECES = ["word ", "ünïcode ", "图像", "    ", "\n\n", "<|im_end|>", '{"a": 1}', "xyz", "😀", "0123456789"]
 

@@ -20,8 +20,8 @@ from engine.schemas.limits import LimitsSpec
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens.conversation import Conversation
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 
 @pytest.fixture(scope="module")

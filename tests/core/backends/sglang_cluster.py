@@ -13,7 +13,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.tokens.experts import ExpertLayout
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 

@@ -17,7 +17,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 from engine.train import broadcasts, sync_collective
 from engine.train.sync_collective import CollectiveSync
 

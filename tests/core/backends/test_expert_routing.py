@@ -29,8 +29,8 @@ from engine.store.loader import collate, read_rows
 from engine.store.parquet import write_parquet
 from engine.store.rows.export import export_rows, write_jsonl
 from engine.tokens.experts import ExpertLayout, expert_layout
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 LAYOUT = ExpertLayout(layers=3, top_k=2, experts=8, sparse=(1, 2))
 Change = Callable[[np.ndarray], np.ndarray]

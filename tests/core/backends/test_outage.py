@@ -23,7 +23,7 @@ from engine.plugin import entries
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import Message
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 KINDS = ["sglang", *({"openai"} & set(entries("backends")))]
 MESSAGES = [Message(role="user", content="hi")]

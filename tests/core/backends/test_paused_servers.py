@@ -17,7 +17,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 from engine.train.sync_sglang import DiskSync, TensorSync
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -18,7 +18,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import OutageError, TrainError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 from engine.train.server_models import difference
 from engine.train.sync_sglang import AdapterSync, DiskSync
 

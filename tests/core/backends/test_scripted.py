@@ -19,8 +19,8 @@ from engine.schemas.message import ToolCall
 from engine.schemas.model import ModelSpec
 from engine.schemas.script import Script
 from engine.spec.load import load_spec
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 SPEC = """
 spec: episode/v1

@@ -18,8 +18,8 @@ from engine.schemas.message import ToolCall
 from engine.schemas.model import ModelSpec
 from engine.schemas.script import ScriptedReply
 from engine.tokens.choosing import TOOL, written
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 ASKED = {"role": "user", "content": "Q"}
 ARGUMENTS: list[list[dict[str, Any]]] = [[{"text": "Paris"}], [{"text": "a", "count": 2}, {"flag": False}]]

@@ -14,7 +14,7 @@ from sglang_cluster import OUTPUT, Call, answers, changed, cluster
 
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.generation import FinishReason, SamplingParams, VersionSpan
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 
 async def test_a_reply_is_handed_on_whole(chat_format: ChatFormat) -> None:

@@ -8,7 +8,7 @@ from sglang_cluster import cluster
 
 from engine.backends.base import ServerWeights
 from engine.errors import BackendError
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 
 async def test_newer_weights_are_taken_and_older_ones_put_the_server_out(chat_format: ChatFormat) -> None:

@@ -20,7 +20,7 @@ from engine.backends.http.client import HttpClient
 from engine.backends.http.framing import HELD, MAX_INTERIM
 from engine.backends.http.reply import HttpFailure, MalformedReply, retry_seconds
 from engine.errors import BackendError
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 

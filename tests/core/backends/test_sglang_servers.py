@@ -16,7 +16,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams, VersionSpan
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 
 async def test_episodes_stay_where_they_are_and_new_ones_go_where_least_is_going_on(chat_format: ChatFormat) -> None:

@@ -26,8 +26,8 @@ from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore, list_runs
 from engine.store.writer import Writer
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 
 @contextmanager

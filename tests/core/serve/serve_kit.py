@@ -28,8 +28,8 @@ from engine.serve.groups import GroupService
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore, list_runs
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 ROOT = Path(__file__).parents[3]
 TOKEN = "a secret token"

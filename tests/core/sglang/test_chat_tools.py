@@ -20,8 +20,8 @@ from written_specs import save_spec
 from engine.schemas.model import ModelSpec
 from engine.spec.rows.sources import ListRows
 from engine.store import list_runs
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 from engine.train.rendered_rows import rendered
 
 Running = Any

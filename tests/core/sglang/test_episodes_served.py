@@ -16,7 +16,7 @@ from engine.runner.replay import Replayer
 from engine.runner.run import RunResult
 from engine.spec.load import LoadedSpec
 from engine.store import RunStore
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 Running = Any
 

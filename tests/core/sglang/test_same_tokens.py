@@ -17,7 +17,7 @@ from engine.schemas.backend import LocalBackendSpec, SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 GREEDY = SamplingParams(temperature=0.0)
 Running = Any

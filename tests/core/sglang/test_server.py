@@ -18,7 +18,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, Generation, SamplingParams
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 Running = Any
 HOT = SamplingParams(temperature=1.0, ignore_eos=True)

@@ -20,7 +20,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 pytestmark = pytest.mark.slow
 HOT = SamplingParams(temperature=1.0, ignore_eos=True)

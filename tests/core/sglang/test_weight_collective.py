@@ -18,7 +18,7 @@ import torch
 from engine.backends.sglang.client import SGLangBackend
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 from engine.train import broadcasts, sync_collective
 from engine.train.broadcasts import BroadcastGroup
 from engine.train.sync import open_sync

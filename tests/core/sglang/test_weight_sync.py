@@ -20,7 +20,7 @@ from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.train import TrainSpec
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 from engine.train.policy import Policy
 from engine.train.server_pushes import check_versions
 from engine.train.shared_tensors import SharedBuffer, buffer_bytes

@@ -8,7 +8,7 @@ from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Branch
 from engine.tokens.conversation import Conversation
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 Formats = Callable[..., ChatFormat]
 

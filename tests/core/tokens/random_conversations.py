@@ -15,7 +15,7 @@ from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Branch
 from engine.tokens.conversation import Conversation
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 OTHER_TOOLS: list[dict[str, Any]] = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "name": "estimate"}}]
 SUMMARY = Message(role="user", content="What was said before, in short.")

@@ -15,7 +15,7 @@ from slow_cases import slow_but
 from engine.errors import BridgeError, RenderError
 from engine.schemas.message import Message
 from engine.tokens.conversation import Conversation
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 WORDS = [
     "What is 17 plus 25?",

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from engine.errors import RenderError
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
-from engine.tokens import format as format_module
 from engine.tokens import jinja
+from engine.tokens import template as format_module
 from engine.tokens.bridge import bridge as bridging
 from engine.tokens.bridge import kinds as kinds_module
 from engine.tokens.bridge.cache import make_wrapper

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.arguments import restored
 from engine.tokens.choosing import TOOL, written
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 from engine.tokens.toolcalls import PythonicFormat, UnreadableCall
 
 READ = ("qwen3_5_think", "glm4moe", "llama3_2", "lfm2_v2", "lfm2_2_5")

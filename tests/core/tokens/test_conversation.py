@@ -9,8 +9,8 @@ from engine.errors import BackendError, BridgeError, RenderError
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.tokens.conversation import Conversation
-from engine.tokens.format import ChatFormat
 from engine.tokens.probing import rewritten_part
+from engine.tokens.template import ChatFormat
 
 
 def test_canonical_replies_give_the_ids_of_the_template(formats: Formats) -> None:

@@ -21,7 +21,7 @@ from engine.schemas.message import Message, ToolCall
 from engine.tokens.bridge.check import remainder
 from engine.tokens.choosing import TOOL
 from engine.tokens.conversation import Conversation
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 Load = Callable[[str], ChatFormat]
 ASKED = [Message(role="user", content="How warm is it?")]

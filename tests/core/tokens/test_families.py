@@ -18,10 +18,10 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.choosing import TOOL
 from engine.tokens.conversation import Conversation
 from engine.tokens.families import FamilyTemplate
-from engine.tokens.format import ChatFormat
 from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.loading import load_format
 from engine.tokens.probing import rewritten_part
+from engine.tokens.template import ChatFormat
 
 Formats = Callable[..., ChatFormat]
 

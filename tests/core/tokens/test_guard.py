@@ -26,8 +26,8 @@ from engine.tokens.bridge import guard as guard_module
 from engine.tokens.bridge.guard import Difference, Finding, Guard, Unanswered
 from engine.tokens.bridge.guard_child import _tokenizer
 from engine.tokens.conversation import Conversation
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 Formats = Callable[..., ChatFormat]
 

@@ -14,8 +14,8 @@ from exactness_scenarios import Said, Step
 from engine.errors import RenderError
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 _CALLS = (
     "{%- for call in m.tool_calls or [] %}{{ '\\n<tool_call>\\n' }}"

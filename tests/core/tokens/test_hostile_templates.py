@@ -13,8 +13,8 @@ from exactness import Player
 from hostile_templates import HOSTILE, episode, random_template
 
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 Make = Callable[[str], ChatFormat]
 

@@ -20,8 +20,8 @@ from engine.schemas.message import MalformedCall, ToolCall
 from engine.schemas.model import ModelSpec
 from engine.tokens.choosing import TOOL, written
 from engine.tokens.conversation import Conversation, Reply
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 SECTIONS = (
     "<｜tool▁calls▁begin｜>",

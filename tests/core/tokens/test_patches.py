@@ -16,9 +16,9 @@ from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.check import check_bridge
 from engine.tokens.bridge.kinds import ASSISTANT, USER
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
 from engine.tokens.patches import PATCHES, Patch, patched, patches_of, template_hash
+from engine.tokens.template import ChatFormat
 
 DATA = SHIPPED.parent
 FILES = [*SHIPPED.glob("*/chat_template.jinja"), *DATA.glob("patched_templates/*.jinja")]

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from engine.tokens.format import ChatFormat
 from engine.tokens.quoting import MARK, Quoting, quoted_index, unquote
+from engine.tokens.template import ChatFormat
 from engine.tokens.tokenizer import FastTokenizer
 
 QUOTING = Quoting(["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|im|>"])

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import astuple
 
-from engine.tokens.format import ChatFormat
 from engine.tokens.qwen_replies import QwenReply
+from engine.tokens.template import ChatFormat
 from engine.tokens.tokenizer import FastTokenizer
 
 Formats = Callable[..., Any]

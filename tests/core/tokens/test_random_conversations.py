@@ -14,7 +14,7 @@ from slow_cases import slow_but
 from test_any_conversation import REPLIES, TEXTS
 
 from engine.schemas.message import Message
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 IDS = st.lists(st.integers(0, 1 << 20), max_size=8)
 CASES: dict[str, tuple[dict[str, Any], Any, tuple[str, ...]]] = {

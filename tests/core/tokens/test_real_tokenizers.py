@@ -26,10 +26,10 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.check import check_bridge
 from engine.tokens.bridge.kinds import ASSISTANT, CALLS, REASONS, SYSTEM, TOOL, USER
 from engine.tokens.conversation import Conversation
-from engine.tokens.format import ChatFormat
 from engine.tokens.jinja_source import JinjaSource
 from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 from engine.tokens.tokenizer import FastTokenizer
 
 FOLDER = os.environ.get("EPISODE_ENGINE_TOKENIZERS", "")

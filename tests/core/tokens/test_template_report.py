@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from engine.cli.main import app
 from engine.tokens.bridge.kinds import ASSISTANT, REASONS, USER
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 from engine.tokens.template_report import branch_rule, masks, masks_or_why, parting, usual_turns
 
 

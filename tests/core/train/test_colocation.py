@@ -18,8 +18,8 @@ from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
 from engine.store import training as folders
 from engine.store.header import RunHeader
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 from engine.train.learner import Learner
 from engine.train.metrics import read_metrics
 from engine.train.trainer import Trainer

@@ -26,9 +26,9 @@ from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import ImagePart
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"]
 SHOWN: list[list[bytes]] = [[FIRST], [], [FIRST, SECOND, THIRD], [FIRST, FIRST], [THIRD], [SECOND, FIRST], [], [FIRST]]

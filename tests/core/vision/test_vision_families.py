@@ -18,9 +18,9 @@ from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.model import ModelSpec
 from engine.tokens.conversation import Conversation
-from engine.tokens.format import ChatFormat
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 from engine.tokens.vision import Vision
 
 FAMILIES = pytest.mark.parametrize("family", BUILDERS)

@@ -24,9 +24,9 @@ from engine.backends.sglang.images import check_images
 from engine.errors import BackendError, ImageError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 QWEN = pytest.mark.parametrize("family", slow_but(["qwen2_5_vl", "qwen3_vl"], "qwen3_vl"))
 

@@ -19,8 +19,8 @@ from engine.backends.servers.server import Server
 from engine.backends.sglang.verify import verify_servers
 from engine.errors import BackendError
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 
 class Told(Server):

@@ -21,7 +21,7 @@ from engine.plugins.audit.template import TemplateMarks
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import Message
 from engine.tokens.conversation import Conversation
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 
 @pytest.fixture

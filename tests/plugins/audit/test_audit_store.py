@@ -20,7 +20,7 @@ from engine.plugins.audit.store import store_rows
 from engine.runner.replay import Replayer
 from engine.schemas.model import ModelSpec
 from engine.store import RunStore
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 PROMPT = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhat is 17 plus 25?<|im_end|>\n<|im_start|>assistant\n"
 AFTER = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"

@@ -17,7 +17,7 @@ from engine.plugins.chat_apis.anthropic import AnthropicBackend
 from engine.plugins.chat_apis.chat_history import paired
 from engine.plugins.chat_apis.spec import AnthropicBackendSpec
 from engine.schemas.message import Message, ToolCall
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 HIDDEN = {"type": "redacted_thinking", "data": "EmwKAhgBEgy3va3pzix"}
 

@@ -19,7 +19,7 @@ from engine.plugins.chat_apis.anthropic import NO_TEXT, AnthropicBackend
 from engine.plugins.chat_apis.spec import AnthropicBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from engine.plugins.chat_apis.anthropic import AnthropicBackend
 from engine.plugins.chat_apis.pace import Pace
 from engine.schemas.generation import FinishReason
 from engine.schemas.message import MalformedCall, Message, ToolCall
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from written_specs import save_spec
 from engine.schemas.model import ModelSpec
 from engine.spec.load import load_spec
 from engine.spec.rows.sources import ListRows
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 from engine.train.demonstrations import Demonstrations
 from engine.train.metrics import read_metrics
 from engine.train.rendered_rows import rendered

@@ -19,7 +19,7 @@ from engine.plugins.chat_apis.openai import OpenAIBackend
 from engine.plugins.chat_apis.spec import OpenAIBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart, MalformedCall, Message, TextPart, ToolCall
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 TOOL = {
     "type": "function",

@@ -15,8 +15,8 @@ from engine.plugins.condense.keywords import keywords
 from engine.plugins.condense.spec import CondenseSpec, KeywordsSpec
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
 from engine.schemas.model import ModelSpec
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 pytest.importorskip("semantic_text_splitter")
 

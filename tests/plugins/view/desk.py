@@ -20,8 +20,8 @@ from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
 from engine.schemas.message import ImagePart, Message, TextPart, image_part
 from engine.schemas.model import ModelSpec
 from engine.schemas.reward import RewardEvent
-from engine.tokens.format import ChatFormat
 from engine.tokens.loading import load_format
+from engine.tokens.template import ChatFormat
 
 MODEL = "tiny-qwen2_5-vl"
 COUNTS = ((3, 5), (4, 2), (6, 1))

@@ -25,7 +25,7 @@ from engine.plugins.vllm.request_body import Encoder
 from engine.plugins.vllm.spec import VLLMBackendSpec
 from engine.schemas.backend import LaunchSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, ImagePart, SamplingParams
-from engine.tokens.format import ChatFormat
+from engine.tokens.template import ChatFormat
 
 asked = partial(generate_request, stop_token_ids=[EOS], seed=41)
 
