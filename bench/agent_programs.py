@@ -35,7 +35,7 @@ from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 BLOCK = 8
 """Turns of one block, which is a conversation of its own."""
@@ -97,7 +97,7 @@ def loaded(folder: Path, tokenizer: str, program: str, tasks: int, **changes: An
     return load_spec(folder / "spec.yaml")
 
 
-async def run(spec: LoadedSpec, form: ChatFormat, backend: Backend, out: Path) -> list[Trajectory]:
+async def run(spec: LoadedSpec, form: ChatTemplate, backend: Backend, out: Path) -> list[Trajectory]:
     """Run all episodes of a spec."""
     store = RunStore.create(out, RunHeader.of(spec))
     try:
@@ -107,7 +107,7 @@ async def run(spec: LoadedSpec, form: ChatFormat, backend: Backend, out: Path) -
         store.close()
 
 
-async def plain_server(form: ChatFormat, backend: Backend) -> asyncio.Server:
+async def plain_server(form: ChatTemplate, backend: Backend) -> asyncio.Server:
     """A server that renders the messages, samples, and answers with the text."""
 
     admission = Admission()

@@ -318,12 +318,12 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`shipped(name, **model)`: the chat format of a real tokenizer that ships with the tests; made once for each combination."""
     from engine.schemas.model import ModelSpec
     from engine.tokens.loading import load_format
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
     folder = tmp_path_factory.mktemp("shipped")
-    made: dict[str, ChatFormat] = {}
+    made: dict[str, ChatTemplate] = {}
 
-    def get(name: str, **model: Any) -> ChatFormat:
+    def get(name: str, **model: Any) -> ChatTemplate:
         key = f"{name} {sorted(model.items())}"
         if key not in made:
             made[key] = load_format(ModelSpec(path=str(unpack(name, folder)), **model), Path())
@@ -337,11 +337,11 @@ def formats(tokenizer_dirs: dict[str, Path]) -> Any:
     """`formats(template, **model)`: the chat format of one of TEMPLATES; made once for each combination."""
     from engine.schemas.model import ModelSpec
     from engine.tokens.loading import load_format
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
-    made: dict[str, ChatFormat] = {}
+    made: dict[str, ChatTemplate] = {}
 
-    def get(template: str, **model: Any) -> ChatFormat:
+    def get(template: str, **model: Any) -> ChatTemplate:
         key = f"{template} {sorted(model.items())}"
         if key not in made:
             made[key] = load_format(ModelSpec(path=str(tokenizer_dirs[template]), **model), Path())

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from engine.schemas.generation import GenerateRequest, Generation
     from engine.schemas.journal import AgentRecord
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 _GRACE = 5.0
 """Seconds after its time after which a coroutine that cannot be cancelled is given up."""
@@ -147,7 +147,7 @@ class AgentStarter:
         EntryError: It cannot be imported.
     """
 
-    def __init__(self, loaded: LoadedSpec, template: ChatFormat, code: Workers) -> None:
+    def __init__(self, loaded: LoadedSpec, template: ChatTemplate, code: Workers) -> None:
         assert loaded.spec.agent is not None
         self._spec, self._loaded, self._template, self._code = loaded.spec.agent, loaded, template, code
         self._answers = _answers(loaded.spec, loaded.base)

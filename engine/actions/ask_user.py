@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.actions.workers import Workers
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 class AskUserAction(BuiltInAction):
@@ -27,7 +27,7 @@ class AskUserAction(BuiltInAction):
 
     name = "ask_user"
 
-    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         super().__init__(loaded, state, template, code)
         self._people = loaded.spec.users_by_name
         self._recover = loaded.spec.recover

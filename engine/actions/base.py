@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.schemas.machine import StateSpec
     from engine.schemas.role import UserSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 MAX_EVENTS = 1_000
@@ -118,7 +118,7 @@ class Action(Protocol):
 class LimitedAction(Action):
     """An action whose limits are found by its name in `engine.limits`."""
 
-    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         """Read what the action needs of the spec.
 
         Args:

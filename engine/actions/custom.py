@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.schemas.machine import StateSpec
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 class StepAction(LimitedAction):
@@ -89,7 +89,7 @@ class StepAction(LimitedAction):
 class EnvironmentStep(StepAction):
     """`step`: calls the environment's `step`."""
 
-    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         """Read the environment's events.
 
         Raises:
@@ -121,7 +121,7 @@ class EnvironmentStep(StepAction):
 class OwnAction(StepAction):
     """A spec's own action, by entry point."""
 
-    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         """Load the function and read its events.
 
         Raises:

@@ -17,7 +17,7 @@ from engine.schemas.message import ContentPart, Message, TextPart
 
 if TYPE_CHECKING:
     from engine.schemas.limits import LimitsSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 CHARACTERS = "{{characters}}"
 """In the mark: how many characters are left out."""
@@ -36,7 +36,7 @@ class TextCutter:
         EngineError: the mark alone has more tokens than the limit.
     """
 
-    def __init__(self, limits: LimitsSpec, form: ChatFormat) -> None:
+    def __init__(self, limits: LimitsSpec, form: ChatTemplate) -> None:
         assert limits.tool_result_tokens is not None
         self._most = limits.tool_result_tokens
         self._keep = limits.tool_result_keep

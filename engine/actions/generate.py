@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.actions.workers import Workers
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 LONG_TEXT = 1 << 16
 """Maximum number of characters that are tokenised on the event loop."""
@@ -35,7 +35,7 @@ class GenerateAction(BuiltInAction):
 
     name = "generate"
 
-    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         super().__init__(loaded, state, template, code)
         spec = loaded.spec
         self._sampling = spec.sampling

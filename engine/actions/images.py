@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.episode.episode import Episode
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.trajectory import Blame
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
     from engine.tokens.vision import Vision
 Content = str | list[ContentPart]
 StoreImages = Callable[["Episode", Record], Awaitable[Record] | None]
@@ -115,7 +115,7 @@ class ImageStorer:
     """
 
     def __init__(
-        self, form: ChatFormat, store: ImageStore, fetch: Callable[[str], Source | None], spec: EpisodeSpec
+        self, form: ChatTemplate, store: ImageStore, fetch: Callable[[str], Source | None], spec: EpisodeSpec
     ) -> None:
         self._rooms = rooms_of(spec, form)
         self._refusal = f"the chat format {form.name!r} shows no images; {form.no_vision_fix}"

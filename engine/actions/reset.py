@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.actions.workers import Workers
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 class ResetAction(BuiltInAction):
@@ -29,7 +29,7 @@ class ResetAction(BuiltInAction):
 
     name = "reset"
 
-    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         super().__init__(loaded, state, template, code)
         self._environment = loaded.spec.environment
         self._own = loaded.spec.conversation

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.backends.http.outage import Outage
     from engine.schemas.trajectory import Blame
     from engine.spec.text.diagnostic import DataPath
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
     from engine.tokens.views import IntendedTokens
 
 
@@ -79,7 +79,7 @@ class RoleModel:
     def __init__(
         self,
         role: PlayedRole,
-        format: ChatFormat,
+        format: ChatTemplate,
         served: RoleBackend,
         *,
         base_model: bool = False,
@@ -206,7 +206,7 @@ class RoleModels:
     def __init__(
         self,
         loaded: LoadedSpec,
-        format: ChatFormat,
+        format: ChatTemplate,
         backend: Backend,
         slots: asyncio.Semaphore,
         *,
@@ -248,7 +248,7 @@ class RoleModels:
                 self._models[path] = RoleModel(role, form, served, base_model=weights == "base")
             undo.pop_all()
 
-    async def _open(self, path: DataPath, form: ChatFormat, *, copied: bool) -> RoleBackend:
+    async def _open(self, path: DataPath, form: ChatTemplate, *, copied: bool) -> RoleBackend:
         """Return a backend for a role: one that is open for the same weights, or a new one."""
         section = section_of(self._loaded, path)
         if copied:  # the policy's settings, and the weights of `model.path`

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.message import Message
     from engine.tokens.conversation import Conversation
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 class Room:
@@ -32,7 +32,7 @@ class Room:
         return 0
 
 
-def rooms_of(spec: EpisodeSpec, form: ChatFormat) -> list[Room]:
+def rooms_of(spec: EpisodeSpec, form: ChatTemplate) -> list[Room]:
     """The rooms of the plugins whose sections a spec has."""
     actions: list[ActionFacts] = written_entries(spec, "actions")
     return [load(facts.makes_room)(spec, form) for facts in actions if facts.makes_room]

@@ -28,7 +28,7 @@ from engine.schemas.machine import StateSpec
 if TYPE_CHECKING:
     from engine.actions.workers import Workers
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 class RunAgentAction(BuiltInAction):
@@ -36,7 +36,7 @@ class RunAgentAction(BuiltInAction):
 
     name = "run_agent"
 
-    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         """Read the program's settings.
 
         Raises:

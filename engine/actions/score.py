@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.schemas.entry import Effects
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 class ScoreAction(BuiltInAction):
@@ -34,7 +34,7 @@ class ScoreAction(BuiltInAction):
 
     name = "score"
 
-    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         super().__init__(loaded, state, template, code)
         self._environment = loaded.spec.environment
         self._only_program = only_source(loaded.spec)

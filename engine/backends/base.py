@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.backends.http.outage import Outage
     from engine.schemas.backend import BackendBase
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Backend(ABC):
 
     @classmethod
     @abstractmethod
-    def open(cls, spec: Any, format: ChatFormat, loaded: LoadedSpec) -> Backend:
+    def open(cls, spec: Any, format: ChatTemplate, loaded: LoadedSpec) -> Backend:
         """Make the backend of a spec. Nothing is loaded or reached before `start`.
 
         Args:

@@ -19,12 +19,12 @@ from engine.tokens.conversation import TAIL
 from engine.tokens.toolcalls import FORMATS, Call, ToolCallFormat
 
 if TYPE_CHECKING:
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
-def write_calls(format: ChatFormat, text: str, calls: Sequence[Call]) -> list[int]:
+def write_calls(format: ChatTemplate, text: str, calls: Sequence[Call]) -> list[int]:
     """Ids of an assistant turn with `text` and `calls`, without its stop token. Special tokens in the text are tokens.
 
     Raises:
@@ -57,14 +57,14 @@ class _Parsed(NamedTuple):
     """None for one that is malformed."""
 
 
-def _parsed(format: ChatFormat, ids: list[int], prompt: list[int], tools: list[dict[str, Any]]) -> _Parsed:
+def _parsed(format: ChatTemplate, ids: list[int], prompt: list[int], tools: list[dict[str, Any]]) -> _Parsed:
     whole = np.asarray([*ids, format.stop_token_ids[0]], dtype=np.int32)
     reply = format.replies.parse(whole, before=np.asarray(prompt, dtype=np.int32), turn=0, tools=tools)
     calls = [(call.name, call.arguments) if isinstance(call, ToolCall) else None for call in reply.attempts]
     return _Parsed(reply.content.strip(), (reply.reasoning or "").strip(), calls)
 
 
-def _has_markers(format: ChatFormat, text: str) -> bool:
+def _has_markers(format: ChatTemplate, text: str) -> bool:
     return bool(format.fast.quoting.spans(text)) or "<think>" in text or "</think>" in text
 
 
@@ -75,7 +75,7 @@ def _schema(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
 
 
-def _candidates(format: ChatFormat, text: str, said: _Parsed, calls: Sequence[Call]) -> Iterator[list[int]]:
+def _candidates(format: ChatTemplate, text: str, said: _Parsed, calls: Sequence[Call]) -> Iterator[list[int]]:
     """Yield the calls as the chat template writes them, then as the call format or all built-in formats do.
 
     A text with markers is kept as it is. Another one is the content of a reply that the template writes.
@@ -100,7 +100,7 @@ def _written(format: ToolCallFormat, text: str, calls: Sequence[Call]) -> str:
     return written
 
 
-def _by_template(format: ChatFormat, text: str, said: _Parsed, calls: Sequence[Call]) -> str | None:
+def _by_template(format: ChatTemplate, text: str, said: _Parsed, calls: Sequence[Call]) -> str | None:
     """The whole reply as the chat template writes it after the generation prompt; None where it shows no such reply."""
     shown = _shown(
         format, {"content": said.content if said.reasoning else text, "reasoning_content": said.reasoning}, calls
@@ -115,7 +115,7 @@ def _by_template(format: ChatFormat, text: str, said: _Parsed, calls: Sequence[C
     return reply.removeprefix(opened) if reply.startswith(opened) else None
 
 
-def _after_text(format: ChatFormat, text: str, said: _Parsed, calls: Sequence[Call]) -> str | None:
+def _after_text(format: ChatTemplate, text: str, said: _Parsed, calls: Sequence[Call]) -> str | None:
     """The text as it is, and the calls as the chat template writes them after such a text."""
     content = mark(0) + text[len(text.rstrip()) :] if said.content else ""
     shown = _shown(format, {"content": content, "reasoning_content": mark(1) if said.reasoning else ""}, calls)
@@ -130,7 +130,7 @@ def _after_text(format: ChatFormat, text: str, said: _Parsed, calls: Sequence[Ca
     return text.rstrip() + (after if text.strip() else after.lstrip())
 
 
-def _shown(format: ChatFormat, parts: View, calls: Sequence[Call]) -> tuple[str, str] | None:
+def _shown(format: ChatTemplate, parts: View, calls: Sequence[Call]) -> tuple[str, str] | None:
     """What the template writes before a reply of these parts, and for it."""
     made = [ToolCall(id=f"call_0_{place}", name=name, arguments=given) for place, (name, given) in enumerate(calls)]
     try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.schemas.backend import BackendBase
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 def runtime_class(declared: type[BackendBase]) -> type[Backend]:
@@ -22,7 +22,7 @@ def runtime_class(declared: type[BackendBase]) -> type[Backend]:
     return cast("type[Backend]", getattr(import_module(module), name))
 
 
-def open_backend(loaded: LoadedSpec, format: ChatFormat) -> Backend:
+def open_backend(loaded: LoadedSpec, format: ChatTemplate) -> Backend:
     """The backend of a spec, not yet started.
 
     Raises:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from engine.schemas.backend import ScriptedBackendSpec
     from engine.spec.load import Document, LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 class ScriptedBackend(Backend):
@@ -37,7 +37,7 @@ class ScriptedBackend(Backend):
 
     declared = ScriptedBackendSpec
 
-    def __init__(self, script: Script, format: ChatFormat, *, latency: float = 0.0) -> None:
+    def __init__(self, script: Script, format: ChatTemplate, *, latency: float = 0.0) -> None:
         """
         Args:
             script: The replies.
@@ -60,7 +60,7 @@ class ScriptedBackend(Backend):
         self.context = format.context
 
     @classmethod
-    def open(cls, spec: ScriptedBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> ScriptedBackend:
+    def open(cls, spec: ScriptedBackendSpec, format: ChatTemplate, loaded: LoadedSpec) -> ScriptedBackend:
         """Read the script that a spec names or holds.
 
         Raises:
@@ -191,7 +191,7 @@ class ScriptedBackend(Backend):
         return len(ids), FinishReason(type=reply.finish, message=message)
 
 
-def write_reply(format: ChatFormat, reply: ScriptedReply) -> list[int]:
+def write_reply(format: ChatTemplate, reply: ScriptedReply) -> list[int]:
     """The ids of a scripted reply, with the stop token if it ends by one.
 
     Raises:

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from engine.schemas.journal import JournalEntry
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 class CompiledSpec:
     """A spec that is ready for episodes. `compile_spec` makes it."""
 
     def __init__(
-        self, loaded: LoadedSpec, template: ChatFormat, machine: Machine, actions: Mapping[str, Action]
+        self, loaded: LoadedSpec, template: ChatTemplate, machine: Machine, actions: Mapping[str, Action]
     ) -> None:
         spec = loaded.spec
         self.loaded = loaded
@@ -83,7 +83,7 @@ class CompiledSpec:
 
 
 def compile_spec(
-    loaded: LoadedSpec, template: ChatFormat, code: Workers, *, context: int | None = None
+    loaded: LoadedSpec, template: ChatTemplate, code: Workers, *, context: int | None = None
 ) -> CompiledSpec:
     """Compile a spec.
 
@@ -106,7 +106,7 @@ def compile_spec(
     return CompiledSpec(loaded, template, machine, actions)
 
 
-def _action(loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> Action:
+def _action(loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> Action:
     facts = ACTIONS.get(str(state.action))
     if facts is None:
         if (why := plugin.missing("actions", str(state.action))) is not None:

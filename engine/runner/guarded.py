@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Outcome, Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.codec import EncodedTrajectory
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +52,7 @@ class EpisodeGuard:
         StoreError: what the run's folder says cannot be read.
     """
 
-    def __init__(self, form: ChatFormat, loaded: LoadedSpec, folder: Path) -> None:
+    def __init__(self, form: ChatTemplate, loaded: LoadedSpec, folder: Path) -> None:
         self._form = form
         self._guard = Guard(form, loaded.spec.model, loaded.base)
         self._file = folder / FILE

@@ -14,12 +14,12 @@ from engine.spec.text.diagnostic import Diagnostic
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)
 
 
-def fitting_tasks(tasks: TaskList, loaded: LoadedSpec, form: ChatFormat, processes: int | None = None) -> TaskList:
+def fitting_tasks(tasks: TaskList, loaded: LoadedSpec, form: ChatTemplate, processes: int | None = None) -> TaskList:
     """The tasks whose prompt, with a turn of `limits.turn_tokens`, fits `limits.episode_tokens` and the model's context.
 
     Counted are the prompt of the spec or the row, its images (other than URLs), the first messages of a `pure` environment, and the

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 PER_MESSAGE = 16
 """Tokens that a template may put around a message, for the bound that spares most rows the tokenizer."""
@@ -57,7 +57,7 @@ class PromptLengths:
     """
 
     def __init__(
-        self, loaded: LoadedSpec, form: ChatFormat, processes: int | None = None, alone: float = ALONE
+        self, loaded: LoadedSpec, form: ChatTemplate, processes: int | None = None, alone: float = ALONE
     ) -> None:
         self._spec = loaded.spec
         self._base = loaded.base
@@ -194,12 +194,12 @@ def count_prompts(common: dict[str, Any], prompts: list[list[Any]]) -> list[int]
     return [_length(form, *prompt) for prompt in prompts]
 
 
-def _length(form: ChatFormat, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> int:
+def _length(form: ChatTemplate, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> int:
     return len(form.render([Message.read(message) for message in messages], tools))
 
 
 @lru_cache(maxsize=1)
-def _form(model: str, base: str) -> ChatFormat:
+def _form(model: str, base: str) -> ChatTemplate:
     return load_format(ModelSpec.model_validate_json(model), Path(base))
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Replayed:
 class Replayer:
     """Rebuilds the episodes of one run."""
 
-    def __init__(self, loaded: LoadedSpec, format: ChatFormat, store: RunReader) -> None:
+    def __init__(self, loaded: LoadedSpec, format: ChatTemplate, store: RunReader) -> None:
         spec = loaded.spec
         self._store = store
         if format.vision is not None:

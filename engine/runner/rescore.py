@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import EpisodeScore, Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 MATTERS = ("model", "prompt", "environment", "tools", "user", "users", "machine", "limits", "recover")
 """Sections that decide the content of episodes. The other sections (how, where and how often was sampled) are not used."""
@@ -104,7 +104,7 @@ def under(old: LoadedSpec, new: LoadedSpec) -> LoadedSpec:
 
 
 async def rescore(
-    store: RunStore, new: LoadedSpec, format: ChatFormat, label: str, *, replace_label: bool = False
+    store: RunStore, new: LoadedSpec, format: ChatTemplate, label: str, *, replace_label: bool = False
 ) -> Rescored:
     """Score every finished episode of a run with another spec's rewards, and store the result under a label.
 

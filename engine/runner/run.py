@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.store.journal import Journal
     from engine.store.store import RunStore
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)
 
@@ -103,7 +103,7 @@ class Runner:
         self,
         loaded: LoadedSpec,
         tasks: Sequence[Task],
-        format: ChatFormat,
+        format: ChatTemplate,
         backend: Backend,
         store: RunStore,
         *,

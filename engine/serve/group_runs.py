@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from engine.store.reader import RunReader
     from engine.store.rows.row import TrainingRow
     from engine.store.store import RunStore
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 MAX_OVERRIDES = 8
 """Maximum number of different sampling overrides in one launch."""
@@ -75,7 +75,7 @@ class GroupRuns:
         self,
         loaded: LoadedSpec,
         tasks: Sequence[Task],
-        format: ChatFormat,
+        format: ChatTemplate,
         backend: Backend,
         store: RunStore,
         runner: Runner | DriverRollouts,

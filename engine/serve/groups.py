@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader
     from engine.store.store import RunStore
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 MAX_GROUPS = 10_000
 """Maximum number of groups of one request."""
@@ -106,7 +106,7 @@ class GroupService:
         self,
         loaded: LoadedSpec,
         tasks: Sequence[Task],
-        format: ChatFormat,
+        format: ChatTemplate,
         backend: Backend,
         store: RunStore,
         runner: Runner | DriverRollouts,

@@ -4,7 +4,7 @@
     conversation.py   messages in, exact prompts out: one tape per branch
     thread.py         the messages, and those that the model is shown
     loading.py        load_format: from a spec's `model` to a chat format
-    format.py         ChatFormat: what every chat format has
+    format.py         ChatTemplate: what every chat format has
     views.py          messages as chat templates read them
     replies.py        from sampled ids to content, reasoning and tool calls
     bridge/           the tokens between two turns, checked

@@ -28,7 +28,7 @@ from engine.tokens.families import FAMILIES, make_reader
 from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.probing import reads_template
 from engine.tokens.replies import ParsedReply
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.tokens.toolcalls import FORMATS, tool_call_format
 
 _NAME = "probe_tool"
@@ -89,7 +89,7 @@ def _calls(arguments: list[dict[str, Any]]) -> list[View]:
     ]
 
 
-def _cases(form: ChatFormat) -> Iterator[tuple[str, View]]:
+def _cases(form: ChatTemplate) -> Iterator[tuple[str, View]]:
     """Test replies, with what each tests."""
     thoughts = ["Hm.", "Hm.\n\nSo it is."] if form.knows_reasoning else []
     for content in CONTENTS:
@@ -111,7 +111,7 @@ def _cases(form: ChatFormat) -> Iterator[tuple[str, View]]:
                 yield f"{_CALLS}{name}", {**view, "reasoning_content": thoughts[0]}
 
 
-def written(form: ChatFormat, reply: View) -> tuple[str, str] | None:
+def written(form: ChatTemplate, reply: View) -> tuple[str, str] | None:
     """What the template writes before a reply, and for the reply up to its end; None where it shows no such reply."""
     results = [
         {"role": "tool", "content": _RESULT, "name": _NAME, "tool_call_id": call["id"]}
@@ -120,7 +120,7 @@ def written(form: ChatFormat, reply: View) -> tuple[str, str] | None:
     return _written(form, reply, results) or (_written(form, reply, []) if results else None)
 
 
-def _written(form: ChatFormat, reply: View, results: list[View]) -> tuple[str, str] | None:
+def _written(form: ChatTemplate, reply: View, results: list[View]) -> tuple[str, str] | None:
     try:
         before = form.text([ASKED], [TOOL])
         after = form.unchecked_bridge(reply, results, None)
@@ -139,7 +139,7 @@ def _written(form: ChatFormat, reply: View, results: list[View]) -> tuple[str, s
     return (before, text) if whole.endswith(tail) and _RESULT not in text else None
 
 
-def failures(form: ChatFormat) -> dict[str, str]:
+def failures(form: ChatTemplate) -> dict[str, str]:
     """What a format does not read back as its template was given it: case -> an example. Empty: it reads everything back."""
     found: dict[str, str] = {}
     called = False
@@ -172,7 +172,7 @@ def _exactly(calls: list[Any]) -> str:
     return json.dumps(calls, sort_keys=True)
 
 
-def _differs(form: ChatFormat, parsed: ParsedReply, reply: View, text: str) -> str:
+def _differs(form: ChatTemplate, parsed: ParsedReply, reply: View, text: str) -> str:
     """How the reply that was read differs from the one that was written; empty where it does not."""
     calls = [(a.name, a.arguments) if isinstance(a, ToolCall) else a.problem for a in parsed.attempts]
     wanted = [(call["function"]["name"], call["function"]["arguments"]) for call in reply.get("tool_calls", ())]

@@ -34,7 +34,7 @@ from engine.tokens.bridge.kinds import MessageKinds, View, kind_of
 from engine.tokens.parts import call_tokens, text_tokens
 from engine.tokens.replies import ParsedReply
 from engine.tokens.tape import IntVector, Tape
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.tokens.views import IntendedTokens
 from engine.tokens.vision import PlacedImage
 
@@ -159,7 +159,7 @@ class Conversation:
     )
 
     def __init__(
-        self, form: ChatFormat, tools: Sequence[dict[str, Any]], history: Literal["branch", "keep"] = "branch"
+        self, form: ChatTemplate, tools: Sequence[dict[str, Any]], history: Literal["branch", "keep"] = "branch"
     ) -> None:
         self.form = form
         self.history: Literal["branch", "keep"] = history
@@ -213,7 +213,9 @@ class Conversation:
         """The newest reply of a backend that gives text and no ids."""
 
     @classmethod
-    def begun(cls, form: ChatFormat, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Conversation:
+    def begun(
+        cls, form: ChatTemplate, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+    ) -> Conversation:
         """A conversation that is no episode's, with its first messages: for checks, reports and comparisons.
 
         Raises:

@@ -22,7 +22,7 @@ from engine.tokens.jinja_template import find_ends, stand_in_for
 from engine.tokens.probing import reads_template
 from engine.tokens.readers import FamilyReader, Harmony
 from engine.tokens.renderer import Bridge
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.toolcalls import tool_call_format
 
@@ -103,7 +103,7 @@ def family_format(
         raise RenderError(f"model.renderer: {spec.renderer} does not fit this model: {error}") from error
 
 
-class FamilyTemplate(ChatFormat):
+class FamilyTemplate(ChatTemplate):
     """A family of `renderers`, which renders in place of a chat template."""
 
     def __init__(
@@ -128,7 +128,7 @@ class FamilyTemplate(ChatFormat):
             self.reads_calls = reads_template(self, self.call_format)
 
     def render_views(self, views: Sequence[View], tools: list[View] | None) -> list[int]:
-        """See `ChatFormat.render_views`.
+        """See `ChatTemplate.render_views`.
 
         Raises:
             RenderError: the renderer refuses the messages.
@@ -139,17 +139,17 @@ class FamilyTemplate(ChatFormat):
             raise RenderError(f"the renderer {self.name!r} refuses these messages: {error}") from error
 
     def text(self, views: Sequence[View], tools: list[View] | None) -> str:
-        """See `ChatFormat.text`."""
+        """See `ChatTemplate.text`."""
         return self.decode(self.render_views(views, tools))
 
     def ids_from(self, views: Sequence[View], tools: list[View] | None, written: str, index: int) -> list[int]:
-        """See `ChatFormat.ids_from`: the library's own ids, in which text that spells a token is not that token."""
+        """See `ChatTemplate.ids_from`: the library's own ids, in which text that spells a token is not that token."""
         ids = self.render_views(views, tools)
         start = bisect_left(range(len(ids)), index - len(written), key=lambda at: -len(self.decode(ids[at:])))
         return ids[start:]
 
     def unchecked_bridge(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Bridge | None:
-        """See `ChatFormat.unchecked_bridge`: the library's own ids, cut at the token that ends a stand-in for the reply."""
+        """See `ChatTemplate.unchecked_bridge`: the library's own ids, cut at the token that ends a stand-in for the reply."""
         stand_in, end = stand_in_for(reply)
         ids = self.render_views([{"role": "user", "content": "Q"}, stand_in, *new], tools)
         text, at = "", 0

@@ -22,7 +22,7 @@ from engine.tokens.bridge.keys import looks
 from engine.tokens.bridge.kinds import ASSISTANT, SYSTEM, TOOL, USER, View, mark, probe, probe_call
 from engine.tokens.jinja_source import JinjaSource
 from engine.tokens.renderer import Bridge
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.tokens.tokenizer import FastTokenizer
 
 log = structlog.get_logger(__name__)
@@ -32,7 +32,7 @@ _STAND_IN = 0
 """Index of the stand-in's mark."""
 
 
-class JinjaTemplate(ChatFormat):
+class JinjaTemplate(ChatTemplate):
     """The generic format: the tokenizer's own chat template, or the spec's.
 
     Args:
@@ -78,15 +78,15 @@ class JinjaTemplate(ChatFormat):
         return self._template.facts
 
     def text(self, views: Sequence[View], tools: list[View] | None) -> str:
-        """See `ChatFormat.text`."""
+        """See `ChatTemplate.text`."""
         return self._template.text(views, tools)
 
     def render_views(self, views: Sequence[View], tools: list[View] | None) -> list[int]:
-        """See `ChatFormat.render_views`."""
+        """See `ChatTemplate.render_views`."""
         return self.fast.encode(self._template.text(views, tools))
 
     def unchecked_bridge(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Bridge | None:
-        """See `ChatFormat.unchecked_bridge`: O(new), one pass of the template and one of the tokenizer.
+        """See `ChatTemplate.unchecked_bridge`: O(new), one pass of the template and one of the tokenizer.
 
         Raises:
             RenderError: the template writes no added token after a reply.
@@ -117,7 +117,7 @@ class Ends(NamedTuple):
     """The added tokens that were found after a reply, as text."""
 
 
-def find_ends(form: ChatFormat) -> Ends:
+def find_ends(form: ChatTemplate) -> Ends:
     """How a format ends replies, found by rendering probes.
 
     Raises:

@@ -14,13 +14,13 @@ from engine.tokens.jinja_source import JinjaSource
 from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.patches import patched, template_hash
 from engine.tokens.plain_tokenizer import read_plain
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.vision import load_vision
 from engine.tokens.vision_families import FAMILIES
 
 
-def load_format(model: ModelSpec, base: Path) -> ChatFormat:
+def load_format(model: ModelSpec, base: Path) -> ChatTemplate:
     """The chat format that a spec's `model` asks for. Loads the tokenizer, once; no weights.
 
     Args:
@@ -43,7 +43,7 @@ def load_format(model: ModelSpec, base: Path) -> ChatFormat:
     ends = _json(folder / "generation_config.json").get("eos_token_id")
     eos = [int(id_) for id_ in ([ends] if isinstance(ends, int) else ends or [])]
     vision = load_vision(folder, config, fast, model)
-    found: ChatFormat
+    found: ChatTemplate
     if model.renderer in ("auto", "template"):
         template = _load_template(fast, model)
         found = JinjaTemplate(fast, template, model, vocab_size=size, context=context, eos=eos)

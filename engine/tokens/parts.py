@@ -11,13 +11,13 @@ from engine.tokens.tape import IntVector
 
 if TYPE_CHECKING:
     from engine.tokens.bridge.kinds import View
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 Attempts = Sequence[ToolCall | MalformedCall]
 
 
 def call_tokens(
-    form: ChatFormat, ids: IntVector, before: IntVector, tools: Sequence[View], call: int
+    form: ChatTemplate, ids: IntVector, before: IntVector, tools: Sequence[View], call: int
 ) -> tuple[int, int] | None:
     """The tokens [start, end) of call number `call`, malformed ones counted; None if the reply has no such call.
 
@@ -60,7 +60,7 @@ def call_tokens(
     return (0 if text is None else text[1]), end
 
 
-def text_tokens(form: ChatFormat, ids: IntVector, text: str) -> tuple[int, int] | None:
+def text_tokens(form: ChatTemplate, ids: IntVector, text: str) -> tuple[int, int] | None:
     """The tokens [start, end) that hold the first occurrence of a text; None if the reply does not contain it.
 
     Args:
@@ -76,7 +76,7 @@ def text_tokens(form: ChatFormat, ids: IntVector, text: str) -> tuple[int, int] 
     return start, end
 
 
-def _mark_start(form: ChatFormat, ids: IntVector, last: int) -> int:
+def _mark_start(form: ChatTemplate, ids: IntVector, last: int) -> int:
     """The first token of the opening mark whose last token is `last`."""
     marks = form.call_format.marks if form.call_format is not None else ()
     text = form.decode(ids[: last + 1])

@@ -29,7 +29,7 @@ class Bridge(msgspec.Struct, frozen=True):
 
 
 class Renderer(Protocol):
-    """A chat template as its parts see it; `ChatFormat` documents the fields."""
+    """A chat template as its parts see it; `ChatTemplate` documents the fields."""
 
     name: str
     fast: FastTokenizer

@@ -27,7 +27,7 @@ _TAIL = 48
 """Tokens before a reply that are decoded to see whether the prompt opened a reasoning block."""
 _OPEN_AT_END = re.compile(r"<think>\s*\Z")
 _ANY_NUMBER = 2
-"""`ChatFormat.calls_shown` of a template that shows any number of calls."""
+"""`ChatTemplate.calls_shown` of a template that shows any number of calls."""
 _NO_IDS: IntVector = np.zeros(0, np.int32)
 
 

@@ -1,4 +1,4 @@
-"""ChatFormat: how one model's conversations become tokens.
+"""ChatTemplate: how one model's conversations become tokens.
 
 Invariant: a format never guesses. `render` is the template's own output or an error. Bridges are checked or refused
 (bridge/bridge.py), and replies keep every attempt at a tool call (replies.py). All episodes of a run share one format; it holds no
@@ -44,7 +44,7 @@ _MAX_OPENINGS = 256
 """Prompts whose ids are kept, the newest: as many tasks as may run at once."""
 
 
-class ChatFormat(ABC):
+class ChatTemplate(ABC):
     """What every chat format has; `loading.load_format` makes one.
 
     A subclass sets `stop_token_ids`, and calls `_find_abilities` once it can render.

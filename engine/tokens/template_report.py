@@ -21,7 +21,7 @@ from engine.tokens.conversation import Conversation
 from engine.tokens.jinja_template import JinjaTemplate
 
 if TYPE_CHECKING:
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 CASES: dict[str, tuple[list[int], int]] = {
     "user after an answer": ([USER, ASSISTANT], USER),
@@ -49,7 +49,7 @@ class TurnRendering(NamedTuple):
     """What it writes at this place with the new message."""
 
 
-def usual_turns(form: ChatFormat) -> dict[str, TurnRendering]:
+def usual_turns(form: ChatTemplate) -> dict[str, TurnRendering]:
     """The usual turns that this format can show, by name."""
     found = {}
     for name, (kinds, new) in CASES.items():
@@ -65,7 +65,7 @@ def usual_turns(form: ChatFormat) -> dict[str, TurnRendering]:
     return found
 
 
-def parting(form: ChatFormat, kinds: Sequence[int]) -> tuple[str, str]:
+def parting(form: ChatTemplate, kinds: Sequence[int]) -> tuple[str, str]:
     """Where the template shows earlier text differently once the last of these messages has come.
 
     Returns:
@@ -97,7 +97,7 @@ def _reply_end(text: str, reply: View) -> int:
     return text.rfind(marks[-1]) + len(marks[-1])
 
 
-def how_prompts_are_made(form: ChatFormat) -> tuple[str, str]:
+def how_prompts_are_made(form: ChatTemplate) -> tuple[str, str]:
     """How a format's prompts are made after the first: `copied`, `keyed`, `rendered` or `library`, and what that means here."""
     if not isinstance(form, JinjaTemplate):
         return "library", "the library `renderers` writes them; bridges are checked on probes"
@@ -136,7 +136,7 @@ class Piece(NamedTuple):
     text: str
 
 
-def masks(form: ChatFormat) -> list[list[Piece]]:
+def masks(form: ChatTemplate) -> list[list[Piece]]:
     """The rows of a short episode, with what is trained: a question, a call with its result, an answer, another question, an answer.
 
     Reasoning and the call are left out if the format does not show or read them.
@@ -193,7 +193,7 @@ def _runs(ids: np.ndarray, mask: np.ndarray) -> list[tuple[int, np.ndarray]]:
     ]
 
 
-def masks_or_why(form: ChatFormat) -> list[list[Piece]] | str:
+def masks_or_why(form: ChatTemplate) -> list[list[Piece]] | str:
     """`masks`, or why there are none."""
     try:
         return masks(form)

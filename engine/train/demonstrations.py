@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.store.rows.columns import Columns
     from engine.tokens.images import Tensors
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)
 
@@ -166,7 +166,7 @@ class Demonstrations:
         ]
         return "; ".join(parts)
 
-    def _open(self, file: Path, form: Callable[[], ChatFormat]) -> Rows:
+    def _open(self, file: Path, form: Callable[[], ChatTemplate]) -> Rows:
         """The rows of a file, with ids also where it has only messages."""
         try:
             return rendered(open_rows(file), form, self.left_out)
@@ -259,7 +259,7 @@ class Demonstrations:
 
     # --- the model ------------------------------------------------------------------------------------------
 
-    def check_model(self, form: ChatFormat) -> None:
+    def check_model(self, form: ChatTemplate) -> None:
         """Check that the rows are of a model with this tokenizer, and give the image processor the tensors beside the files.
 
         Raises:
@@ -294,7 +294,7 @@ class Demonstrations:
         form.vision.bank.read_tensors_from(read)
 
 
-def _check_text(columns: Columns, form: ChatFormat, file: Path) -> None:
+def _check_text(columns: Columns, form: ChatTemplate, file: Path) -> None:
     """Check that a row's ids, decoded, have the text of its first message of a user.
 
     Raises:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine.runner.services import Cost
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
     from engine.train.checkpoint import State
 
 log = structlog.get_logger(__name__)
@@ -94,7 +94,7 @@ class Evaluator:
         state.best, state.best_step = value, step
         return True
 
-    async def evaluate(self, step: int, format: ChatFormat, backend: Backend) -> dict[str, float]:
+    async def evaluate(self, step: int, format: ChatTemplate, backend: Backend) -> dict[str, float]:
         """Evaluate the weights that the backend has, which are those after `step`.
 
         Returns:
@@ -108,7 +108,7 @@ class Evaluator:
             told |= await self._evaluate(step, name, format, backend)
         return told
 
-    async def _evaluate(self, step: int, name: str, format: ChatFormat, backend: Backend) -> dict[str, float]:
+    async def _evaluate(self, step: int, name: str, format: ChatTemplate, backend: Backend) -> dict[str, float]:
         loaded = evaluation_of(self._loaded, name)
         store = _store_of(loaded, self._folder / "evals", f"step-{step:06d}{f'-{name}' if name else ''}")
         try:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.store.rows.row import TrainingRow
     from engine.store.upkeep.compact import Compacted
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
     from engine.train.learner import Learner
     from engine.train.sync import WeightSync
 
@@ -126,7 +126,7 @@ class TrainingLoop(ABC):
         self._pushed: dict[str, float] = {}
         """Metrics of the step's push of weights."""
         self._observers = TrainingObservers(loaded, folder)
-        self._format: ChatFormat
+        self._format: ChatTemplate
         self._backend: Backend
         self._learner: Learner
         self._sync: WeightSync

@@ -20,12 +20,12 @@ from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
     from engine.store.rows.columns import Columns
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 _KEPT = ("run_id", "task_id", "episode_id", "branch", "trainable", "messages", "outcome", "metadata")
 
 
-def rendered(rows: Rows, form: Callable[[], ChatFormat], left_out: Counter[str]) -> Rows:
+def rendered(rows: Rows, form: Callable[[], ChatTemplate], left_out: Counter[str]) -> Rows:
     """The rows with ids: as they are if the first one has some, else rendered, in memory.
 
     Args:
@@ -45,7 +45,7 @@ def _is_text(fields: Any) -> bool:
     return isinstance(fields, dict) and "input_ids" not in fields and {"messages", "message_turns"} <= fields.keys()
 
 
-def _rendered(fields: Any, form: ChatFormat, left_out: Counter[str]) -> list[Columns]:
+def _rendered(fields: Any, form: ChatTemplate, left_out: Counter[str]) -> list[Columns]:
     if not _is_text(fields):  # the check of columns names what it lacks
         return [fields]
     turns = fields["message_turns"]
@@ -78,7 +78,7 @@ def _rendered(fields: Any, form: ChatFormat, left_out: Counter[str]) -> list[Col
 
 
 def _reply(
-    messages: Sequence[Message], tools: list[dict[str, Any]] | None, form: ChatFormat
+    messages: Sequence[Message], tools: list[dict[str, Any]] | None, form: ChatTemplate
 ) -> tuple[list[int], list[int]]:
     """Ids of the prompt, and of the newest message as the reply to it; an empty reply if the template writes it otherwise."""
     prompt, sequence = (_ids(part, tools, form) for part in (messages[:-1], messages))
@@ -87,7 +87,7 @@ def _reply(
     return (prompt, said[: ends[0] + 1]) if sequence[: len(prompt)] == prompt and ends else (prompt, [])
 
 
-def _ids(messages: Sequence[Message], tools: list[dict[str, Any]] | None, form: ChatFormat) -> list[int]:
+def _ids(messages: Sequence[Message], tools: list[dict[str, Any]] | None, form: ChatTemplate) -> list[int]:
     return form.render_views(Conversation.begun(form, messages, tools or ()).views(), tools)
 
 

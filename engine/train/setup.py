@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
     from engine.train.distributed import ProcessGroup
     from engine.train.net import PackedModel
 
@@ -75,7 +75,7 @@ def with_precision(loaded: LoadedSpec, began: EpisodeSpec | None = None) -> Load
     return override_spec(loaded, [f"train.precision={precision}"])
 
 
-def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGroup) -> Learner:
+def learner_of(loaded: LoadedSpec, format: ChatTemplate, process_group: ProcessGroup) -> Learner:
     """Make the learner: the policy with the sampler's temperature and vocabulary, and its optimizer.
 
     Raises:
@@ -122,7 +122,7 @@ def learner_of(loaded: LoadedSpec, format: ChatFormat, process_group: ProcessGro
     return Learner(policy, train, episode_tokens=length, process_group=process_group, critic=critic, credit=credit)
 
 
-def critic_model(loaded: LoadedSpec, train: TrainSpec, format: ChatFormat, policy: Policy) -> PackedModel:
+def critic_model(loaded: LoadedSpec, train: TrainSpec, format: ChatTemplate, policy: Policy) -> PackedModel:
     """Load the model of a critic.
 
     Raises:

@@ -15,7 +15,7 @@ from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.tokens.vision import Vision
 
 
@@ -24,7 +24,7 @@ class Ran:
     """A run at its end. `store` is open for reading; `stats` are those of its backend."""
 
     loaded: LoadedSpec
-    form: ChatFormat
+    form: ChatTemplate
     store: RunStore
     result: RunResult
     runner: Runner
@@ -50,7 +50,7 @@ async def run_to_end(
     out: Path,
     *,
     header: RunHeader | None = None,
-    form: ChatFormat | None = None,
+    form: ChatTemplate | None = None,
     tasks: Sequence[Task] | None = None,
     **options: Any,
 ) -> Ran:

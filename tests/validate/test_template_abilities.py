@@ -12,7 +12,7 @@ from chat_kit import PLAIN, TEMPLATES, make_tokenizer
 from engine.schemas.model import ModelSpec
 from engine.spec.load import load_spec
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.tokens.toolcalls import FORMATS
 from engine.validate import check_spec
 from engine.validate.templates import shown
@@ -24,14 +24,14 @@ IN_PARTS = """\
 """Takes contents as lists of parts, as templates of vision-language models may."""
 
 
-def said(source: str, form: ChatFormat) -> tuple[Any, ...]:
+def said(source: str, form: ChatTemplate) -> tuple[Any, ...]:
     found = shown(source, form.fast.full.special_tokens_map, trusted=True)
     assert found is not None
     return found.problem, found.tools, found.results
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
-def test_validate_says_what_the_chat_format_finds(formats: Callable[..., ChatFormat], name: str) -> None:
+def test_validate_says_what_the_chat_format_finds(formats: Callable[..., ChatTemplate], name: str) -> None:
     form = formats(name)
     assert said(TEMPLATES[name], form) == (None, form.knows_tools, form.knows_tool_results)
 

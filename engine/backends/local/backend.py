@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.backends.local.rows import RowTable
     from engine.backends.local.worker import Worker
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
     from engine.tokens.vision import Vision
 
 
@@ -82,7 +82,7 @@ class LocalBackend(Backend):
         self._device: torch.device | None = None
 
     @classmethod
-    def open(cls, spec: LocalBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> LocalBackend:
+    def open(cls, spec: LocalBackendSpec, format: ChatTemplate, loaded: LoadedSpec) -> LocalBackend:
         """See `Backend.open`.
 
         Raises:

@@ -21,7 +21,7 @@ from engine.schemas.generation import GenerateRequest, SamplingParams
 if TYPE_CHECKING:
     from engine.backends.servers.pool import Pool
     from engine.schemas.backend import ServersSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 Facts = TypeVar("Facts")
 
@@ -49,7 +49,7 @@ async def ask(server: Server, path: str, body: dict[str, Any] | bytes) -> HttpRe
         raise BackendError(f"{server.url}: {failure}", kind="unreachable") from None
 
 
-async def check_tokenizer(server: Server, format: ChatFormat) -> None:
+async def check_tokenizer(server: Server, format: ChatTemplate) -> None:
     """Check that a server's tokenizer gives one text the same ids as the spec's. A server that does not tokenize is not checked.
 
     Raises:
@@ -105,7 +105,7 @@ async def check_each(
     return found
 
 
-def check_stop_ids(server: Server, format: ChatFormat, vocab_size: int) -> None:
+def check_stop_ids(server: Server, format: ChatTemplate, vocab_size: int) -> None:
     """Check that the ids at which the model stops are in a server's vocabulary.
 
     Raises:
@@ -126,7 +126,7 @@ async def try_sampling(
     decode: Callable[[bytes, Outgoing, int], Part],
     *,
     spec: ServersSpec,
-    format: ChatFormat,
+    format: ChatTemplate,
     sampling: SamplingParams,
     echo: str,
 ) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine.backends.servers.reply import Part
     from engine.backends.servers.request import PromptEncoder
     from engine.schemas.backend import ServersSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 INTERRUPTIONS = 32
 """Maximum number of times that one reply is continued."""
@@ -53,7 +53,7 @@ class ServersBackend(Backend):
     def __init__(
         self,
         spec: ServersSpec,
-        format: ChatFormat,
+        format: ChatTemplate,
         *,
         sampling: SamplingParams,
         model: str,

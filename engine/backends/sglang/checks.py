@@ -28,7 +28,7 @@ from engine.schemas.generation import SamplingParams
 if TYPE_CHECKING:
     from engine.schemas.backend import SGLangBackendSpec
     from engine.tokens.experts import ExpertLayout
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)
 
@@ -75,7 +75,7 @@ class ServerInfo(NamedTuple):
 async def check_servers(
     pool: Pool,
     spec: SGLangBackendSpec,
-    format: ChatFormat,
+    format: ChatTemplate,
     sampling: SamplingParams,
     model: str,
     headers: dict[str, str],
@@ -130,7 +130,7 @@ async def check_model_path(urls: Sequence[str], headers: dict[str, str], folder:
 async def check_server(
     server: Server,
     spec: SGLangBackendSpec,
-    format: ChatFormat,
+    format: ChatTemplate,
     sampling: SamplingParams,
     model: str,
     layout: ExpertLayout | None = None,

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from engine.schemas.backend import SGLangBackendSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.experts import ExpertLayout
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +64,7 @@ class SGLangBackend(ServersBackend):
     def __init__(
         self,
         spec: SGLangBackendSpec,
-        format: ChatFormat,
+        format: ChatTemplate,
         *,
         sampling: SamplingParams,
         model: str,
@@ -123,7 +123,7 @@ class SGLangBackend(ServersBackend):
         """Difference between the servers' log-probs and those of the model's files; None without `spec.verify`."""
 
     @classmethod
-    def open(cls, spec: SGLangBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> SGLangBackend:
+    def open(cls, spec: SGLangBackendSpec, format: ChatTemplate, loaded: LoadedSpec) -> SGLangBackend:
         """See `Backend.open`.
 
         Raises:

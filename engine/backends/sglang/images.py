@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from engine.backends.http.reply import HttpReply
     from engine.tokens.tape import IntVector
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
     from engine.tokens.vision import Vision
 
     Generate = Callable[[Server, dict[str, Any]], Awaitable[HttpReply]]
@@ -48,7 +48,7 @@ def refuse_family(vision: Vision) -> None:
         )
 
 
-async def check_images(server: Server, details: dict[str, Any], format: ChatFormat, generate: Generate) -> ImageFacts:
+async def check_images(server: Server, details: dict[str, Any], format: ChatTemplate, generate: Generate) -> ImageFacts:
     """Check that a server processes images as the exported rows have them.
 
     Args:
@@ -90,7 +90,7 @@ async def check_images(server: Server, details: dict[str, Any], format: ChatForm
     return ImageFacts("pil" if pil else str(details.get("image_processor_backend", "unknown")), gap)
 
 
-def sample_prompt(format: ChatFormat) -> tuple[IntVector, list[int], str | None]:
+def sample_prompt(format: ChatTemplate) -> tuple[IntVector, list[int], str | None]:
     """Make the prompt for the comparison, with an image if the model takes images.
 
     Returns:

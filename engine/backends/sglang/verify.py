@@ -21,7 +21,7 @@ from engine.tokens.catalogue import no_bars
 if TYPE_CHECKING:
     from engine.backends.sglang.images import Generate
     from engine.tokens.tape import IntVector
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 MAX_GAP = {"float32": 1e-3}
 """Maximum mean difference, in nats, by the servers' `--dtype`."""
@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 
 
 async def verify_servers(
-    servers: Sequence[Server], format: ChatFormat, folder: Callable[[], Path], generate: Generate
+    servers: Sequence[Server], format: ChatTemplate, folder: Callable[[], Path], generate: Generate
 ) -> Difference:
     """Compare each server with the model's files. Returns the largest difference.
 
@@ -88,7 +88,7 @@ async def verify_servers(
     return worst
 
 
-def _recompute(folder: Path, format: ChatFormat, ids: IntVector, digest: str | None) -> np.ndarray:
+def _recompute(folder: Path, format: ChatTemplate, ids: IntVector, digest: str | None) -> np.ndarray:
     """Compute log-probs of `ids[1:]` with transformers, in float32: float64 [tokens - 1]."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText

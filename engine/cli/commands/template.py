@@ -9,7 +9,7 @@ import typer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
     from engine.tokens.template_report import Piece, TurnRendering
     from engine.tokens.vision import Vision
 
@@ -106,7 +106,7 @@ def _echo_rows(rows: list[list[Piece]] | str) -> None:
             echo(f"    {'trained' if piece.trained else 'masked '} {text!r}")
 
 
-def _write(form: ChatFormat, path: Path) -> None:
+def _write(form: ChatTemplate, path: Path) -> None:
     """Write a template to a new file.
 
     Raises:
@@ -137,7 +137,7 @@ def _images(vision: Vision) -> str:
     )
 
 
-def describe(form: ChatFormat, spec: Any) -> dict[str, Any]:
+def describe(form: ChatTemplate, spec: Any) -> dict[str, Any]:
     """Return facts about a chat format, by name."""
     from engine.tokens.choosing import chosen_reader, failures
     from engine.tokens.jinja_template import JinjaTemplate

@@ -20,7 +20,7 @@ from engine.plugins.audit.frameworks import FRAMEWORKS
 from engine.plugins.audit.rows import MAX_ROWS, Columns, ForeignRow, Vector, ids_of
 from engine.plugins.audit.rules import RULES, Evidence
 from engine.plugins.audit.template import TemplateMarks
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 
 def read_rows(framework: str, paths: Sequence[Path]) -> list[ForeignRow]:
@@ -66,7 +66,7 @@ def read_sampled(path: Path) -> list[Vector]:
 def audit(
     rows: Sequence[ForeignRow],
     framework: str,
-    form: ChatFormat,
+    form: ChatTemplate,
     *,
     sampled: Sequence[Vector] | None = None,
     stops: Sequence[str] = (),

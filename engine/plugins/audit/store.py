@@ -39,7 +39,7 @@ from engine.store.header import new_run_id
 
 if TYPE_CHECKING:
     from engine.schemas.model import ModelSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 _PLAIN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,79}")
 _AT_ONCE = 32
@@ -80,7 +80,7 @@ def spec_text(framework: str, model: ModelSpec, rows: int) -> str:
 
 
 async def store_rows(
-    rows: Sequence[Examined], report: Report, model: ModelSpec, form: ChatFormat, out: Path
+    rows: Sequence[Examined], report: Report, model: ModelSpec, form: ChatTemplate, out: Path
 ) -> RunStore:
     """Write rows into a new run.
 

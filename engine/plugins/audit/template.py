@@ -18,7 +18,7 @@ import numpy as np
 from engine.errors import EngineError
 from engine.plugins.audit.rows import Vector
 from engine.schemas.message import Message, Role
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 _MARK = re.compile(r"qzq([0-9])qzq")
 _ORDERS: tuple[tuple[Role, ...], ...] = (
@@ -43,7 +43,7 @@ class TemplateMarks:
         form: The chat format.
     """
 
-    def __init__(self, form: ChatFormat) -> None:
+    def __init__(self, form: ChatTemplate) -> None:
         self.form = form
         self.openings: dict[Role, str] = {}
         """Text before a conversation's first message, by its role."""

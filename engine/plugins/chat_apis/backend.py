@@ -36,7 +36,7 @@ from engine.tokens.toolcalls.base import UnreadableCall, storable_call
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)
 
@@ -71,7 +71,7 @@ class ApiBackend(Backend):
     budget: Budget | None = None
     """What the run may cost. A backend whose config has `prices` asks before each request, and charges each reply."""
 
-    def __init__(self, spec: Any, format: ChatFormat, *, api_key: str | None = None) -> None:
+    def __init__(self, spec: Any, format: ChatTemplate, *, api_key: str | None = None) -> None:
         """Nothing is opened yet.
 
         Raises:
@@ -91,7 +91,7 @@ class ApiBackend(Backend):
         self.outage.clocks.add(self._try_deadlines)
 
     @classmethod
-    def open(cls, spec: Any, format: ChatFormat, loaded: LoadedSpec) -> Self:
+    def open(cls, spec: Any, format: ChatTemplate, loaded: LoadedSpec) -> Self:
         """See `Backend.open`.
 
         Raises:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from engine.actions.workers import Workers
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 class CondenseAction(BuiltInAction):
@@ -53,7 +53,7 @@ class CondenseAction(BuiltInAction):
 
     name = "condense"
 
-    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         """Find the room that a prompt has, and load a condenser of the spec's own.
 
         Raises:
@@ -272,7 +272,7 @@ class AskSummaryAction(BuiltInAction):
 
     name = "ask_summary"
 
-    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         """Read the request from the spec.
 
         Raises:

@@ -14,7 +14,7 @@ from engine.schemas.message import Message
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.tokens.conversation import Conversation
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 _ASKED, _REPLIED = Message(role="user", content="Q"), Message(role="assistant", content="A")
 
@@ -22,7 +22,7 @@ _ASKED, _REPLIED = Message(role="user", content="Q"), Message(role="assistant", 
 class CondenseRoom(Room):
     """The room that `condense` and `limits.on_overflow` ask for."""
 
-    def __init__(self, spec: EpisodeSpec, form: ChatFormat) -> None:
+    def __init__(self, spec: EpisodeSpec, form: ChatTemplate) -> None:
         self._condense = CondenseSpec.or_default(spec)
         self._before_prompts = spec.limits.value_of("on_overflow") == "condense"
         condenser = self._condense.condenser
@@ -50,7 +50,7 @@ class CondenseRoom(Room):
         return len(older_images(self._condense, messages, opening)) if self._before_prompts else 0
 
 
-def _request_tokens(words: str, form: ChatFormat) -> int:
+def _request_tokens(words: str, form: ChatTemplate) -> int:
     """Tokens that a request of a user adds to a prompt that already has one."""
     request = Message(role="user", content=words)
     try:

@@ -27,7 +27,7 @@ from engine.store.sft_rows import unusable
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory, Turn
     from engine.store.reader import RunReader
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 Row = dict[str, Any]
 GROUND_TRUTHS = ("ground_truth", "answer", "label", "target", "solution")
@@ -45,7 +45,7 @@ class Source:
     """The run that a data set is made of, and what of it is chosen."""
 
     store: RunReader
-    form: ChatFormat
+    form: ChatTemplate
     score: str | None = None
     """Label of a score whose rewards are used."""
     episode: Callable[[Trajectory], bool] = _all

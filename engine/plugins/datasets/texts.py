@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.schemas.message import Message
     from engine.schemas.trajectory import Trajectory, Turn
     from engine.store.reader import RunReader
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 View = dict[str, Any]
 
@@ -64,7 +64,7 @@ class RunTexts:
         losses: Counts what cannot be carried.
     """
 
-    def __init__(self, store: RunReader, form: ChatFormat, losses: Losses) -> None:
+    def __init__(self, store: RunReader, form: ChatTemplate, losses: Losses) -> None:
         self._form = form
         self._losses = losses
         self._tools = store.tool_schemas()

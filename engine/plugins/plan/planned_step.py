@@ -31,7 +31,7 @@ from engine.train.setup import critic_model
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
     from engine.train.net import PackedModel
 
 
@@ -61,7 +61,7 @@ class StepBytes:
 def simulate(
     loaded: LoadedSpec,
     train: TrainSpec,
-    format: ChatFormat,
+    format: ChatTemplate,
     *,
     processes: int,
     gpu: bool,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Failure, Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 _CALLED_FOR_REAL = ("invalid_arguments", "unknown_tool", "limit", "malformed")
 """Errors of tool calls that the engine answers; the tool is not called."""
@@ -59,7 +59,7 @@ class ScriptWriter:
     """
 
     loaded: LoadedSpec
-    form: ChatFormat
+    form: ChatTemplate
     store: RunReader
     everything: bool = False
     notes: list[str] = field(default_factory=list)

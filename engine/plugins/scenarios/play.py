@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from engine.plugins.scenarios.schema import Scenario
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 THREADS = 8
 """Maximum number of threads for the synchronous code of a scenario's spec."""
@@ -50,7 +50,9 @@ class Played:
     """Number of messages that come from the spec's `prompt`."""
 
 
-async def play(specs: ScenarioSpecs, scenarios: ScenarioSet, index: int, form: ChatFormat, workers: Workers) -> Played:
+async def play(
+    specs: ScenarioSpecs, scenarios: ScenarioSet, index: int, form: ChatTemplate, workers: Workers
+) -> Played:
     """Play one scenario.
 
     Raises:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from engine.schemas.model import ModelSpec
     from engine.schemas.trajectory import Failure
     from engine.spec.text.diagnostic import Origin
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)
 
@@ -79,15 +79,15 @@ class SuiteResult:
 class Formats:
     """Chat formats, each loaded once for all specs and scenarios with the same model."""
 
-    def __init__(self, load: Callable[[ModelSpec, Path], ChatFormat] | None = None) -> None:
+    def __init__(self, load: Callable[[ModelSpec, Path], ChatTemplate] | None = None) -> None:
         if load is None:
             from engine.tokens.loading import load_format
 
             load = load_format
         self._load = load
-        self._known: dict[tuple[bytes, Path], ChatFormat] = {}
+        self._known: dict[tuple[bytes, Path], ChatTemplate] = {}
 
-    def of(self, model: ModelSpec, base: Path) -> ChatFormat:
+    def of(self, model: ModelSpec, base: Path) -> ChatTemplate:
         """Return the chat format of a spec's model.
 
         Raises:

@@ -29,7 +29,7 @@ from engine.schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
     from engine.plugins.vllm.spec import VLLMBackendSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +49,7 @@ class Facts(NamedTuple):
 
 
 async def check_servers(
-    pool: Pool, spec: VLLMBackendSpec, format: ChatFormat, sampling: SamplingParams, model: str
+    pool: Pool, spec: VLLMBackendSpec, format: ChatTemplate, sampling: SamplingParams, model: str
 ) -> Facts:
     """Check all servers at once. A server that cannot be reached is left out until it is back, if another one is available.
 
@@ -65,7 +65,7 @@ async def check_servers(
 
 
 async def check_server(
-    server: Server, spec: VLLMBackendSpec, format: ChatFormat, sampling: SamplingParams, model: str
+    server: Server, spec: VLLMBackendSpec, format: ChatTemplate, sampling: SamplingParams, model: str
 ) -> Facts:
     """Check one server: at the start, and when it is back after a failure, since it may serve another model then.
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from engine.backends.servers.launched import LaunchedServers
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 class VLLMBackend(ServersBackend):
@@ -44,7 +44,7 @@ class VLLMBackend(ServersBackend):
     def __init__(
         self,
         spec: VLLMBackendSpec,
-        format: ChatFormat,
+        format: ChatTemplate,
         *,
         sampling: SamplingParams,
         model: str,
@@ -83,7 +83,7 @@ class VLLMBackend(ServersBackend):
         )
 
     @classmethod
-    def open(cls, spec: VLLMBackendSpec, format: ChatFormat, loaded: LoadedSpec) -> VLLMBackend:
+    def open(cls, spec: VLLMBackendSpec, format: ChatTemplate, loaded: LoadedSpec) -> VLLMBackend:
         """See `Backend.open`.
 
         Raises:

@@ -42,7 +42,7 @@ from engine.tokens.plain_tokenizer import PlainTokenizer
 if TYPE_CHECKING:
     from engine.schemas.model import ModelSpec
     from engine.tokens.conversation import Conversation
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)
 
@@ -90,7 +90,7 @@ class Guard:
         base: The folder that relative paths in `model` are under.
     """
 
-    def __init__(self, form: ChatFormat, model: ModelSpec, base: Path) -> None:
+    def __init__(self, form: ChatTemplate, model: ModelSpec, base: Path) -> None:
         self._form = form
         self._model = model
         self._base = base

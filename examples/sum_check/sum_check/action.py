@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engine.actions.workers import Workers
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatFormat
+    from engine.tokens.template import ChatTemplate
 
 
 class CheckSumsAction(BuiltInAction):
@@ -30,7 +30,7 @@ class CheckSumsAction(BuiltInAction):
 
     name = ACTION
 
-    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatFormat, code: Workers) -> None:
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         super().__init__(loaded, state, template, code)
         self._spec = SumCheckSpec.or_default(loaded.spec)
 

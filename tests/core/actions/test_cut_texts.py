@@ -18,27 +18,27 @@ from engine.schemas.limits import LimitsSpec
 from engine.schemas.message import ImagePart, Message, TextPart, ToolResult
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 PIECES = ["word ", "ünïcode ", "图像", "    ", "\n\n", "<|im_end|>", '{"a": 1}', "xyz", "😀", "0123456789"]
 
 
 @pytest.fixture(scope="module")
-def form(tiny_tokenizer_dir: Path) -> ChatFormat:
+def form(tiny_tokenizer_dir: Path) -> ChatTemplate:
     return load_format(ModelSpec(path=str(tiny_tokenizer_dir)), Path())
 
 
-def cutter(form: ChatFormat, most: int, keep: str = "both", mark: str = "[{{characters}} cut]") -> TextCutter:
+def cutter(form: ChatTemplate, most: int, keep: str = "both", mark: str = "[{{characters}} cut]") -> TextCutter:
     given = {"tool_result_tokens": most, "tool_result_keep": keep, "tool_result_mark": mark}
     return TextCutter(LimitsSpec.model_validate(given), form)
 
 
-def count(form: ChatFormat, text: str) -> int:
+def count(form: ChatTemplate, text: str) -> int:
     return len(form.encode(form.fast.quoting.quote(text)))
 
 
 @pytest.mark.parametrize("keep", ["start", "end", "both"])
-def test_any_text_fits_and_says_how_much_is_left_out(form: ChatFormat, keep: str) -> None:
+def test_any_text_fits_and_says_how_much_is_left_out(form: ChatTemplate, keep: str) -> None:
     draw = random.Random(keep)
     for _ in range(60):
         text = "".join(draw.choices(PIECES, k=draw.randint(0, 120)))
@@ -59,14 +59,14 @@ def test_any_text_fits_and_says_how_much_is_left_out(form: ChatFormat, keep: str
         assert (keep == "start") <= (tail == "")
 
 
-def test_as_much_as_fits_is_shown(form: ChatFormat) -> None:
+def test_as_much_as_fits_is_shown(form: ChatTemplate) -> None:
     text = "no " * 500
     shown = cutter(form, 100, "start", "…").text(text)
     assert shown.endswith("…")
     assert count(form, shown) <= 100 < count(form, text[: len(shown) + 5] + "…")
 
 
-def test_a_huge_text_is_not_tokenised_whole(form: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_text_is_not_tokenised_whole(form: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
     encode = form.encode
     monkeypatch.setattr(form, "encode", lambda text: lengths.append(len(text)) or encode(text))
@@ -75,12 +75,12 @@ def test_a_huge_text_is_not_tokenised_whole(form: ChatFormat, monkeypatch: pytes
     assert max(lengths) <= 50 * form.fast.longest + 60
 
 
-def test_half_a_character_is_left_to_the_record(form: ChatFormat) -> None:
+def test_half_a_character_is_left_to_the_record(form: ChatTemplate) -> None:
     text = "\ud800" * 500
     assert cutter(form, 40).text(text) == text
 
 
-def test_every_kind_of_record(form: ChatFormat) -> None:
+def test_every_kind_of_record(form: ChatTemplate) -> None:
     long = "no " * 500
     cut: Any = cutter(form, 50)
     short = cut.text(long)
@@ -105,7 +105,7 @@ def test_every_kind_of_record(form: ChatFormat) -> None:
     assert cut.cut(fine) is fine
 
 
-def test_a_mark_that_does_not_fit_is_refused(form: ChatFormat) -> None:
+def test_a_mark_that_does_not_fit_is_refused(form: ChatTemplate) -> None:
     with pytest.raises(
         EngineError, match=r"`limits\.tool_result_mark` has more than `limits\.tool_result_tokens: 5` tokens"
     ):

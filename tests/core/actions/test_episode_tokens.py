@@ -21,15 +21,15 @@ from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens.conversation import Conversation
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 
 @pytest.fixture(scope="module")
-def form(tiny_tokenizer_dir: Any) -> ChatFormat:
+def form(tiny_tokenizer_dir: Any) -> ChatTemplate:
     return load_format(ModelSpec(path=str(tiny_tokenizer_dir)), tiny_tokenizer_dir)
 
 
-def said(form: ChatFormat, sampled: list[int], most: int) -> Generation:
+def said(form: ChatTemplate, sampled: list[int], most: int) -> Generation:
     """A backend's reply: `sampled`, cut after `most` tokens."""
     ids = np.array(sampled[:most], np.int32)
     finish = FinishReason(type="stop") if len(sampled) <= most else FinishReason(type="length")
@@ -38,7 +38,7 @@ def said(form: ChatFormat, sampled: list[int], most: int) -> Generation:
     )
 
 
-def action_of(form: ChatFormat, limits: LimitsSpec) -> GenerateAction:
+def action_of(form: ChatTemplate, limits: LimitsSpec) -> GenerateAction:
     action = GenerateAction.__new__(GenerateAction)
     spec: Any = SimpleNamespace(limits=limits, model=SimpleNamespace(context=None))
     action._most, action._bounds = limits.turn_tokens, bounds_of(action.name, spec)
@@ -46,7 +46,7 @@ def action_of(form: ChatFormat, limits: LimitsSpec) -> GenerateAction:
     return action
 
 
-def play(form: ChatFormat, replies: list[int], turn_tokens: int, limit: int | None) -> Iterator[tuple[int, int, str]]:
+def play(form: ChatTemplate, replies: list[int], turn_tokens: int, limit: int | None) -> Iterator[tuple[int, int, str]]:
     """(tokens before the reply, tokens behind it, how it ended) of each turn, until `limit` says that there is no room."""
     action = action_of(form, LimitsSpec(turn_tokens=turn_tokens, episode_tokens=limit, assistant_turns=None))
     conversation = Conversation(form, [])
@@ -70,7 +70,9 @@ def play(form: ChatFormat, replies: list[int], turn_tokens: int, limit: int | No
     turn_tokens=st.integers(1, 45),
     off=st.integers(-45, 3),
 )
-def test_a_branch_is_cut_at_exactly_its_limit(form: ChatFormat, replies: list[int], turn_tokens: int, off: int) -> None:
+def test_a_branch_is_cut_at_exactly_its_limit(
+    form: ChatTemplate, replies: list[int], turn_tokens: int, off: int
+) -> None:
     """Every turn ends where it would without the limit, or at the limit's last token, whichever comes first."""
     free = list(play(form, replies, turn_tokens, None))
     limit = max(1, free[-1][1] + off)
@@ -88,7 +90,7 @@ def test_a_branch_is_cut_at_exactly_its_limit(form: ChatFormat, replies: list[in
         assert cut == len(found) - 1  # the closing token and the next message have no room
 
 
-def test_the_closing_token_of_a_cut_reply_takes_its_place(form: ChatFormat) -> None:
+def test_the_closing_token_of_a_cut_reply_takes_its_place(form: ChatTemplate) -> None:
     """The third reply has what prompt, replies, closing tokens and messages have left: one less for each closing token."""
     ((_, first, _), (second, *_)) = list(play(form, [9, 9], 4, None))[:2]
     between = second - first

@@ -13,7 +13,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.tokens.experts import ExpertLayout
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
@@ -42,7 +42,7 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    format: ChatFormat,
+    format: ChatTemplate,
     servers: int = 1,
     *,
     sampling: SamplingParams | None = None,

@@ -17,7 +17,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.train import broadcasts, sync_collective
 from engine.train.sync_collective import CollectiveSync
 
@@ -53,7 +53,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def joined(format: ChatFormat, *servers: JoinedSGLang) -> AsyncIterator[tuple[SGLangBackend, CollectiveSync]]:
+async def joined(format: ChatTemplate, *servers: JoinedSGLang) -> AsyncIterator[tuple[SGLangBackend, CollectiveSync]]:
     async with asyncio.timeout(60), AsyncExitStack() as stack:
         urls = []
         for server in servers:
@@ -80,7 +80,7 @@ def assert_has(server: JoinedSGLang, policy: Weights, version: int) -> None:
     assert server.wrong == []
 
 
-async def test_all_processes_of_all_servers_get_the_weights_and_the_group_stays(chat_format: ChatFormat) -> None:
+async def test_all_processes_of_all_servers_get_the_weights_and_the_group_stays(chat_format: ChatTemplate) -> None:
     servers = [JoinedSGLang(2), JoinedSGLang()]
     async with joined(chat_format, *servers) as (backend, sync):
         for version in (1, 2):
@@ -95,7 +95,7 @@ async def test_all_processes_of_all_servers_get_the_weights_and_the_group_stays(
         assert [server.groups for server in servers] == [{}, {}]
 
 
-async def test_the_group_and_the_session_of_a_killed_trainer_are_ended_first(chat_format: ChatFormat) -> None:
+async def test_the_group_and_the_session_of_a_killed_trainer_are_ended_first(chat_format: ChatTemplate) -> None:
     server = JoinedSGLang()
     async with joined(chat_format, server) as (backend, sync):
         await sync.push(Weights(), 1)  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ async def test_the_group_and_the_session_of_a_killed_trainer_are_ended_first(cha
     [(1, "hang_at"), (2, "hang_at"), (1, "hang_after"), (2, "hang_after")],
 )
 async def test_a_server_that_hangs_is_left_out_until_the_next_push(
-    chat_format: ChatFormat, bucket: int, place: str
+    chat_format: ChatTemplate, bucket: int, place: str
 ) -> None:
     servers = [JoinedSGLang(), JoinedSGLang()]
     async with joined(chat_format, *servers) as (backend, sync):
@@ -135,7 +135,7 @@ async def test_a_server_that_hangs_is_left_out_until_the_next_push(
 @pytest.mark.parametrize(
     "path", slow_after(1, ["/init_weights_update_group", "/begin_weight_update", "/update_weights_from_distributed"])
 )
-async def test_a_server_that_refuses_twice_ends_the_push_with_its_words(chat_format: ChatFormat, path: str) -> None:
+async def test_a_server_that_refuses_twice_ends_the_push_with_its_words(chat_format: ChatTemplate, path: str) -> None:
     servers = [JoinedSGLang(), JoinedSGLang()]
     async with joined(chat_format, *servers) as (_, sync):
         servers[1].refuse = path
@@ -149,7 +149,7 @@ async def test_a_server_that_refuses_twice_ends_the_push_with_its_words(chat_for
 
 @pytest.mark.parametrize(("key", "name"), [("pp_size", "pipeline"), ("dp_size", "data")])
 async def test_layouts_that_sglang_cannot_broadcast_to_are_refused(
-    chat_format: ChatFormat, key: str, name: str
+    chat_format: ChatTemplate, key: str, name: str
 ) -> None:
     async with joined(chat_format, JoinedSGLang(**{key: 2})) as (_, sync):
         with pytest.raises(TrainError, match=f"only without {name} parallelism; use `train.weight_sync.method: disk`"):

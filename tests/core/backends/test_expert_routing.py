@@ -30,7 +30,7 @@ from engine.store.parquet import write_parquet
 from engine.store.rows.export import export_rows, write_jsonl
 from engine.tokens.experts import ExpertLayout, expert_layout
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 LAYOUT = ExpertLayout(layers=3, top_k=2, experts=8, sparse=(1, 2))
 Change = Callable[[np.ndarray], np.ndarray]
@@ -46,7 +46,7 @@ def experts(ids: list[int], start: int, layout: ExpertLayout = LAYOUT) -> np.nda
 
 
 @asynccontextmanager
-async def routed(format: ChatFormat, **spec: Any) -> AsyncIterator[Cluster]:
+async def routed(format: ChatTemplate, **spec: Any) -> AsyncIterator[Cluster]:
     async with cluster(format, start=False, layout=LAYOUT, **{"routed_experts": True, **spec}) as it:
         it.fake.experts = experts
         it.fake.keep = True
@@ -91,11 +91,11 @@ def moe_files(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path
 
 
 @pytest.fixture(scope="module")
-def chat_format(moe_files: Path) -> ChatFormat:
+def chat_format(moe_files: Path) -> ChatTemplate:
     return load_format(ModelSpec(path=str(moe_files)), moe_files)
 
 
-async def test_only_tokens_without_known_experts_are_asked_for(chat_format: ChatFormat) -> None:
+async def test_only_tokens_without_known_experts_are_asked_for(chat_format: ChatTemplate) -> None:
     async with routed(chat_format) as it:
         first = await it.backend.generate(request([1, 22, 333], experts_from=0))
         second = await it.backend.generate(request([1, 22, 333, *OUTPUT, 44], experts_from=7))
@@ -109,7 +109,7 @@ async def test_only_tokens_without_known_experts_are_asked_for(chat_format: Chat
     assert plain.routed_experts is None
 
 
-async def test_an_interrupted_reply_has_the_experts_of_each_token_once(chat_format: ChatFormat) -> None:
+async def test_an_interrupted_reply_has_the_experts_of_each_token_once(chat_format: ChatTemplate) -> None:
     half = {"finish_reason": {"type": "abort", "message": "Aborted"}, "output_ids": [5, 6], "completion_tokens": 2}
     half["output_token_logprobs"] = [[-0.25, 5, None], [-0.5, 6, None]]
     half["weight_versions"] = [{"version": "3", "start": 0, "end": 2}]
@@ -122,7 +122,7 @@ async def test_an_interrupted_reply_has_the_experts_of_each_token_once(chat_form
     np.testing.assert_array_equal(generation.routed_experts, experts([22, 333, 5, 6, *OUTPUT[:-1]], 1))
 
 
-async def test_exact_experts_need_cached_prefixes_of_their_own(chat_format: ChatFormat) -> None:
+async def test_exact_experts_need_cached_prefixes_of_their_own(chat_format: ChatTemplate) -> None:
     """No other episode, and no earlier run, has the same name of prefixes; the turns of an episode have."""
     keys = []
     for _run in range(2):
@@ -146,7 +146,7 @@ async def test_exact_experts_need_cached_prefixes_of_their_own(chat_format: Chat
     ids=["too few", "not recorded", "too large", "negative"],
 )
 async def test_other_experts_than_those_of_the_request_are_refused(
-    chat_format: ChatFormat, change: Change, message: str
+    chat_format: ChatTemplate, change: Change, message: str
 ) -> None:
     async with routed(chat_format, retries=0) as it:
         it.fake.faults.append(wrong(change))
@@ -155,7 +155,7 @@ async def test_other_experts_than_those_of_the_request_are_refused(
     assert caught.value.kind == "bad_reply"
 
 
-async def test_a_server_without_the_flag_is_refused_at_the_start(chat_format: ChatFormat) -> None:
+async def test_a_server_without_the_flag_is_refused_at_the_start(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, start=False, routed_experts=True, layout=LAYOUT) as it:
         with pytest.raises(BackendError, match="--enable-return-routed-experts") as caught:
             await it.backend.start()
@@ -212,7 +212,7 @@ def spec_of(folder: Path, model: Path, url: str) -> Path:
 
 
 async def test_rows_have_the_experts_of_their_tokens_from_the_server_to_the_files(
-    moe_files: Path, chat_format: ChatFormat, tmp_path: Path
+    moe_files: Path, chat_format: ChatTemplate, tmp_path: Path
 ) -> None:
     """Through prefix continuation, branches, storage, a resume in the middle, replay and both file formats."""
     form = chat_format

@@ -23,7 +23,7 @@ from engine.plugin import entries
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import Message
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 KINDS = ["sglang", *({"openai"} & set(entries("backends")))]
 MESSAGES = [Message(role="user", content="hi")]
@@ -32,7 +32,7 @@ MESSAGES = [Message(role="user", content="hi")]
 class One:
     """One backend and its one server, which starts on demand on the same port."""
 
-    def __init__(self, kind: str, format: ChatFormat, **spec: Any) -> None:
+    def __init__(self, kind: str, format: ChatTemplate, **spec: Any) -> None:
         self.kind = kind
         self._format = format
         self._spec = spec
@@ -67,7 +67,7 @@ class One:
 
 
 @asynccontextmanager
-async def one(kind: str, format: ChatFormat, **spec: Any) -> AsyncIterator[One]:
+async def one(kind: str, format: ChatTemplate, **spec: Any) -> AsyncIterator[One]:
     made = One(kind, format, **spec)
     await made.start()
     await made.open()
@@ -79,7 +79,7 @@ async def one(kind: str, format: ChatFormat, **spec: Any) -> AsyncIterator[One]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_requests_wait_for_a_server_that_is_away(chat_format: ChatFormat, kind: str) -> None:
+async def test_requests_wait_for_a_server_that_is_away(chat_format: ChatTemplate, kind: str) -> None:
     async with one(kind, chat_format, retries=1) as it:
         right = await it.ask()
         await it.server.stop()
@@ -100,7 +100,7 @@ async def test_requests_wait_for_a_server_that_is_away(chat_format: ChatFormat, 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_refusal_uses_up_no_try_and_a_pause_is_kept(chat_format: ChatFormat, kind: str, status: int) -> None:
+async def test_a_refusal_uses_up_no_try_and_a_pause_is_kept(chat_format: ChatTemplate, kind: str, status: int) -> None:
     """`retries: 0`, and a server that refuses for longer than quick retries would take."""
     async with one(kind, chat_format, retries=0) as it:
         right = await it.ask()
@@ -115,7 +115,7 @@ async def test_a_refusal_uses_up_no_try_and_a_pause_is_kept(chat_format: ChatFor
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_pause_until_a_date_is_kept(chat_format: ChatFormat, kind: str) -> None:
+async def test_a_pause_until_a_date_is_kept(chat_format: ChatTemplate, kind: str) -> None:
     async with one(kind, chat_format, retries=0) as it:
         right = await it.ask()
         await it.server.stop()
@@ -128,7 +128,7 @@ async def test_a_pause_until_a_date_is_kept(chat_format: ChatFormat, kind: str) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("refusal", "kind"), each_once(["away", "429", "429 for a day", "503"], KINDS))
-async def test_nobody_replies_for_as_long_as_the_run_waits(chat_format: ChatFormat, kind: str, refusal: str) -> None:
+async def test_nobody_replies_for_as_long_as_the_run_waits(chat_format: ChatTemplate, kind: str, refusal: str) -> None:
     async with one(kind, chat_format, wait=0.3, retries=100) as it:
         await it.ask()
         await it.server.stop()
@@ -142,7 +142,7 @@ async def test_nobody_replies_for_as_long_as_the_run_waits(chat_format: ChatForm
 
 
 @pytest.mark.parametrize("kind", slow_after(1, KINDS))
-async def test_one_request_that_is_always_refused_fails_alone(chat_format: ChatFormat, kind: str) -> None:
+async def test_one_request_that_is_always_refused_fails_alone(chat_format: ChatTemplate, kind: str) -> None:
     """A server that refuses one prompt and serves the others is there: the run goes on, the one episode fails."""
     async with one(kind, chat_format, wait=0.5) as it:
         handle = it.server.handle
@@ -171,7 +171,7 @@ async def test_one_request_that_is_always_refused_fails_alone(chat_format: ChatF
 
 @pytest.mark.parametrize("kind", slow_after(1, KINDS))
 async def test_a_reply_after_the_first_refusal_leaves_the_outage_to_all_requests(
-    chat_format: ChatFormat, kind: str
+    chat_format: ChatTemplate, kind: str
 ) -> None:
     """A slow reply arrives while a first request is refused already, and from then on nobody is served: this is an outage,
     and no request fails alone."""
@@ -203,7 +203,7 @@ async def test_a_reply_after_the_first_refusal_leaves_the_outage_to_all_requests
 
 
 @pytest.mark.parametrize("kind", slow_after(1, KINDS))
-async def test_a_request_that_gets_no_reply_is_sent_again_within_its_time(chat_format: ChatFormat, kind: str) -> None:
+async def test_a_request_that_gets_no_reply_is_sent_again_within_its_time(chat_format: ChatTemplate, kind: str) -> None:
     async with one(kind, chat_format, timeout=60, try_timeout=0.3) as it:
         right = await it.ask()
         handle = it.server.handle
@@ -220,7 +220,7 @@ async def test_a_request_that_gets_no_reply_is_sent_again_within_its_time(chat_f
         assert (len(hung), it.backend.stats()["try_timeouts"]) == (1, 1)
 
 
-async def test_a_request_that_gets_no_reply_is_sent_to_another_server(chat_format: ChatFormat) -> None:
+async def test_a_request_that_gets_no_reply_is_sent_to_another_server(chat_format: ChatTemplate) -> None:
     async def never(call: Call) -> None:
         return
 
@@ -237,7 +237,7 @@ async def test_a_request_that_gets_no_reply_is_sent_to_another_server(chat_forma
         assert [server["healthy"] for server in it.counts["servers"]] == [True, True]  # it answered when it was asked
 
 
-async def test_one_of_two_servers_rests_and_the_other_is_asked(chat_format: ChatFormat) -> None:
+async def test_one_of_two_servers_rests_and_the_other_is_asked(chat_format: ChatTemplate) -> None:
     async def tired(call: Call) -> None:
         call.send(b"HTTP/1.1 429 X\r\nretry-after: 3600\r\ncontent-length: 0\r\n\r\n")
 
@@ -254,7 +254,7 @@ async def test_one_of_two_servers_rests_and_the_other_is_asked(chat_format: Chat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_closing_frees_who_waits(chat_format: ChatFormat, kind: str) -> None:
+async def test_closing_frees_who_waits(chat_format: ChatTemplate, kind: str) -> None:
     async with one(kind, chat_format) as it:
         await it.ask()
         await it.server.stop()
@@ -268,7 +268,7 @@ async def test_closing_frees_who_waits(chat_format: ChatFormat, kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_nobody_there_at_the_start_is_told_at_once(chat_format: ChatFormat, kind: str) -> None:
+async def test_nobody_there_at_the_start_is_told_at_once(chat_format: ChatTemplate, kind: str) -> None:
     made = One(kind, chat_format)
     await made.start()
     await made.server.stop()

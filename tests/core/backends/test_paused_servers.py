@@ -17,7 +17,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.train.sync_sglang import DiskSync, TensorSync
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -57,7 +57,7 @@ class Weights(Policy):
 
 
 @asynccontextmanager
-async def two_servers(format: ChatFormat) -> AsyncIterator[tuple[SGLangBackend, list[Server]]]:
+async def two_servers(format: ChatTemplate) -> AsyncIterator[tuple[SGLangBackend, list[Server]]]:
     async with AsyncExitStack() as stack:
         fakes = [Server(), Server()]
         urls = []
@@ -89,7 +89,7 @@ async def two_servers(format: ChatFormat) -> AsyncIterator[tuple[SGLangBackend, 
     ),
 )
 async def test_a_server_that_is_lost_at_a_call_of_a_push_samples_again(
-    chat_format: ChatFormat, tmp_path: Path, method: str, cut: str
+    chat_format: ChatTemplate, tmp_path: Path, method: str, cut: str
 ) -> None:
     """A paused server fails its health check, so it must be continued before the check."""
     async with asyncio.timeout(30), two_servers(chat_format) as (backend, fakes):
@@ -109,7 +109,7 @@ async def test_a_server_that_is_lost_at_a_call_of_a_push_samples_again(
             assert [span.version for span in reply.versions] == [3]
 
 
-async def test_no_server_comes_back_in_the_middle_of_a_push(chat_format: ChatFormat, tmp_path: Path) -> None:
+async def test_no_server_comes_back_in_the_middle_of_a_push(chat_format: ChatTemplate, tmp_path: Path) -> None:
     """It would have the weights that the others are just replacing."""
     async with asyncio.timeout(30), two_servers(chat_format) as (backend, fakes):
         sync = DiskSync(backend, tmp_path, "retract")
@@ -133,7 +133,7 @@ async def test_no_server_comes_back_in_the_middle_of_a_push(chat_format: ChatFor
 
 
 async def test_a_push_that_begins_while_a_server_comes_back_leaves_it_out(
-    chat_format: ChatFormat, tmp_path: Path
+    chat_format: ChatTemplate, tmp_path: Path
 ) -> None:
     """Whatever the server loaded until then is not what the others have now."""
     async with asyncio.timeout(30), two_servers(chat_format) as (backend, fakes):
@@ -156,7 +156,7 @@ async def test_a_push_that_begins_while_a_server_comes_back_leaves_it_out(
         assert caught.value.kind == "updating"
 
 
-async def test_a_training_continues_servers_that_a_killed_one_left_paused(chat_format: ChatFormat) -> None:
+async def test_a_training_continues_servers_that_a_killed_one_left_paused(chat_format: ChatTemplate) -> None:
     """A server that is paused answers no request: not even those of the checks at the start."""
     fake = Server()
     fake.tokenize = chat_format.encode

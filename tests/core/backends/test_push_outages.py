@@ -18,7 +18,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import OutageError, TrainError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.train.server_models import difference
 from engine.train.sync_sglang import AdapterSync, DiskSync
 
@@ -89,7 +89,7 @@ class Proxy:
 
 @asynccontextmanager
 async def served(
-    format: ChatFormat, servers: int, death: Death, **spec: Any
+    format: ChatTemplate, servers: int, death: Death, **spec: Any
 ) -> AsyncIterator[tuple[SGLangBackend, list[Proxy]]]:
     async with AsyncExitStack() as stack:
         proxies, urls = [], []
@@ -129,7 +129,7 @@ def sync_of(kind: str, backend: SGLangBackend, folder: Path) -> Any:
     return DiskSync(backend, folder, "retract") if kind == "disk" else AdapterSync(backend, folder)
 
 
-async def push_length(format: ChatFormat, kind: str, folder: Path) -> int:
+async def push_length(format: ChatTemplate, kind: str, folder: Path) -> int:
     """Bytes of an undisturbed push to one of two servers."""
     async with served(format, 2, "for good") as (backend, proxies):
         sync = sync_of(kind, backend, folder)
@@ -139,7 +139,7 @@ async def push_length(format: ChatFormat, kind: str, folder: Path) -> int:
         return proxies[0].passed - before
 
 
-async def cut_push(format: ChatFormat, kind: str, folder: Path, servers: int, death: Death, most: int) -> None:
+async def cut_push(format: ChatTemplate, kind: str, folder: Path, servers: int, death: Death, most: int) -> None:
     async with served(format, servers, death, wait=30) as (backend, proxies):
         sync = sync_of(kind, backend, folder)
         await sync.push(Policy(), 1)
@@ -173,7 +173,7 @@ async def cut_push(format: ChatFormat, kind: str, folder: Path, servers: int, de
     ),
 )
 async def test_a_push_goes_on_when_a_server_is_lost_at_any_place(
-    chat_format: ChatFormat, tmp_path: Path, kind: str, servers: int, death: Death
+    chat_format: ChatTemplate, tmp_path: Path, kind: str, servers: int, death: Death
 ) -> None:
     length = await push_length(chat_format, kind, tmp_path / "whole")
     places = range(0, length, max(1, length // (12 if death == "for good" else 3)))
@@ -187,7 +187,7 @@ async def test_a_push_goes_on_when_a_server_is_lost_at_any_place(
 @pytest.mark.parametrize("kind", ["disk", "adapter"])
 @pytest.mark.parametrize("death", ["for good", "connection", "restarted"])
 async def test_a_push_goes_on_when_a_server_is_lost_at_each_byte(
-    chat_format: ChatFormat, tmp_path: Path, kind: str, death: Death
+    chat_format: ChatTemplate, tmp_path: Path, kind: str, death: Death
 ) -> None:
     """A connection ends at each byte. What a server does afterwards depends on less: every fourth byte, from 0 or from 2."""
     length = await push_length(chat_format, kind, tmp_path / "whole")
@@ -201,7 +201,7 @@ async def test_a_push_goes_on_when_a_server_is_lost_at_each_byte(
 
 @pytest.mark.parametrize("kind", slow_after(1, ["disk", "adapter"]))
 async def test_without_a_server_a_push_waits_as_long_as_the_spec_says(
-    chat_format: ChatFormat, tmp_path: Path, kind: str
+    chat_format: ChatTemplate, tmp_path: Path, kind: str
 ) -> None:
     async with served(chat_format, 1, "for good", wait=0.5) as (backend, proxies):
         sync = sync_of(kind, backend, tmp_path)
@@ -223,7 +223,7 @@ async def test_without_a_server_a_push_waits_as_long_as_the_spec_says(
 )
 @pytest.mark.parametrize("kind", ["disk", "adapter"])
 async def test_weights_that_do_not_fit_a_server_are_refused_before_they_are_sent(
-    chat_format: ChatFormat, tmp_path: Path, kind: str, change: dict[str, torch.Tensor | None], said: str | None
+    chat_format: ChatTemplate, tmp_path: Path, kind: str, change: dict[str, torch.Tensor | None], said: str | None
 ) -> None:
     own = {"a": torch.zeros(4), "b": torch.zeros(2, 3)}
     for name, tensors in (("own", own), ("server", {**own, **change})):

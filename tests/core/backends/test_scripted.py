@@ -20,7 +20,7 @@ from engine.schemas.model import ModelSpec
 from engine.schemas.script import Script
 from engine.spec.load import load_spec
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 SPEC = """
 spec: episode/v1
@@ -33,7 +33,7 @@ machine: single_turn
 
 
 @pytest.fixture(scope="module")
-def form(tiny_tokenizer_dir: Path) -> ChatFormat:
+def form(tiny_tokenizer_dir: Path) -> ChatTemplate:
     return load_format(ModelSpec(path=str(tiny_tokenizer_dir)), tiny_tokenizer_dir)
 
 
@@ -41,11 +41,11 @@ def ask(turn: int = 0, episode: str = "sum/0", most: int = 200, **sampling: Any)
     return generate_request([5, 6, 7], SamplingParams(**sampling), episode=episode, turn=turn, max_new_tokens=most)
 
 
-def play(form: ChatFormat, script: Any, **kwargs: Any) -> ScriptedBackend:
+def play(form: ChatTemplate, script: Any, **kwargs: Any) -> ScriptedBackend:
     return ScriptedBackend(Script.model_validate(script), form, **kwargs)
 
 
-async def test_reply_k_answers_turn_k_in_the_real_tokens(form: ChatFormat) -> None:
+async def test_reply_k_answers_turn_k_in_the_real_tokens(form: ChatTemplate) -> None:
     backend = play(form, ["The answer is 42.", "Try again"])
     await backend.start()
     for turn, text in enumerate(["The answer is 42.", "Try again"]):
@@ -59,24 +59,24 @@ async def test_reply_k_answers_turn_k_in_the_real_tokens(form: ChatFormat) -> No
     assert backend.stats() == {"requests": 2, "tokens": len(form.encode("The answer is 42.Try again")) + 2, "errors": 0}
 
 
-def test_it_is_a_backend(form: ChatFormat) -> None:
+def test_it_is_a_backend(form: ChatTemplate) -> None:
     assert isinstance(play(form, ["x"]), Backend)
 
 
 @pytest.mark.parametrize(("exhausted", "said"), [("cycle", ["a", "b", "a", "b"]), ("last", ["a", "b", "b", "b"])])
-async def test_a_script_may_go_on(form: ChatFormat, exhausted: str, said: list[str]) -> None:
+async def test_a_script_may_go_on(form: ChatTemplate, exhausted: str, said: list[str]) -> None:
     backend = play(form, {"replies": ["a", "b"], "exhausted": exhausted})
     got = [(await backend.generate(ask(turn))).output_ids[:-1] for turn in range(4)]
     assert [form.decode(ids) for ids in got] == said
 
 
-async def test_a_script_that_has_run_out_is_an_error(form: ChatFormat) -> None:
+async def test_a_script_that_has_run_out_is_an_error(form: ChatTemplate) -> None:
     with pytest.raises(BackendError, match="has 1 replies for episode 'sum/0', and none for its turn 1") as caught:
         await play(form, ["a"]).generate(ask(1))
     assert (caught.value.kind, caught.value.retryable) == ("script_exhausted", False)
 
 
-async def test_the_first_case_that_names_the_episode_is_taken(form: ChatFormat) -> None:
+async def test_the_first_case_that_names_the_episode_is_taken(form: ChatTemplate) -> None:
     backend = play(
         form,
         {
@@ -94,7 +94,7 @@ async def test_the_first_case_that_names_the_episode_is_taken(form: ChatFormat) 
         assert form.decode(reply.output_ids[:-1]) == text
 
 
-async def test_a_list_of_cases_is_a_script(form: ChatFormat) -> None:
+async def test_a_list_of_cases_is_a_script(form: ChatTemplate) -> None:
     backend = play(form, [{"task": "sum", "replies": ["yes"]}])
     assert form.decode((await backend.generate(ask())).output_ids) == "yes<|im_end|>"
     with pytest.raises(BackendError, match="0 replies for episode 'x/0'"):
@@ -121,14 +121,14 @@ async def test_calls_are_written_as_the_format_reads_them(tiny_tokenizer_dir: Pa
     ] == calls
 
 
-async def test_a_call_that_the_format_cannot_hold_is_found_at_the_start(form: ChatFormat) -> None:
+async def test_a_call_that_the_format_cannot_hold_is_found_at_the_start(form: ChatTemplate) -> None:
     backend = play(form, [{"tool_calls": [{"name": "say", "arguments": {"what": "</tool_call></call>"}}]}])
     with pytest.raises(BackendError, match=r"the calls \['say'\] cannot be written") as caught:
         await backend.start()
     assert caught.value.kind == "script_error"
 
 
-async def test_a_reply_ends_where_a_model_would_have_been_stopped(form: ChatFormat) -> None:
+async def test_a_reply_ends_where_a_model_would_have_been_stopped(form: ChatTemplate) -> None:
     backend = play(form, ["<answer>42</answer> and more", "fox<|im_end|>dog"])
     cut = await backend.generate(ask(0, stop=["</answer>"]))
     assert form.decode(cut.output_ids).startswith("<answer>42</answer>")
@@ -141,7 +141,7 @@ async def test_a_reply_ends_where_a_model_would_have_been_stopped(form: ChatForm
     assert short.finish.plain() == {"type": "length", "matched": None, "message": None}
 
 
-async def test_length_abort_and_bare_tokens(form: ChatFormat) -> None:
+async def test_length_abort_and_bare_tokens(form: ChatTemplate) -> None:
     backend = play(
         form,
         [
@@ -166,7 +166,7 @@ async def test_length_abort_and_bare_tokens(form: ChatFormat) -> None:
     assert (stopped.output_ids.tolist(), stopped.finish.matched) == ([9, 2], 2)
 
 
-async def test_an_error_is_raised_as_often_as_the_script_says(form: ChatFormat) -> None:
+async def test_an_error_is_raised_as_often_as_the_script_says(form: ChatTemplate) -> None:
     backend = play(
         form, [{"text": "ok", "error": "connection reset", "retryable": True, "times": 2}, {"error": "gone"}]
     )
@@ -185,7 +185,7 @@ async def test_an_error_is_raised_as_often_as_the_script_says(form: ChatFormat) 
     assert backend.stats()["errors"] == 6
 
 
-async def test_latency_and_delay_add_up(form: ChatFormat) -> None:
+async def test_latency_and_delay_add_up(form: ChatTemplate) -> None:
     backend = play(form, [{"text": "late", "delay": "30ms"}], latency=0.02)
     began = time.perf_counter()
     reply = await backend.generate(ask())
@@ -218,7 +218,7 @@ def test_a_script_is_strict(script: Any) -> None:
         Script.model_validate(script)
 
 
-async def test_ids_outside_the_vocabulary_are_refused(form: ChatFormat) -> None:
+async def test_ids_outside_the_vocabulary_are_refused(form: ChatTemplate) -> None:
     with pytest.raises(BackendError, match=f"token {form.vocab_size} is not in the vocabulary"):
         await play(form, [{"tokens": [form.vocab_size]}]).start()
 
@@ -229,7 +229,7 @@ def write_spec(folder: Path, model: Path, replies: str, more: str = "") -> Path:
     return path
 
 
-async def test_a_spec_names_its_script_by_file(tmp_path: Path, tiny_tokenizer_dir: Path, form: ChatFormat) -> None:
+async def test_a_spec_names_its_script_by_file(tmp_path: Path, tiny_tokenizer_dir: Path, form: ChatTemplate) -> None:
     (tmp_path / "script.yaml").write_text("- yes\n- {text: 'no', finish: length}\n")
     loaded = load_spec(write_spec(tmp_path, tiny_tokenizer_dir, "script.yaml"))
     backend = open_backend(loaded, form)
@@ -239,7 +239,7 @@ async def test_a_spec_names_its_script_by_file(tmp_path: Path, tiny_tokenizer_di
 
 
 def test_a_mistake_in_a_script_is_shown_where_it_stands(
-    tmp_path: Path, tiny_tokenizer_dir: Path, form: ChatFormat
+    tmp_path: Path, tiny_tokenizer_dir: Path, form: ChatTemplate
 ) -> None:
     (tmp_path / "script.yaml").write_text("replies:\n  - fine\n  - text: a\n    finsh: length\n")
     loaded = load_spec(write_spec(tmp_path, tiny_tokenizer_dir, "script.yaml"))
@@ -252,7 +252,7 @@ def test_a_mistake_in_a_script_is_shown_where_it_stands(
 
 
 def test_a_mistake_in_inline_replies_is_shown_in_the_spec(
-    tmp_path: Path, tiny_tokenizer_dir: Path, form: ChatFormat
+    tmp_path: Path, tiny_tokenizer_dir: Path, form: ChatTemplate
 ) -> None:
     path = write_spec(tmp_path, tiny_tokenizer_dir, "[fine, {text: a, finish: sotp}]")
     with pytest.raises(SpecError) as caught:
@@ -263,7 +263,7 @@ def test_a_mistake_in_inline_replies_is_shown_in_the_spec(
 
 
 def test_what_a_script_cannot_follow_is_refused_at_the_start(
-    tmp_path: Path, tiny_tokenizer_dir: Path, form: ChatFormat
+    tmp_path: Path, tiny_tokenizer_dir: Path, form: ChatTemplate
 ) -> None:
     loaded = load_spec(write_spec(tmp_path, tiny_tokenizer_dir, "[a]", "sampling: {regex: 'a+', json_schema: '{}'}\n"))
     with pytest.raises(BackendError, match=r"does not support `sampling\.json_schema`, `sampling\.regex`") as caught:

@@ -19,20 +19,20 @@ from engine.schemas.model import ModelSpec
 from engine.schemas.script import ScriptedReply
 from engine.tokens.choosing import TOOL, written
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 ASKED = {"role": "user", "content": "Q"}
 ARGUMENTS: list[list[dict[str, Any]]] = [[{"text": "Paris"}], [{"text": "a", "count": 2}, {"flag": False}]]
 
 
-def sampled(form: ChatFormat, view: dict[str, Any]) -> str | None:
+def sampled(form: ChatTemplate, view: dict[str, Any]) -> str | None:
     """What a model samples for a reply: the template's text after the generation prompt."""
     shown = written(form, view)
     opened = None if shown is None else form.text([ASKED], [TOOL]).removeprefix(shown[0])
     return shown[1].removeprefix(opened) if shown is not None and shown[1].startswith(opened) else None
 
 
-def check(form: ChatFormat) -> int:
+def check(form: ChatTemplate) -> int:
     """Check all combinations; how many there were."""
     found = 0
     for content, reasoning, arguments in product(("", "I look."), ("", "Hm.", "Hm.\n\nSo."), ARGUMENTS):

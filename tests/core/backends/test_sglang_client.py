@@ -14,10 +14,10 @@ from sglang_cluster import OUTPUT, Call, answers, changed, cluster
 
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.generation import FinishReason, SamplingParams, VersionSpan
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 
-async def test_a_reply_is_handed_on_whole(chat_format: ChatFormat) -> None:
+async def test_a_reply_is_handed_on_whole(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format) as it:
         generation = await it.backend.generate(request())
         assert generation.output_ids.tolist() == OUTPUT
@@ -32,7 +32,7 @@ async def test_a_reply_is_handed_on_whole(chat_format: ChatFormat) -> None:
 @pytest.mark.parametrize("fault", [*BAD_REPLIES.values(), *SERVER_ERRORS.values()], ids=[*BAD_REPLIES, *SERVER_ERRORS])
 @pytest.mark.usefixtures("short_pauses")
 async def test_another_try_follows_a_reply_that_cannot_be_used(
-    chat_format: ChatFormat, fault: Callable[[Call], Any]
+    chat_format: ChatTemplate, fault: Callable[[Call], Any]
 ) -> None:
     async with cluster(chat_format) as it:
         it.fake.faults.append(fault)
@@ -44,7 +44,7 @@ async def test_another_try_follows_a_reply_that_cannot_be_used(
 
 @pytest.mark.parametrize("fault", list(BROKEN.values()), ids=list(BROKEN))
 @pytest.mark.usefixtures("short_pauses")
-async def test_another_try_follows_a_broken_connection(chat_format: ChatFormat, fault: Callable[[Call], Any]) -> None:
+async def test_another_try_follows_a_broken_connection(chat_format: ChatTemplate, fault: Callable[[Call], Any]) -> None:
     async with cluster(chat_format) as it:
         it.fake.faults += [fault, fault]  # a connection that was used before is tried twice
         generation = await it.backend.generate(request())
@@ -54,7 +54,7 @@ async def test_another_try_follows_a_broken_connection(chat_format: ChatFormat, 
 
 
 @pytest.mark.usefixtures("short_pauses")
-async def test_tries_have_a_cap(chat_format: ChatFormat) -> None:
+async def test_tries_have_a_cap(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, retries=2) as it:
         it.fake.faults += [answers(b"no", 500)] * 3
         with pytest.raises(BackendError, match="answered 500: no") as caught:
@@ -64,7 +64,7 @@ async def test_tries_have_a_cap(chat_format: ChatFormat) -> None:
         assert (await it.backend.generate(request())).output_ids.tolist() == OUTPUT
 
 
-async def test_another_prompt_is_an_error_at_once(chat_format: ChatFormat) -> None:
+async def test_another_prompt_is_an_error_at_once(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format) as it:
         it.fake.faults.append(changed(prompt_token_ids=[1, 22, 334]))
         with pytest.raises(BackendError, match=r"differ at token 2\. Sent \[1, 22, 333\]") as caught:
@@ -85,7 +85,7 @@ async def test_another_prompt_is_an_error_at_once(chat_format: ChatFormat) -> No
     ],
 )
 async def test_what_the_client_did_wrong_is_not_tried_again(
-    chat_format: ChatFormat, status: int, body: bytes, kind: str
+    chat_format: ChatTemplate, status: int, body: bytes, kind: str
 ) -> None:
     async with cluster(chat_format) as it:
         it.fake.faults.append(answers(body, status))
@@ -102,28 +102,28 @@ async def test_what_the_client_did_wrong_is_not_tried_again(
         "Input length (4090 tokens) exceeds the maximum allowed length (4090 tokens).",
     ],
 )
-async def test_too_long_a_prompt_is_a_limit(chat_format: ChatFormat, message: str) -> None:
+async def test_too_long_a_prompt_is_a_limit(chat_format: ChatTemplate, message: str) -> None:
     async with cluster(chat_format) as it:
         it.fake.faults.append(answers(json.dumps({"error": {"message": message}}).encode(), 400))
         with pytest.raises(ContextOverflow):
             await it.backend.generate(request())
 
 
-async def test_a_prompt_that_no_server_takes_is_not_sent(chat_format: ChatFormat) -> None:
+async def test_a_prompt_that_no_server_takes_is_not_sent(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format) as it:
         with pytest.raises(ContextOverflow, match="4090 tokens; the servers take fewer than 4090"):
             await it.backend.generate(request([5] * 4090))
         assert it.fake.requests == 0
 
 
-async def test_an_id_that_would_end_the_server_is_not_sent(chat_format: ChatFormat) -> None:
+async def test_an_id_that_would_end_the_server_is_not_sent(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format) as it:
         with pytest.raises(BackendError, match=r"\[0, 1000\)"):
             await it.backend.generate(request([1, 1000]))
         assert it.fake.requests == 0
 
 
-async def test_a_deadline_ends_a_request_and_its_work(chat_format: ChatFormat) -> None:
+async def test_a_deadline_ends_a_request_and_its_work(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, timeout=0.3) as it:
         it.fake.latency = 30
         with pytest.raises(BackendError, match=r"no reply within 0\.3 s") as caught:
@@ -133,7 +133,7 @@ async def test_a_deadline_ends_a_request_and_its_work(chat_format: ChatFormat) -
         assert (len(it.fake.aborted), it.fake.running) == (1, {})
 
 
-async def test_a_cancelled_request_is_stopped_on_the_server(chat_format: ChatFormat) -> None:
+async def test_a_cancelled_request_is_stopped_on_the_server(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format) as it:
         it.fake.latency = 30
         tasks = [asyncio.create_task(it.backend.generate(request(episode=str(n)))) for n in range(3)]
@@ -150,7 +150,7 @@ async def test_a_cancelled_request_is_stopped_on_the_server(chat_format: ChatFor
 
 
 async def test_closing_leaves_no_abort_behind_that_nobody_answers(
-    chat_format: ChatFormat, monkeypatch: pytest.MonkeyPatch
+    chat_format: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.backends.servers.attempts.ABORT_SECONDS", 0.05)
     async with cluster(chat_format) as it:
@@ -165,7 +165,7 @@ async def test_closing_leaves_no_abort_behind_that_nobody_answers(
         assert not {name for name in names if name.startswith(("SGLangBackend.", "Pool."))}
 
 
-async def test_closing_stops_everything_and_fails_what_waits(chat_format: ChatFormat) -> None:
+async def test_closing_stops_everything_and_fails_what_waits(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format) as it:
         it.fake.latency = 30
         tasks = [asyncio.create_task(it.backend.generate(request(episode=str(n)))) for n in range(3)]
@@ -178,7 +178,7 @@ async def test_closing_stops_everything_and_fails_what_waits(chat_format: ChatFo
             await it.backend.generate(request())
 
 
-async def test_no_name_of_a_request_begins_with_anothers(chat_format: ChatFormat) -> None:
+async def test_no_name_of_a_request_begins_with_anothers(chat_format: ChatTemplate) -> None:
     """SGLang aborts every request whose name begins with the one that it is given."""
     async with cluster(chat_format) as it:
         it.fake.keep = True
@@ -189,7 +189,7 @@ async def test_no_name_of_a_request_begins_with_anothers(chat_format: ChatFormat
         assert {len(name) for name in names} == {28}
 
 
-async def test_an_interrupted_reply_goes_on_from_its_tokens(chat_format: ChatFormat) -> None:
+async def test_an_interrupted_reply_goes_on_from_its_tokens(chat_format: ChatTemplate) -> None:
     half = {"finish_reason": {"type": "abort", "message": "Aborted"}, "output_ids": [5, 6], "completion_tokens": 2}
     half["output_token_logprobs"] = [[-0.25, 5, None], [-0.5, 6, None]]
     half["weight_versions"] = [{"version": "3", "start": 0, "end": 2}]
@@ -214,7 +214,7 @@ async def test_an_interrupted_reply_goes_on_from_its_tokens(chat_format: ChatFor
         )
 
 
-async def test_an_interrupted_reply_with_a_grammar_begins_anew(chat_format: ChatFormat) -> None:
+async def test_an_interrupted_reply_with_a_grammar_begins_anew(chat_format: ChatTemplate) -> None:
     half = {"finish_reason": {"type": "abort"}, "output_ids": [5], "completion_tokens": 1, "weight_versions": []}
     half["output_token_logprobs"] = [[-0.25, 5, None]]
     async with cluster(chat_format) as it:
@@ -225,7 +225,7 @@ async def test_an_interrupted_reply_with_a_grammar_begins_anew(chat_format: Chat
         assert generation.output_ids.tolist() == OUTPUT
 
 
-async def test_an_interruption_is_reported_where_the_spec_says_so(chat_format: ChatFormat) -> None:
+async def test_an_interruption_is_reported_where_the_spec_says_so(chat_format: ChatTemplate) -> None:
     half = {
         "finish_reason": {"type": "abort", "message": "Aborted"},
         "output_ids": [5],
@@ -240,7 +240,7 @@ async def test_an_interruption_is_reported_where_the_spec_says_so(chat_format: C
         assert generation.output_ids.tolist() == [5]
 
 
-async def test_an_interruption_at_the_last_token_is_a_reply_of_full_length(chat_format: ChatFormat) -> None:
+async def test_an_interruption_at_the_last_token_is_a_reply_of_full_length(chat_format: ChatTemplate) -> None:
     half = {"finish_reason": {"type": "abort"}, "output_ids": [5, 6], "completion_tokens": 2, "weight_versions": []}
     half["output_token_logprobs"] = [[-0.25, 5, None], [-0.25, 6, None]]
     async with cluster(chat_format) as it:

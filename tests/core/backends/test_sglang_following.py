@@ -8,10 +8,10 @@ from sglang_cluster import cluster
 
 from engine.backends.base import ServerWeights
 from engine.errors import BackendError
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 
-async def test_newer_weights_are_taken_and_older_ones_put_the_server_out(chat_format: ChatFormat) -> None:
+async def test_newer_weights_are_taken_and_older_ones_put_the_server_out(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, 2, wait=2) as servers:
         old, new = servers.fakes
         servers.backend.follow(ServerWeights(3))
@@ -27,7 +27,7 @@ async def test_newer_weights_are_taken_and_older_ones_put_the_server_out(chat_fo
         ]  # it pauses, continues and loads nothing
 
 
-async def test_a_server_that_began_again_waits_for_the_trainers_weights(chat_format: ChatFormat) -> None:
+async def test_a_server_that_began_again_waits_for_the_trainers_weights(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, wait=1) as servers:
         servers.backend.follow(ServerWeights(0))
         servers.fake.weight_version = "default"
@@ -38,7 +38,7 @@ async def test_a_server_that_began_again_waits_for_the_trainers_weights(chat_for
         assert (await servers.backend.generate(request(episode="other"))).output_ids.tolist() == [5, 6, 7, 8, 2]
 
 
-async def test_a_version_that_is_told_late_is_not_taken_back(chat_format: ChatFormat) -> None:
+async def test_a_version_that_is_told_late_is_not_taken_back(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format) as servers:
         servers.backend.follow(ServerWeights(5, "5"))
         servers.backend.follow(ServerWeights(4, "4"))
@@ -46,7 +46,7 @@ async def test_a_version_that_is_told_late_is_not_taken_back(chat_format: ChatFo
         assert servers.backend.server_weights(5) == ServerWeights(5, "5")
 
 
-async def test_features_of_images_are_those_of_the_weights_that_are_followed(chat_format: ChatFormat) -> None:
+async def test_features_of_images_are_those_of_the_weights_that_are_followed(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format) as servers:
         control, names = servers.backend.control, [servers.backend.control.features]
         for version in (3, 3, 4, 3):

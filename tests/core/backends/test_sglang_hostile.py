@@ -20,7 +20,7 @@ from engine.backends.http.client import HttpClient
 from engine.backends.http.framing import HELD, MAX_INTERIM
 from engine.backends.http.reply import HttpFailure, MalformedReply, retry_seconds
 from engine.errors import BackendError
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -36,7 +36,7 @@ def with_logprob(value: float, at: int) -> Any:
 @pytest.mark.parametrize("value", [1e-4, 0.1, 1.0, 3e38])
 @pytest.mark.parametrize("at", [0, len(OUTPUT) - 1])
 async def test_a_log_prob_above_0_is_a_bad_reply_and_asked_for_again(
-    chat_format: ChatFormat, value: float, at: int
+    chat_format: ChatTemplate, value: float, at: int
 ) -> None:
     async with cluster(chat_format) as it:
         it.fake.faults.append(with_logprob(value, at))
@@ -45,7 +45,7 @@ async def test_a_log_prob_above_0_is_a_bad_reply_and_asked_for_again(
         assert (it.counts["attempts"], it.counts["bad_replies"]) == (2, 1)
 
 
-async def test_what_float32_loses_at_probability_1_is_no_bad_reply(chat_format: ChatFormat) -> None:
+async def test_what_float32_loses_at_probability_1_is_no_bad_reply(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format) as it:
         it.fake.faults.append(with_logprob(1.1920929e-07, 0))
         assert (await it.backend.generate(request())).logprobs[0] == pytest.approx(1.1920929e-07)
@@ -56,7 +56,7 @@ async def test_what_float32_loses_at_probability_1_is_no_bad_reply(chat_format: 
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.02], ids=["at once", "late"])
-async def test_a_reply_that_comes_twice_is_never_another_request_s(chat_format: ChatFormat, pause: float) -> None:
+async def test_a_reply_that_comes_twice_is_never_another_request_s(chat_format: ChatTemplate, pause: float) -> None:
     """Each reply is sent again, on the same connection, in front of the next one: where another prompt was sent."""
     before: list[bytes] = []
 
@@ -77,7 +77,7 @@ async def test_a_reply_that_comes_twice_is_never_another_request_s(chat_format: 
         assert it.counts["retries"] == it.counts["bad_replies"] <= 5
 
 
-async def test_a_connection_that_gave_another_request_s_reply_is_not_used_again(chat_format: ChatFormat) -> None:
+async def test_a_connection_that_gave_another_request_s_reply_is_not_used_again(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format) as it:
         await it.backend.generate(request())
         opened = it.counts["servers"][0]["connections"]
@@ -153,7 +153,7 @@ async def test_a_body_larger_than_what_was_asked_for_is_refused(name: str) -> No
     assert HELD.bytes == 0
 
 
-async def test_the_bound_of_a_reply_follows_from_its_request(chat_format: ChatFormat) -> None:
+async def test_the_bound_of_a_reply_follows_from_its_request(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format) as it:
         for tokens in (1, 8):
             most = (1 << 20) + 2 * len("1,22,333") + 1024 * tokens
@@ -255,7 +255,7 @@ async def test_retry_after_is_read_wherever_it_stands_and_again_where_its_head_w
         assert (await client.request("GET", "/")).retry_after is None
 
 
-async def test_a_hostile_server_fails_its_request_and_no_other(chat_format: ChatFormat) -> None:
+async def test_a_hostile_server_fails_its_request_and_no_other(chat_format: ChatTemplate) -> None:
     async def endless(call: Call) -> None:
         call.send(CONTINUE * 5000)
 

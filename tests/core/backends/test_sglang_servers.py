@@ -16,10 +16,10 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams, VersionSpan
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 
-async def test_episodes_stay_where_they_are_and_new_ones_go_where_least_is_going_on(chat_format: ChatFormat) -> None:
+async def test_episodes_stay_where_they_are_and_new_ones_go_where_least_is_going_on(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, 2) as it:
         for fake in it.fakes:
             fake.latency = 0.05
@@ -31,7 +31,7 @@ async def test_episodes_stay_where_they_are_and_new_ones_go_where_least_is_going
 
 
 @pytest.mark.parametrize("fault", [*BROKEN.values(), SERVER_ERRORS["500"]], ids=[*BROKEN, "500"])
-async def test_what_one_server_fails_another_answers(chat_format: ChatFormat, fault: Callable[[Call], Any]) -> None:
+async def test_what_one_server_fails_another_answers(chat_format: ChatTemplate, fault: Callable[[Call], Any]) -> None:
     async with cluster(chat_format, 2) as it:
         it.fakes[0].keep = it.fakes[1].keep = True
         await it.backend.generate(request())
@@ -44,7 +44,7 @@ async def test_what_one_server_fails_another_answers(chat_format: ChatFormat, fa
         assert (it.counts["turns"], it.counts["tokens"], it.counts["failovers"]) == (2, 10, 1)
 
 
-async def test_a_server_that_dies_loses_nothing_and_nothing_is_counted_twice(chat_format: ChatFormat) -> None:
+async def test_a_server_that_dies_loses_nothing_and_nothing_is_counted_twice(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, 2) as it:
         for fake in it.fakes:
             fake.latency = 0.2
@@ -59,7 +59,7 @@ async def test_a_server_that_dies_loses_nothing_and_nothing_is_counted_twice(cha
 
 
 @pytest.mark.slow
-async def test_a_server_that_hangs_is_found_out_while_others_go_on(chat_format: ChatFormat) -> None:
+async def test_a_server_that_hangs_is_found_out_while_others_go_on(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, 2, health_timeout=0.3) as it:
         await it.backend.generate(request(episode="a"))
         await it.backend.generate(request(episode="b"))
@@ -70,7 +70,7 @@ async def test_a_server_that_hangs_is_found_out_while_others_go_on(chat_format: 
         assert it.counts["timeouts"] == 0
 
 
-async def test_a_slow_server_is_not_taken_for_a_hanging_one(chat_format: ChatFormat) -> None:
+async def test_a_slow_server_is_not_taken_for_a_hanging_one(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, 2, health_timeout=0.1) as it:
         for fake in it.fakes:
             fake.latency = 0.6
@@ -79,7 +79,7 @@ async def test_a_slow_server_is_not_taken_for_a_hanging_one(chat_format: ChatFor
         assert it.counts["attempts"] == 1
 
 
-async def test_a_server_that_comes_back_is_used_again(chat_format: ChatFormat) -> None:
+async def test_a_server_that_comes_back_is_used_again(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, 2) as it:
         port = int(it.urls[0].rpartition(":")[2])
         await it.fakes[0].stop()
@@ -93,7 +93,7 @@ async def test_a_server_that_comes_back_is_used_again(chat_format: ChatFormat) -
         assert it.counts["servers"][0]["rejoined"] == 1
 
 
-async def test_a_server_that_comes_back_with_old_weights_is_given_the_new_ones(chat_format: ChatFormat) -> None:
+async def test_a_server_that_comes_back_with_old_weights_is_given_the_new_ones(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, 2) as it:
         await it.backend.control.update_weights_from_disk("/w/7", 7)
         assert [fake.weight_version for fake in it.fakes] == ["7", "7"]
@@ -104,7 +104,7 @@ async def test_a_server_that_comes_back_with_old_weights_is_given_the_new_ones(c
         assert it.fakes[0].weight_version == "7"
 
 
-async def test_an_update_pauses_loads_and_goes_on_in_this_order(chat_format: ChatFormat) -> None:
+async def test_an_update_pauses_loads_and_goes_on_in_this_order(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, 2) as it:
         await it.backend.control.update_weights_from_disk("/w/1", 1)
         await it.backend.control.update_weights_from_disk("/w/2", 2, mode="in_place", load_format="safetensors")
@@ -122,7 +122,7 @@ async def test_an_update_pauses_loads_and_goes_on_in_this_order(chat_format: Cha
             ]
 
 
-async def test_adapters_are_loaded_everywhere_and_named_in_requests(chat_format: ChatFormat) -> None:
+async def test_adapters_are_loaded_everywhere_and_named_in_requests(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, 2) as it:
         await it.backend.control.load_adapter("tutor", "/a/tutor")
         assert it.backend.control.adapters == ["tutor"]
@@ -137,7 +137,7 @@ async def test_adapters_are_loaded_everywhere_and_named_in_requests(chat_format:
         assert it.backend.control.adapters == []
 
 
-async def test_a_server_that_is_not_there_yet_is_left_out_and_joins_later(chat_format: ChatFormat) -> None:
+async def test_a_server_that_is_not_there_yet_is_left_out_and_joins_later(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, 2, start=False) as it:
         port = int(it.urls[0].rpartition(":")[2])
         await it.fakes[0].stop()
@@ -148,7 +148,7 @@ async def test_a_server_that_is_not_there_yet_is_left_out_and_joins_later(chat_f
         await it.healed()
 
 
-async def test_no_server_at_all_is_an_error_that_names_them(chat_format: ChatFormat) -> None:
+async def test_no_server_at_all_is_an_error_that_names_them(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, 2, start=False) as it:
         for fake in it.fakes:
             await fake.stop()
@@ -157,7 +157,7 @@ async def test_no_server_at_all_is_an_error_that_names_them(chat_format: ChatFor
         assert all(url in str(caught.value) for url in it.urls)
 
 
-async def test_another_tokenizer_is_found_at_the_start(chat_format: ChatFormat) -> None:
+async def test_another_tokenizer_is_found_at_the_start(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, start=False) as it:
         it.fake.tokenize = lambda text: [1, 2, 3]
         with pytest.raises(BackendError, match="has another tokenizer than the spec's model") as caught:
@@ -165,7 +165,7 @@ async def test_another_tokenizer_is_found_at_the_start(chat_format: ChatFormat) 
         assert caught.value.kind == "wrong_server"
 
 
-async def test_sampling_that_the_server_refuses_is_found_at_the_start(chat_format: ChatFormat) -> None:
+async def test_sampling_that_the_server_refuses_is_found_at_the_start(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, start=False) as it:
         it.fake.faults.append(answers(b'{"error":"unknown field `foo`"}', 400))
         with pytest.raises(BackendError, match=r"refuses this spec's sampling .400.: unknown field `foo`") as caught:
@@ -173,7 +173,7 @@ async def test_sampling_that_the_server_refuses_is_found_at_the_start(chat_forma
         assert caught.value.kind == "bad_sampling"
 
 
-async def test_a_server_that_does_not_echo_prompts_is_refused_at_the_start(chat_format: ChatFormat) -> None:
+async def test_a_server_that_does_not_echo_prompts_is_refused_at_the_start(chat_format: ChatTemplate) -> None:
     async def without_echo(call: Call) -> None:
         data = json.loads(call.reply())
         del data["prompt_token_ids"]
@@ -187,14 +187,14 @@ async def test_a_server_that_does_not_echo_prompts_is_refused_at_the_start(chat_
             await it.backend.start()
 
 
-async def test_min_p_is_refused_where_it_would_end_the_server(chat_format: ChatFormat) -> None:
+async def test_min_p_is_refused_where_it_would_end_the_server(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format, start=False, sampling=SamplingParams(min_p=0.1)) as it:
         it.fake.seeded = True
         with pytest.raises(BackendError, match="enable-deterministic-inference"):
             await it.backend.start()
 
 
-async def test_seeds_are_sent_where_they_count(chat_format: ChatFormat) -> None:
+async def test_seeds_are_sent_where_they_count(chat_format: ChatTemplate) -> None:
     for seeded in (False, True):
         async with cluster(chat_format, start=False) as it:
             it.fake.seeded = seeded
@@ -207,7 +207,7 @@ async def test_seeds_are_sent_where_they_count(chat_format: ChatFormat) -> None:
             assert it.counts["seeded"] is seeded
 
 
-async def test_something_else_that_listens_there_is_refused(chat_format: ChatFormat) -> None:
+async def test_something_else_that_listens_there_is_refused(chat_format: ChatTemplate) -> None:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
@@ -222,7 +222,7 @@ async def test_something_else_that_listens_there_is_refused(chat_format: ChatFor
     server.close()
 
 
-async def test_features_of_images_do_not_outlive_the_weights_that_computed_them(chat_format: ChatFormat) -> None:
+async def test_features_of_images_do_not_outlive_the_weights_that_computed_them(chat_format: ChatTemplate) -> None:
     async with cluster(chat_format) as it:
         control = it.backend.control
         names = [control.features]

@@ -27,7 +27,7 @@ from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore, list_runs
 from engine.store.writer import Writer
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 
 @contextmanager
@@ -73,7 +73,7 @@ class Resumed:
 
     def __init__(self, path: Path) -> None:
         self.loaded: LoadedSpec = load_spec(path)
-        self.form: ChatFormat = load_format(self.loaded.spec.model, self.loaded.base)
+        self.form: ChatTemplate = load_format(self.loaded.spec.model, self.loaded.base)
 
     async def run(self, out: Path, stop: asyncio.Event | None = None) -> RunResult:
         """Begin a run in `out`, or go on with the one that is there."""

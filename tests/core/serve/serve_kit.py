@@ -29,7 +29,7 @@ from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore, list_runs
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 ROOT = Path(__file__).parents[3]
 TOKEN = "a secret token"
@@ -61,7 +61,7 @@ REPLIES = {
 
 
 TOKENIZER: dict[str, Path] = {}
-FORMAT: dict[str, ChatFormat] = {}
+FORMAT: dict[str, ChatTemplate] = {}
 
 
 def unpacked(folder: Path) -> None:
@@ -79,7 +79,7 @@ def written(folder: Path, **changes: Any) -> Path:
 
 @asynccontextmanager
 async def serving(
-    path: Path, form: ChatFormat | None = None, halted: list[BaseException] | None = None, **options: Any
+    path: Path, form: ChatTemplate | None = None, halted: list[BaseException] | None = None, **options: Any
 ) -> AsyncIterator[tuple[GroupService, str]]:
     """The service of a spec over the run beside it, and its address."""
     out, loaded = path.parent / "runs", load_spec(path)

@@ -21,7 +21,7 @@ from engine.schemas.model import ModelSpec
 from engine.spec.rows.sources import ListRows
 from engine.store import list_runs
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.train.rendered_rows import rendered
 
 Running = Any
@@ -133,7 +133,7 @@ def test_an_episode_with_tools_runs_at_the_chat_endpoint(served: Running, learne
     (call,) = trajectory.messages[2].tool_calls
     assert (call.id, call.name, call.arguments) == ("call_0_0", "add", {"a": 17, "b": 4})
     assert not trajectory.outcome.trainable
-    form: ChatFormat = load_format(ModelSpec(path=str(learned), tool_calls="hermes"), learned)
+    form: ChatTemplate = load_format(ModelSpec(path=str(learned), tool_calls="hermes"), learned)
     first, second = trajectory.turns
     shown = [len(form.render(trajectory.messages[:count], [SERVED_TOOL])) for count in (2, 4)]
     assert [first.prompt_tokens, second.prompt_tokens] == shown

@@ -16,7 +16,7 @@ from engine.runner.replay import Replayer
 from engine.runner.run import RunResult
 from engine.spec.load import LoadedSpec
 from engine.store import RunStore
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 Running = Any
 
@@ -46,7 +46,7 @@ def write_spec(folder: Path, model: Path, backend: dict[str, Any], **changes: An
 
 async def played(
     path: Path, folder: Path, stop: asyncio.Event | None = None
-) -> tuple[LoadedSpec, ChatFormat, RunStore, RunResult, dict[str, Any]]:
+) -> tuple[LoadedSpec, ChatTemplate, RunStore, RunResult, dict[str, Any]]:
     ran = await run_to_end(path, folder, stop=stop)
     return ran.loaded, ran.form, ran.store, ran.result, ran.stats
 

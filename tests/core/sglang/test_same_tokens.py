@@ -17,7 +17,7 @@ from engine.schemas.backend import LocalBackendSpec, SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 GREEDY = SamplingParams(temperature=0.0)
 Running = Any
@@ -28,7 +28,7 @@ def request(ids: list[int], sampling: SamplingParams = GREEDY, **changes: Any) -
 
 
 async def test_greedy_sampling_gives_the_same_tokens_here_and_there(
-    sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path
+    sglang_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path
 ) -> None:
     from engine.backends.local.backend import LocalBackend
 
@@ -59,7 +59,7 @@ async def test_greedy_sampling_gives_the_same_tokens_here_and_there(
 
 
 async def test_the_chat_endpoint_answers_what_the_ids_say(
-    sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path
+    sglang_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path
 ) -> None:
     messages = [Message(role="system", content="Be brief."), Message(role="user", content="What is 17 plus 25?")]
     prompt = chat_format.render(messages, None)
@@ -88,7 +88,7 @@ async def test_the_chat_endpoint_answers_what_the_ids_say(
 
 
 async def test_too_long_a_conversation_is_a_limit_at_the_chat_endpoint(
-    sglang_server: Running, chat_format: ChatFormat
+    sglang_server: Running, chat_format: ChatTemplate
 ) -> None:
     from engine.plugins.chat_apis.openai import OpenAIBackend
     from engine.plugins.chat_apis.spec import OpenAIBackendSpec

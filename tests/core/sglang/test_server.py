@@ -18,7 +18,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, Generation, SamplingParams
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 Running = Any
 HOT = SamplingParams(temperature=1.0, ignore_eos=True)
@@ -26,7 +26,7 @@ HOT = SamplingParams(temperature=1.0, ignore_eos=True)
 
 @asynccontextmanager
 async def opened(
-    server: Running, format: ChatFormat, model: Path, sampling: SamplingParams | None = None, **spec: Any
+    server: Running, format: ChatTemplate, model: Path, sampling: SamplingParams | None = None, **spec: Any
 ) -> AsyncIterator[SGLangBackend]:
     backend = SGLangBackend(
         SGLangBackendSpec.model_validate({"urls": [server.url], **spec}),
@@ -43,7 +43,7 @@ async def opened(
 
 @pytest.fixture
 async def backend(
-    sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path
+    sglang_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path
 ) -> AsyncIterator[SGLangBackend]:
     async with opened(sglang_server, chat_format, tiny_model_dir) as made:
         yield made
@@ -85,7 +85,7 @@ def recomputed(
     return logprobs[torch.arange(len(output)), torch.tensor(list(output))].numpy()
 
 
-def prompt_of(format: ChatFormat, text: str = "What is 17 plus 25?") -> list[int]:
+def prompt_of(format: ChatTemplate, text: str = "What is 17 plus 25?") -> list[int]:
     return list(format.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"))
 
 
@@ -98,7 +98,7 @@ async def test_a_server_says_what_it_takes(backend: SGLangBackend) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 5}])
 async def test_logprobs_are_those_of_the_model_before_any_filter(
-    backend: SGLangBackend, chat_format: ChatFormat, tiny_model_dir: Path, temperature: float, filters: dict[str, Any]
+    backend: SGLangBackend, chat_format: ChatTemplate, tiny_model_dir: Path, temperature: float, filters: dict[str, Any]
 ) -> None:
     prompt = prompt_of(chat_format)
     generation = await backend.generate(request(prompt, SamplingParams(temperature=temperature, **filters)))
@@ -108,7 +108,7 @@ async def test_logprobs_are_those_of_the_model_before_any_filter(
 
 
 async def test_greedy_takes_the_most_likely_id_at_temperature_one(
-    backend: SGLangBackend, chat_format: ChatFormat, tiny_model_dir: Path
+    backend: SGLangBackend, chat_format: ChatTemplate, tiny_model_dir: Path
 ) -> None:
     import torch
 
@@ -122,7 +122,7 @@ async def test_greedy_takes_the_most_likely_id_at_temperature_one(
 
 
 async def test_a_conversation_is_exact_turn_after_turn_and_its_prefix_is_cached(
-    backend: SGLangBackend, chat_format: ChatFormat, tiny_model_dir: Path
+    backend: SGLangBackend, chat_format: ChatTemplate, tiny_model_dir: Path
 ) -> None:
     ids, known = prompt_of(chat_format), 0
     for turn in range(5):
@@ -135,12 +135,12 @@ async def test_a_conversation_is_exact_turn_after_turn_and_its_prefix_is_cached(
     assert backend.stats()["certificate"] == {"turns_checked": 5, "turns_unchecked": 0, "prompt_mismatches": 0}
 
 
-async def test_latency_and_queue_are_told(backend: SGLangBackend, chat_format: ChatFormat) -> None:
+async def test_latency_and_queue_are_told(backend: SGLangBackend, chat_format: ChatTemplate) -> None:
     generation = await backend.generate(request(prompt_of(chat_format)))
     assert 0 < generation.queue_seconds < generation.seconds
 
 
-async def test_a_stop_id_stays_in_the_reply(backend: SGLangBackend, chat_format: ChatFormat) -> None:
+async def test_a_stop_id_stays_in_the_reply(backend: SGLangBackend, chat_format: ChatTemplate) -> None:
     prompt = prompt_of(chat_format)
     free = (await backend.generate(request(prompt, SamplingParams()))).output_ids.tolist()
     generation = await backend.generate(request(prompt, SamplingParams(), stop_token_ids=[2, free[5]]))
@@ -152,7 +152,7 @@ async def test_a_stop_id_stays_in_the_reply(backend: SGLangBackend, chat_format:
 
 @pytest.mark.parametrize("trim", [None, True])
 async def test_a_stop_string_keeps_every_id_that_was_sampled(
-    backend: SGLangBackend, chat_format: ChatFormat, tiny_model_dir: Path, trim: bool | None
+    backend: SGLangBackend, chat_format: ChatTemplate, tiny_model_dir: Path, trim: bool | None
 ) -> None:
     prompt = prompt_of(chat_format)
     hot = SamplingParams(temperature=1.0, ignore_eos=True, stop=["e", "a", "t"], no_stop_trim=trim)
@@ -168,7 +168,7 @@ async def test_a_stop_string_keeps_every_id_that_was_sampled(
     np.testing.assert_allclose(generation.logprobs, recomputed(tiny_model_dir, prompt, output), atol=1e-4)
 
 
-async def test_a_seed_decides_what_is_sampled(backend: SGLangBackend, chat_format: ChatFormat) -> None:
+async def test_a_seed_decides_what_is_sampled(backend: SGLangBackend, chat_format: ChatTemplate) -> None:
     prompt = prompt_of(chat_format)
     replies = await asyncio.gather(
         *(backend.generate(request(prompt, HOT, seed=seed)) for seed in (5, 6, 5, 2**63 - 1))
@@ -179,7 +179,7 @@ async def test_a_seed_decides_what_is_sampled(backend: SGLangBackend, chat_forma
 
 
 async def test_banned_ids_are_not_sampled_and_logprobs_are_without_them(
-    backend: SGLangBackend, chat_format: ChatFormat, tiny_model_dir: Path
+    backend: SGLangBackend, chat_format: ChatTemplate, tiny_model_dir: Path
 ) -> None:
     prompt = prompt_of(chat_format)
     banned = list(range(500))
@@ -192,7 +192,7 @@ async def test_banned_ids_are_not_sampled_and_logprobs_are_without_them(
 
 
 async def test_a_cancelled_request_stops_on_the_server(
-    backend: SGLangBackend, sglang_server: Running, chat_format: ChatFormat
+    backend: SGLangBackend, sglang_server: Running, chat_format: ChatTemplate
 ) -> None:
     before = aborted(sglang_server.url)
     task = asyncio.create_task(backend.generate(request(prompt_of(chat_format), HOT, max_new_tokens=3500)))
@@ -205,7 +205,7 @@ async def test_a_cancelled_request_stops_on_the_server(
 
 
 async def test_closing_leaves_the_server_idle(
-    backend: SGLangBackend, sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path
+    backend: SGLangBackend, sglang_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path
 ) -> None:
     before = aborted(sglang_server.url)
     async with opened(sglang_server, chat_format, tiny_model_dir) as other:
@@ -251,7 +251,7 @@ EVERYTHING = SamplingParams(
     ids=["everything", "json_schema", "regex", "ebnf"],
 )
 async def test_every_parameter_of_ours_is_known_to_the_server(
-    sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path, sampling: SamplingParams
+    sglang_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path, sampling: SamplingParams
 ) -> None:
     async with opened(sglang_server, chat_format, tiny_model_dir, sampling) as made:
         generation = await made.generate(request(prompt_of(chat_format), sampling, max_new_tokens=40))
@@ -270,7 +270,7 @@ async def test_every_parameter_of_ours_is_known_to_the_server(
     ],
 )
 async def test_sampling_that_the_server_refuses_is_found_before_the_run(
-    sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path, sampling: SamplingParams, problem: str
+    sglang_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path, sampling: SamplingParams, problem: str
 ) -> None:
     with pytest.raises(BackendError, match=problem) as caught:
         async with opened(sglang_server, chat_format, tiny_model_dir, sampling):
@@ -289,7 +289,7 @@ def split(generation: Generation) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("mode", ["retract", "abort"])
 async def test_an_update_in_the_middle_gives_each_token_its_own_version(
     backend: SGLangBackend,
-    chat_format: ChatFormat,
+    chat_format: ChatTemplate,
     tiny_model_dir: Path,
     other_model_dir: Path,
     at_first: None,
@@ -314,7 +314,7 @@ async def test_an_update_in_the_middle_gives_each_token_its_own_version(
 
 
 async def test_in_place_goes_on_with_what_the_old_weights_computed(
-    backend: SGLangBackend, chat_format: ChatFormat, tiny_model_dir: Path, other_model_dir: Path, at_first: None
+    backend: SGLangBackend, chat_format: ChatTemplate, tiny_model_dir: Path, other_model_dir: Path, at_first: None
 ) -> None:
     await backend.control.update_weights_from_disk(str(tiny_model_dir), 4)
     prompt = prompt_of(chat_format)
@@ -333,7 +333,7 @@ async def test_in_place_goes_on_with_what_the_old_weights_computed(
 
 
 async def test_what_is_sent_after_an_update_is_sampled_with_the_new_weights_alone(
-    backend: SGLangBackend, chat_format: ChatFormat, tiny_model_dir: Path, other_model_dir: Path, at_first: None
+    backend: SGLangBackend, chat_format: ChatTemplate, tiny_model_dir: Path, other_model_dir: Path, at_first: None
 ) -> None:
     prompt = prompt_of(chat_format)
     for version, folder in ((11, other_model_dir), (12, tiny_model_dir)):
@@ -346,7 +346,7 @@ async def test_what_is_sent_after_an_update_is_sampled_with_the_new_weights_alon
 
 
 async def test_weights_that_cannot_be_loaded_leave_the_old_ones_and_sampling_goes_on(
-    backend: SGLangBackend, chat_format: ChatFormat, tiny_model_dir: Path, tmp_path: Path, at_first: None
+    backend: SGLangBackend, chat_format: ChatTemplate, tiny_model_dir: Path, tmp_path: Path, at_first: None
 ) -> None:
     await backend.control.update_weights_from_disk(str(tiny_model_dir), 3)
     with pytest.raises(BackendError, match="were not loaded everywhere") as caught:
@@ -357,7 +357,7 @@ async def test_weights_that_cannot_be_loaded_leave_the_old_ones_and_sampling_goe
 
 
 async def test_a_pause_holds_replies_back_and_they_are_whole_afterwards(
-    backend: SGLangBackend, chat_format: ChatFormat
+    backend: SGLangBackend, chat_format: ChatTemplate
 ) -> None:
     prompt = prompt_of(chat_format)
     free = await backend.generate(request(prompt, HOT, max_new_tokens=60))
@@ -372,7 +372,7 @@ async def test_a_pause_holds_replies_back_and_they_are_whole_afterwards(
 
 
 async def test_an_adapter_is_used_by_name_and_the_base_model_stays_what_it_is(
-    backend: SGLangBackend, chat_format: ChatFormat, tiny_model_dir: Path, adapter_dir: Path
+    backend: SGLangBackend, chat_format: ChatTemplate, tiny_model_dir: Path, adapter_dir: Path
 ) -> None:
     import torch
     from safetensors.torch import load_file
@@ -414,7 +414,7 @@ async def test_an_adapter_that_cannot_be_loaded_is_loaded_nowhere(backend: SGLan
 
 
 async def test_an_adapter_that_the_spec_names_and_nobody_loaded_is_found_before_the_run(
-    sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path
+    sglang_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path
 ) -> None:
     with pytest.raises(BackendError, match="ghost"):
         async with opened(sglang_server, chat_format, tiny_model_dir, adapter="ghost"):
@@ -422,7 +422,7 @@ async def test_an_adapter_that_the_spec_names_and_nobody_loaded_is_found_before_
 
 
 async def test_memory_is_released_and_taken_back_around_new_weights(
-    backend: SGLangBackend, chat_format: ChatFormat, tiny_model_dir: Path, other_model_dir: Path, at_first: None
+    backend: SGLangBackend, chat_format: ChatTemplate, tiny_model_dir: Path, other_model_dir: Path, at_first: None
 ) -> None:
     """The order of calls is that of the real server; without a GPU there is no memory that it could release."""
     prompt = prompt_of(chat_format)

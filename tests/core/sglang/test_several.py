@@ -20,7 +20,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 pytestmark = pytest.mark.slow
 HOT = SamplingParams(temperature=1.0, ignore_eos=True)
@@ -33,7 +33,7 @@ def request(number: int, **changes: Any) -> GenerateRequest:
 
 
 async def test_a_server_killed_in_the_middle_loses_no_reply_and_none_is_counted_twice(
-    sglang_server: Running, second_server: Running, chat_format: ChatFormat, tiny_model_dir: Path
+    sglang_server: Running, second_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path
 ) -> None:
     alone = SGLangBackend(
         SGLangBackendSpec(urls=[sglang_server.url]), chat_format, sampling=HOT, model=str(tiny_model_dir)
@@ -92,7 +92,7 @@ async def routed(backend: SGLangBackend) -> None:
 
 
 async def test_what_a_router_drops_is_found_and_told(
-    sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path, router_python: Path, tmp_path: Path
+    sglang_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path, router_python: Path, tmp_path: Path
 ) -> None:
     with router_before(sglang_server.url, router_python, tmp_path) as url:
         spec = SGLangBackendSpec(urls=[url], router=True)

@@ -18,7 +18,7 @@ import torch
 from engine.backends.sglang.client import SGLangBackend
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.train import broadcasts, sync_collective
 from engine.train.broadcasts import BroadcastGroup
 from engine.train.sync import open_sync
@@ -80,7 +80,7 @@ def scheduler_of(server: Running) -> int:
 async def test_a_push_goes_on_without_a_server_that_hangs_or_dies(
     sglang_server: Running,
     second_server: Running,
-    chat_format: ChatFormat,
+    chat_format: ChatTemplate,
     tiny_model_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -122,7 +122,7 @@ async def test_a_push_goes_on_without_a_server_that_hangs_or_dies(
 
 
 async def test_a_server_that_lost_the_group_is_called_again(
-    sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path, tmp_path: Path
+    sglang_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     """As one that was started again between two pushes."""
     backend = await started(chat_format, tiny_model_dir, sglang_server)
@@ -177,7 +177,7 @@ asyncio.run(main())
 
 @pytest.mark.slow
 async def test_the_push_after_a_killed_trainer_makes_the_group_again(
-    sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path, tmp_path: Path
+    sglang_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     """It was killed in the middle of its second push: the server is paused, has the group, an open session and some buckets."""
     script = tmp_path / "killed.py"

@@ -20,7 +20,7 @@ from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.train import TrainSpec
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.train.policy import Policy
 from engine.train.server_pushes import check_versions
 from engine.train.shared_tensors import SharedBuffer, buffer_bytes
@@ -32,7 +32,7 @@ LORA = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 
 
-async def started(format: ChatFormat, model: Path, *servers: Running, **more: Any) -> SGLangBackend:
+async def started(format: ChatTemplate, model: Path, *servers: Running, **more: Any) -> SGLangBackend:
     backend = SGLangBackend(
         SGLangBackendSpec.model_validate({"urls": [server.url for server in servers], **more}),
         format,
@@ -45,7 +45,7 @@ async def started(format: ChatFormat, model: Path, *servers: Running, **more: An
 
 @pytest.fixture
 async def backend(
-    sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path
+    sglang_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path
 ) -> AsyncIterator[SGLangBackend]:
     """It has the model's own weights before each test, and gets them back after it."""
     made = await started(chat_format, tiny_model_dir, sglang_server)
@@ -236,7 +236,7 @@ async def test_a_folder_that_the_server_cannot_load_is_told_with_what_it_samples
 
 
 async def test_a_server_that_somebody_else_updated_is_out_until_the_next_push(
-    backend: SGLangBackend, sglang_server: Running, chat_format: ChatFormat, tiny_model_dir: Path, tmp_path: Path
+    backend: SGLangBackend, sglang_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     policy = policy_of(tiny_model_dir)
     sync = open_sync(spec_of(tiny_model_dir, weight_sync={"method": "tensors"}), backend, tmp_path, lora=False)
@@ -301,7 +301,7 @@ async def test_ways_that_do_not_fit_are_refused(
 async def test_of_two_servers_one_that_died_is_out_and_the_push_goes_on_with_the_other(
     sglang_server: Running,
     second_server: Running,
-    chat_format: ChatFormat,
+    chat_format: ChatTemplate,
     tiny_model_dir: Path,
     tmp_path: Path,
     method: str,

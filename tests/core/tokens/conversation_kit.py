@@ -8,9 +8,9 @@ from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Branch
 from engine.tokens.conversation import Conversation
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
-Formats = Callable[..., ChatFormat]
+Formats = Callable[..., ChatTemplate]
 
 
 TOOLS = [
@@ -41,7 +41,7 @@ def generation(ids: list[int], finish: str = "stop", version: int = 0) -> Genera
     )
 
 
-def said(form: ChatFormat, text: str) -> Generation:
+def said(form: ChatTemplate, text: str) -> Generation:
     """A reply that is this text, tokenised."""
     return generation(form.encode(text))
 

@@ -30,7 +30,7 @@ from engine.tokens.conversation import Conversation
 from engine.tokens.loading import load_format
 from engine.tokens.quoting import unquote
 from engine.tokens.tape import Tape
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 SHIPPED = Path(__file__).parents[2] / "data" / "templates"
 SPECIAL = re.compile(
@@ -100,7 +100,7 @@ def _cases_in(root: Path) -> Iterator[tuple[str, Path]]:
             yield folder.name, folder
 
 
-def load_case(folder: Path, made: Path, make_tokenizer: Callable[..., Path], **model: Any) -> ChatFormat:
+def load_case(folder: Path, made: Path, make_tokenizer: Callable[..., Path], **model: Any) -> ChatTemplate:
     """The chat format of a case. `made`: an empty folder for the files that the case itself does not have."""
     if not (folder / "chat_template.jinja").is_file():
         return load_format(ModelSpec(path=str(folder), **model), Path())
@@ -188,7 +188,7 @@ def aligned(pieces: Sequence[tuple[bool, str]], text: str) -> int | None:
 class Player:
     """Plays one script."""
 
-    def __init__(self, form: ChatFormat, tools: bool) -> None:
+    def __init__(self, form: ChatTemplate, tools: bool) -> None:
         self.form = form
         self.tools: list[dict[str, Any]] = TOOLS if tools else []
         self.conversation = Conversation(form, self.tools)
@@ -415,7 +415,7 @@ class Player:
             raise Wrong(f"the guard refuses it: {compare(None, asked)}")
 
 
-def play(form: ChatFormat, name: str) -> list[Result]:
+def play(form: ChatTemplate, name: str) -> list[Result]:
     """The results of one scenario's scripts."""
     tools, scripts = SCENARIOS[name]
     results = []

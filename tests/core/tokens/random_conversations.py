@@ -15,7 +15,7 @@ from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Branch
 from engine.tokens.conversation import Conversation
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 OTHER_TOOLS: list[dict[str, Any]] = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "name": "estimate"}}]
 SUMMARY = Message(role="user", content="What was said before, in short.")
@@ -134,7 +134,11 @@ class Told:
     """
 
     def __init__(
-        self, form: ChatFormat, history: Literal["branch", "keep"], tools: list[dict[str, Any]], messages: list[Message]
+        self,
+        form: ChatTemplate,
+        history: Literal["branch", "keep"],
+        tools: list[dict[str, Any]],
+        messages: list[Message],
     ) -> None:
         self.conversation = Conversation(form, tools, history)
         self.conversation.open(messages)
@@ -261,7 +265,7 @@ class Play:
     steps that lead to the present state: a new one is made at each return to an earlier reply.
     """
 
-    def __init__(self, form: ChatFormat, history: Literal["branch", "keep"], tools: list[dict[str, Any]], opening: list[Message]) -> None:  # fmt: skip
+    def __init__(self, form: ChatTemplate, history: Literal["branch", "keep"], tools: list[dict[str, Any]], opening: list[Message]) -> None:  # fmt: skip
         self.form, self.history = form, history
         self.main, self.plain, self.alone = (Told(form, history, tools, opening) for _ in range(3))
         self.past = Past(tools, opening, (), tools)

@@ -15,7 +15,7 @@ from slow_cases import slow_but
 from engine.errors import BridgeError, RenderError
 from engine.schemas.message import Message
 from engine.tokens.conversation import Conversation
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 WORDS = [
     "What is 17 plus 25?",
@@ -100,14 +100,14 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...], int]] = {
 }
 
 
-def reply_ids(form: ChatFormat, reply: list[int] | str, stopped: bool) -> list[int]:
+def reply_ids(form: ChatTemplate, reply: list[int] | str, stopped: bool) -> list[int]:
     """The ids of a planned reply."""
     ids = form.encode(reply) if isinstance(reply, str) else reply
     return [*ids, form.stop_token_ids[0]] if stopped else ids
 
 
 def play(
-    form: ChatFormat, history: str, first: str, plan: list[tuple[list[int] | str, bool, list[Message]]]
+    form: ChatTemplate, history: str, first: str, plan: list[tuple[list[int] | str, bool, list[Message]]]
 ) -> tuple[Conversation, list[np.ndarray], list[list[int]]]:
     """Go through a plan; give the prompts and the replies."""
     conversation = Conversation(form, TOOLS, history)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from engine.errors import RenderError
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens import jinja
-from engine.tokens import template as format_module
+from engine.tokens import template as template_module
 from engine.tokens.bridge import bridge as bridging
 from engine.tokens.bridge import kinds as kinds_module
 from engine.tokens.bridge.cache import make_wrapper
@@ -246,7 +246,7 @@ def test_a_conversation_that_begins_on_a_later_day_gets_no_bridge_of_an_earlier_
 
 def _set_clock(monkeypatch: pytest.MonkeyPatch, now: Callable[[], datetime]) -> None:
     clock = type("Clock", (), {"now": now, "today": lambda: now().date()})
-    for module in (jinja, format_module, bridging, kinds_module):
+    for module in (jinja, template_module, bridging, kinds_module):
         monkeypatch.setattr(module, "datetime" if module is jinja else "date", clock)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.arguments import restored
 from engine.tokens.choosing import TOOL, written
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.tokens.toolcalls import PythonicFormat, UnreadableCall
 
 READ = ("qwen3_5_think", "glm4moe", "llama3_2", "lfm2_v2", "lfm2_2_5")
@@ -45,7 +45,7 @@ _arguments = st.fixed_dictionaries(
 
 
 @pytest.fixture(scope="module")
-def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatFormat]:
+def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTemplate]:
     return {name: load_case(cases()[name], tmp_path_factory.mktemp("case"), make_tokenizer) for name in READ}
 
 
@@ -53,7 +53,7 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatFormat]:
 @settings(max_examples=examples(15), deadline=None)
 @given(arguments=_arguments)
 def test_what_the_template_writes_is_read_back_or_malformed(
-    formats: dict[str, ChatFormat], name: str, arguments: dict[str, Any]
+    formats: dict[str, ChatTemplate], name: str, arguments: dict[str, Any]
 ) -> None:
     form = formats[name]
     call = {"type": "function", "id": "call_0_0", "function": {"name": "probe_tool", "arguments": arguments}}
@@ -114,7 +114,9 @@ def test_a_backslash_is_malformed_where_the_template_escapes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("name", "escapes"), [("lfm2_v2", True), ("lfm2_2_5", False)])
-def test_auto_knows_whether_the_template_escapes_text(formats: dict[str, ChatFormat], name: str, escapes: bool) -> None:
+def test_auto_knows_whether_the_template_escapes_text(
+    formats: dict[str, ChatTemplate], name: str, escapes: bool
+) -> None:
     parser = formats[name].call_format
     assert isinstance(parser, PythonicFormat)
     assert parser._escapes is escapes

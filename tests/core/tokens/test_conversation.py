@@ -10,7 +10,7 @@ from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.tokens.conversation import Conversation
 from engine.tokens.probing import rewritten_part
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 
 def test_canonical_replies_give_the_ids_of_the_template(formats: Formats) -> None:
@@ -26,7 +26,7 @@ def test_canonical_replies_give_the_ids_of_the_template(formats: Formats) -> Non
         assert [branch.reason for branch in conversation.branches()] == [""] or name == "unmarked"
 
 
-def apply(form: ChatFormat, conversation: Conversation) -> list[int]:
+def apply(form: ChatTemplate, conversation: Conversation) -> list[int]:
     """What transformers itself makes of a conversation."""
     messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
     ids = form.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

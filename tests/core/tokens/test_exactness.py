@@ -21,9 +21,9 @@ from engine.schemas.message import Message, ToolCall
 from engine.tokens.bridge.check import remainder
 from engine.tokens.choosing import TOOL
 from engine.tokens.conversation import Conversation
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
-Load = Callable[[str], ChatFormat]
+Load = Callable[[str], ChatTemplate]
 ASKED = [Message(role="user", content="How warm is it?")]
 AGAIN = [Message(role="user", content="And then?")]
 THOUGHT = "<think>\nHm.\n</think>\n\nYes."
@@ -31,9 +31,9 @@ THOUGHT = "<think>\nHm.\n</think>\n\nYes."
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    made: dict[str, ChatFormat] = {}
+    made: dict[str, ChatTemplate] = {}
 
-    def get(name: str) -> ChatFormat:
+    def get(name: str) -> ChatTemplate:
         if name not in made:
             made[name] = load_case(cases()[name], tmp_path_factory.mktemp("case"), make_tokenizer)
         return made[name]
@@ -86,7 +86,7 @@ def test_every_prompt_is_the_templates_or_begins_a_branch_on_all_that_is_here(tm
     assert wrong == {}
 
 
-def played(form: ChatFormat, said: Said, tools: bool = False) -> tuple[str, str, Conversation]:
+def played(form: ChatTemplate, said: Said, tools: bool = False) -> tuple[str, str, Conversation]:
     """The verdict on one reply that a user answers, why, and the conversation."""
     player = Player(form, tools)
     result = player.play([ASKED, said, AGAIN])

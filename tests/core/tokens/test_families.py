@@ -21,9 +21,9 @@ from engine.tokens.families import FamilyTemplate
 from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.loading import load_format
 from engine.tokens.probing import rewritten_part
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
-Formats = Callable[..., ChatFormat]
+Formats = Callable[..., ChatTemplate]
 
 _HEADERS = [
     "<|begin_of_text|>",
@@ -148,7 +148,7 @@ def test_an_extension_is_the_end_of_what_the_family_renders(
         assert whole[-len(tail) :] == tail
 
 
-def parse(form: ChatFormat, text: str, prompt: str = "<|im_start|>assistant\n") -> Any:
+def parse(form: ChatTemplate, text: str, prompt: str = "<|im_start|>assistant\n") -> Any:
     import numpy as np
 
     ids, before = np.array(form.encode(text), np.int32), np.array(form.encode(prompt), np.int32)

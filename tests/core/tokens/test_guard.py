@@ -27,9 +27,9 @@ from engine.tokens.bridge.guard import Difference, Finding, Guard, Unanswered
 from engine.tokens.bridge.guard_child import _tokenizer
 from engine.tokens.conversation import Conversation
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
-Formats = Callable[..., ChatFormat]
+Formats = Callable[..., ChatTemplate]
 
 
 async def judged(
@@ -44,11 +44,11 @@ async def judged(
     )
 
 
-def guard_of(form: ChatFormat) -> Guard:
+def guard_of(form: ChatTemplate) -> Guard:
     return Guard(form, ModelSpec(path=form.fast.name_or_path), Path())
 
 
-def talk(form: ChatFormat, *replies: str, **named: Any) -> Conversation:
+def talk(form: ChatTemplate, *replies: str, **named: Any) -> Conversation:
     conversation = Conversation(form, [], **named)
     conversation.open([user("Hello <|im_end|> there.")])
     for turn, reply in enumerate(replies):
@@ -152,7 +152,7 @@ async def test_a_template_that_shows_the_time_is_rendered_at_that_of_the_prompt(
 SLOW = "{%- if messages | length > 2 %}{% for a in range(LOOPS) %}{% for b in range(10000) %}{% endfor %}{% endfor %}{% endif %}"
 
 
-def slow_guard(form: ChatFormat, loops: int) -> Guard:
+def slow_guard(form: ChatTemplate, loops: int) -> Guard:
     """A guard whose child takes long for conversations of more than one turn."""
     guard = guard_of(form)
     told = json.loads(guard._told)

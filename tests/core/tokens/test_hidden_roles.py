@@ -15,7 +15,7 @@ from engine.errors import RenderError
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 _CALLS = (
     "{%- for call in m.tool_calls or [] %}{{ '\\n<tool_call>\\n' }}"
@@ -94,7 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer") / "small", "")
 
 
-def with_template(folder: Path, source: str, at: Path, **model: Any) -> ChatFormat:
+def with_template(folder: Path, source: str, at: Path, **model: Any) -> ChatTemplate:
     """The tokenizer's chat format with another template."""
     (at / "chat_template.jinja").write_text(source)
     return load_format(ModelSpec(path=str(folder), chat_template=str(at / "chat_template.jinja"), **model), Path())

@@ -14,9 +14,9 @@ from hostile_templates import HOSTILE, episode, random_template
 
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
-Make = Callable[[str], ChatFormat]
+Make = Callable[[str], ChatTemplate]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer") / "small", "")
 
 
-def with_template(folder: Path, source: str, at: Path) -> ChatFormat:
+def with_template(folder: Path, source: str, at: Path) -> ChatTemplate:
     """A tokenizer's chat format with another template."""
     (at / "chat_template.jinja").write_text(source)
     return load_format(ModelSpec(path=str(folder), chat_template=str(at / "chat_template.jinja")), Path())
@@ -36,7 +36,7 @@ def hostile(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
     return cache(lambda name: with_template(folder, HOSTILE[name], tmp_path_factory.mktemp("hostile")))
 
 
-def wrong_turns(form: ChatFormat, episodes: int, seed: int = 0) -> list[str]:
+def wrong_turns(form: ChatTemplate, episodes: int, seed: int = 0) -> list[str]:
     """What went wrong in random episodes."""
     results = [Player(form, False).play(episode(Random(1000 * number + seed))) for number in range(episodes)]
     assert any(result.verdict != "refused" for result in results) or episodes < 10, results[0].why

@@ -21,7 +21,7 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.choosing import TOOL, written
 from engine.tokens.conversation import Conversation, Reply
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 SECTIONS = (
     "<｜tool▁calls▁begin｜>",
@@ -59,7 +59,7 @@ TAILS = ("", "w", "c", "m", "u", "wc", "cw", "cc", "cwc", "cm", "mc", "wmw", "cu
 """What follows: words, calls, malformed and unclosed calls."""
 
 
-def _call(form: ChatFormat, word: str) -> str | None:
+def _call(form: ChatTemplate, word: str) -> str | None:
     """A call as a model writes it; None where this format has none."""
     function = {"name": "probe_tool", "arguments": {"text": word}}
     call = {"type": "function", "id": "functions.probe_tool:0", "function": function}
@@ -76,7 +76,7 @@ def _malformed(call: str) -> str:
     raise AssertionError(call)
 
 
-def plans(form: ChatFormat) -> Iterator[list[Piece]]:
+def plans(form: ChatTemplate) -> Iterator[list[Piece]]:
     """Replies, as the pieces of each."""
     calls = _call(form, "K") is not None and not form.unread_calls
     for head, tail in product(HEADS, TAILS if calls else TAILS[:2]):
@@ -96,7 +96,7 @@ def bare(text: str) -> str:
     return "".join(text.split())
 
 
-def check(form: ChatFormat, pieces: list[Piece]) -> None:
+def check(form: ChatTemplate, pieces: list[Piece]) -> None:
     text = "\n".join(piece.text for piece in pieces)
     conversation = Conversation(form, [] if form.unread_calls else [TOOL])
     conversation.open([user("Q1?")])
@@ -145,10 +145,10 @@ def _check_branch(shown: str, pieces: list[Piece], reply: Reply) -> None:
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ChatFormat]:
-    made: dict[str, ChatFormat] = {}
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ChatTemplate]:
+    made: dict[str, ChatTemplate] = {}
 
-    def get(name: str) -> ChatFormat:
+    def get(name: str) -> ChatTemplate:
         if name not in made:
             made[name] = load_case(cases()[name], tmp_path_factory.mktemp("case"), make_tokenizer)
         return made[name]
@@ -161,7 +161,7 @@ SHIPPED = [name for name in cases() if name != "gptoss"]
 
 @pytest.mark.parametrize("name", slow_but(SHIPPED, "qwen3", "qwen3_5_think", "glm4moe", "lfm2_2_5"))
 def test_all_that_was_sampled_is_in_the_message_and_in_the_next_branch(
-    load: Callable[[str], ChatFormat], name: str
+    load: Callable[[str], ChatTemplate], name: str
 ) -> None:
     form = load(name)
     for pieces in [*plans(form)][::8]:
@@ -211,7 +211,7 @@ OTHER = "<|channel|>sideways<|message|>Aside.<|end|>"
     ],
 )
 def test_blocks_of_harmony_that_are_in_no_known_channel_are_content(
-    load: Callable[[str], ChatFormat], blocks: list[str], reasoning: str | None, content: str, calls: list[str | None]
+    load: Callable[[str], ChatTemplate], blocks: list[str], reasoning: str | None, content: str, calls: list[str | None]
 ) -> None:
     form = load("gptoss")
     conversation = Conversation(form, [TOOL])

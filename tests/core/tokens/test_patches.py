@@ -18,7 +18,7 @@ from engine.tokens.bridge.check import check_bridge
 from engine.tokens.bridge.kinds import ASSISTANT, USER
 from engine.tokens.loading import load_format
 from engine.tokens.patches import PATCHES, Patch, patched, patches_of, template_hash
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 DATA = SHIPPED.parent
 FILES = [*SHIPPED.glob("*/chat_template.jinja"), *DATA.glob("patched_templates/*.jinja")]
@@ -45,7 +45,7 @@ SCRIPTS: dict[str, tuple[bool, list[Any]]] = {
 """By template and patch: a conversation that goes on with the patch, and does not without it."""
 
 
-def load(hash_: str, folder: Path, **model: Any) -> ChatFormat:
+def load(hash_: str, folder: Path, **model: Any) -> ChatTemplate:
     case, made = folder / "case", folder / "made"
     case.mkdir(parents=True)
     made.mkdir()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from engine.tokens.quoting import MARK, Quoting, quoted_index, unquote
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.tokens.tokenizer import FastTokenizer
 
 QUOTING = Quoting(["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|im|>"])
@@ -24,7 +24,7 @@ TEXTS = st.lists(PIECES, max_size=12).map("".join)
 
 
 @pytest.fixture(scope="module")
-def qwen(shipped: Callable[[str], ChatFormat]) -> FastTokenizer:
+def qwen(shipped: Callable[[str], ChatTemplate]) -> FastTokenizer:
     return shipped("qwen3").fast
 
 

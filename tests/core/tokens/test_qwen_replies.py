@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from msgspec.structs import astuple
 
 from engine.tokens.qwen_replies import QwenReply
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.tokens.tokenizer import FastTokenizer
 
 Formats = Callable[..., Any]
@@ -44,7 +44,7 @@ _PIECES = [
 _THOUGHTS = ["<think>", "</think>"]
 
 
-def _library(form: ChatFormat, ids: list[int], before: list[int]) -> tuple[Any, ...]:
+def _library(form: ChatTemplate, ids: list[int], before: list[int]) -> tuple[Any, ...]:
     found = form.reader._library.parse_response(ids, tools=None, prompt_ids=before)
     calls = [(call.raw, call.name, call.arguments, call.token_span, str(call.status)) for call in found.tool_calls]
     return found.content, found.reasoning_content, found.reasoning_complete is False, calls

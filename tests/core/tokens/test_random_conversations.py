@@ -14,7 +14,7 @@ from slow_cases import slow_but
 from test_any_conversation import REPLIES, TEXTS
 
 from engine.schemas.message import Message
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 IDS = st.lists(st.integers(0, 1 << 20), max_size=8)
 CASES: dict[str, tuple[dict[str, Any], Any, tuple[str, ...]]] = {
@@ -52,7 +52,7 @@ ANY = settings(  # a plan is long: to make it smaller takes minutes
 def find(formats: Formats, shipped: Formats) -> Formats:
     """`find(**told)`: a chat format of `formats`, or with `shipped` one of a real tokenizer."""
 
-    def get(**told: Any) -> ChatFormat:
+    def get(**told: Any) -> ChatTemplate:
         name = told.pop("shipped", None)
         return formats(**told) if name is None else shipped(name, **told)
 

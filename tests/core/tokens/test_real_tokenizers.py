@@ -29,7 +29,7 @@ from engine.tokens.conversation import Conversation
 from engine.tokens.jinja_source import JinjaSource
 from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.tokens.tokenizer import FastTokenizer
 
 FOLDER = os.environ.get("EPISODE_ENGINE_TOKENIZERS", "")
@@ -54,10 +54,10 @@ TOOLS = [
 
 
 @pytest.fixture(scope="module")
-def real() -> Callable[..., ChatFormat]:
-    made: dict[str, ChatFormat] = {}
+def real() -> Callable[..., ChatTemplate]:
+    made: dict[str, ChatTemplate] = {}
 
-    def get(name: str, **model: Any) -> ChatFormat:
+    def get(name: str, **model: Any) -> ChatTemplate:
         key = f"{name} {sorted(model.items())}"
         if key not in made:
             made[key] = load_format(ModelSpec(path=str(Path(FOLDER) / name), **model), Path())
@@ -66,13 +66,13 @@ def real() -> Callable[..., ChatFormat]:
     return get
 
 
-def reply(form: ChatFormat, text: str) -> Generation:
+def reply(form: ChatTemplate, text: str) -> Generation:
     ids = form.encode(text)
     return Generation.read({"output_ids": ids, "logprobs": [-0.5] * len(ids), "finish": FinishReason(type="stop")})
 
 
 def template_ids(
-    form: ChatFormat, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    form: ChatTemplate, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
 ) -> list[int]:
     """What transformers makes of a conversation, without anything of ours in between."""
     return list(
@@ -92,7 +92,7 @@ def template_ids(
     ],
 )
 def test_canonical_conversations_have_the_templates_ids(
-    real: Callable[..., ChatFormat], name: str, model: dict[str, Any], format_: str, end: str
+    real: Callable[..., ChatTemplate], name: str, model: dict[str, Any], format_: str, end: str
 ) -> None:
     form = real(name, **model)
     assert (form.name, form.stops[0]) == (format_, end)
@@ -110,7 +110,7 @@ def test_canonical_conversations_have_the_templates_ids(
 
 @pytest.mark.parametrize("renderer", ["auto", "template"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5"])
-def test_tool_loops_have_the_templates_ids(real: Callable[..., ChatFormat], name: str, renderer: str) -> None:
+def test_tool_loops_have_the_templates_ids(real: Callable[..., ChatTemplate], name: str, renderer: str) -> None:
     form = real(name, renderer=renderer)
     conversation = Conversation(form, TOOLS)
     said: list[dict[str, Any]] = [{"role": "user", "content": "Is it warm in Paris?"}]
@@ -148,7 +148,7 @@ TEXTS = st.lists(
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "gemma3"])
 @given(data=st.data())
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_sampled_ids_stay_as_they_were(real: Callable[..., ChatFormat], name: str, data: st.DataObject) -> None:
+def test_any_sampled_ids_stay_as_they_were(real: Callable[..., ChatTemplate], name: str, data: st.DataObject) -> None:
     form = real(name, tool_role="user" if name == "gemma3" else "tool")
     added = st.sampled_from(sorted(form.fast.added.values()))
     ids = st.lists(st.integers(0, form.vocab_size - 1) | added, max_size=20)

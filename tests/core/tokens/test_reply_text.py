@@ -21,9 +21,9 @@ from engine.tokens.bridge.cache import make_reply_text, parts_of, shape_of
 from engine.tokens.bridge.check import ReplyFrame, check_bridge
 from engine.tokens.bridge.kinds import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, View
 from engine.tokens.jinja_source import JinjaSource
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
-Load = Callable[[str], ChatFormat]
+Load = Callable[[str], ChatTemplate]
 
 PIECES = ["Yes.", " ", "\n", "\n\n", "42", "é🙂", "e\u0301", '"', "'", "\\", "{{ x }}", "[x]", "\t", "<b>", "<think>", "</think>", "<|im_end|>", "\ufdd0"]  # fmt: skip
 TEXT = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
@@ -57,9 +57,9 @@ def replies(draw: st.DrawFn) -> View:
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    made: dict[str, ChatFormat] = {}
+    made: dict[str, ChatTemplate] = {}
 
-    def get(name: str) -> ChatFormat:
+    def get(name: str) -> ChatTemplate:
         if name not in made:
             made[name] = load_case(cases()[name], tmp_path_factory.mktemp("case"), make_tokenizer)
         return made[name]
@@ -67,7 +67,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     return get
 
 
-def frames(form: ChatFormat) -> list[ReplyFrame]:
+def frames(form: ChatTemplate) -> list[ReplyFrame]:
     """Frames of a plain reply, of one with reasoning, and of one that calls tools."""
     kinds = [
         (ASSISTANT, USER),
@@ -96,7 +96,7 @@ def test_a_reply_is_written_as_the_template_renders_it(load: Load, name: str, re
         assert shown(form, frame, reply) == shown(form, always_rendered, reply)
 
 
-def shown(form: ChatFormat, frame: ReplyFrame, reply: View) -> str | None:
+def shown(form: ChatTemplate, frame: ReplyFrame, reply: View) -> str | None:
     try:
         return form.bridges.shown_in(frame, reply)
     except RenderError as error:

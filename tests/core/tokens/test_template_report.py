@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from engine.cli.main import app
 from engine.tokens.bridge.kinds import ASSISTANT, REASONS, USER
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.tokens.template_report import branch_rule, masks, masks_or_why, parting, usual_turns
 
 
-def load(name: str, folder: Path, **model: Any) -> ChatFormat:
+def load(name: str, folder: Path, **model: Any) -> ChatTemplate:
     folder.mkdir(exist_ok=True)
     return load_case(SHIPPED / name, folder, make_tokenizer, **model)
 

@@ -19,7 +19,7 @@ from engine.spec.load import load_spec
 from engine.store import training as folders
 from engine.store.header import RunHeader
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.train.learner import Learner
 from engine.train.metrics import read_metrics
 from engine.train.trainer import Trainer
@@ -96,7 +96,7 @@ class StrictServer(FakeSGLang):
 
 
 @asynccontextmanager
-async def served(form: ChatFormat, count: int = 1) -> AsyncIterator[tuple[list[StrictServer], list[str]]]:
+async def served(form: ChatTemplate, count: int = 1) -> AsyncIterator[tuple[list[StrictServer], list[str]]]:
     async with AsyncExitStack() as stack:
         servers = [StrictServer() for _ in range(count)]
         for server in servers:
@@ -111,7 +111,7 @@ def _spec_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def form(tiny_model_dir: Path) -> ChatFormat:
+def form(tiny_model_dir: Path) -> ChatTemplate:
     from engine.schemas.model import ModelSpec
 
     return load_format(ModelSpec(path=str(tiny_model_dir)), tiny_model_dir)
@@ -142,7 +142,7 @@ def begin(tmp_path: Path, tiny_model_dir: Path) -> Begin:
 STEP = ["release weights kv_cache", "resume weights", "load", "resume kv_cache"]
 
 
-async def test_each_update_has_the_servers_memory_and_gives_it_back_in_order(form: ChatFormat, begin: Begin) -> None:
+async def test_each_update_has_the_servers_memory_and_gives_it_back_in_order(form: ChatTemplate, begin: Begin) -> None:
     async with served(form, 2) as (servers, urls):
         trainer = begin(urls)
         result = await trainer.run()
@@ -156,7 +156,7 @@ async def test_each_update_has_the_servers_memory_and_gives_it_back_in_order(for
 
 
 @pytest.mark.slow
-async def test_an_adapter_is_loaded_after_all_memory_is_back(form: ChatFormat, begin: Begin) -> None:
+async def test_an_adapter_is_loaded_after_all_memory_is_back(form: ChatTemplate, begin: Begin) -> None:
     async with served(form) as ([server], urls):
         await begin(urls, lora={"rank": 2, "alpha": 4, "target_modules": ["q_proj"]}).run()
         assert server.wrong == []
@@ -165,7 +165,7 @@ async def test_an_adapter_is_loaded_after_all_memory_is_back(form: ChatFormat, b
 
 
 async def test_an_update_that_fails_leaves_servers_that_can_sample(
-    form: ChatFormat, begin: Begin, monkeypatch: pytest.MonkeyPatch
+    form: ChatTemplate, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def diverge(*_: Any) -> dict[str, float]:
         raise TrainError("the loss is nan", kind="diverged")
@@ -178,7 +178,7 @@ async def test_an_update_that_fails_leaves_servers_that_can_sample(
         assert server.order == ["load", "release weights kv_cache", "resume weights", "resume kv_cache"]
 
 
-async def test_a_server_that_cannot_release_memory_is_refused_at_the_start(form: ChatFormat, begin: Begin) -> None:
+async def test_a_server_that_cannot_release_memory_is_refused_at_the_start(form: ChatTemplate, begin: Begin) -> None:
     async with served(form) as ([server], urls):
         server.saver = False
         with pytest.raises(BackendError, match="start it with --enable-memory-saver"):
@@ -186,7 +186,9 @@ async def test_a_server_that_cannot_release_memory_is_refused_at_the_start(form:
 
 
 @pytest.mark.slow
-async def test_a_release_that_one_server_refuses_gives_all_servers_their_memory(form: ChatFormat, begin: Begin) -> None:
+async def test_a_release_that_one_server_refuses_gives_all_servers_their_memory(
+    form: ChatTemplate, begin: Begin
+) -> None:
     async with served(form, 2) as (servers, urls):
         servers[1].refuse = "/release_memory_occupation"
         with pytest.raises(BackendError, match=r"did not release its memory: .*CUDA out of memory"):
@@ -195,7 +197,7 @@ async def test_a_release_that_one_server_refuses_gives_all_servers_their_memory(
 
 
 @pytest.mark.slow
-async def test_a_resume_that_fails_says_what_to_change(form: ChatFormat, begin: Begin) -> None:
+async def test_a_resume_that_fails_says_what_to_change(form: ChatTemplate, begin: Begin) -> None:
     async with served(form) as ([server], urls):
         trainer = begin(urls)
         server.refuse = "/resume_memory_occupation"
@@ -208,7 +210,7 @@ async def test_a_resume_that_fails_says_what_to_change(form: ChatFormat, begin: 
 
 
 async def test_a_server_that_was_started_again_during_an_update_is_asked_for_nothing(
-    form: ChatFormat, begin: Begin, monkeypatch: pytest.MonkeyPatch
+    form: ChatTemplate, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with served(form) as ([server], urls):
         step, updates = Learner.step, []
@@ -229,7 +231,7 @@ async def test_a_server_that_was_started_again_during_an_update_is_asked_for_not
 
 
 async def test_memory_that_a_killed_training_had_is_taken_back_before_the_first_request(
-    form: ChatFormat, begin: Begin, monkeypatch: pytest.MonkeyPatch
+    form: ChatTemplate, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
         """As SIGKILL: nothing of the process runs after it."""
@@ -259,7 +261,7 @@ async def _nothing(*_: Any) -> None:
 
 @pytest.mark.slow
 async def test_the_memory_of_a_server_that_was_started_again_after_a_kill_is_left_alone(
-    form: ChatFormat, begin: Begin
+    form: ChatTemplate, begin: Begin
 ) -> None:
     async with served(form) as ([server], urls):
         trainer = begin(urls)
@@ -273,7 +275,7 @@ async def test_the_memory_of_a_server_that_was_started_again_after_a_kill_is_lef
 
 @pytest.mark.slow
 async def test_a_busy_server_is_waited_for_and_then_an_error(
-    form: ChatFormat, begin: Begin, monkeypatch: pytest.MonkeyPatch
+    form: ChatTemplate, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.backends.sglang.memory.IDLE_SECONDS", 0.3)
     async with served(form) as ([server], urls):

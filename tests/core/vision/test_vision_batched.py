@@ -28,14 +28,14 @@ from engine.schemas.message import ImagePart
 from engine.schemas.model import ModelSpec
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"]
 SHOWN: list[list[bytes]] = [[FIRST], [], [FIRST, SECOND, THIRD], [FIRST, FIRST], [THIRD], [SECOND, FIRST], [], [FIRST]]
 """The images of each episode's first prompt: of three sizes, none to three in a prompt, one twice in a row."""
 
 
-def form_of(folder: Path) -> ChatFormat:
+def form_of(folder: Path) -> ChatTemplate:
     form = load_format(ModelSpec(path=str(folder)), Path())
     assert form.vision is not None
     for data in (FIRST, SECOND, THIRD):
@@ -43,7 +43,7 @@ def form_of(folder: Path) -> ChatFormat:
     return form
 
 
-def ask(form: ChatFormat, episode: int, turn: int, ids: Sequence[int], images: Sequence[bytes]) -> GenerateRequest:
+def ask(form: ChatTemplate, episode: int, turn: int, ids: Sequence[int], images: Sequence[bytes]) -> GenerateRequest:
     """A request; each marker in `ids` stands for one image."""
     assert form.vision is not None
     digests = [digest_of(data) for data in images]
@@ -62,7 +62,7 @@ def ask(form: ChatFormat, episode: int, turn: int, ids: Sequence[int], images: S
     )
 
 
-def first_prompt(form: ChatFormat, episode: int) -> list[int]:
+def first_prompt(form: ChatTemplate, episode: int) -> list[int]:
     """Half of the prompts begin with the same text. Text stands before and after each image."""
     assert form.vision is not None
     ids = list(range(20, 50)) if episode % 2 else [5]
@@ -71,7 +71,7 @@ def first_prompt(form: ChatFormat, episode: int) -> list[int]:
     return [*ids, 70 + episode, 8]
 
 
-def opened(folder: Path, form: ChatFormat, *, max_batch: int, **options: object) -> LocalBackend:
+def opened(folder: Path, form: ChatTemplate, *, max_batch: int, **options: object) -> LocalBackend:
     spec = LocalBackendSpec(
         max_batch=max_batch, dtype="float32", device="cpu", deterministic=bool(options.pop("same", 0))
     )
@@ -80,7 +80,7 @@ def opened(folder: Path, form: ChatFormat, *, max_batch: int, **options: object)
 
 
 async def play(
-    folder: Path, form: ChatFormat, *, max_batch: int, together: bool, restart: bool = False, **options: object
+    folder: Path, form: ChatTemplate, *, max_batch: int, together: bool, restart: bool = False, **options: object
 ) -> tuple[list[list[Generation]], dict[str, object]]:
     """Two turns of every episode; every other one shows a further image before the second."""
     backend = opened(folder, form, max_batch=max_batch, **options)

@@ -20,13 +20,13 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.conversation import Conversation
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.tokens.vision import Vision
 
 FAMILIES = pytest.mark.parametrize("family", BUILDERS)
 
 
-def form_of(folder: Path, **model: object) -> ChatFormat:
+def form_of(folder: Path, **model: object) -> ChatTemplate:
     return load_format(ModelSpec(path=str(folder), **model), folder)  # type: ignore[arg-type]
 
 
@@ -35,7 +35,7 @@ def seen(vision: Vision, data: bytes) -> ImagePart:
     return ImagePart(image=digest_of(data))
 
 
-def reply(form: ChatFormat, text: str) -> Generation:
+def reply(form: ChatTemplate, text: str) -> Generation:
     ids = np.array([*form.encode(text), form.stop_token_ids[0]], np.int32)
     return Generation.read(
         {
@@ -47,7 +47,7 @@ def reply(form: ChatFormat, text: str) -> Generation:
     )
 
 
-def by_the_processor(form: ChatFormat, messages: list[dict[str, object]], images: list[bytes]) -> list[int]:
+def by_the_processor(form: ChatTemplate, messages: list[dict[str, object]], images: list[bytes]) -> list[int]:
     """The processor's own ids of a conversation: template, expansion and tokens in one go."""
     assert form.vision is not None
     text = form.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -26,12 +26,12 @@ from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.model import ModelSpec
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 QWEN = pytest.mark.parametrize("family", slow_but(["qwen2_5_vl", "qwen3_vl"], "qwen3_vl"))
 
 
-def form_of(folder: Path) -> ChatFormat:
+def form_of(folder: Path) -> ChatTemplate:
     return load_format(ModelSpec(path=str(folder)), folder)
 
 
@@ -110,7 +110,7 @@ def test_a_model_that_cuts_images_into_tiles_is_refused_on_a_server(vlm: Callabl
 class Asked:
     """Answers as a server does: the prompt expanded by `form`, and a log-prob a token that depends on the image's bytes."""
 
-    def __init__(self, form: ChatFormat, **changes: Any) -> None:
+    def __init__(self, form: ChatTemplate, **changes: Any) -> None:
         self.form = form
         self.changes = changes
         self.bodies: list[dict[str, Any]] = []

@@ -20,7 +20,7 @@ from engine.backends.sglang.verify import verify_servers
 from engine.errors import BackendError
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 
 class Told(Server):
@@ -39,7 +39,7 @@ class Serving:
     """Answers as a server with this model does: its own processor over the image that it was sent, and a plain pass."""
 
     def __init__(
-        self, form: ChatFormat, folder: Path, *, change: Callable[[Any], None] | None = None, shade: int = 0
+        self, form: ChatTemplate, folder: Path, *, change: Callable[[Any], None] | None = None, shade: int = 0
     ) -> None:
         kind: Any = AutoModelForCausalLM if form.vision is None else AutoModelForImageTextToText
         self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
@@ -70,8 +70,8 @@ class Serving:
 
 
 @pytest.fixture
-def opened(vlm: Callable[[str], Path], tiny_model_dir: Path) -> Callable[[str], tuple[ChatFormat, Path]]:
-    def get(family: str) -> tuple[ChatFormat, Path]:
+def opened(vlm: Callable[[str], Path], tiny_model_dir: Path) -> Callable[[str], tuple[ChatTemplate, Path]]:
+    def get(family: str) -> tuple[ChatTemplate, Path]:
         folder = tiny_model_dir if family == "text" else vlm(family)
         return load_format(ModelSpec(path=str(folder)), folder), folder
 
@@ -80,7 +80,7 @@ def opened(vlm: Callable[[str], Path], tiny_model_dir: Path) -> Callable[[str], 
 
 @pytest.mark.parametrize("family", ["text", "qwen3_vl"])
 async def test_a_server_of_the_same_model_and_pixels_is_certified(
-    opened: Callable[[str], tuple[ChatFormat, Path]], family: str
+    opened: Callable[[str], tuple[ChatTemplate, Path]], family: str
 ) -> None:
     form, folder = opened(family)
     found = await verify_servers([Told("float32"), Told("bfloat16")], form, lambda: folder, Serving(form, folder))
@@ -94,7 +94,7 @@ def shift(model: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["text", "qwen3_vl"])
-async def test_other_weights_are_refused(opened: Callable[[str], tuple[ChatFormat, Path]], family: str) -> None:
+async def test_other_weights_are_refused(opened: Callable[[str], tuple[ChatTemplate, Path]], family: str) -> None:
     form, folder = opened(family)
     with pytest.raises(
         BackendError, match=r"differ from those of the model's files by .* it has other weights"
@@ -105,7 +105,7 @@ async def test_other_weights_are_refused(opened: Callable[[str], tuple[ChatForma
 
 @pytest.mark.parametrize("family", ["qwen3_vl"])
 async def test_pixels_that_are_a_few_grey_levels_off_are_refused(
-    opened: Callable[[str], tuple[ChatFormat, Path]], family: str
+    opened: Callable[[str], tuple[ChatTemplate, Path]], family: str
 ) -> None:
     """As a server whose processor scales or normalises otherwise has them: text would not show it."""
     form, folder = opened(family)
@@ -113,7 +113,9 @@ async def test_pixels_that_are_a_few_grey_levels_off_are_refused(
         await verify_servers([Told("float32")], form, lambda: folder, Serving(form, folder, shade=20))
 
 
-async def test_files_that_are_no_model_say_so(opened: Callable[[str], tuple[ChatFormat, Path]], tmp_path: Path) -> None:
+async def test_files_that_are_no_model_say_so(
+    opened: Callable[[str], tuple[ChatTemplate, Path]], tmp_path: Path
+) -> None:
     form, folder = opened("text")
     with pytest.raises(BackendError, match=r"`backend.verify`: the model cannot be loaded or run") as raised:
         await verify_servers([Told("float32")], form, lambda: tmp_path, Serving(form, folder))

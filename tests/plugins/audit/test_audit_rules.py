@@ -21,16 +21,16 @@ from engine.plugins.audit.template import TemplateMarks
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import Message
 from engine.tokens.conversation import Conversation
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 
 @pytest.fixture
-def form(formats: Callable[..., ChatFormat]) -> ChatFormat:
+def form(formats: Callable[..., ChatTemplate]) -> ChatTemplate:
     return formats("plain", allow_special=True)
 
 
 def conversation_row(
-    form: ChatFormat, prompt: list[Message], replies: list[str], answers: list[Message], **keys: Any
+    form: ChatTemplate, prompt: list[Message], replies: list[str], answers: list[Message], **keys: Any
 ) -> ForeignRow:
     """The row of a conversation as the engine writes it: replies end with the stop token, and have a log-prob of -0.5."""
     conversation = Conversation(form, tools=[])
@@ -58,14 +58,14 @@ def conversation_row(
     return replace(row, **keys)
 
 
-def two_turns(form: ChatFormat, **keys: Any) -> ForeignRow:
+def two_turns(form: ChatTemplate, **keys: Any) -> ForeignRow:
     prompt = [Message(role="user", content="What is 17 plus 25?")]
     return conversation_row(
         form, prompt, ["40?", "The answer is 42."], [Message(role="user", content="Try again.")], **keys
     )
 
 
-def from_parts(form: ChatFormat, *parts: tuple[str, int], **keys: Any) -> ForeignRow:
+def from_parts(form: ChatTemplate, *parts: tuple[str, int], **keys: Any) -> ForeignRow:
     """A row whose response is made of texts, each with its loss mask."""
     encoded = [(form.encode(text), trained) for text, trained in parts]
     ids = np.asarray([id_ for part, _ in encoded for id_ in part], np.int32)
@@ -81,7 +81,7 @@ def found(report: Report) -> list[tuple[str, str, int | None]]:
     return [(finding.rule, finding.severity, finding.token) for finding in report.findings]
 
 
-def judged(form: ChatFormat, *rows: ForeignRow, **keys: Any) -> list[tuple[str, str, int | None]]:
+def judged(form: ChatTemplate, *rows: ForeignRow, **keys: Any) -> list[tuple[str, str, int | None]]:
     return found(audit(rows, "verl", form, **keys)[0])
 
 
@@ -94,7 +94,7 @@ WORDS = st.text(st.sampled_from("ab 12\n.é<"), min_size=1, max_size=12).map(str
 @settings(max_examples=6)
 @given(data=st.data())
 def test_rows_that_the_engine_wrote_have_no_finding(
-    formats: Callable[..., ChatFormat], template: str, data: st.DataObject
+    formats: Callable[..., ChatTemplate], template: str, data: st.DataObject
 ) -> None:
     form = formats(template, allow_special=True)
     system = [Message(role="system", content=data.draw(WORDS))] if data.draw(st.booleans()) else []
@@ -109,7 +109,7 @@ def test_rows_that_the_engine_wrote_have_no_finding(
     assert judged(form, row) == []
 
 
-def test_a_prompt_is_read_back_only_if_it_renders_to_the_same_ids(form: ChatFormat) -> None:
+def test_a_prompt_is_read_back_only_if_it_renders_to_the_same_ids(form: ChatTemplate) -> None:
     marks = TemplateMarks(form)
     messages = [
         Message(role="system", content="Be brief."),
@@ -173,7 +173,7 @@ FAULTS: dict[str, tuple[list[tuple[str, int]], dict[str, Any], list[tuple[str, s
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault_has_exactly_its_finding(form: ChatFormat, fault: str) -> None:
+def test_each_fault_has_exactly_its_finding(form: ChatTemplate, fault: str) -> None:
     parts, keys, expected = FAULTS[fault]
     row = from_parts(form, *parts, **keys)
     assert row.prompt_ids is not None
@@ -182,7 +182,7 @@ def test_each_fault_has_exactly_its_finding(form: ChatFormat, fault: str) -> Non
     assert judged(form, row) == places
 
 
-def test_a_last_reply_without_a_stop_token_is_judged_by_what_the_row_says(form: ChatFormat) -> None:
+def test_a_last_reply_without_a_stop_token_is_judged_by_what_the_row_says(form: ChatTemplate) -> None:
     row = from_parts(form, ("42.", 1))
     last = len(row.ids) - 1
     longer = from_parts(form, ("42 and more words.<|im_end|>", 1))
@@ -193,7 +193,7 @@ def test_a_last_reply_without_a_stop_token_is_judged_by_what_the_row_says(form: 
     assert judged(form, row, stops=["2."]) == []
 
 
-def test_a_prompt_that_is_not_rendered_is_found_at_its_first_other_token(form: ChatFormat) -> None:
+def test_a_prompt_that_is_not_rendered_is_found_at_its_first_other_token(form: ChatTemplate) -> None:
     row = two_turns(form)
     assert row.prompt_ids is not None
     rendered = row.prompt_ids.tolist()
@@ -219,7 +219,7 @@ def test_a_prompt_that_is_not_rendered_is_found_at_its_first_other_token(form: C
 # --- the sampler's record -------------------------------------------------------------------------------
 
 
-def split_ids(form: ChatFormat, text: str) -> tuple[list[int], int]:
+def split_ids(form: ChatTemplate, text: str) -> tuple[list[int], int]:
     """Ids of a text that are not what the tokenizer makes of it, and the first of them that differs."""
     whole = form.encode(text)
     for cut in range(1, len(text)):
@@ -229,7 +229,7 @@ def split_ids(form: ChatFormat, text: str) -> tuple[list[int], int]:
     raise AssertionError(text)
 
 
-def test_ids_that_were_encoded_again_are_proved_by_the_record(form: ChatFormat) -> None:
+def test_ids_that_were_encoded_again_are_proved_by_the_record(form: ChatTemplate) -> None:
     stop = form.stop_token_ids[0]
     sampled, at = split_ids(form, "The answer is 42.")
     again = from_parts(form, ("The answer is 42.<|im_end|>", 1))
@@ -242,7 +242,7 @@ def test_ids_that_were_encoded_again_are_proved_by_the_record(form: ChatFormat) 
     assert judged(form, again) == []  # without the record nothing shows it
 
 
-def test_an_earlier_row_of_the_same_episode_proves_it_too(form: ChatFormat) -> None:
+def test_an_earlier_row_of_the_same_episode_proves_it_too(form: ChatTemplate) -> None:
     stop = form.stop_token_ids[0]
     sampled, at = split_ids(form, "The answer is 42.")
     first = from_parts(form, ("x", 1), trajectory="t")
@@ -265,7 +265,7 @@ def test_an_earlier_row_of_the_same_episode_proves_it_too(form: ChatFormat) -> N
     ]  # what was sampled is not what the text encodes to
 
 
-def test_what_no_sampling_made_is_found_by_the_record(form: ChatFormat) -> None:
+def test_what_no_sampling_made_is_found_by_the_record(form: ChatTemplate) -> None:
     record = [np.asarray(form.encode("<search>sums"), np.int32), np.asarray(form.encode("42.<|im_end|>"), np.int32)]
     joined = from_parts(form, ("<search>sums", 1), ("\nResult: 42\n", 1), ("42.<|im_end|>", 1))
     assert joined.prompt_ids is not None
@@ -273,7 +273,7 @@ def test_what_no_sampling_made_is_found_by_the_record(form: ChatFormat) -> None:
     assert judged(form, joined, sampled=record) == [("observation_trained", "error", start)]
 
 
-def test_trained_tokens_that_the_record_does_not_have(form: ChatFormat) -> None:
+def test_trained_tokens_that_the_record_does_not_have(form: ChatTemplate) -> None:
     row = from_parts(form, ("42.<|im_end|>", 1), finish="length")
     cut = from_parts(form, ("4", 1), finish="length")
     assert row.prompt_ids is not None
@@ -284,7 +284,7 @@ def test_trained_tokens_that_the_record_does_not_have(form: ChatFormat) -> None:
     assert judged(form, row, cut, sampled=[other, row.response_ids]) == []
 
 
-def test_an_added_or_lost_stop_token_is_found_by_the_record(form: ChatFormat) -> None:
+def test_an_added_or_lost_stop_token_is_found_by_the_record(form: ChatTemplate) -> None:
     with_stop, without = from_parts(form, ("42.<|im_end|>", 1)), from_parts(form, ("42.", 1))
     last = len(without.ids) - 1
     assert judged(form, with_stop, sampled=[without.response_ids]) == [("closing_trained", "error", last + 1)]
@@ -295,7 +295,7 @@ def test_an_added_or_lost_stop_token_is_found_by_the_record(form: ChatFormat) ->
 # --- rewards, groups, versions --------------------------------------------------------------------------
 
 
-def test_rewards_that_reach_no_token(form: ChatFormat) -> None:
+def test_rewards_that_reach_no_token(form: ChatTemplate) -> None:
     row = two_turns(form)
     size = len(row.mask)
     rewards = np.zeros(size)
@@ -316,7 +316,7 @@ def test_rewards_that_reach_no_token(form: ChatFormat) -> None:
         assert judged(form, case) == expected
 
 
-def test_groups_that_mix_prompts_or_answers(form: ChatFormat) -> None:
+def test_groups_that_mix_prompts_or_answers(form: ChatTemplate) -> None:
     row = two_turns(form, label="42")
     prompt = [Message(role="user", content="What is 8 times 7?")]
     other = conversation_row(form, prompt, ["56."], [])
@@ -334,7 +334,7 @@ def test_groups_that_mix_prompts_or_answers(form: ChatFormat) -> None:
     assert report.not_judged["mixed_group"] == {"the row names no group": 1}
 
 
-def test_versions_that_are_missing(form: ChatFormat) -> None:
+def test_versions_that_are_missing(form: ChatTemplate) -> None:
     row = two_turns(form)
     assert row.versions is not None
     none = replace(row, versions=None)
@@ -347,7 +347,7 @@ def test_versions_that_are_missing(form: ChatFormat) -> None:
     assert judged(form, replace(row, versions=half)) == [("no_versions", "warning", len(row.ids) - 1)]
 
 
-def test_rows_of_texts_say_what_was_not_judged(form: ChatFormat) -> None:
+def test_rows_of_texts_say_what_was_not_judged(form: ChatTemplate) -> None:
     row = ForeignRow(
         place="line 1", group="g", prompt_text="17 + 25?", response_text="42.", reward=1.0, row_versions=(3,)
     )
@@ -359,7 +359,7 @@ def test_rows_of_texts_say_what_was_not_judged(form: ChatFormat) -> None:
     }
 
 
-def test_an_id_outside_of_the_vocabulary_means_another_model(form: ChatFormat) -> None:
+def test_an_id_outside_of_the_vocabulary_means_another_model(form: ChatTemplate) -> None:
     row = two_turns(form)
     assert row.response_ids is not None
     ids = row.response_ids.copy()
@@ -387,7 +387,7 @@ PIECES = [
 @pytest.mark.parametrize("template", slow_but(sorted(TEMPLATES), "plain"))
 @settings(max_examples=12)
 @given(data=st.data())
-def test_any_ids_and_masks_are_judged(formats: Callable[..., ChatFormat], template: str, data: st.DataObject) -> None:
+def test_any_ids_and_masks_are_judged(formats: Callable[..., ChatTemplate], template: str, data: st.DataObject) -> None:
     form = formats(template, allow_special=True)
     texts = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
     prompt, response = form.encode(data.draw(texts)), form.encode(data.draw(texts))

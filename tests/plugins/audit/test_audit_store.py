@@ -20,7 +20,7 @@ from engine.plugins.audit.store import store_rows
 from engine.runner.replay import Replayer
 from engine.schemas.model import ModelSpec
 from engine.store import RunStore
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 PROMPT = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nWhat is 17 plus 25?<|im_end|>\n<|im_start|>assistant\n"
 AFTER = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
@@ -33,11 +33,11 @@ def model(tokenizer_dirs: dict[str, Path]) -> ModelSpec:
 
 
 @pytest.fixture
-def form(formats: Callable[..., ChatFormat]) -> ChatFormat:
+def form(formats: Callable[..., ChatTemplate]) -> ChatTemplate:
     return formats("plain", allow_special=True)
 
 
-def row_of(form: ChatFormat, parts: list[tuple[str, int]], **keys: Any) -> ForeignRow:
+def row_of(form: ChatTemplate, parts: list[tuple[str, int]], **keys: Any) -> ForeignRow:
     encoded = [(form.encode(text), trained) for text, trained in parts]
     ids = np.asarray([id_ for part, _ in encoded for id_ in part], np.int32)
     mask = np.asarray([trained for part, trained in encoded for _ in part], np.int32)
@@ -56,14 +56,14 @@ def row_of(form: ChatFormat, parts: list[tuple[str, int]], **keys: Any) -> Forei
     return replace(row, **keys)
 
 
-def stored(rows: list[ForeignRow], form: ChatFormat, model: ModelSpec, out: Path) -> RunStore:
+def stored(rows: list[ForeignRow], form: ChatTemplate, model: ModelSpec, out: Path) -> RunStore:
     report, examined = audit(rows, "verl", form)
     store = asyncio.run(store_rows(examined, report, model, form, out))
     return RunStore.open(store.folder, readonly=True)
 
 
 def test_a_row_is_stored_with_its_own_tokens_and_its_messages(
-    form: ChatFormat, model: ModelSpec, tmp_path: Path
+    form: ChatTemplate, model: ModelSpec, tmp_path: Path
 ) -> None:
     rewards = np.zeros(len(form.encode("40?<|im_end|>" + AFTER + "42.<|im_end|>")))
     rewards[[1, len(rewards) - 1]] = 0.25, 0.5
@@ -97,7 +97,7 @@ def test_a_row_is_stored_with_its_own_tokens_and_its_messages(
 
 
 def test_a_row_as_the_engine_writes_it_replays_to_the_same_bytes(
-    form: ChatFormat, model: ModelSpec, tmp_path: Path
+    form: ChatTemplate, model: ModelSpec, tmp_path: Path
 ) -> None:
     clean, bare = row_of(form, PARTS), row_of(form, [PARTS[0], (AFTER[1:], 0), PARTS[2]])
     with stored([clean, bare], form, model, tmp_path) as store:
@@ -111,7 +111,7 @@ def test_a_row_as_the_engine_writes_it_replays_to_the_same_bytes(
 
 
 def test_what_cannot_be_trained_is_stored_and_is_not_trainable(
-    form: ChatFormat, model: ModelSpec, tmp_path: Path
+    form: ChatTemplate, model: ModelSpec, tmp_path: Path
 ) -> None:
     row = row_of(form, PARTS)
     rows = [
@@ -133,7 +133,7 @@ def test_what_cannot_be_trained_is_stored_and_is_not_trainable(
 
 
 def test_messages_that_the_template_refuses_lose_no_token(
-    formats: Callable[..., ChatFormat], tokenizer_dirs: dict[str, Path], tmp_path: Path
+    formats: Callable[..., ChatTemplate], tokenizer_dirs: dict[str, Path], tmp_path: Path
 ) -> None:
     form = formats("alternating", allow_special=True)
     parts = [("40?<|im_end|>", 1), ("no form", 0), ("41<|im_end|>", 1), ("none either", 0), ("42.<|im_end|>", 1)]
@@ -150,7 +150,7 @@ def test_messages_that_the_template_refuses_lose_no_token(
 
 
 @pytest.fixture
-def rows_file(form: ChatFormat, tmp_path: Path) -> Path:
+def rows_file(form: ChatTemplate, tmp_path: Path) -> Path:
     """Three rows of TRL: without a fault, with a trained observation, and without log-probs."""
     rows = [row_of(form, PARTS), row_of(form, [(text, 1) for text, _ in PARTS]), row_of(form, PARTS, logprobs=None)]
     lines = [
@@ -174,7 +174,7 @@ def run(*arguments: str) -> Any:
 
 
 def test_the_command_names_row_token_and_rule_and_exits_with_1(
-    rows_file: Path, model: ModelSpec, form: ChatFormat
+    rows_file: Path, model: ModelSpec, form: ChatTemplate
 ) -> None:
     token = len(form.encode(PROMPT)) + len(form.encode("40?<|im_end|>\n"))
     done = run(str(rows_file), "--from", "trl", "--model", model.path)

@@ -17,7 +17,7 @@ from engine.plugins.chat_apis.anthropic import AnthropicBackend
 from engine.plugins.chat_apis.chat_history import paired
 from engine.plugins.chat_apis.spec import AnthropicBackendSpec
 from engine.schemas.message import Message, ToolCall
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 HIDDEN = {"type": "redacted_thinking", "data": "EmwKAhgBEgy3va3pzix"}
 
@@ -25,14 +25,14 @@ HIDDEN = {"type": "redacted_thinking", "data": "EmwKAhgBEgy3va3pzix"}
 PICTURE = "data:image/png;base64,AA=="
 
 
-def never_asked(form: ChatFormat, **spec: Any) -> AnthropicBackend:
+def never_asked(form: ChatTemplate, **spec: Any) -> AnthropicBackend:
     """A backend whose server is not there."""
     given = {"url": "http://h/v1", "model": "m", **spec}
     return AnthropicBackend(AnthropicBackendSpec.model_validate(given), form)
 
 
 @asynccontextmanager
-async def served(form: ChatFormat, *replies: Fault, **spec: Any) -> AsyncIterator[tuple[ApiServer, AnthropicBackend]]:
+async def served(form: ChatTemplate, *replies: Fault, **spec: Any) -> AsyncIterator[tuple[ApiServer, AnthropicBackend]]:
     with ApiServer() as server:
         server.faults = list(replies)
         given = {"url": server.url, "model": "m", "timeout": 10, **spec}

@@ -19,11 +19,11 @@ from engine.plugins.chat_apis.anthropic import NO_TEXT, AnthropicBackend
 from engine.plugins.chat_apis.spec import AnthropicBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 
 @pytest.fixture
-def made(chat_format: ChatFormat) -> Callable[..., AnthropicBackend]:
+def made(chat_format: ChatTemplate) -> Callable[..., AnthropicBackend]:
     """A backend that is never asked."""
     return partial(never_asked, chat_format)
 
@@ -198,7 +198,7 @@ def test_images_that_the_api_does_not_take_are_refused_by_name(
     assert caught.value.kind == "unsupported"
 
 
-def test_parameters_that_the_protocol_lacks_are_refused_by_name(chat_format: ChatFormat) -> None:
+def test_parameters_that_the_protocol_lacks_are_refused_by_name(chat_format: ChatTemplate) -> None:
     spec = AnthropicBackendSpec(url="http://h/v1", model="m")
     for sampling, words in (
         (SamplingParams(logit_bias={"1": 1.0}, regex="a"), r"`sampling\.regex`, `sampling\.logit_bias`"),

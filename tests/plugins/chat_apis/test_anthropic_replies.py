@@ -19,17 +19,17 @@ from engine.plugins.chat_apis.anthropic import AnthropicBackend
 from engine.plugins.chat_apis.pace import Pace
 from engine.schemas.generation import FinishReason
 from engine.schemas.message import MalformedCall, Message, ToolCall
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 
 @pytest.fixture
-def made(chat_format: ChatFormat) -> Callable[..., AnthropicBackend]:
+def made(chat_format: ChatTemplate) -> Callable[..., AnthropicBackend]:
     """A backend that is never asked."""
     return partial(never_asked, chat_format)
 
 
 async def test_parallel_calls_come_back_with_the_engine_s_ids_and_the_counts_of_the_cache(
-    chat_format: ChatFormat,
+    chat_format: ChatTemplate,
 ) -> None:
     prices = {"input": 3, "cached": 0.3, "cache_write": 3.75, "output": 15}
     answer = reply(text("So"), text(":"), use("toolu_1", a=1), use("toolu_2"), stop="tool_use")
@@ -60,21 +60,21 @@ async def test_parallel_calls_come_back_with_the_engine_s_ids_and_the_counts_of_
     ],
 )  # fmt: skip
 async def test_why_a_reply_ended(
-    chat_format: ChatFormat, stop: str, more: dict[str, Any], expected: FinishReason
+    chat_format: ChatTemplate, stop: str, more: dict[str, Any], expected: FinishReason
 ) -> None:
     async with served(chat_format, reply(text("a"), stop=stop, **more)) as (_, backend):
         assert (await backend.generate(request())).finish == expected
 
 
 @pytest.mark.parametrize("content", [[], [text("")], [{"type": "a_new_kind", "data": 1}]], ids=str)
-async def test_a_reply_without_text_is_empty(chat_format: ChatFormat, content: list[dict[str, Any]]) -> None:
+async def test_a_reply_without_text_is_empty(chat_format: ChatTemplate, content: list[dict[str, Any]]) -> None:
     async with served(chat_format, reply(*content)) as (_, backend):
         generation = await backend.generate(request())
     assert (generation.text, generation.calls, generation.sampled_tokens) == ("", [], 5)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"a": 17}])
-async def test_a_call_that_is_cut_off_is_malformed(chat_format: ChatFormat, arguments: dict[str, Any]) -> None:
+async def test_a_call_that_is_cut_off_is_malformed(chat_format: ChatTemplate, arguments: dict[str, Any]) -> None:
     answer = reply(use("t1", a=1), use("t2", **arguments), stop="max_tokens")
     async with served(chat_format, answer) as (_, backend):
         whole, cut = (await backend.generate(request(tools=[TOOL]))).calls
@@ -82,7 +82,7 @@ async def test_a_call_that_is_cut_off_is_malformed(chat_format: ChatFormat, argu
     assert isinstance(cut, MalformedCall)
 
 
-async def test_signed_reasoning_is_sent_back_unchanged_and_in_its_place(chat_format: ChatFormat) -> None:
+async def test_signed_reasoning_is_sent_back_unchanged_and_in_its_place(chat_format: ChatTemplate) -> None:
     blocks = [THOUGHT, text("First"), HIDDEN, use("toolu_1", a=17, b=4), text(".")]
     async with served(chat_format, reply(*blocks, stop="tool_use"), thinking="adaptive") as (_, backend):
         generation = await backend.generate(request(tools=[TOOL]))
@@ -116,7 +116,7 @@ async def test_signed_reasoning_is_sent_back_unchanged_and_in_its_place(chat_for
 )
 @pytest.mark.usefixtures("short_pauses")
 async def test_an_error_inside_a_reply_with_status_200_is_that_error(
-    chat_format: ChatFormat, error: str, kind: str | None, tries: int
+    chat_format: ChatTemplate, error: str, kind: str | None, tries: int
 ) -> None:
     inside = {"type": "error", "error": {"type": error, "message": "Why."}, "request_id": "req_1"}
     async with served(chat_format, (200, {}, json.dumps(inside).encode())) as (server, backend):
@@ -133,7 +133,7 @@ async def test_an_error_inside_a_reply_with_status_200_is_that_error(
     "body_", [b"{}", b"<html>", b'{"content": []}', b'{"content": [{"type": "text"}], "stop_reason": "x"}']
 )
 @pytest.mark.usefixtures("short_pauses")
-async def test_another_try_follows_a_reply_that_cannot_be_used(chat_format: ChatFormat, body_: bytes) -> None:
+async def test_another_try_follows_a_reply_that_cannot_be_used(chat_format: ChatTemplate, body_: bytes) -> None:
     async with served(chat_format, (200, {}, body_)) as (server, backend):
         assert (await backend.generate(request())).text == "It is 21."
         assert (len(server.requests), backend.stats()["bad_replies"]) == (2, 1)
@@ -146,7 +146,7 @@ async def test_another_try_follows_a_reply_that_cannot_be_used(chat_format: Chat
         "input length and `max_tokens` exceed context limit: 199000 + 8192 > 200000, decrease input length",
     ],
 )
-async def test_too_long_a_conversation_is_a_limit(chat_format: ChatFormat, words: str) -> None:
+async def test_too_long_a_conversation_is_a_limit(chat_format: ChatTemplate, words: str) -> None:
     error = {"type": "error", "error": {"type": "invalid_request_error", "message": words}}
     async with served(chat_format, (400, {}, json.dumps(error).encode())) as (_, backend):
         with pytest.raises(ContextOverflow):
@@ -183,7 +183,7 @@ def test_nothing_is_sent_until_a_used_up_limit_is_reset(
     assert found == (None if expected is None else pytest.approx(expected, abs=5.0))
 
 
-async def test_a_reply_that_used_up_a_limit_makes_the_next_request_wait(chat_format: ChatFormat) -> None:
+async def test_a_reply_that_used_up_a_limit_makes_the_next_request_wait(chat_format: ChatTemplate) -> None:
     now, waited = [0.0], list[float]()
 
     async def sleep(seconds: float) -> None:
@@ -202,7 +202,7 @@ async def test_a_reply_that_used_up_a_limit_makes_the_next_request_wait(chat_for
         assert (len(server.requests), waited) == (3, [60.0])
 
 
-async def test_a_refusal_without_retry_after_is_repeated_when_the_limit_is_reset(chat_format: ChatFormat) -> None:
+async def test_a_refusal_without_retry_after_is_repeated_when_the_limit_is_reset(chat_format: ChatTemplate) -> None:
     limited = {"anthropic-ratelimit-tokens-remaining": "0", "anthropic-ratelimit-tokens-reset": "2000-01-01T00:00:00Z"}
     error = b'{"type":"error","error":{"type":"rate_limit_error","message":"Slow down."}}'
     async with served(chat_format, (429, limited, error)) as (server, backend):

@@ -19,7 +19,7 @@ from engine.schemas.model import ModelSpec
 from engine.spec.load import load_spec
 from engine.spec.rows.sources import ListRows
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 from engine.train.demonstrations import Demonstrations
 from engine.train.metrics import read_metrics
 from engine.train.rendered_rows import rendered
@@ -121,7 +121,7 @@ ROW: dict[str, Any] = {
 
 @pytest.mark.parametrize(("name", "count"), [("qwen3", 2), pytest.param("qwen2_5", 1, marks=pytest.mark.slow)])
 def test_each_reply_is_trained_once_as_the_template_of_the_model_writes_it(
-    name: str, count: int, shipped: Callable[[str], ChatFormat]
+    name: str, count: int, shipped: Callable[[str], ChatTemplate]
 ) -> None:
     """Qwen3 leaves out the reasoning of replies before the newest question, so the reply to that begins a row."""
     form = shipped(name)

@@ -19,7 +19,7 @@ from engine.plugins.chat_apis.openai import OpenAIBackend
 from engine.plugins.chat_apis.spec import OpenAIBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart, MalformedCall, Message, TextPart, ToolCall
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 TOOL = {
     "type": "function",
@@ -59,7 +59,7 @@ class Endpoint:
 
 @asynccontextmanager
 async def endpoint(
-    format: ChatFormat, key: str | None = None, **spec: Any
+    format: ChatTemplate, key: str | None = None, **spec: Any
 ) -> AsyncIterator[tuple[Endpoint, OpenAIBackend]]:
     made = Endpoint()
     server = await asyncio.start_server(made.handle, "127.0.0.1", 0)
@@ -92,7 +92,7 @@ def call(name: str, arguments: str) -> dict[str, Any]:
     return {"id": "x", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-async def test_a_conversation_is_sent_in_the_protocols_words(chat_format: ChatFormat) -> None:
+async def test_a_conversation_is_sent_in_the_protocols_words(chat_format: ChatTemplate) -> None:
     messages = [
         Message(role="system", content="s"),
         Message(role="user", content=[TextPart(text="look"), ImagePart(image="data:image/png;base64,AA==")]),
@@ -147,14 +147,14 @@ async def test_a_conversation_is_sent_in_the_protocols_words(chat_format: ChatFo
     ],
 )
 async def test_why_a_reply_ended_is_told(
-    chat_format: ChatFormat, finish: str, more: dict[str, Any], expected: FinishReason
+    chat_format: ChatTemplate, finish: str, more: dict[str, Any], expected: FinishReason
 ) -> None:
     async with endpoint(chat_format) as (server, backend):
         server.replies.append(completion(finish=finish, **more))
         assert (await backend.generate(request())).finish == expected
 
 
-async def test_tool_calls_come_back_with_the_engine_s_ids(chat_format: ChatFormat) -> None:
+async def test_tool_calls_come_back_with_the_engine_s_ids(chat_format: ChatTemplate) -> None:
     made = {
         "role": "assistant", "content": "So:", "reasoning_content": "hm",
         "tool_calls": [call("add", '{"a": 1}'), call("add", "")],
@@ -171,7 +171,7 @@ async def test_tool_calls_come_back_with_the_engine_s_ids(chat_format: ChatForma
 
 @pytest.mark.parametrize("arguments", ['{"a": ', "[1]", "null", "3", '{"a": 1} x', '{"a": 1e999}'])
 async def test_arguments_that_are_no_object_are_malformed_calls_beside_the_others(
-    chat_format: ChatFormat, arguments: str
+    chat_format: ChatTemplate, arguments: str
 ) -> None:
     made = {"role": "assistant", "content": None, "tool_calls": [call("add", '{"a": 1}'), call("add", arguments)]}
     async with endpoint(chat_format) as (server, backend):
@@ -187,7 +187,7 @@ async def test_arguments_that_are_no_object_are_malformed_calls_beside_the_other
     assert written.endswith(bad.raw)
 
 
-async def test_text_that_only_looks_like_a_call_beside_a_real_one_is_no_call(chat_format: ChatFormat) -> None:
+async def test_text_that_only_looks_like_a_call_beside_a_real_one_is_no_call(chat_format: ChatTemplate) -> None:
     text = 'I write <tool_call>{"name": "add", "arguments": {}}</tool_call>'
     made = {"role": "assistant", "content": text, "tool_calls": [call("add", '{"a": 1}')]}
     async with endpoint(chat_format) as (server, backend):
@@ -197,7 +197,9 @@ async def test_text_that_only_looks_like_a_call_beside_a_real_one_is_no_call(cha
     assert (reply.content, len(reply.attempts)) == (text, 1)
 
 
-async def test_a_reply_is_charged_by_the_tokens_that_its_usage_counts(chat_format: ChatFormat, tmp_path: Path) -> None:
+async def test_a_reply_is_charged_by_the_tokens_that_its_usage_counts(
+    chat_format: ChatTemplate, tmp_path: Path
+) -> None:
     prices = {"input": 2, "cached": 0.5, "output": 8}
     async with endpoint(chat_format, prices=prices) as (server, backend):
         server.replies += [completion(), completion(), (200, b'{"choices":[{"message":{"content":"a"}}]}')]
@@ -228,7 +230,7 @@ async def test_a_reply_is_charged_by_the_tokens_that_its_usage_counts(chat_forma
 )
 @pytest.mark.usefixtures("short_pauses")
 async def test_another_try_follows_a_reply_that_cannot_be_used(
-    chat_format: ChatFormat, fault: tuple[int, bytes]
+    chat_format: ChatTemplate, fault: tuple[int, bytes]
 ) -> None:
     async with endpoint(chat_format) as (server, backend):
         server.replies += [fault, completion()]
@@ -237,7 +239,7 @@ async def test_another_try_follows_a_reply_that_cannot_be_used(
 
 
 @pytest.mark.parametrize(("status", "kind"), [(400, "bad_request"), (401, "unauthorized"), (404, "not_found")])
-async def test_what_the_client_did_wrong_is_not_tried_again(chat_format: ChatFormat, status: int, kind: str) -> None:
+async def test_what_the_client_did_wrong_is_not_tried_again(chat_format: ChatTemplate, status: int, kind: str) -> None:
     async with endpoint(chat_format) as (server, backend):
         server.replies.append((status, b'{"error":{"message":"no such model"}}'))
         with pytest.raises(BackendError, match="no such model") as caught:
@@ -245,14 +247,14 @@ async def test_what_the_client_did_wrong_is_not_tried_again(chat_format: ChatFor
         assert (caught.value.kind, backend.stats()["attempts"]) == (kind, 1)
 
 
-async def test_too_long_a_conversation_is_a_limit(chat_format: ChatFormat) -> None:
+async def test_too_long_a_conversation_is_a_limit(chat_format: ChatTemplate) -> None:
     async with endpoint(chat_format) as (server, backend):
         server.replies.append((400, b'{"error":{"message":"This model\'s maximum context length is 8 tokens."}}'))
         with pytest.raises(ContextOverflow):
             await backend.generate(request())
 
 
-async def test_the_newer_name_of_the_length_is_used_where_the_older_is_refused(chat_format: ChatFormat) -> None:
+async def test_the_newer_name_of_the_length_is_used_where_the_older_is_refused(chat_format: ChatTemplate) -> None:
     async with endpoint(chat_format) as (server, backend):
         server.replies += [(400, b"Use 'max_completion_tokens' instead of 'max_tokens'."), completion(), completion()]
         await backend.generate(request())
@@ -262,7 +264,7 @@ async def test_the_newer_name_of_the_length_is_used_where_the_older_is_refused(c
         ]  # fmt: skip
 
 
-async def test_a_deadline_ends_a_request(chat_format: ChatFormat) -> None:
+async def test_a_deadline_ends_a_request(chat_format: ChatTemplate) -> None:
     async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
@@ -276,19 +278,19 @@ async def test_a_deadline_ends_a_request(chat_format: ChatFormat) -> None:
     server.close()
 
 
-async def test_nobody_listening_is_found_at_the_start(chat_format: ChatFormat) -> None:
+async def test_nobody_listening_is_found_at_the_start(chat_format: ChatTemplate) -> None:
     backend = OpenAIBackend(OpenAIBackendSpec(url="http://127.0.0.1:9/v1", model="m"), chat_format)
     with pytest.raises(BackendError, match="cannot be reached"):
         await backend.start()
 
 
-def test_parameters_that_the_protocol_lacks_are_refused_by_name(chat_format: ChatFormat) -> None:
+def test_parameters_that_the_protocol_lacks_are_refused_by_name(chat_format: ChatTemplate) -> None:
     loaded: Any = SimpleNamespace(spec=SimpleNamespace(sampling=SamplingParams(top_k=5, regex="a")))
     with pytest.raises(BackendError, match=r"`sampling\.regex`, `sampling\.top_k`"):
         OpenAIBackend.open(OpenAIBackendSpec(url="http://h/v1", model="m"), chat_format, loaded)
 
 
-def test_a_key_that_is_not_set_is_named(chat_format: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_that_is_not_set_is_named(chat_format: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     loaded: Any = SimpleNamespace(spec=SimpleNamespace(sampling=SamplingParams()))
     with pytest.raises(BackendError, match="NO_SUCH_KEY"):

@@ -16,7 +16,7 @@ from engine.plugins.condense.spec import CondenseSpec, KeywordsSpec
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 pytest.importorskip("semantic_text_splitter")
 
@@ -49,14 +49,14 @@ CUTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def form(tiny_tokenizer_dir: Path) -> ChatFormat:
+def form(tiny_tokenizer_dir: Path) -> ChatTemplate:
     return load_format(ModelSpec(path=str(tiny_tokenizer_dir)), Path())
 
 
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(thread=st.lists(MESSAGES, max_size=4), cut=st.sampled_from(CUTS), keep_last=st.integers(0, 2))
 def test_chunks_are_parts_of_the_messages_that_may_be_condensed(
-    form: ChatFormat, thread: list[Message], cut: dict[str, Any], keep_last: int
+    form: ChatTemplate, thread: list[Message], cut: dict[str, Any], keep_last: int
 ) -> None:
     def count(text: str) -> int:
         return len(form.encode(text))
@@ -85,7 +85,7 @@ def test_chunks_are_parts_of_the_messages_that_may_be_condensed(
         assert marked.text.count("#") == len(own)
 
 
-def test_a_message_that_is_dropped_loses_its_images(form: ChatFormat) -> None:
+def test_a_message_that_is_dropped_loses_its_images(form: ChatTemplate) -> None:
     spec = CondenseSpec(keep_last=0, opening=True)
     message = Message(role="user", content=[TextPart(text="See: "), IMAGE])
     (chunk,) = chunks_of(spec, [message], 0, len)
@@ -102,7 +102,7 @@ def test_a_message_that_is_dropped_loses_its_images(form: ChatFormat) -> None:
     ],
 )
 def test_keywords_are_texts_of_the_chunk_within_the_budget(
-    form: ChatFormat, language: str, text: str, expected: str
+    form: ChatTemplate, language: str, text: str, expected: str
 ) -> None:
     pytest.importorskip("yake")
 
@@ -118,7 +118,7 @@ def test_keywords_are_texts_of_the_chunk_within_the_budget(
 
 
 @pytest.mark.parametrize(("language", "text"), [("en", ""), ("en", "1 2 3 …"), ("zh", "。。。"), ("en", "😀😀")])
-def test_a_text_without_words_has_no_keywords(form: ChatFormat, language: str, text: str) -> None:
+def test_a_text_without_words_has_no_keywords(form: ChatTemplate, language: str, text: str) -> None:
     pytest.importorskip("yake")
     assert keywords(text, KeywordsSpec(kind="keywords", language=language), len) == ""
 

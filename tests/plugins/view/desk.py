@@ -21,7 +21,7 @@ from engine.schemas.message import ImagePart, Message, TextPart, image_part
 from engine.schemas.model import ModelSpec
 from engine.schemas.reward import RewardEvent
 from engine.tokens.loading import load_format
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 MODEL = "tiny-qwen2_5-vl"
 COUNTS = ((3, 5), (4, 2), (6, 1))
@@ -84,7 +84,7 @@ def _call(expression: str) -> str:
 
 
 @cache
-def _format() -> ChatFormat:
+def _format() -> ChatTemplate:
     return load_format(ModelSpec(path=MODEL), Path())
 
 

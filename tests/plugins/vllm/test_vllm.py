@@ -25,14 +25,14 @@ from engine.plugins.vllm.request_body import Encoder
 from engine.plugins.vllm.spec import VLLMBackendSpec
 from engine.schemas.backend import LaunchSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, ImagePart, SamplingParams
-from engine.tokens.template import ChatFormat
+from engine.tokens.template import ChatTemplate
 
 asked = partial(generate_request, stop_token_ids=[EOS], seed=41)
 
 
 @asynccontextmanager
 async def serving(
-    format: ChatFormat,
+    format: ChatTemplate,
     *,
     servers: int = 1,
     sampling: SamplingParams | None = None,
@@ -56,7 +56,7 @@ async def serving(
 # -- exactness
 
 
-async def test_a_reply_has_the_sampled_ids_and_their_log_probs(chat_format: ChatFormat) -> None:
+async def test_a_reply_has_the_sampled_ids_and_their_log_probs(chat_format: ChatTemplate) -> None:
     async with serving(chat_format) as (backend, (fake,)):
         generation = await backend.generate(asked())
         ids = generation.output_ids.tolist()
@@ -68,13 +68,13 @@ async def test_a_reply_has_the_sampled_ids_and_their_log_probs(chat_format: Chat
         assert backend.context == 512
 
 
-async def test_the_seed_of_a_request_decides_its_reply(chat_format: ChatFormat) -> None:
+async def test_the_seed_of_a_request_decides_its_reply(chat_format: ChatTemplate) -> None:
     async with serving(chat_format) as (backend, _):
         first, again, other = [(await backend.generate(asked(seed=seed))).output_ids.tolist() for seed in (7, 7, 8)]
         assert first == again != other
 
 
-async def test_the_model_s_generation_config_changes_nothing(chat_format: ChatFormat) -> None:
+async def test_the_model_s_generation_config_changes_nothing(chat_format: ChatTemplate) -> None:
     """The stand-in, as vLLM, takes temperature 0.7, top-p 0.8 and top-k 20 where a request has none."""
     async with serving(chat_format, mode="processed_logprobs") as (backend, (fake,)):
         generation = await backend.generate(asked())
@@ -97,7 +97,7 @@ CUT: dict[str, Any] = {"top_p": 0.9, "top_k": 50, "min_p": 0.1}
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("name", ["none", "greedy", *CHANGED, *CUT])
 async def test_a_server_is_taken_exactly_if_it_reports_the_log_probs_of_rows(
-    chat_format: ChatFormat, name: str, mode: str
+    chat_format: ChatTemplate, name: str, mode: str
 ) -> None:
     set_here = {} if name == "none" else {"temperature": 0.0} if name == "greedy" else {name: (CHANGED | CUT)[name]}
     sampling = SamplingParams(**set_here)
@@ -124,7 +124,7 @@ def test_what_no_mode_reports_is_a_conflict(changed: str, cut: str) -> None:
     assert spec.conflict(SamplingParams(**{cut: CUT[cut], "temperature": 0.0})) is None
 
 
-async def test_temperature_is_in_the_log_probs(chat_format: ChatFormat) -> None:
+async def test_temperature_is_in_the_log_probs(chat_format: ChatTemplate) -> None:
     sampling = SamplingParams(temperature=0.5)
     async with serving(chat_format, sampling=sampling, mode="processed_logprobs") as (backend, (fake,)):
         generation = await backend.generate(asked(sampling=sampling))
@@ -144,19 +144,19 @@ async def test_temperature_is_in_the_log_probs(chat_format: ChatFormat) -> None:
         ({"finish_reason": "length"}, FinishReason(type="length")),
     ],
 )
-async def test_why_a_reply_ended_is_reported(chat_format: ChatFormat, change: Any, finish: FinishReason) -> None:
+async def test_why_a_reply_ended_is_reported(chat_format: ChatTemplate, change: Any, finish: FinishReason) -> None:
     async with serving(chat_format) as (backend, (fake,)):
         fake.faults.append(reply(**change))
         assert (await backend.generate(asked())).finish == finish
 
 
-async def test_the_stop_id_stays_in_the_reply(chat_format: ChatFormat) -> None:
+async def test_the_stop_id_stays_in_the_reply(chat_format: ChatTemplate) -> None:
     async with serving(chat_format) as (backend, _):
         generation = await backend.generate(asked(sampling=SamplingParams(logit_bias={str(EOS): 100.0})))
         assert (generation.output_ids.tolist(), generation.finish) == ([EOS], FinishReason(type="stop", matched=EOS))
 
 
-async def test_the_rest_of_an_aborted_reply_is_sampled_after_its_beginning(chat_format: ChatFormat) -> None:
+async def test_the_rest_of_an_aborted_reply_is_sampled_after_its_beginning(chat_format: ChatTemplate) -> None:
     async with serving(chat_format) as (backend, (fake,)):
         whole = (await backend.generate(asked())).output_ids.tolist()
         fake.requests.clear()
@@ -207,7 +207,7 @@ BAD: dict[str, Fault] = {
 
 @pytest.mark.parametrize("fault", list(BAD.values()), ids=list(BAD))
 @pytest.mark.usefixtures("short_pauses")
-async def test_another_try_follows_a_reply_that_cannot_be_used(chat_format: ChatFormat, fault: Fault) -> None:
+async def test_another_try_follows_a_reply_that_cannot_be_used(chat_format: ChatTemplate, fault: Fault) -> None:
     async with serving(chat_format) as (backend, (fake,)):
         good = (await backend.generate(asked())).output_ids.tolist()
         fake.faults.append(fault)
@@ -215,7 +215,7 @@ async def test_another_try_follows_a_reply_that_cannot_be_used(chat_format: Chat
         assert backend.stats()["turns"] == 2
 
 
-async def test_another_prompt_is_an_error_at_once(chat_format: ChatFormat) -> None:
+async def test_another_prompt_is_an_error_at_once(chat_format: ChatTemplate) -> None:
     async with serving(chat_format) as (backend, (fake,)):
         fake.faults.append(reply(prompt_token_ids=[1, 22, 334]))
         with pytest.raises(BackendError, match=r"differ at token 2\. Sent \[1, 22, 333\]") as caught:
@@ -226,7 +226,7 @@ async def test_another_prompt_is_an_error_at_once(chat_format: ChatFormat) -> No
 
 @pytest.mark.parametrize(("tokens", "most"), [(511, 8), (510, 3)])
 async def test_the_server_s_refusal_of_a_long_prompt_is_a_limit(
-    chat_format: ChatFormat, tokens: int, most: int
+    chat_format: ChatTemplate, tokens: int, most: int
 ) -> None:
     async with serving(chat_format) as (backend, (fake,)):
         with pytest.raises(ContextOverflow):
@@ -238,7 +238,7 @@ async def test_the_server_s_refusal_of_a_long_prompt_is_a_limit(
 
 
 @pytest.mark.parametrize("end", ["cancelled", "closed", "too late"])
-async def test_a_request_that_nobody_waits_for_ends_on_the_server(chat_format: ChatFormat, end: str) -> None:
+async def test_a_request_that_nobody_waits_for_ends_on_the_server(chat_format: ChatTemplate, end: str) -> None:
     spec = {"timeout": 0.2} if end == "too late" else {}
     async with serving(chat_format, spec=spec) as (backend, (fake,)):
         fake.latency = 30
@@ -258,7 +258,7 @@ async def test_a_request_that_nobody_waits_for_ends_on_the_server(chat_format: C
             assert getattr(task.exception(), "kind", None) == ("closed" if end == "closed" else "timeout")
 
 
-async def test_images_are_refused_by_name(chat_format: ChatFormat) -> None:
+async def test_images_are_refused_by_name(chat_format: ChatTemplate) -> None:
     async with serving(chat_format) as (backend, (fake,)):
         image = ImagePart(image="sha256:" + "0" * 64)
         with pytest.raises(BackendError, match="vLLM takes no images") as caught:
@@ -266,7 +266,7 @@ async def test_images_are_refused_by_name(chat_format: ChatFormat) -> None:
         assert (caught.value.kind, fake.requests) == ("unsupported", [])
 
 
-async def test_an_episode_goes_on_at_another_server(chat_format: ChatFormat) -> None:
+async def test_an_episode_goes_on_at_another_server(chat_format: ChatTemplate) -> None:
     async with serving(chat_format, servers=2) as (backend, fakes):
         first = (await backend.generate(asked())).output_ids.tolist()
         used = next(fake for fake in fakes if fake.requests)
@@ -278,7 +278,7 @@ async def test_an_episode_goes_on_at_another_server(chat_format: ChatFormat) -> 
 # -- the start
 
 
-async def test_an_older_server_is_refused_or_counted(chat_format: ChatFormat) -> None:
+async def test_an_older_server_is_refused_or_counted(chat_format: ChatTemplate) -> None:
     with pytest.raises(
         BackendError, match=r"install vllm 0\.10\.2 or later, or set `backend\.unchecked_prompts: allow`"
     ):
@@ -291,7 +291,7 @@ async def test_an_older_server_is_refused_or_counted(chat_format: ChatFormat) ->
         assert backend.stats()["certificate"]["turns_unchecked"] == 1
 
 
-async def test_another_tokenizer_is_refused(chat_format: ChatFormat) -> None:
+async def test_another_tokenizer_is_refused(chat_format: ChatTemplate) -> None:
     async with VLLMServer() as fake:
         fake.tokenize = lambda text: [1, 2, 3]
         backend = VLLMBackend(VLLMBackendSpec(urls=[fake.url]), chat_format, sampling=SamplingParams(), model="fake")
@@ -300,7 +300,7 @@ async def test_another_tokenizer_is_refused(chat_format: ChatFormat) -> None:
         await backend.close()
 
 
-async def test_a_missing_adapter_is_refused_and_a_loaded_one_is_named_in_requests(chat_format: ChatFormat) -> None:
+async def test_a_missing_adapter_is_refused_and_a_loaded_one_is_named_in_requests(chat_format: ChatTemplate) -> None:
     async with VLLMServer() as fake:
         spec = VLLMBackendSpec(urls=[fake.url], adapter="tutor")
         backend = VLLMBackend(spec, chat_format, sampling=SamplingParams(), model="fake")
@@ -314,7 +314,7 @@ async def test_a_missing_adapter_is_refused_and_a_loaded_one_is_named_in_request
         await backend.close()
 
 
-async def test_no_server_at_all_is_an_outage(chat_format: ChatFormat) -> None:
+async def test_no_server_at_all_is_an_outage(chat_format: ChatTemplate) -> None:
     spec = VLLMBackendSpec(urls=["http://127.0.0.1:9"])
     backend = VLLMBackend(spec, chat_format, sampling=SamplingParams(), model="fake")
     with pytest.raises(OutageError, match="no vLLM server can be reached"):
@@ -322,7 +322,7 @@ async def test_no_server_at_all_is_an_outage(chat_format: ChatFormat) -> None:
     await backend.close()
 
 
-async def test_the_key_is_sent_and_never_shown(chat_format: ChatFormat) -> None:
+async def test_the_key_is_sent_and_never_shown(chat_format: ChatTemplate) -> None:
     async with serving(chat_format, key="secret-key") as (backend, (fake,)):
         assert all(b"Bearer secret-key" in head for head in fake.headers)
         assert "secret-key" not in repr(backend.stats())
