@@ -33,9 +33,9 @@ class AskUserAction(BuiltInAction):
         self._recover = loaded.spec.recover
         self._bounds_with = {name: bounds_of(self.name, loaded.spec, user) for name, user in self._people.items()}
 
-    def bounds(self, episode: Episode) -> Sequence[tuple[Limit, float]]:
-        """Return the spec's limits, then those of the episode's user."""
-        return self._bounds_with.get(episode.task.user or "", self._bounds)
+    def limit(self, episode: Episode, bounds: Sequence[tuple[Limit, float]] | None = None) -> tuple[str, float] | None:
+        """Return the first limit that is reached: of the spec, then of the episode's user."""
+        return super().limit(episode, self._bounds_with.get(episode.task.user or "", bounds))
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> UserRecord:
         """Return the user's answer, or the engine's own answer to a reply that cannot be parsed.

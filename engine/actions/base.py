@@ -131,20 +131,17 @@ class LimitedAction(Action):
         self.state = state
         self.action = str(state.action)
         """Its name in the spec."""
-        self._bounds = bounds_of(self.action, loaded.spec)
+        self.bounds = bounds_of(self.action, loaded.spec)
+        """The limits on it and their values, in the order in which they are checked."""
 
-    def limit(self, episode: Episode) -> tuple[str, float] | None:
-        """Return the first limit that is reached, and its count."""
-        for limit, most in self.bounds(episode):
+    def limit(self, episode: Episode, bounds: Sequence[tuple[Limit, float]] | None = None) -> tuple[str, float] | None:
+        """Return the first limit that is reached, and its count. `bounds`: in place of the spec's."""
+        for limit, most in self.bounds if bounds is None else bounds:
             assert limit.count is not None  # `bounds_of` returns only counted limits
             count = limit.count(episode)
             if count > most or (count == most and not limit.inclusive):
                 return limit.name, count
         return None
-
-    def bounds(self, episode: Episode) -> Sequence[tuple[Limit, float]]:
-        """Return the limits on it in this episode and their values, in the order in which they are checked."""
-        return self._bounds
 
 
 class BuiltInAction(LimitedAction):

@@ -65,13 +65,14 @@ class CallToolsAction(BuiltInAction):
 
     def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
         """Return whether every called tool is pure: such calls can be repeated without any effect."""
-        toolbox = objects.toolbox
-        return toolbox is None or all(toolbox.effects(call.name) == "pure" for call in episode.reply.calls)
+        return self.effects(episode, objects) == "pure"
 
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the strongest effects of the called tools."""
         called = {objects.toolbox.effects(call.name) for call in episode.reply.calls} if objects.toolbox else set()
-        return next((level for level in ("external", "replayable") if level in called), "pure")
+        if "external" in called:
+            return "external"
+        return "replayable" if "replayable" in called else "pure"
 
 
 def _own_call(event: RewardEvent, call_id: str) -> RewardEvent:

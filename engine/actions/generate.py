@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from engine.actions.base import BuiltInAction, EpisodeObjects
 from engine.actions.room import rooms_of
 from engine.episode.episode import Episode, NewestReply
 from engine.errors import BackendError
+from engine.limit import Limit
 from engine.rewards.state_key import compile_state_key
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.journal import GenerationRecord
@@ -40,7 +41,7 @@ class GenerateAction(BuiltInAction):
         spec = loaded.spec
         self._sampling = spec.sampling
         self._most = min(spec.limits.turn_tokens, spec.sampling.max_new_tokens or spec.limits.turn_tokens)
-        self._longest_prompt = min((most for limit, most in self._bounds if limit.unit == "tokens"), default=inf)
+        self._longest_prompt = min((most for limit, most in self.bounds if limit.unit == "tokens"), default=inf)
         self._stop = sorted({*template.stop_token_ids, *spec.sampling.stop_token_ids})
         self._longest = template.fast.longest
         self.vision = template.vision
@@ -53,12 +54,12 @@ class GenerateAction(BuiltInAction):
         self._most_images = min(spec.limits.images or inf, spec.model.max_images or inf)
         self._rooms = rooms_of(spec, template)
 
-    def limit(self, episode: Episode) -> tuple[str, float] | None:
+    def limit(self, episode: Episode, bounds: Sequence[tuple[Limit, float]] | None = None) -> tuple[str, float] | None:
         """Return the first limit that is reached, and its count; tokens of a text that is certainly too long are estimated from below."""
         least = self._too_long(episode)
         if least is None:
-            return super().limit(episode)
-        for limit, most in self._bounds:
+            return super().limit(episode, bounds)
+        for limit, most in self.bounds:
             assert limit.count is not None  # `bounds_of` returns only counted limits
             count = least if limit.unit == "tokens" else limit.count(episode)
             if limit.is_reached(count, most):
@@ -81,7 +82,7 @@ class GenerateAction(BuiltInAction):
         for room in self._rooms:
             if (shown := room.images(episode.conversation, self._most_images)) is not None:
                 return "images", float(shown)
-        bounds = [(limit, most) for limit, most in self._bounds if limit.unit == "tokens"]
+        bounds = [(limit, most) for limit, most in self.bounds if limit.unit == "tokens"]
         least = self._too_long(episode)
         count = len(episode.conversation.prompt()) if bounds and least is None else least or 0
         return next(
@@ -135,7 +136,7 @@ class GenerateAction(BuiltInAction):
             EngineError: The prompt cannot be made.
         """
         counts = {"turns": turn, "tokens": len(conversation.prompt()), "images": len(conversation.images)}
-        if any(limit.is_reached(counts[limit.unit], most) for limit, most in self._bounds):
+        if any(limit.is_reached(counts[limit.unit], most) for limit, most in self.bounds):
             return None
         return self._request(episode, conversation, turn, asked)
 
@@ -175,7 +176,11 @@ class GenerateAction(BuiltInAction):
         generation = record.generation
         episode.conversation.recorded = record.whole
         episode.conversation.prompt()  # a replay has not built the prompt yet
-        state_key = self._compute_state_key(episode)
+        state_key = (
+            None
+            if self._state_key is None
+            else self._state_key.compute(episode.facts, episode.conversation.messages, episode.guard_values)
+        )
         episode.turn += 1
         reply = episode.conversation.reply(generation, episode.turn)
         attempts = reply.attempts
@@ -210,12 +215,6 @@ class GenerateAction(BuiltInAction):
             )
         )
         return event
-
-    def _compute_state_key(self, episode: Episode) -> str | None:
-        """Compute the key of the state in which the turn begins; None if the credit method needs none."""
-        if self._state_key is None:
-            return None
-        return self._state_key.compute(episode.facts, episode.conversation.messages, episode.guard_values)
 
     def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
         """Return True: a reply that is lost has no effect outside, and is sampled again."""

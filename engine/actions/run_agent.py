@@ -63,7 +63,7 @@ class RunAgentAction(BuiltInAction):
         threads.note_reply(episode)
         run = objects.agent
         if run is None:
-            run = await self._starter.start(episode, objects, threads, self._generate.bounds(episode))
+            run = await self._starter.start(episode, objects, threads, self._generate.bounds)
         elif run.ended:
             raise SpecCodeError(
                 f"the program has ended; no transition may lead to {episode.state} again",

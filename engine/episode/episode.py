@@ -410,7 +410,7 @@ class Episode:
         """How the episode ended. `exact` says whether the backend gives token ids."""
         blameless = self.failure is None or self.failure.blame == "policy"
         by_name = self.ledger.by_name()
-        aborted = any(turn.finish.type == "abort" for turn in self.turns)
+        aborted = "abort" in [turn.finish.type for turn in self.turns]
         return Outcome(
             state=self.state,
             event=self.event,
@@ -425,7 +425,7 @@ class Episode:
 
     def trajectory(self, run_id: str, *, exact: bool) -> Trajectory:
         """The finished trajectory. Seals the ledger."""
-        sealed = self.ledger.seal(self.turn + 1)
+        sealed, rewarded = self.ledger.seal(self.turn + 1), self.ledger.rewarded
         conversation, counts, unreceived = self.conversation, self.counts, self.unreceived
         return Trajectory(
             run_id=run_id,
@@ -438,6 +438,8 @@ class Episode:
             messages=list(conversation.messages),
             turns=[
                 replace(turn, rewards=self.ledger.turn(turn.index), unreceived=turn.index in unreceived)
+                if unreceived or turn.index in rewarded
+                else turn
                 for turn in self.turns
             ],
             branches=conversation.branches(unreceived),
@@ -461,7 +463,7 @@ class Episode:
 
 
 def _images(messages: Sequence[Message]) -> Iterator[ImagePart]:
-    return (image for message in messages for image in message.images)
+    return (image for message in messages if not isinstance(message.content, str) for image in message.images)
 
 
 def _counts(variable: str, others: Mapping[str, Callable[[Episode], int]]) -> Callable[[Episode], dict[str, int]]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from inspect import isawaitable
 from typing import TYPE_CHECKING, Any
 
 from engine.actions.base import Action, EpisodeObjects
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 
 _ROOM = frozenset({"images", *PROMPT_LIMITS})
 """Limits that may be avoided by a shorter prompt."""
-_UNFILTERED = (GenerationRecord, LimitRecord, FailureRecord)
-"""Records without texts and images of others."""
 
 
 Watch = Callable[[Episode, str, str], None]
@@ -110,8 +107,8 @@ class Executor:
                         record = self._limited(episode, action, clock)
                         if record is None:
                             record = await action.perform(episode, objects)
-                            stored = self._filtered(episode, record)
-                            record = await stored if isawaitable(stored) else stored
+                            if (storing := self._storing(episode, record)) is not None:
+                                record = await storing
                             if clock is not None and clock.over:
                                 clock.withdraw()
                 except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  (an error in one episode ends no other)
@@ -199,13 +196,17 @@ class Executor:
             clock.acting = True
         return None
 
-    def _filtered(self, episode: Episode, record: Record) -> Record | Awaitable[Record]:
-        """The record as it is stored: texts cut, images as digests. What the model sampled stays as it is."""
-        if isinstance(record, _UNFILTERED):
-            return record
+    def _storing(self, episode: Episode, record: Record) -> Awaitable[Record] | None:
+        """Makes the record that is stored: texts cut, images as digests. None: the record itself."""
+        if isinstance(record, GenerationRecord):  # what the model sampled stays as it is
+            return None
         if self._cut is not None:
-            record = self._cut(record)
-        return (None if self._store_images is None else self._store_images(episode, record)) or record
+            return self._stored(episode, self._cut(record))
+        return None if self._store_images is None else self._store_images(episode, record)
+
+    async def _stored(self, episode: Episode, record: Record) -> Record:
+        storing = None if self._store_images is None else self._store_images(episode, record)
+        return record if storing is None else await storing
 
     def _excused(self, error: BaseException, episode: Episode, clock: EpisodeDeadline | None) -> Record:
         """The record of an action that raised. Raises the error where it ends more than the action."""
@@ -262,8 +263,9 @@ class Executor:
     async def _again(self, episode: Episode, action: Action, objects: EpisodeObjects) -> Record:
         """The record that an action gives when it is performed again, without limits."""
         try:
-            stored = self._filtered(episode, await action.perform(episode, objects))
-            return await stored if isawaitable(stored) else stored
+            record = await action.perform(episode, objects)
+            storing = self._storing(episode, record)
+            return record if storing is None else await storing
         except Exception as error:  # noqa: BLE001  (as in `run`)
             return self._excused(error, episode, None)
 

@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -324,6 +324,11 @@ class Ledger:
         if turn not in self._parts:
             return held
         return math.fsum([held, *(of.held for (own, _), of in self._parts[turn].items() if own == name)])
+
+    @property
+    def rewarded(self) -> Collection[int]:
+        """The turns that hold a reward of some name."""
+        return self._accounts.keys()
 
     def turn(self, turn: int) -> dict[str, float]:
         """The rewards of a turn by name, in the order in which the names were first written."""

@@ -41,7 +41,7 @@ def said(form: ChatTemplate, sampled: list[int], most: int) -> Generation:
 def action_of(form: ChatTemplate, limits: LimitsSpec) -> GenerateAction:
     action = GenerateAction.__new__(GenerateAction)
     spec: Any = SimpleNamespace(limits=limits, model=SimpleNamespace(context=None))
-    action._most, action._bounds = limits.turn_tokens, bounds_of(action.name, spec)
+    action._most, action.bounds = limits.turn_tokens, bounds_of(action.name, spec)
     action._longest_prompt = inf if limits.episode_tokens is None else limits.episode_tokens
     return action
 
