@@ -69,7 +69,8 @@ def go(way: str, stop: asyncio.Event) -> None:
 
     async def stopped(*arguments: Any) -> Any:
         stop.set()
-        await asyncio.sleep(0.01)
+        for _ in range(50):  # rounds of the loop, in which its task is cancelled
+            await asyncio.sleep(0)
         return await judged(*arguments)
 
     async def replaced(*arguments: Any) -> Any:
