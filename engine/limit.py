@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 if TYPE_CHECKING:
     from engine.episode.episode import Episode
@@ -29,8 +30,7 @@ Owner = Literal["limits", "model", "user"]
 """Which part of the spec sets a limit: `limits`, `model` or the `limits` of a user."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(msgspec.Struct, frozen=True):
     """One limit. It stops its action before that begins, unless `cuts` says otherwise."""
 
     name: str

@@ -6,9 +6,10 @@ No model, environment, tool or user is called: the journal's records are applied
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from engine.actions.base import EpisodeObjects
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
     from engine.tokens.template import ChatTemplate
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
+class Replayed(msgspec.Struct, frozen=True):
     """The result of replaying one episode."""
 
     episode_id: str
