@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import orjson
 
 from engine.errors import first_of
 from engine.runner.run import Runner
+from engine.schemas.base import Struct
 from engine.schemas.generation import SamplingParams
 from engine.schemas.train import TrainSpec
 from engine.serve.http import ServiceError
@@ -40,14 +42,13 @@ MAX_OVERRIDES = 8
 """Maximum number of different sampling overrides in one launch."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyGroup:
+class ReadyGroup(Struct, frozen=True):
     """A group that can be sent."""
 
     note: Mapping[str, Any]
     """What is said about it (docs/serve.md)."""
     rows: Sequence[TrainingRow] = ()
-    images: Mapping[str, tuple[str, bytes]] = field(default_factory=dict)
+    images: Mapping[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)
     """Media type and bytes by digest."""
 
     def left_out(self, why: str) -> ReadyGroup:

@@ -17,6 +17,7 @@ import numpy as np
 
 from engine.errors import TrainError
 from engine.runner.stats import Summary, label
+from engine.schemas.base import Struct
 from engine.schemas.train import OverlongPenalty
 from engine.store.rows.build import RowBuilder
 from engine.store.rows.row import columns_of
@@ -35,8 +36,7 @@ ZERO_ADVANTAGE = 1e-9
 """Advantages below this value count as 0: they are rounding errors of equal rewards."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(Struct, frozen=True, eq=False):
     """The finished episodes of one task."""
 
     number: int

@@ -20,12 +20,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
 
 from engine.errors import TrainError
+from engine.schemas.base import Struct
 from engine.schemas.experts import unpack_experts
 from engine.schemas.trajectory import ImageSpan
 from engine.spec.rows.sources import RowFault, Rows
@@ -107,7 +108,7 @@ def files_of(loaded: LoadedSpec) -> list[Path]:
     return files
 
 
-class _Place(NamedTuple):
+class _Place(Struct, frozen=True):
     """Where a row is."""
 
     file: int

@@ -22,14 +22,16 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from engine.errors import TrainError
+from engine.schemas.base import Struct
 
 if TYPE_CHECKING:
     from engine.store.rows.row import TrainingRow
@@ -40,7 +42,7 @@ MIN_SHARED_TOKENS = 16
 _HASH = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Segment(NamedTuple):
+class Segment(Struct, frozen=True):
     """Tokens [start, end) of a pack."""
 
     start: int
@@ -53,7 +55,7 @@ class Segment(NamedTuple):
     """End of its last descendant; `end` if it has none."""
 
 
-class PackImage(NamedTuple):
+class PackImage(Struct, frozen=True):
     """An image of a pack."""
 
     image: str
@@ -64,8 +66,7 @@ class PackImage(NamedTuple):
     """See `ImageSpan.grid`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
+class Pack(Struct, frozen=True, kw_only=True, eq=False):
     """One micro-batch: T tokens, of which n are predicted."""
 
     input_ids: torch.Tensor
@@ -89,7 +90,7 @@ class Pack:
     """The images, ordered by `start`. An image that rows share is listed once."""
     experts: torch.Tensor | None = None
     """int32 [T, layers, top_k]: the experts that the sampler chose for each token, -1 where not known. None: no row has any."""
-    cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    cache: dict[Any, Any] = msgspec.field(default_factory=dict)
     """Values computed once per pack and used in several passes: attention masks, position ids of a vision model."""
 
     @property
@@ -113,7 +114,7 @@ class Pack:
         return torch.cat(parts)
 
 
-class _RowTokens(NamedTuple):
+class _RowTokens(Struct, frozen=True, kw_only=True, eq=False):
     """The tokens of a row that a forward pass needs."""
 
     row: int
@@ -205,7 +206,7 @@ def _row_tokens(
         for choice in experts.reshape(end, -1).T:
             hashed = (hashed ^ choice.astype(np.uint64)) * _HASH
         keys += hashed
-    return _RowTokens(index, ids, keys, trained, images, experts)
+    return _RowTokens(row=index, ids=ids, keys=keys, trained=trained, images=images, experts=experts)
 
 
 def _row_experts(index: int, given: np.ndarray | None, form: tuple[int, ...], end: int) -> np.ndarray:
@@ -240,7 +241,7 @@ def _common_prefix(one: _RowTokens, other: _RowTokens) -> int:
     return int(apart[0]) if len(apart) else length
 
 
-class _PendingRows(NamedTuple):
+class _PendingRows(Struct, frozen=True):
     """Rows [low, high) whose first `depth` tokens are in the segments `path`. Their other tokens have no segment yet."""
 
     low: int
@@ -260,7 +261,8 @@ def _build_segments(
     if not share:
         todo = [_PendingRows(number, number + 1, 0, ()) for number in reversed(range(len(lines)))]
     while todo:
-        low, high, depth, path = todo.pop()
+        pending = todo.pop()
+        low, high, depth, path = pending.low, pending.high, pending.depth, pending.path
         alone = high - low == 1
         shared = len(lines[low].keys) if alone else min(common[low + 1 : high])
         if shared > depth and (alone or (shared - depth) * (high - low - 1) >= min_shared_tokens):
@@ -282,7 +284,7 @@ def _build_pack(lines: list[_RowTokens], common: list[int], share: bool, min_sha
         segment = segments[index]
         if segment.parent >= 0:
             above = segments[segment.parent]
-            segments[segment.parent] = above._replace(subtree_end=max(above.subtree_end, segment.subtree_end))
+            segments[segment.parent] = replace(above, subtree_end=max(above.subtree_end, segment.subtree_end))
     ids = np.empty(segments[-1].end, np.int64)
     positions = np.empty(len(ids), np.int64)
     images: dict[int, PackImage] = {}
@@ -292,7 +294,7 @@ def _build_pack(lines: list[_RowTokens], common: list[int], share: bool, min_sha
     for line, path in zip(lines, paths, strict=True):
         place = np.empty(len(line.keys), np.int64)
         for index in path:
-            start, end, _, position, _ = segments[index]
+            start, end, position = segments[index].start, segments[index].end, segments[index].position
             stop = position + end - start
             ids[start:end] = line.ids[position:stop]
             if experts is not None and line.experts is not None:
@@ -301,7 +303,7 @@ def _build_pack(lines: list[_RowTokens], common: list[int], share: bool, min_sha
             place[position:stop] += start - position
         for image in line.images:
             start = int(place[image.start])
-            images[start] = image._replace(start=start)
+            images[start] = replace(image, start=start)
         places.append(place)
     order = sorted(range(len(lines)), key=lambda number: lines[number].row)
     trained = [lines[number].trained for number in order]

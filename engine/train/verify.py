@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from engine.schemas.base import Struct
 from engine.train.packing import pack_rows
 from engine.train.policy import Policy
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from engine.store.rows.row import TrainingRow
 
 
-class LogprobDifference(NamedTuple):
+class LogprobDifference(Struct, frozen=True):
     """Absolute difference between the trainer's and the sampler's log-probs, in nats."""
 
     largest: float

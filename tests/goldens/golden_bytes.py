@@ -216,7 +216,7 @@ def adapters(folder: Path) -> list[Record]:
     one_each = {"at": "one row each", "empty": placed.empty, "left_out": placed.left_out}
     found: list[Record] = [one_each | {"sums": list(vars_of(Sums.of_rows(placed.rows)))}]
     for number, row in enumerate(placed.rows):
-        found.append({"at": f"one row each {number}"} | {name: getattr(row, name) for name in row.__slots__})
+        found.append({"at": f"one row each {number}"} | {name: getattr(row, name) for name in row.__struct_fields__})
     found.append({"at": "skyrl"} | generator_output(placed.rows, {"reward/mean": 0.5}))
     ended = {each.episode_id: each for each in group.trajectories}
     rows = [row for _, row in rollouts.final_rows(batch)]

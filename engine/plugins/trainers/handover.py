@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from engine.errors import TrainError
+from engine.schemas.base import Struct
 from engine.train.batches import whitened_advantages
 
 if TYPE_CHECKING:
@@ -28,8 +30,7 @@ _TOLERANCE = 1e-6
 """Relative difference of two sums of absolute advantages that is rounding."""
 
 
-@dataclass(frozen=True, slots=True)
-class HandedRow:
+class HandedRow(Struct, frozen=True, eq=False):
     """One row as most trainers take it: a prompt, and a completion that begins with the first trained token."""
 
     prompt_ids: list[int]
@@ -69,8 +70,7 @@ class HandedRow:
         return cls([token], [token], [0], [0.0], np.zeros(1, np.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
+class Sums(Struct, frozen=True):
     """The sums of a batch."""
 
     tokens: int
@@ -106,7 +106,7 @@ class Sums:
     @classmethod
     def total(cls, parts: Iterable[Sums]) -> Sums:
         """The sums of several batches together."""
-        return cls(*map(sum, zip((0, 0, 0.0, 0), *map(astuple, parts), strict=True)))
+        return cls(*map(sum, zip((0, 0, 0.0, 0), *map(msgspec.structs.astuple, parts), strict=True)))
 
     def check(self, theirs: Sums, trainer: str, changes: str) -> None:
         """Compare the engine's sums with those of what a trainer's loss reads. `changes`: what may have changed them.
@@ -156,7 +156,7 @@ def groups_of(prompts: Sequence[str], samples: int, fix: str) -> list[str]:
     return list(prompts[::samples])
 
 
-class Placed(NamedTuple):
+class Placed(Struct, frozen=True):
     """One row for each prompt."""
 
     rows: list[HandedRow]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from engine.errors import EngineError
+from engine.schemas.base import Struct
 from engine.store.rows.build import RowBuilder
 
 if TYPE_CHECKING:
@@ -16,15 +18,14 @@ if TYPE_CHECKING:
     from engine.store.rows.row import TrainingRow
 
 
-@dataclass(frozen=True, slots=True)
-class Advantages:
+class Advantages(Struct, frozen=True, eq=False):
     """The training rows of a group, by episode and branch."""
 
     method: str
     """The credit method."""
     missing: str = ""
     """Why there are no advantages; empty where there are."""
-    rows: dict[tuple[str, int], TrainingRow] = field(default_factory=dict)
+    rows: dict[tuple[str, int], TrainingRow] = msgspec.field(default_factory=dict)
 
     @classmethod
     def none(cls, why: str) -> Advantages:
