@@ -59,22 +59,21 @@ class Resident:
         self._thread.join()
 
 
-def rows_of(count: int) -> list[dict[str, Any]]:
+def rows_of(count: int) -> list[Any]:
     """Rows that fill one micro-batch each."""
     import numpy as np
 
+    from engine.store.rows.row import RowEpisode, TrainingRow
+
     rng = np.random.default_rng(0)
     return [
-        {
-            "input_ids": rng.integers(0, 300, TOKENS),
-            "loss_mask": (np.arange(TOKENS) > 0).astype(np.int64),
-            "turn_ids": np.zeros(TOKENS, np.int64),
-            "images": [],
-            "task_id": f"t{number}",
-            "episode_id": f"e{number}",
-            "logprobs": rng.normal(-6, 0.1, TOKENS),
-            "advantages": rng.normal(0, 1, TOKENS),
-        }
+        TrainingRow.of_tokens(
+            rng.integers(0, 300, TOKENS),
+            np.arange(TOKENS) > 0,
+            logprobs=rng.normal(-6, 0.1, TOKENS),
+            advantages=rng.normal(0, 1, TOKENS),
+            episode=RowEpisode(task_id=f"t{number}", episode_id=f"e{number}"),
+        )
         for number in range(count)
     ]
 

@@ -19,7 +19,7 @@ from engine.backends.sglang.checks import EXPERTS_FLAG
 from engine.runner.replay import Replayer
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
-from engine.store.rows.export import export_rows
+from engine.store.rows.export import training_rows
 from engine.train.policy import Policy
 from engine.train.verify import recompute
 
@@ -67,12 +67,13 @@ async def test_the_trainer_uses_the_experts_of_the_server(
     path = spec_of(tmp_path, model, server, routed_experts, **rollout)
     loaded, form, store, result, _ = await played(path, tmp_path)
     assert result.faults == []
-    rows = list(export_rows(store, trainable_only=True))
-    assert len({row["episode_id"] for row in rows}) == 4 * rollout.get("samples_per_task", 1)
+    rows = list(training_rows(store, trainable_only=True))
+    assert len({row.episode.episode_id for row in rows}) == 4 * rollout.get("samples_per_task", 1)
     for row in rows:
-        last = int(np.flatnonzero(row["loss_mask"])[-1])
-        assert row["routed_experts"].shape == (last, 3, 3)
-        assert row["routed_experts"].dtype == np.uint8
+        experts = row.branch.routed_experts
+        assert experts is not None
+        assert experts.shape == (int(row.places[-1]), 3, 3)
+        assert experts.dtype == np.uint8
     for most in (8192, 200):
         assert recompute(policy_of(model, form.vocab_size, replay=True), rows, most).largest < 1e-4
     assert recompute(policy_of(model, form.vocab_size, replay=False), rows).largest > 1e-2

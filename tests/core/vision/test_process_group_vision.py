@@ -18,15 +18,16 @@ from test_policy_vision import gallery_rows
 
 from engine.store.loader import with_image_files
 from engine.store.rows.export import write_jsonl
+from engine.store.rows.row import TrainingRow, columns_of
 from engine.tokens.vision import Vision
 from engine.train.distributed import SingleProcessGroup
 
 
-def write_with_bytes(rows: list[dict[str, Any]], vision: Vision, path: Path) -> None:
+def write_with_bytes(rows: list[TrainingRow], vision: Vision, path: Path) -> None:
     """Write rows, and the encoded images in the folder `encoded` beside them."""
-    write_jsonl(rows, path)
+    write_jsonl(columns_of(rows), path)
     (path.parent / "encoded").mkdir()
-    for digest in {image["image"] for row in rows for image in row["images"]}:
+    for digest in {image.image for row in rows for image in row.branch.images}:
         (path.parent / "encoded" / digest[7:]).write_bytes(vision.bank.source(digest).data)
 
 
@@ -69,7 +70,7 @@ async def test_two_processes_train_a_model_that_sees(
     if images == "bytes of a run":
         write_with_bytes(rows, vision, path)
     else:
-        write_jsonl(with_image_files(rows, path, lambda: vision), path)
+        write_jsonl(with_image_files(columns_of(rows), path, lambda: vision), path)
     root = Path(worker.__file__).parents[3]
     arguments = [str(each) for each in (vlm("qwen2_5_vl"), path, tmp_path, tokens)]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", worker.__file__]

@@ -23,6 +23,8 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec
+from engine.schemas.trajectory import ImageSpan
+from engine.store.rows.row import TrainingRow
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
 from engine.train.packing import pack_rows
@@ -146,10 +148,10 @@ async def test_features_of_an_image_are_its_own_and_of_the_newest_weights(
             made = await backend.generate(wanted)
             ids = np.concatenate([wanted.input_ids, made.output_ids])
             spans = [
-                {"image": image.image, "start": start, "end": end, "grid": vision.bank.picture(image.image).grid}
+                ImageSpan(image=image.image, start=start, end=end, grid=list(vision.bank.picture(image.image).grid))
                 for image, (start, end) in zip(wanted.images, wanted.image_spans, strict=True)
             ]
-            row = {"input_ids": ids, "loss_mask": np.arange(len(ids)) >= len(wanted.input_ids), "images": spans}
+            row = TrainingRow.of_tokens(ids, np.arange(len(ids)) >= len(wanted.input_ids), images=spans)
             with torch.no_grad():
                 own = policy.forward(pack_rows([row], 10_000, share_prefixes=False)[0], entropy=False)[0].numpy()
             np.testing.assert_allclose(made.logprobs, own, atol=1e-4, err_msg=name)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from training_rows import row_of
 
 from engine.plugins.plan.allocated_bytes import AllocatedBytes
 from engine.plugins.plan.planned_images import PlannedImages
@@ -22,6 +23,7 @@ from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.reward import RewardEvent
 from engine.spec.load import load_spec
+from engine.store.rows.row import TrainingRow
 from engine.tokens.loading import load_format
 from engine.train.distributed import join_process_group
 from engine.train.setup import learner_of
@@ -30,7 +32,7 @@ IMAGES = PlannedImages(2, 168, 112)
 """The images of each row, if the model takes some."""
 
 
-def rows_of(count: int, tokens: int, vision: Any = None) -> list[dict[str, Any]]:
+def rows_of(count: int, tokens: int, vision: Any = None) -> list[TrainingRow]:
     """Rows that fill one micro-batch each, as a critic needs them too; with images of a model that takes some."""
     rng, rows = np.random.default_rng(0), []
     ledger = Ledger()
@@ -46,18 +48,20 @@ def rows_of(count: int, tokens: int, vision: Any = None) -> list[dict[str, Any]]
             ids[start:end], mask[start:end] = picture.ids, 0
             images.append({"image": picture.digest, "start": start, "end": end, "grid": picture.grid})
         rows.append(
-            {
-                "input_ids": ids,
-                "loss_mask": mask,
-                "turn_ids": np.where(mask == 1, 0, -1),
-                "images": images,
-                "group": {f"e{number}": Member(ledger=ledger.seal(1))},
-                "cut": False,
-                "task_id": f"t{number}",
-                "episode_id": f"e{number}",
-                "logprobs": rng.normal(-7, 0.1, tokens),
-                "advantages": rng.normal(0, 1, tokens),
-            }
+            row_of(
+                {
+                    "input_ids": ids,
+                    "loss_mask": mask,
+                    "turn_ids": np.where(mask == 1, 0, -1),
+                    "images": images,
+                    "group": {f"e{number}": Member(ledger=ledger.seal(1))},
+                    "cut": False,
+                    "task_id": f"t{number}",
+                    "episode_id": f"e{number}",
+                    "logprobs": rng.normal(-7, 0.1, tokens),
+                    "advantages": rng.normal(0, 1, tokens),
+                }
+            )
         )
     return rows
 

@@ -96,7 +96,11 @@ def measured(paths: Sequence[Path], processes: int) -> Iterator[tuple[Path, list
     """What a step of each spec takes in each process. One process measures several specs; several processes join once, for one."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
     command = [sys.executable, *(launcher if processes > 1 else []), str(HERE / "plan_worker.py"), *map(str, paths)]
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {
+        "PYTHONPATH": f"{HERE.parents[2]}:{HERE.parents[1] / 'kit'}",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     for path in paths:

@@ -16,6 +16,7 @@ import torch
 import vision_kit
 import yaml
 from pixel_kit import FOUR_TURNS
+from training_rows import row_of
 from verl_gallery import spec_of
 from verl_python import call_verl, run_verl
 
@@ -76,7 +77,7 @@ def ours(model: Path, rows: Sequence[Any], vision: Any) -> list[np.ndarray]:
     )
     found: list[np.ndarray] = [np.zeros(0)] * len(rows)
     with torch.no_grad():
-        for pack in pack_rows(rows, 1000, share_prefixes=True):
+        for pack in pack_rows(list(map(row_of, rows)), 1000, share_prefixes=True):
             values = policy.forward(pack, entropy=False)[0].numpy()
             for row in pack.rows:
                 found[row] = values[(pack.row == row).numpy()]

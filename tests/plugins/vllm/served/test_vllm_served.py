@@ -21,7 +21,8 @@ from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.store import RunStore
-from engine.store.rows.export import export_rows
+from engine.store.rows.export import training_rows
+from engine.store.rows.row import TrainingRow
 from engine.tokens.loading import load_format
 from engine.train.policy import Policy
 from engine.train.verify import recompute
@@ -54,9 +55,9 @@ def run(spec: Path, out: Path) -> tuple[Path, str]:
     return folder, " ".join((done.stdout + done.stderr).split())
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
+def rows_of(folder: Path) -> list[TrainingRow]:
     with RunStore.open(folder, readonly=True) as store:
-        return list(export_rows(store))
+        return list(training_rows(store))
 
 
 def test_episodes_of_several_turns_are_exact(vllm_url: str, served_model: Path, tmp_path: Path) -> None:
@@ -74,11 +75,11 @@ def test_episodes_of_several_turns_are_exact(vllm_url: str, served_model: Path, 
         served_model, TrainSpec(device="cpu"), temperature=TEMPERATURE, vocab=format.vocab_size, vision=None
     )
     found = recompute(policy, rows)
-    assert found.tokens == sum(int(row["loss_mask"].sum()) for row in rows) > 100
+    assert found.tokens == sum(len(row.places) for row in rows) > 100
     assert found.largest < 1e-4
     again = rows_of(run(spec, tmp_path / "second")[0])  # the same seeds
     for row, other in zip(rows, again, strict=True):
-        np.testing.assert_array_equal(row["input_ids"], other["input_ids"])
+        np.testing.assert_array_equal(row.branch.input_ids, other.branch.input_ids)
 
 
 async def test_greedy_tokens_are_those_of_transformers(vllm_url: str, served_model: Path) -> None:
