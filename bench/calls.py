@@ -90,7 +90,10 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
             for name in ("tape", "tapes", "thread", "prompts", "conversation", "leaf", "sampled")
         ),
     ),
-    ("parsing of the reply", ("engine/tokens/replies.py", "engine/tokens/toolcalls/", "engine/tokens/qwen_replies.py")),
+    (
+        "parsing of the reply",
+        ("engine/tokens/reply_parser.py", "engine/tokens/toolcalls/", "engine/tokens/qwen_replies.py"),
+    ),
     ("ids from text and back", ("engine/tokens/",)),
     ("ledger and rules", ("engine/rewards/",)),
     ("HTTP", ("engine/backends/http/",)),
