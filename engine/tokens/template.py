@@ -27,7 +27,7 @@ from engine.tokens.bridge.kinds import MARKERS, Looked, View, has_mark, kind_of,
 from engine.tokens.probing import abilities_of, refuses_later_system
 from engine.tokens.quoting import quoted_index
 from engine.tokens.renderer import Bridge
-from engine.tokens.reply_parser import ReplyParser
+from engine.tokens.replies.parser import ReplyParser
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.views import IntendedTokens, MessageViews

@@ -16,7 +16,7 @@ from engine.tokens.quoting import MARK, Span, quoted_index
 from engine.tokens.renderer import Renderer
 
 if TYPE_CHECKING:
-    from engine.tokens.reply_parser import ParsedReply
+    from engine.tokens.replies.parser import ParsedReply
     from engine.tokens.tape import IntVector
 
 IntendedTokens = Sequence[Sequence[Span]]
