@@ -14,7 +14,7 @@ import msgspec
 from engine.tokens.bridge.kinds import Looked, View
 
 if TYPE_CHECKING:
-    from engine.tokens.readers import FamilyReader
+    from engine.tokens.replies.readers import FamilyReader
     from engine.tokens.tape import IntVector
     from engine.tokens.tokenizer import FastTokenizer
     from engine.tokens.toolcalls import ToolCallFormat

@@ -33,7 +33,7 @@ from engine.tokens.tokenizer import FastTokenizer
 from engine.tokens.views import IntendedTokens, MessageViews
 
 if TYPE_CHECKING:
-    from engine.tokens.readers import FamilyReader
+    from engine.tokens.replies.readers import FamilyReader
     from engine.tokens.toolcalls import ToolCallFormat
     from engine.tokens.vision import Vision
 

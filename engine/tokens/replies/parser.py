@@ -20,7 +20,7 @@ from engine.tokens.tape import IntVector
 from engine.tokens.toolcalls import HermesFormat, parse_calls
 
 if TYPE_CHECKING:
-    from engine.tokens.readers import FamilyReader
+    from engine.tokens.replies.readers import FamilyReader
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 _TAIL = 48
