@@ -92,7 +92,7 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
     ),
     (
         "parsing of the reply",
-        ("engine/tokens/replies/parser.py", "engine/tokens/toolcalls/", "engine/tokens/qwen_replies.py"),
+        ("engine/tokens/replies/parser.py", "engine/tokens/toolcalls/", "engine/tokens/replies/qwen.py"),
     ),
     ("ids from text and back", ("engine/tokens/",)),
     ("ledger and rules", ("engine/rewards/",)),
