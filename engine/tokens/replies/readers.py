@@ -15,7 +15,7 @@ import msgspec
 
 from engine.errors import RenderError
 from engine.schemas.message import MalformedCall, ToolCall
-from engine.tokens.arguments import restored
+from engine.tokens.replies.arguments import restored
 from engine.tokens.replies.qwen import QwenReply, qwen_reader
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import FastTokenizer
