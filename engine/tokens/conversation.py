@@ -31,8 +31,8 @@ from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Branch
 from engine.tokens.bridge.bridge import ReplyEnd
 from engine.tokens.bridge.kinds import MessageKinds, View, kind_of
-from engine.tokens.parts import call_tokens, text_tokens
 from engine.tokens.replies.parser import ParsedReply
+from engine.tokens.replies.parts import call_tokens, text_tokens
 from engine.tokens.tape import IntVector, Tape
 from engine.tokens.template import ChatTemplate
 from engine.tokens.views import IntendedTokens
@@ -629,12 +629,12 @@ class Conversation:
         return ids[max(0, place.start - TAIL) : place.start], ids[place.start : place.end]
 
     def call_tokens(self, turn: int, call: int) -> tuple[int, int] | None:
-        """The sampled tokens [start, end) of a tool call of a turn; see `engine.tokens.parts.call_tokens`."""
+        """The sampled tokens [start, end) of a tool call of a turn; see `engine.tokens.replies.parts.call_tokens`."""
         before, ids = self.sampled(turn)
         return call_tokens(self.form, ids, before, self.tools or (), call)
 
     def text_tokens(self, turn: int, text: str) -> tuple[int, int] | None:
-        """The sampled tokens [start, end) of a turn that hold a text; see `engine.tokens.parts.text_tokens`."""
+        """The sampled tokens [start, end) of a turn that hold a text; see `engine.tokens.replies.parts.text_tokens`."""
         return text_tokens(self.form, self.sampled(turn)[1], text)
 
     @property
