@@ -2,17 +2,15 @@
 
     tape.py           one append-only tape of typed spans; everything else is derived from it
     conversation.py   messages in, exact prompts out: one tape per branch
-    thread.py         the messages, and those that the model is shown
     loading.py        load_format: from a spec's `model` to a chat format
     format.py         ChatTemplate: what every chat format has
     views.py          messages as chat templates read them
-    replies.py        from sampled ids to content, reasoning and tool calls
+    replies/          from sampled ids to content, reasoning and tool calls
     bridge/           the tokens between two turns, checked
     probing.py        what a chat template can show, found by rendering
     jinja_template.py the generic format: any chat template (jinja_source.py)
     families.py       known model families, through the library `renderers`
     choosing.py       which reader parses a template's replies
-    readers.py        replies parsed by token (qwen_replies.py); arguments.py restores their arguments
     toolcalls/        tool calls that are written as text, one class per format
     tokenizer.py      a tokenizer, called directly (plain_tokenizer.py, ascii.py, byte_level.py)
     quoting.py        text that only spells special tokens

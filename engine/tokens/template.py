@@ -1,7 +1,7 @@
 """ChatTemplate: how one model's conversations become tokens.
 
 Invariant: a format never guesses. `render` is the template's own output or an error. Bridges are checked or refused
-(bridge/bridge.py), and replies keep every attempt at a tool call (replies.py). All episodes of a run share one format; it holds no
+(bridge/bridge.py), and replies keep every attempt at a tool call (replies/). All episodes of a run share one format; it holds no
 state of an episode.
 """
 
