@@ -30,18 +30,18 @@ class TextCutter:
 
     Args:
         limits: The spec's limits.
-        form: Counts tokens.
+        template: Counts tokens.
 
     Raises:
         EngineError: the mark alone has more tokens than the limit.
     """
 
-    def __init__(self, limits: LimitsSpec, form: ChatTemplate) -> None:
+    def __init__(self, limits: LimitsSpec, template: ChatTemplate) -> None:
         assert limits.tool_result_tokens is not None
         self._most = limits.tool_result_tokens
         self._keep = limits.tool_result_keep
         self._mark = limits.tool_result_mark
-        self._form = form
+        self._template = template
         if self._count(self._marked(10**12)) > self._most:
             fault = EngineError(
                 f"`limits.tool_result_mark` has more than `limits.tool_result_tokens: {self._most}` tokens; shorten it"
@@ -126,9 +126,9 @@ class TextCutter:
                 return len(text), 0
         except UnicodeEncodeError:  # no text: refused when it is recorded
             return len(text), 0
-        if len(text) <= self._most * self._form.fast.longest and self._count(text) <= self._most:
+        if len(text) <= self._most * self._template.fast.longest and self._count(text) <= self._most:
             return len(text), 0
-        low, high = 0, min(len(text) - 1, self._most * self._form.fast.longest)  # characters that fit, and that may
+        low, high = 0, min(len(text) - 1, self._most * self._template.fast.longest)  # characters that fit, and that may
         while low < high:
             middle = (low + high + 1) // 2
             if self._fits(text, middle):
@@ -153,7 +153,9 @@ class TextCutter:
 
     def _count(self, text: str) -> int:
         """Tokens of a text as a conversation has it: special tokens that it spells are plain text."""
-        return len(self._form.encode(text if self._form.allow_special else self._form.fast.quoting.quote(text)))
+        return len(
+            self._template.encode(text if self._template.allow_special else self._template.fast.quoting.quote(text))
+        )
 
 
 def _same(these: Sequence[object], those: Sequence[object]) -> bool:

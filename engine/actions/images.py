@@ -108,19 +108,19 @@ class ImageStorer:
     """Stores the images of one run's records and puts their digests in the records.
 
     Args:
-        form: The run's chat format: whether it has images, and their maximum size.
+        template: The run's chat format: whether it has images, and their maximum size.
         store: The store for images.
         fetch: Returns a stored image by its digest.
         spec: The spec: whether an action makes room before a prompt.
     """
 
     def __init__(
-        self, form: ChatTemplate, store: ImageStore, fetch: Callable[[str], Source | None], spec: EpisodeSpec
+        self, template: ChatTemplate, store: ImageStore, fetch: Callable[[str], Source | None], spec: EpisodeSpec
     ) -> None:
-        self._rooms = rooms_of(spec, form)
-        self._refusal = f"the chat format {form.name!r} shows no images; {form.no_vision_fix}"
-        self._vision = form.vision
-        self._allow_special = form.allow_special
+        self._rooms = rooms_of(spec, template)
+        self._refusal = f"the chat format {template.name!r} shows no images; {template.no_vision_fix}"
+        self._vision = template.vision
+        self._allow_special = template.allow_special
         self._store = store
         self._taken: dict[str, ImagePart] = {}
         if self._vision is not None:

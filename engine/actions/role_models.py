@@ -243,12 +243,12 @@ class RoleModels:
                     continue
                 if weights == "impossible":
                     raise TrainError("; ".join(frozen_refusal(role.name, self._loaded.spec)), kind="train_setup")
-                form = self._format if part.model is None else load_format(part.model, self._loaded.base)
-                served = self._policy if borrows else await self._open(path, form, copied=copied)
-                self._models[path] = RoleModel(role, form, served, base_model=weights == "base")
+                template = self._format if part.model is None else load_format(part.model, self._loaded.base)
+                served = self._policy if borrows else await self._open(path, template, copied=copied)
+                self._models[path] = RoleModel(role, template, served, base_model=weights == "base")
             undo.pop_all()
 
-    async def _open(self, path: DataPath, form: ChatTemplate, *, copied: bool) -> RoleBackend:
+    async def _open(self, path: DataPath, template: ChatTemplate, *, copied: bool) -> RoleBackend:
         """Return a backend for a role: one that is open for the same weights, or a new one."""
         section = section_of(self._loaded, path)
         if copied:  # the policy's settings, and the weights of `model.path`
@@ -259,7 +259,7 @@ class RoleModels:
         if key not in self._backends:
             from engine.backends.registry import open_backend  # `validate` reads the roles of a spec without backends
 
-            backend = open_backend(section, form)
+            backend = open_backend(section, template)
             served = RoleBackend(backend, asyncio.Semaphore(self._loaded.spec.rollout.concurrency), borrowed=False)
             self._backends[key] = served  # before it starts, so that it is closed if the start fails
             await backend.start()

@@ -32,7 +32,7 @@ class Room:
         return 0
 
 
-def rooms_of(spec: EpisodeSpec, form: ChatTemplate) -> list[Room]:
+def rooms_of(spec: EpisodeSpec, template: ChatTemplate) -> list[Room]:
     """The rooms of the plugins whose sections a spec has."""
     actions: list[ActionFacts] = written_entries(spec, "actions")
-    return [load(facts.makes_room)(spec, form) for facts in actions if facts.makes_room]
+    return [load(facts.makes_room)(spec, template) for facts in actions if facts.makes_room]

@@ -121,5 +121,5 @@ def _sampled(conversation: Conversation) -> list[SampledToken]:
     place = conversation.turns[-1]
     tape = conversation.tapes[place.branch]
     ids, logprobs = tape.ids[place.start : place.end], tape.newest_logprobs(place.end - place.start)
-    data_of = conversation.form.fast.data_of
+    data_of = conversation.template.fast.data_of
     return [SampledToken(data_of(id_), logprob) for id_, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True)]

@@ -44,7 +44,7 @@ class EpisodeGuard:
     """Judges the ended episodes of one run.
 
     Args:
-        form: The chat format.
+        template: The chat template.
         loaded: The spec.
         folder: The run's folder.
 
@@ -52,13 +52,13 @@ class EpisodeGuard:
         StoreError: what the run's folder says cannot be read.
     """
 
-    def __init__(self, form: ChatTemplate, loaded: LoadedSpec, folder: Path) -> None:
-        self._form = form
-        self._guard = Guard(form, loaded.spec.model, loaded.base)
+    def __init__(self, template: ChatTemplate, loaded: LoadedSpec, folder: Path) -> None:
+        self._template = template
+        self._guard = Guard(template, loaded.spec.model, loaded.base)
         self._file = folder / FILE
         self.reason = read_reason(self._file)
         """Why every prompt is rendered whole; None where no row with a wrong bridge was found."""
-        form.bridges.whole = form.bridges.whole or self.reason
+        template.bridges.whole = template.bridges.whole or self.reason
 
     async def judged(self, episode: Episode, trajectory: Trajectory, encoded: EncodedTrajectory) -> Trajectory:
         """The trajectory, with a failure where its rows are not what the chat template writes.
@@ -117,7 +117,7 @@ class EpisodeGuard:
             return
         log.warning("the chat template writes something that the checks of its bridges did not see", where=reason)
         self.reason = reason
-        self._form.bridges.whole = self._form.bridges.whole or reason
+        self._template.bridges.whole = self._template.bridges.whole or reason
         try:
             private_file(self._file).write_text(json.dumps({"reason": reason}) + "\n")
         except OSError as error:

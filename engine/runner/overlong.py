@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 
-def fitting_tasks(tasks: TaskList, loaded: LoadedSpec, form: ChatTemplate, processes: int | None = None) -> TaskList:
+def fitting_tasks(
+    tasks: TaskList, loaded: LoadedSpec, template: ChatTemplate, processes: int | None = None
+) -> TaskList:
     """The tasks whose prompt, with a turn of `limits.turn_tokens`, fits `limits.episode_tokens` and the model's context.
 
     Counted are the prompt of the spec or the row, its images (other than URLs), the first messages of a `pure` environment, and the
@@ -28,18 +30,18 @@ def fitting_tasks(tasks: TaskList, loaded: LoadedSpec, form: ChatTemplate, proce
     Args:
         tasks: The tasks of the spec.
         loaded: The spec.
-        form: The model's chat format.
+        template: The model's chat format.
         processes: Number of processes that tokenise long prompts. See `engine.preparing`.
 
     Raises:
         SpecError: `tasks.overlong: error`, and a prompt is too long; or all of them are.
     """
     spec = loaded.spec
-    bounds = [most for most in (spec.limits.episode_tokens, spec.model.context, form.context) if most is not None]
+    bounds = [most for most in (spec.limits.episode_tokens, spec.model.context, template.context) if most is not None]
     if spec.tasks.overlong is None or not bounds:
         return tasks
     room = min(bounds) - spec.limits.turn_tokens
-    lengths = PromptLengths(loaded, form, processes).of(tasks, room)
+    lengths = PromptLengths(loaded, template, processes).of(tasks, room)
     long = np.flatnonzero(lengths > room)
     if not len(long):
         return tasks

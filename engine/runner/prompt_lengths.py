@@ -51,17 +51,17 @@ class PromptLengths:
 
     Args:
         loaded: The spec.
-        form: Its model's chat format.
+        template: Its model's chat format.
         processes: Number of worker processes. Default: see `engine.preparing.processes`.
         alone: Seconds of work in this process before workers start.
     """
 
     def __init__(
-        self, loaded: LoadedSpec, form: ChatTemplate, processes: int | None = None, alone: float = ALONE
+        self, loaded: LoadedSpec, template: ChatTemplate, processes: int | None = None, alone: float = ALONE
     ) -> None:
         self._spec = loaded.spec
         self._base = loaded.base
-        self._form = form
+        self._template = template
         self._processes = processes
         self._alone = alone
         self._tools = _schemas(loaded)
@@ -80,7 +80,7 @@ class PromptLengths:
         places: list[list[int]] = []
         counted = prepare(
             self._jobs(tasks, room, lengths, places),
-            local=lambda prompts: [_length(self._form, *prompt) for prompt in prompts],
+            local=lambda prompts: [_length(self._template, *prompt) for prompt in prompts],
             remote=_REMOTE,
             common={"model": self._spec.model.model_dump(mode="json", by_alias=True), "base": str(self._base)},
             cache=PreparedCache(prepared_folder() / "prompts"),
@@ -147,7 +147,7 @@ class PromptLengths:
         key = json_text(tools)
         if key != self._around[0]:
             try:
-                count: int | None = len(self._form.render([Message(role="user", content="")], tools or None))
+                count: int | None = len(self._template.render([Message(role="user", content="")], tools or None))
             except EngineError:
                 count = None if tools else 0
             self._around = (key, count)
@@ -155,7 +155,7 @@ class PromptLengths:
 
     def _image_tokens(self, image: ImagePart) -> int:
         """Tokens of an image besides its marker, which is counted with the text."""
-        vision = self._form.vision
+        vision = self._template.vision
         if vision is None or image.image.startswith(("http:", "https:", DIGEST)):
             return 0
         data = read_reference(image, "spec")
@@ -190,16 +190,16 @@ class PromptLengths:
 
 def count_prompts(common: dict[str, Any], prompts: list[list[Any]]) -> list[int]:
     """The lengths of a part's prompts, in a worker process: see `PromptLengths`. Images count as one token."""
-    form = _form(json_text(common["model"]), common["base"])
-    return [_length(form, *prompt) for prompt in prompts]
+    template = _template(json_text(common["model"]), common["base"])
+    return [_length(template, *prompt) for prompt in prompts]
 
 
-def _length(form: ChatTemplate, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> int:
-    return len(form.render([Message.read(message) for message in messages], tools))
+def _length(template: ChatTemplate, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> int:
+    return len(template.render([Message.read(message) for message in messages], tools))
 
 
 @lru_cache(maxsize=1)
-def _form(model: str, base: str) -> ChatTemplate:
+def _template(model: str, base: str) -> ChatTemplate:
     return load_format(ModelSpec.model_validate_json(model), Path(base))
 
 

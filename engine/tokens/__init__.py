@@ -3,7 +3,8 @@
     tape.py           one append-only tape of typed spans; everything else is derived from it
     conversation.py   messages in, exact prompts out: one tape per branch
     loading.py        load_format: from a spec's `model` to a chat format
-    format.py         ChatTemplate: what every chat format has
+    template.py       ChatTemplate: what every chat template has
+    renderer.py       the same as its parts see it
     views.py          messages as chat templates read them
     replies/          from sampled ids to content, reasoning and tool calls
     bridge/           the tokens between two turns, checked

@@ -89,20 +89,20 @@ def _calls(arguments: list[dict[str, Any]]) -> list[View]:
     ]
 
 
-def _cases(form: ChatTemplate) -> Iterator[tuple[str, View]]:
+def _cases(template: ChatTemplate) -> Iterator[tuple[str, View]]:
     """Test replies, with what each tests."""
-    thoughts = ["Hm.", "Hm.\n\nSo it is."] if form.knows_reasoning else []
+    thoughts = ["Hm.", "Hm.\n\nSo it is."] if template.knows_reasoning else []
     for content in CONTENTS:
         yield "content", {"role": "assistant", "content": content}
     if not thoughts:
         marked = "<think>\nHm.\n</think>\n\nYes."
         yield "thoughts as content", {"role": "assistant", "content": marked}
-        if form.calls_shown:
+        if template.calls_shown:
             yield "thoughts as content", {"role": "assistant", "content": marked, "tool_calls": _calls([{"text": "a"}])}
     for why in thoughts:
         yield "reasoning", {"role": "assistant", "content": "Yes.", "reasoning_content": why}
     for name, arguments in ARGUMENTS.items():
-        if len(arguments) > 1 and form.calls_shown < 2:
+        if len(arguments) > 1 and template.calls_shown < 2:
             continue
         for content in ("", "I look it up.\n\n"):
             view = {"role": "assistant", "content": content, "tool_calls": _calls(arguments)}
@@ -111,25 +111,25 @@ def _cases(form: ChatTemplate) -> Iterator[tuple[str, View]]:
                 yield f"{_CALLS}{name}", {**view, "reasoning_content": thoughts[0]}
 
 
-def written(form: ChatTemplate, reply: View) -> tuple[str, str] | None:
+def written(template: ChatTemplate, reply: View) -> tuple[str, str] | None:
     """What the template writes before a reply, and for the reply up to its end; None where it shows no such reply."""
     results = [
         {"role": "tool", "content": _RESULT, "name": _NAME, "tool_call_id": call["id"]}
         for call in reply.get("tool_calls", ())
     ]
-    return _written(form, reply, results) or (_written(form, reply, []) if results else None)
+    return _written(template, reply, results) or (_written(template, reply, []) if results else None)
 
 
-def _written(form: ChatTemplate, reply: View, results: list[View]) -> tuple[str, str] | None:
+def _written(template: ChatTemplate, reply: View, results: list[View]) -> tuple[str, str] | None:
     try:
-        before = form.text([ASKED], [TOOL])
-        after = form.unchecked_bridge(reply, results, None)
-        whole = form.text([ASKED, reply, *results], [TOOL])
+        before = template.text([ASKED], [TOOL])
+        after = template.unchecked_bridge(reply, results, None)
+        whole = template.text([ASKED, reply, *results], [TOOL])
     except RenderError:
         return None
     if after is None:
         return None
-    tail = form.decode([*after.closing, *after.bridge])
+    tail = template.decode([*after.closing, *after.bridge])
     if not whole.startswith(before):
         opened = before.rfind("<think>")
         if opened < 0 or not whole.startswith(before[:opened]):
@@ -139,26 +139,28 @@ def _written(form: ChatTemplate, reply: View, results: list[View]) -> tuple[str,
     return (before, text) if whole.endswith(tail) and _RESULT not in text else None
 
 
-def failures(form: ChatTemplate) -> dict[str, str]:
+def failures(template: ChatTemplate) -> dict[str, str]:
     """What a format does not read back as its template was given it: case -> an example. Empty: it reads everything back."""
     found: dict[str, str] = {}
     called = False
-    close = form.stop_token_ids[:1]
-    for name, reply in _cases(form):
-        shown = written(form, reply)
+    close = template.stop_token_ids[:1]
+    for name, reply in _cases(template):
+        shown = written(template, reply)
         if shown is None:
             continue
         before, text = shown
         if reply["content"] and reply["content"].strip() not in text and "tool_calls" not in reply:
             continue  # the template reads this content in a way of its own
         called = called or "tool_calls" in reply
-        ids = np.array([*form.encode(text), *close], np.int32)
+        ids = np.array([*template.encode(text), *close], np.int32)
         try:
-            parsed = form.replies.parse(ids, before=np.array(form.encode(before), np.int32), turn=0, tools=[TOOL])
+            parsed = template.replies.parse(
+                ids, before=np.array(template.encode(before), np.int32), turn=0, tools=[TOOL]
+            )
         except RenderError as error:
             found.setdefault(name, str(error))
             continue
-        if problem := _differs(form, parsed, reply, text):
+        if problem := _differs(template, parsed, reply, text):
             malformed = any(isinstance(attempt, MalformedCall) for attempt in parsed.attempts)
             awkward = malformed and name.removeprefix(_CALLS) in AWKWARD
             found.setdefault(f"{_MALFORMED}{name}" if awkward else name, problem)
@@ -172,7 +174,7 @@ def _exactly(calls: list[Any]) -> str:
     return json.dumps(calls, sort_keys=True)
 
 
-def _differs(form: ChatTemplate, parsed: ParsedReply, reply: View, text: str) -> str:
+def _differs(template: ChatTemplate, parsed: ParsedReply, reply: View, text: str) -> str:
     """How the reply that was read differs from the one that was written; empty where it does not."""
     calls = [(a.name, a.arguments) if isinstance(a, ToolCall) else a.problem for a in parsed.attempts]
     wanted = [(call["function"]["name"], call["function"]["arguments"]) for call in reply.get("tool_calls", ())]
@@ -210,13 +212,13 @@ _VERSION = 4
 """Version of the test replies and of the readers. A result of another version is not used."""
 
 
-def chosen_reader(form: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
+def chosen_reader(template: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
     """The reader of this template's replies. The result is kept in the cache, `readers/`, by the hash of the template."""
-    file = cache_root() / "readers" / f"{_hash(form, spec)}.json"
+    file = cache_root() / "readers" / f"{_hash(template, spec)}.json"
     try:
         return msgspec.json.decode(file.read_bytes(), type=ChosenReader)
     except (OSError, msgspec.DecodeError):
-        found = _choose(form, spec)
+        found = _choose(template, spec)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_name(f"{file.name}.{os.getpid()}")
@@ -232,18 +234,25 @@ def _installed(package: str) -> str:
     return version(package)
 
 
-def _hash(form: JinjaTemplate, spec: ModelSpec) -> str:
+def _hash(template: JinjaTemplate, spec: ModelSpec) -> str:
     """A hash of everything that the result depends on."""
-    parts = [_VERSION, _installed("renderers"), form.sources, sorted(form.fast.added), spec.template_kwargs, form.stops]
-    parts += [type(form.fast.full).__name__, form.fast.size]
+    parts = [
+        _VERSION,
+        _installed("renderers"),
+        template.sources,
+        sorted(template.fast.added),
+        spec.template_kwargs,
+        template.stops,
+    ]
+    parts += [type(template.fast.full).__name__, template.fast.size]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _choose(form: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
+def _choose(template: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
     tried: dict[str, str] = {}
-    for name in _candidates(form):
-        problem = _set_reader(form, name, spec)
-        found = {"it": problem} if problem else failures(form)
+    for name in _candidates(template):
+        problem = _set_reader(template, name, spec)
+        found = {"it": problem} if problem else failures(template)
         wanting = next((text for case, text in found.items() if not case.startswith(_MALFORMED)), "")
         if not wanting:
             return ChosenReader(name, tried, list(found))
@@ -251,11 +260,11 @@ def _choose(form: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
     return ChosenReader(None, tried, [])
 
 
-def choose_reader(form: JinjaTemplate, spec: ModelSpec, base: Path) -> None:
+def choose_reader(template: JinjaTemplate, spec: ModelSpec, base: Path) -> None:
     """Give a format the reader that `model.tool_calls` asks for: for `auto`, one that reads what this template writes.
 
     Args:
-        form: The format; its `call_format`, `reader`, `reads_calls` and `unread_calls` are set.
+        template: The format; its `call_format`, `reader`, `reads_calls` and `unread_calls` are set.
         spec: The spec's `model`.
         base: The spec's folder.
 
@@ -264,26 +273,26 @@ def choose_reader(form: JinjaTemplate, spec: ModelSpec, base: Path) -> None:
         EntryError: It names a class that cannot be imported.
     """
     if spec.tool_calls != "auto":
-        form.call_format = tool_call_format(spec.tool_calls, base)
-        form.reads_calls = reads_template(form, form.call_format)
+        template.call_format = tool_call_format(spec.tool_calls, base)
+        template.reads_calls = reads_template(template, template.call_format)
         return
-    if not form.knows_tools and not form.calls_shown:
-        form.call_format = tool_call_format("plain")
+    if not template.knows_tools and not template.calls_shown:
+        template.call_format = tool_call_format("plain")
         return
-    form.reads_calls = True
-    chosen = chosen_reader(form, spec)
+    template.reads_calls = True
+    chosen = chosen_reader(template, spec)
     if chosen.reader is not None:
-        _set_reader(form, chosen.reader, spec)
-        if form.call_format is not None and f"{_MALFORMED}{_CALLS}{AWKWARD[0]}" in chosen.unread:
-            form.call_format = form.call_format.unescaped()
+        _set_reader(template, chosen.reader, spec)
+        if template.call_format is not None and f"{_MALFORMED}{_CALLS}{AWKWARD[0]}" in chosen.unread:
+            template.call_format = template.call_format.unescaped()
         return
-    form.call_format, form.reader, form.reads_calls = None, None, False
+    template.call_format, template.reader, template.reads_calls = None, None, False
     why = "; ".join(f"{name}: {problem[:_SHORT]}" for name, problem in chosen.tried.items() if _NO_FIT not in problem)
-    form.unread_calls = f"no reader reads the calls that this chat template writes ({why})"
+    template.unread_calls = f"no reader reads the calls that this chat template writes ({why})"
 
 
-def _candidates(form: JinjaTemplate) -> Iterator[str]:
-    yield from (name for name, family in FAMILIES.items() if family.mark in form.fast.added)
+def _candidates(template: JinjaTemplate) -> Iterator[str]:
+    yield from (name for name, family in FAMILIES.items() if family.mark in template.fast.added)
     yield from (name for name, kind in FORMATS.items() if kind.auto)
 
 
@@ -292,16 +301,16 @@ _SHORT = 160
 """Characters of one reader's failure in a message."""
 
 
-def _set_reader(form: JinjaTemplate, name: str, spec: ModelSpec) -> str:
+def _set_reader(template: JinjaTemplate, name: str, spec: ModelSpec) -> str:
     """Give a format this reader; why it cannot be made, empty where it can."""
-    form.call_format = form.reader = None
-    form.knows_reasoning = form.shows_reasoning
+    template.call_format = template.reader = None
+    template.knows_reasoning = template.shows_reasoning
     if name in FORMATS:
-        form.call_format = FORMATS[name]()
+        template.call_format = FORMATS[name]()
         return ""
     try:
-        form.reader = make_reader(name, form.fast, spec, form.stop_set)
+        template.reader = make_reader(name, template.fast, spec, template.stop_set)
     except Exception as error:  # noqa: BLE001 - each family refuses foreign tokenizers in its own way
         return f"{_NO_FIT}: {error}"
-    form.knows_reasoning = form.shows_reasoning or form.reader.has_reasoning_channel
+    template.knows_reasoning = template.shows_reasoning or template.reader.has_reasoning_channel
     return ""

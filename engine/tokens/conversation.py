@@ -6,7 +6,7 @@ is none, `history: branch` begins a tape with the thread as the template writes 
 tokens as they are, or raises `BridgeError`. A prompt that gets no reply is removed (`take_back`), so the tapes depend on messages and
 samples only, and not on failed attempts.
 
-    conversation = Conversation(form, tools=[], history="branch")
+    conversation = Conversation(template, tools=[], history="branch")
     conversation.open([Message(role="user", content="What is 2 + 2?")])
     reply = conversation.reply(sampled_from(conversation.prompt()), turn=0)
     conversation.add([Message(role="user", content="Are you sure?")])
@@ -122,7 +122,7 @@ class Conversation:
     """One episode's messages and tapes.
 
     Args:
-        form: The chat format, shared by all episodes.
+        template: The chat template, shared by all episodes.
         tools: Schemas of the tools, in OpenAI's form.
         history: What to do where the template rewrites history.
 
@@ -148,20 +148,20 @@ class Conversation:
         "_written",
         "asked",
         "characters",
-        "form",
         "history",
         "messages",
         "recorded",
         "tapes",
+        "template",
         "tools",
         "turns",
         "whole",
     )
 
     def __init__(
-        self, form: ChatTemplate, tools: Sequence[dict[str, Any]], history: Literal["branch", "keep"] = "branch"
+        self, template: ChatTemplate, tools: Sequence[dict[str, Any]], history: Literal["branch", "keep"] = "branch"
     ) -> None:
-        self.form = form
+        self.template = template
         self.history: Literal["branch", "keep"] = history
         """What to do where the template rewrites history."""
         self.tools = self._readable(tools)
@@ -214,14 +214,14 @@ class Conversation:
 
     @classmethod
     def begun(
-        cls, form: ChatTemplate, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+        cls, template: ChatTemplate, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
     ) -> Conversation:
         """A conversation that is no episode's, with its first messages: for checks, reports and comparisons.
 
         Raises:
             RenderError: As the constructor and `open`.
         """
-        conversation = cls(form, tools)
+        conversation = cls(template, tools)
         conversation.open(messages)
         return conversation
 
@@ -308,16 +308,20 @@ class Conversation:
 
     def views(self, start: int = 0, end: int | None = None) -> list[View]:
         """The shown messages from number `start` up to `end`, as the template gets them."""
-        form, messages = self.form, self._thread.messages
+        template, messages = self.template, self._thread.messages
         if end is None:
             end = len(messages)
-        if len(self._views) == end - start and end == len(messages) and not (form.skips_system or form.alternates):
+        if (
+            len(self._views) == end - start
+            and end == len(messages)
+            and not (template.skips_system or template.alternates)
+        ):
             return [*self._views.values()]
         numbers: Sequence[int] = range(start, end)
-        if form.skips_system:
+        if template.skips_system:
             numbers = [number for number in numbers if number == 0 or messages[number].role != "system"]
         views = [self._view(number) for number in numbers]
-        return _alternating(views) if form.alternates else views
+        return _alternating(views) if template.alternates else views
 
     def measure(self, thread: Sequence[Message]) -> int:
         """Tokens of a prompt that shows these messages; O(conversation).
@@ -328,19 +332,19 @@ class Conversation:
         Raises:
             RenderError: The template refuses them.
         """
-        form = self.form
+        template = self.template
         view_of = {id(message): self._view(number) for number, message in enumerate(self.shown)}
         places = [
-            at for at, message in enumerate(thread) if not (at and form.skips_system and message.role == "system")
+            at for at, message in enumerate(thread) if not (at and template.skips_system and message.role == "system")
         ]
-        views = [view_of.get(id(thread[at])) or form.views.of(thread[at]) for at in places]
-        ids = form.render_views(_alternating(views) if form.alternates else views, self.tools)
+        views = [view_of.get(id(thread[at])) or template.views.of(thread[at]) for at in places]
+        ids = template.render_views(_alternating(views) if template.alternates else views, self.tools)
         return len(self._expanded(ids, thread)[0])
 
     def _say(self, message: Message) -> None:
         """Add a message that the model did not sample. One that the format cannot show changes nothing."""
         number, content = len(self._thread.messages), message.content
-        self._views[number] = self.form.views.of(message, self._thread.intended.get(number, ()))
+        self._views[number] = self.template.views.of(message, self._thread.intended.get(number, ()))
         self.characters += len(content if isinstance(content, str) else message.text)
         self._prompt = None
         self._keep(message)
@@ -355,11 +359,13 @@ class Conversation:
     def _view(self, number: int) -> View:
         thread = self._thread
         view = thread.verbatim.get(number) or self._views.get(number)
-        return self.form.views.of(thread.messages[number], thread.intended.get(number, ())) if view is None else view
+        return (
+            self.template.views.of(thread.messages[number], thread.intended.get(number, ())) if view is None else view
+        )
 
     def _readable(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
-        if tools and self.form.unread_calls:
-            raise RenderError(f"{self.form.unread_calls}; set model.tool_calls: {self.form.other_calls}")
+        if tools and self.template.unread_calls:
+            raise RenderError(f"{self.template.unread_calls}; set model.tool_calls: {self.template.other_calls}")
         return list(tools) or None
 
     # --- prompts ------------------------------------------------------------------------------------------
@@ -396,7 +402,7 @@ class Conversation:
             self._undo = _Undo(len(self.tapes), self._at, tape, end, self._kinds, self._prompted)
         try:
             new = self.views(self._prompted)
-            looked = self.form.looked
+            looked = self.template.looked
             kinds = bytes([kind_of(view, looked) for view in new])
             if tape is None:
                 self._begin("")
@@ -435,7 +441,7 @@ class Conversation:
         Raises:
             ImageError: The prompt's placeholders are not those of its images (kind `image_mismatch`).
         """
-        tape, vision = self.tape, self.form.vision
+        tape, vision = self.tape, self.template.vision
         if vision is None or tape is None:
             return [], []
         vision.check_spans(tape.ids, [PlacedImage(picture, start) for picture, start in tape.images])
@@ -447,8 +453,8 @@ class Conversation:
     def _go_on(self, tape: Tape, new: list[View], kinds: bytes) -> None:
         """Continue the tape after its newest reply, or begin a new one."""
         keep = self.history == "keep"
-        self.whole = self.form.bridges.whole is not None if self.recorded is None else self.recorded
-        bridge = self.form.bridges.between(
+        self.whole = self.template.bridges.whole is not None if self.recorded is None else self.recorded
+        bridge = self.template.bridges.between(
             self._kinds,
             self._newest,
             self._end,
@@ -473,17 +479,17 @@ class Conversation:
     def _begin(self, reason: str, *, anew: bool = False) -> None:
         """Begin a tape with the whole thread, unless its ids continue the current one; `anew`: the current one has them already."""
         tape = self.tape
-        render = self.form.render if tape is not None else self.form.render_opening
+        render = self.template.render if tape is not None else self.template.render_opening
         ids, images = self._expanded(render(self.views(), self.tools), self.shown)
         if tape is not None and not anew and len(tape) < len(ids) and np.array_equal(tape.ids, ids[: len(tape)]):
             cut = len(tape)
-            if self._end.last not in self.form.stop_set:
-                cut += int(ids[cut]) in self.form.stop_set
+            if self._end.last not in self.template.stop_set:
+                cut += int(ids[cut]) in self.template.stop_set
             tape.append("closing", ids[len(tape) : cut])
             tape.append("bridge", ids[cut:], [(picture, at - cut) for picture, at in images if at >= cut])
             return
-        vision = self.form.vision
-        fresh = Tape(self.form.vocab_size, None if vision is None else vision.placeholder_id, reason)
+        vision = self.template.vision
+        fresh = Tape(self.template.vocab_size, None if vision is None else vision.placeholder_id, reason)
         fresh.append("prompt", ids, images)
         self._put(fresh)
 
@@ -501,9 +507,9 @@ class Conversation:
         self, ids: Sequence[int] | IntVector, messages: Sequence[Message]
     ) -> tuple[IntVector, list[PlacedImage]]:
         """Rendered ids in which markers are replaced by the messages' images."""
-        if self.form.vision is None:
+        if self.template.vision is None:
             return np.asarray(ids, np.int32), []
-        return self.form.vision.expand(ids, [image.image for message in messages for image in message.images])
+        return self.template.vision.expand(ids, [image.image for message in messages for image in message.images])
 
     # --- replies ------------------------------------------------------------------------------------------
 
@@ -525,25 +531,25 @@ class Conversation:
             self.check(generation)
         self._checked = None
         start, end = tape.append_reply(generation, turn)
-        replies = self.form.replies
+        replies = self.template.replies
         self._undo = self._prompt = None
         parsed = replies.parse(ids, before=before, turn=turn, tools=self.tools or ())
         sampled = parsed.sampled
         if sampled is None and not replies.is_plain(parsed):
-            sampled = self.form.decode(ids)
+            sampled = self.template.decode(ids)
         self._end = ReplyEnd(int(ids[-1]) if end > start else None, parsed.thinking, sampled, parsed.bare)
         return self._replied(parsed, TurnPlace(self._at, start, end), ids)
 
     def _reply_in_text(self, tape: Tape, generation: Generation, text: str, turn: int) -> Reply:
         """The reply of a backend that gives text and no ids: nothing counts as sampled, and its text is on the tape with loss mask 0."""
         start, end = tape.append_reply(generation, turn)
-        replies = self.form.replies
+        replies = self.template.replies
         self._undo = self._prompt = None
         if generation.calls or generation.reasoning:
             parsed, text = replies.given(text, generation.reasoning, generation.calls)
         else:
             parsed = replies.parse_text(text, turn=turn, tools=self.tools or ())
-        tape.append_text(self.form.encode(text))
+        tape.append_text(self.template.encode(text))
         self._written = text
         self._end = ReplyEnd(None, parsed.thinking, None if replies.is_plain(parsed) else text)
         return self._replied(parsed, TurnPlace(self._at, start, end), signed=generation.signed)
@@ -555,7 +561,7 @@ class Conversation:
         ids: IntVector | None = None,
         signed: list[dict[str, Any]] | None = None,
     ) -> Reply:
-        views, thread = self.form.views, self._thread
+        views, thread = self.template.views, self._thread
         calls: list[Any] = parsed.attempts
         if not parsed.as_calls:
             calls = [attempt for attempt in calls if isinstance(attempt, ToolCall)]
@@ -574,7 +580,7 @@ class Conversation:
         if self._opening is None:
             self._opening = number
         self._keep(message)
-        self._kinds = self._kinds.add(kind_of(view, self.form.looked))
+        self._kinds = self._kinds.add(kind_of(view, self.template.looked))
         self._prompted = number + 1
         self._newest = view
         self._begins, self.recorded = "", None
@@ -592,7 +598,7 @@ class Conversation:
         """
         if generation is self._checked:
             return
-        ids, logprobs, size = generation.output_ids, generation.logprobs, self.form.vocab_size
+        ids, logprobs, size = generation.output_ids, generation.logprobs, self.template.vocab_size
         if (
             not (isinstance(ids, np.ndarray) and isinstance(logprobs, np.ndarray))
             or not (ids.dtype == np.int32 and logprobs.dtype == np.float32)
@@ -611,8 +617,8 @@ class Conversation:
                 "that the spec names?",
                 kind="bad_token",
             )
-        if self.form.vision is not None:
-            self.form.vision.check_sampled(ids)
+        if self.template.vision is not None:
+            self.template.vision.check_sampled(ids)
         if not math.isfinite(np.add.reduce(logprobs)):
             raise BackendError("the backend gave a log-probability that is not a finite number", kind="bad_logprob")
         if generation.routed_experts is not None and self.tapes:
@@ -631,11 +637,11 @@ class Conversation:
     def call_tokens(self, turn: int, call: int) -> tuple[int, int] | None:
         """The sampled tokens [start, end) of a tool call of a turn; see `engine.tokens.replies.parts.call_tokens`."""
         before, ids = self.sampled(turn)
-        return call_tokens(self.form, ids, before, self.tools or (), call)
+        return call_tokens(self.template, ids, before, self.tools or (), call)
 
     def text_tokens(self, turn: int, text: str) -> tuple[int, int] | None:
         """The sampled tokens [start, end) of a turn that hold a text; see `engine.tokens.replies.parts.text_tokens`."""
-        return text_tokens(self.form, self.sampled(turn)[1], text)
+        return text_tokens(self.template, self.sampled(turn)[1], text)
 
     @property
     def written(self) -> str:
@@ -645,7 +651,7 @@ class Conversation:
         ids = self.sampled(-1)[1]
         if not len(ids):  # of a backend that gives text and no ids
             return self._written
-        return self.form.decode(ids[:-1] if int(ids[-1]) in self.form.stop_set else ids)
+        return self.template.decode(ids[:-1] if int(ids[-1]) in self.template.stop_set else ids)
 
     def branches(self, untrained: Collection[int] = ()) -> list[Branch]:
         """One training row for each tape that has a reply (or the first tape, where none has), up to its last sampled token.
@@ -730,7 +736,7 @@ class Conversation:
         Raises:
             RenderError: As `admit`.
         """
-        other = Conversation(self.form, tools, self.history)
+        other = Conversation(self.template, tools, self.history)
         other.admit(new, tools)
         other._show_again(mark, tools, copy=True)
         for message in new:
@@ -747,7 +753,7 @@ class Conversation:
         """
         self._readable(tools)
         for message in new:
-            self.form.views.of(message)
+            self.template.views.of(message)
 
     def _show_again(
         self, mark: ConversationMark | None, tools: Sequence[dict[str, Any]], *, copy: bool = False

@@ -37,7 +37,7 @@ class JinjaTemplate(ChatTemplate):
 
     Args:
         tokenizer: The tokenizer.
-        template: The chat template.
+        source: The chat template.
         spec: The spec's `model`.
         vocab_size: One past the largest id of the model.
         context: The largest number of tokens that the model attends to; None where nothing says so.
@@ -47,7 +47,7 @@ class JinjaTemplate(ChatTemplate):
     def __init__(
         self,
         tokenizer: FastTokenizer,
-        template: JinjaSource,
+        source: JinjaSource,
         spec: ModelSpec,
         *,
         vocab_size: int,
@@ -55,13 +55,13 @@ class JinjaTemplate(ChatTemplate):
         eos: Sequence[int] = (),
     ) -> None:
         super().__init__("template", tokenizer, spec, vocab_size=vocab_size, context=context)
-        self._template = template
-        self.sources = template.sources
+        self._source = source
+        self.sources = source.sources
         """The template's Jinja source: one, or a second one for conversations with tools."""
-        self.keys = template.keys
-        template.see_through(tokenizer.quoting)
-        self.looked, self.inspected, self.sought = looks(template.keys, "".join(self.sources))
-        self.bridges.follow(template.keys)
+        self.keys = source.keys
+        source.see_through(tokenizer.quoting)
+        self.looked, self.inspected, self.sought = looks(source.keys, "".join(self.sources))
+        self.bridges.follow(source.keys)
         self._ends = find_ends(self)
         self.close_id = self._ends.close
         stops = [self.close_id, *eos, tokenizer.eos_token_id, *self._ends.openers]
@@ -75,15 +75,15 @@ class JinjaTemplate(ChatTemplate):
     @property
     def facts(self) -> dict[str, Any]:
         """See `JinjaSource.facts`."""
-        return self._template.facts
+        return self._source.facts
 
     def text(self, views: Sequence[View], tools: list[View] | None) -> str:
         """See `ChatTemplate.text`."""
-        return self._template.text(views, tools)
+        return self._source.text(views, tools)
 
     def render_views(self, views: Sequence[View], tools: list[View] | None) -> list[int]:
         """See `ChatTemplate.render_views`."""
-        return self.fast.encode(self._template.text(views, tools))
+        return self.fast.encode(self._source.text(views, tools))
 
     def unchecked_bridge(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Bridge | None:
         """See `ChatTemplate.unchecked_bridge`: O(new), one pass of the template and one of the tokenizer.
@@ -94,7 +94,7 @@ class JinjaTemplate(ChatTemplate):
         if not self._ends.tokens:
             raise RenderError("the template writes no added token after a reply")
         stand_in, end = stand_in_for(reply)
-        written = self._template.text([_QUESTION, stand_in, *new], tools)
+        written = self._source.text([_QUESTION, stand_in, *new], tools)
         after = written.find(end)
         ends = {*self._ends.tokens, *self.stops}
         found = [at for token in ends if (at := written.find(token, after + len(end))) >= 0]
@@ -117,7 +117,7 @@ class Ends(NamedTuple):
     """The added tokens that were found after a reply, as text."""
 
 
-def find_ends(form: ChatTemplate) -> Ends:
+def find_ends(template: ChatTemplate) -> Ends:
     """How a format ends replies, found by rendering probes.
 
     Raises:
@@ -128,17 +128,17 @@ def find_ends(form: ChatTemplate) -> Ends:
     rests: list[str] = []
     for new in ([], [asked], [probe(TOOL, 1, str)], [probe(SYSTEM, 1, str)]):
         try:
-            _, _, rest = form.text([_QUESTION, reply, *new], None).partition(mark(_STAND_IN))
+            _, _, rest = template.text([_QUESTION, reply, *new], None).partition(mark(_STAND_IN))
         except RenderError:
             continue
         rests.append(rest)
         if rest := rest.lstrip():
-            found[max((token for token in form.fast.added if rest.startswith(token)), key=len, default="")] = None
+            found[max((token for token in template.fast.added if rest.startswith(token)), key=len, default="")] = None
     tokens = [token for token in found if token]
     if len(found) == 1 and tokens:
-        return Ends(form.fast.added[tokens[0]], [], tokens)
-    endless = rests[:1] == [form.text([asked], None).partition(mark(1))[2]]
-    return Ends(None, [form.fast.added[token] for token in tokens] if endless else [], tokens)
+        return Ends(template.fast.added[tokens[0]], [], tokens)
+    endless = rests[:1] == [template.text([asked], None).partition(mark(1))[2]]
+    return Ends(None, [template.fast.added[token] for token in tokens] if endless else [], tokens)
 
 
 _PLAIN_STAND_IN: View = {"role": "assistant", "content": mark(_STAND_IN)}

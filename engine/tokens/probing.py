@@ -67,16 +67,16 @@ def abilities_of(write: Writer) -> Abilities:
     )
 
 
-def reads_template(form: Renderer, call_format: ToolCallFormat) -> bool:
+def reads_template(template: Renderer, call_format: ToolCallFormat) -> bool:
     """Whether a tool-call format reads a call as the template writes it.
 
     Raises:
         RenderError: The spec's own format failed.
     """
-    if not form.calls_shown:
+    if not template.calls_shown:
         return False
     views = [probe(USER, 0, str), probe(ASSISTANT + CALLS, 1, str)]
-    attempts = parse_calls(call_format, form.text(views, None), [probe_tool()], "call").attempts
+    attempts = parse_calls(call_format, template.text(views, None), [probe_tool()], "call").attempts
     wanted = views[1]["tool_calls"][0]["function"]
     calls = [(attempt.name, attempt.arguments) for attempt in attempts if isinstance(attempt, ToolCall)]
     return calls == [(wanted["name"], wanted["arguments"])]

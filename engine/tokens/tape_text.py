@@ -17,28 +17,28 @@ Piece = tuple[bool, str]
 """Whether the model wrote it, and the text."""
 
 
-def pieces_of(form: Renderer, tape: Tape) -> list[Piece]:
+def pieces_of(template: Renderer, tape: Tape) -> list[Piece]:
     """The text of each span of a tape, with one marker for an image, and of each reply in a prompt that another tape gave; O(tape)."""
     pieces: list[Piece] = []
     for span in tape.spans:
         sampled = span.kind == "generated" or (span.start, span.end) in tape.texts
         if span.kind != "prompt":
-            pieces.append((sampled, _text(form, tape, span.start, span.end)))
+            pieces.append((sampled, _text(template, tape, span.start, span.end)))
             continue
         at = 0
         for start, end in tape.inherited:
-            pieces += [(False, _text(form, tape, at, start)), (True, _text(form, tape, start, end))]
+            pieces += [(False, _text(template, tape, at, start)), (True, _text(template, tape, start, end))]
             at = end
-        pieces.append((False, _text(form, tape, at, span.end)))
+        pieces.append((False, _text(template, tape, at, span.end)))
     return pieces
 
 
-def _text(form: Renderer, tape: Tape, start: int, end: int) -> str:
+def _text(template: Renderer, tape: Tape, start: int, end: int) -> str:
     ids = tape.ids[start:end]
-    if form.vision is not None:
+    if template.vision is not None:
         images = [(at - start, at - start + len(image.ids)) for image, at in tape.images if start <= at < end]
-        ids = form.vision.compact(ids, images)
-    return form.decode(ids)
+        ids = template.vision.compact(ids, images)
+    return template.decode(ids)
 
 
 def end_in(pieces: Sequence[Piece], text: str) -> int | None:

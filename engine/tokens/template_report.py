@@ -49,23 +49,23 @@ class TurnRendering(NamedTuple):
     """What it writes at this place with the new message."""
 
 
-def usual_turns(form: ChatTemplate) -> dict[str, TurnRendering]:
+def usual_turns(template: ChatTemplate) -> dict[str, TurnRendering]:
     """The usual turns that this format can show, by name."""
     found = {}
     for name, (kinds, new) in CASES.items():
         replies = [kind for kind in kinds if kind >= ASSISTANT]
-        if any(kind >= ASSISTANT + CALLS for kind in replies) and not form.calls_shown:
+        if any(kind >= ASSISTANT + CALLS for kind in replies) and not template.calls_shown:
             continue
-        if any((kind - ASSISTANT) % CALLS == REASONS for kind in replies) and not form.knows_reasoning:
+        if any((kind - ASSISTANT) % CALLS == REASONS for kind in replies) and not template.knows_reasoning:
             continue
-        verdict = check_bridge(form, bytes(kinds), bytes([new]), None)
+        verdict = check_bridge(template, bytes(kinds), bytes([new]), None)
         goes_on = verdict.bridged and not verdict.rewrites
-        was, now = ("", "") if goes_on else parting(form, [*kinds, new])
+        was, now = ("", "") if goes_on else parting(template, [*kinds, new])
         found[name] = TurnRendering(goes_on, "" if goes_on else verdict.why, was, now)
     return found
 
 
-def parting(form: ChatTemplate, kinds: Sequence[int]) -> tuple[str, str]:
+def parting(template: ChatTemplate, kinds: Sequence[int]) -> tuple[str, str]:
     """Where the template shows earlier text differently once the last of these messages has come.
 
     Returns:
@@ -74,9 +74,9 @@ def parting(form: ChatTemplate, kinds: Sequence[int]) -> tuple[str, str]:
     """
     views = [probe(kind, index, str) for index, kind in enumerate(kinds)]
     try:
-        asked = form.text(views[:-2], None)
-        newest = form.text(views[:-1], None)
-        whole = form.text(views, None)
+        asked = template.text(views[:-2], None)
+        newest = template.text(views[:-1], None)
+        whole = template.text(views, None)
     except RenderError:
         return "", ""
     said = newest[: _reply_end(newest, views[-2])]
@@ -97,11 +97,11 @@ def _reply_end(text: str, reply: View) -> int:
     return text.rfind(marks[-1]) + len(marks[-1])
 
 
-def how_prompts_are_made(form: ChatTemplate) -> tuple[str, str]:
+def how_prompts_are_made(template: ChatTemplate) -> tuple[str, str]:
     """How a format's prompts are made after the first: `copied`, `keyed`, `rendered` or `library`, and what that means here."""
-    if not isinstance(form, JinjaTemplate):
+    if not isinstance(template, JinjaTemplate):
         return "library", "the library `renderers` writes them; bridges are checked on probes"
-    keys = form.keys
+    keys = template.keys
     dated = "; it shows the date: a conversation that goes on after midnight is rendered whole" if keys.dated else ""
     if keys.whole:
         more = f" (and {len(keys.whole) - _MOST_REASONS} more)" if len(keys.whole) > _MOST_REASONS else ""
@@ -136,7 +136,7 @@ class Piece(NamedTuple):
     text: str
 
 
-def masks(form: ChatTemplate) -> list[list[Piece]]:
+def masks(template: ChatTemplate) -> list[list[Piece]]:
     """The rows of a short episode, with what is trained: a question, a call with its result, an answer, another question, an answer.
 
     Reasoning and the call are left out if the format does not show or read them.
@@ -144,11 +144,11 @@ def masks(form: ChatTemplate) -> list[list[Piece]]:
     Raises:
         EngineError: The format refuses the conversation.
     """
-    calls = bool(form.calls_shown and form.reads_calls and form.knows_tool_results)
-    tools = [TOOL_SCHEMA] if calls and form.knows_tools else []
-    why = {"reasoning_content": "I add."} if form.knows_reasoning else {}
+    calls = bool(template.calls_shown and template.reads_calls and template.knows_tool_results)
+    tools = [TOOL_SCHEMA] if calls and template.knows_tools else []
+    why = {"reasoning_content": "I add."} if template.knows_reasoning else {}
     call = {"type": "function", "id": "call_0_0", "function": {"name": "probe_tool", "arguments": {"count": 2}}}
-    conversation = Conversation.begun(form, [Message(role="user", content="1 + 1?")], tools)
+    conversation = Conversation.begun(template, [Message(role="user", content="1 + 1?")], tools)
     turn = 0
     if calls and tools:
         _say(conversation, {"role": "assistant", "content": "", "tool_calls": [call], **why}, turn)
@@ -158,23 +158,23 @@ def masks(form: ChatTemplate) -> list[list[Piece]]:
     conversation.add([Message(role="user", content="Sure?")])
     _say(conversation, {"role": "assistant", "content": "Yes.", **why}, turn + 1)
     return [
-        [Piece(bool(mask), form.decode(ids)) for mask, ids in _runs(branch.input_ids, branch.loss_mask)]
+        [Piece(bool(mask), template.decode(ids)) for mask, ids in _runs(branch.input_ids, branch.loss_mask)]
         for branch in conversation.branches()
     ]
 
 
 def _say(conversation: Conversation, reply: View, turn: int) -> None:
     """Sample what the template writes for a reply."""
-    form = conversation.form
-    shown = written(form, reply)
+    template = conversation.template
+    shown = written(template, reply)
     if shown is None:
         raise RenderError("the template does not show this reply")
     text = shown[1]
-    prompt = form.decode(conversation.prompt())
+    prompt = template.decode(conversation.prompt())
     opened = "<think>\n"
     if prompt.endswith(opened) and text.startswith(opened):
         text = text[len(opened) :]
-    ids = np.array([*form.encode(text), *form.stop_token_ids[:1]], np.int32)
+    ids = np.array([*template.encode(text), *template.stop_token_ids[:1]], np.int32)
     conversation.reply(
         Generation(
             output_ids=ids,
@@ -193,10 +193,10 @@ def _runs(ids: np.ndarray, mask: np.ndarray) -> list[tuple[int, np.ndarray]]:
     ]
 
 
-def masks_or_why(form: ChatTemplate) -> list[list[Piece]] | str:
+def masks_or_why(template: ChatTemplate) -> list[list[Piece]] | str:
     """`masks`, or why there are none."""
     try:
-        return masks(form)
+        return masks(template)
     except EngineError as error:
         return str(error)
 

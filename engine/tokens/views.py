@@ -32,11 +32,11 @@ class MessageViews:
     """Makes the views of one chat format's messages.
 
     Args:
-        form: The chat format.
+        template: The chat template.
     """
 
-    def __init__(self, form: Renderer) -> None:
-        self._form = form
+    def __init__(self, template: Renderer) -> None:
+        self._template = template
 
     def of(self, message: Message, intended: IntendedTokens = ()) -> View:
         """The view of a message that the model did not sample.
@@ -49,18 +49,18 @@ class MessageViews:
             RenderError: It has an image, tool calls or role `tool`, and this format does not show them.
             ImageError: Its text spells a placeholder of images, and would become one.
         """
-        form = self._form
+        template = self._template
         role, content = message.role, self._content(message, intended)
         if role == "tool":
-            if form.tool_role == "user":
+            if template.tool_role == "user":
                 return {"role": "user", "content": content}
-            if not form.knows_tool_results:
+            if not template.knows_tool_results:
                 raise RenderError(
-                    f"the chat format {form.name!r} does not show messages of role `tool`; set model.tool_role: user"
+                    f"the chat format {template.name!r} does not show messages of role `tool`; set model.tool_role: user"
                 )
             view: View = {"role": "tool", "content": content}
             if message.name is not None:
-                view["name"] = message.name if form.allow_special else form.fast.quoting.quote(message.name)
+                view["name"] = message.name if template.allow_special else template.fast.quoting.quote(message.name)
             if message.tool_call_id is not None:
                 view["tool_call_id"] = message.tool_call_id
             return view
@@ -69,9 +69,9 @@ class MessageViews:
             if message.reasoning:
                 view["reasoning_content"] = self._quoted(message.reasoning)
             if message.tool_calls:
-                if not form.calls_shown:
+                if not template.calls_shown:
                     raise RenderError(
-                        f"the chat format {form.name!r} does not show tool calls: they would be lost; write them into the "
+                        f"the chat format {template.name!r} does not show tool calls: they would be lost; write them into the "
                         "message's content as the model is to write them"
                     )
                 view["tool_calls"] = self._calls(message.tool_calls)
@@ -98,35 +98,35 @@ class MessageViews:
             view["reasoning_content"] = parsed.reasoning
         if calls and parsed.as_calls:
             view["tool_calls"] = self._calls(calls)
-        for key in () if self._form.allow_special else ("content", "reasoning_content"):
-            if key in view and (MARK in view[key] or self._form.fast.quoting.spans(view[key])):
+        for key in () if self._template.allow_special else ("content", "reasoning_content"):
+            if key in view and (MARK in view[key] or self._template.fast.quoting.spans(view[key])):
                 view[key] = self._quoted_part(view[key], ids, last=key == "content")
         return view
 
     def spells_tokens(self, view: View) -> bool:
         """Whether a reply's text spells an added token, sampled as such or not."""
-        spans = self._form.fast.quoting.spans
+        spans = self._template.fast.quoting.spans
         return any(MARK in text or spans(text) for text in (view["content"], view.get("reasoning_content", "")))
 
     def _content(self, message: Message, intended: IntendedTokens) -> str | list[View]:
         """A message's content: text, or parts where it has images."""
-        form = self._form
-        if isinstance(message.content, str) and form.vision is None and not intended:
-            return message.content if form.allow_special else form.fast.quoting.quote(message.content)
+        template = self._template
+        if isinstance(message.content, str) and template.vision is None and not intended:
+            return message.content if template.allow_special else template.fast.quoting.quote(message.content)
         parts = [message.content] if isinstance(message.content, str) else message.content
         texts = [part if isinstance(part, str) else part.text for part in parts if not isinstance(part, ImagePart)]
         spans = [*intended, *([()] * (len(texts) - len(intended)))]
-        if form.vision is not None and message.role != "assistant":  # a reply's own text stays as it was sampled
+        if template.vision is not None and message.role != "assistant":  # a reply's own text stays as it was sampled
             for text, own in zip(texts, spans, strict=True):
-                form.vision.check_text(text if form.allow_special else "\n".join(text[a:b] for a, b in own))
+                template.vision.check_text(text if template.allow_special else "\n".join(text[a:b] for a, b in own))
         if len(texts) > 1:
             quoted = self._quoted_together(texts, spans)
         else:
             quoted = [self._quoted(text, own) for text, own in zip(texts, spans, strict=True)]
         if not message.images:
             return "".join(quoted)
-        if form.vision is None:
-            raise RenderError(f"the chat format {form.name!r} shows no images; {form.no_vision_fix}")
+        if template.vision is None:
+            raise RenderError(f"the chat format {template.name!r} shows no images; {template.no_vision_fix}")
         if message.role == "assistant":
             raise RenderError("a message of role `assistant` holds an image; models reply in text")
         following = iter(quoted)
@@ -155,10 +155,10 @@ class MessageViews:
 
     def _quoted(self, value: Any, intended: Sequence[Span] = ()) -> Any:
         """A text, or JSON of texts, with the added tokens that it spells quoted."""
-        if self._form.allow_special:
+        if self._template.allow_special:
             return value
         if isinstance(value, str):
-            return self._form.fast.quoting.quote(value, intended)
+            return self._template.fast.quoting.quote(value, intended)
         if isinstance(value, dict):
             return {self._quoted(key): self._quoted(item) for key, item in value.items()}
         if isinstance(value, list):
@@ -167,8 +167,8 @@ class MessageViews:
 
     def _quoted_part(self, part: str, ids: IntVector | Sequence[int], *, last: bool) -> str:
         """A part of a reply. Added tokens that were sampled as tokens are not quoted."""
-        text, sampled = self._form.fast.spelled(ids)
+        text, sampled = self._template.fast.spelled(ids)
         at = text.rfind(part) if last else text.find(part)
         if at < 0:
-            return self._form.fast.quoting.quote(part)
-        return self._form.fast.quoting.quote(part, [(start - at, end - at) for start, end in sampled])
+            return self._template.fast.quoting.quote(part)
+        return self._template.fast.quoting.quote(part, [(start - at, end - at) for start, end in sampled])

@@ -133,8 +133,8 @@ class Demonstrations:
         self._episodes: list[tuple[_Place, ...]] = []
         self.left_out: Counter[str] = Counter()
         """Number of rows that are not trained on, by reason."""
-        form = cache(lambda: load_format(loaded.spec.model, loaded.base))
-        self._sources = [self._open(file, form) for file in self.files]
+        template = cache(lambda: load_format(loaded.spec.model, loaded.base))
+        self._sources = [self._open(file, template) for file in self.files]
         self.longest = 0
         """Tokens of the longest row."""
         self.largest_id = 0
@@ -167,10 +167,10 @@ class Demonstrations:
         ]
         return "; ".join(parts)
 
-    def _open(self, file: Path, form: Callable[[], ChatTemplate]) -> Rows:
+    def _open(self, file: Path, template: Callable[[], ChatTemplate]) -> Rows:
         """The rows of a file, with ids also where it has only messages."""
         try:
-            return rendered(open_rows(file), form, self.left_out)
+            return rendered(open_rows(file), template, self.left_out)
         except (RowFault, OSError, KeyError, TypeError, ValueError) as error:
             raise TrainError(f"{file}: {error}", kind="train_setup") from error
 
@@ -260,25 +260,25 @@ class Demonstrations:
 
     # --- the model ------------------------------------------------------------------------------------------
 
-    def check_model(self, form: ChatTemplate) -> None:
+    def check_model(self, template: ChatTemplate) -> None:
         """Check that the rows are of a model with this tokenizer, and give the image processor the tensors beside the files.
 
         Raises:
             TrainError: kind `train_setup`: ids or lengths are not of this model, or a row has images and the model none.
         """
-        if self.largest_id >= form.vocab_size or (form.context is not None and self.longest > form.context):
+        if self.largest_id >= template.vocab_size or (template.context is not None and self.longest > template.context):
             raise TrainError(
                 f"`train.data`: the rows have ids up to {self.largest_id} and up to {self.longest} tokens; the model has ids below "
-                f"{form.vocab_size} and a context of {form.context} tokens. Export rows of this model",
+                f"{template.vocab_size} and a context of {template.context} tokens. Export rows of this model",
                 kind="train_setup",
             )
         for number, rows in enumerate(self._sources):
             place = next((place for episode in self._episodes for place in episode if place.file == number), None)
             if place is not None:
-                _check_text(rows.row(place.position).fields, form, self.files[number])
+                _check_text(rows.row(place.position).fields, template, self.files[number])
         if not self._images:
             return
-        if form.vision is None:
+        if template.vision is None:
             raise TrainError("`train.data`: rows have images, and the model has no vision", kind="train_setup")
         folders = [TensorFolder(images_folder(file)) for file in self.files]
 
@@ -292,10 +292,10 @@ class Demonstrations:
                     f"{images_folder(self.files[number]).name} beside the file, and move with it",
                     kind="train_setup",
                 )
-        form.vision.bank.read_tensors_from(read)
+        template.vision.bank.read_tensors_from(read)
 
 
-def _check_text(columns: Columns, form: ChatTemplate, file: Path) -> None:
+def _check_text(columns: Columns, template: ChatTemplate, file: Path) -> None:
     """Check that a row's ids, decoded, have the text of its first message of a user.
 
     Raises:
@@ -312,7 +312,7 @@ def _check_text(columns: Columns, form: ChatTemplate, file: Path) -> None:
         [content] if isinstance(content, str) else []
     )
     text = next((part for part in parts if part), "")
-    wanted, decoded = ("".join(words.split()) for words in (text, form.decode(columns["input_ids"])))
+    wanted, decoded = ("".join(words.split()) for words in (text, template.decode(columns["input_ids"])))
     if wanted in decoded or "***" in text or "${" in text:  # secrets are masked in messages
         return
     model = (columns.get("metadata") or {}).get("model", "another model")

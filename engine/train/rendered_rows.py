@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 _KEPT = ("run_id", "task_id", "episode_id", "branch", "trainable", "messages", "outcome", "metadata")
 
 
-def rendered(rows: Rows, form: Callable[[], ChatTemplate], left_out: Counter[str]) -> Rows:
+def rendered(rows: Rows, template: Callable[[], ChatTemplate], left_out: Counter[str]) -> Rows:
     """The rows with ids: as they are if the first one has some, else rendered, in memory.
 
     Args:
         rows: The rows of one file.
-        form: Returns the chat format of the model that is trained.
+        template: Returns the chat format of the model that is trained.
         left_out: Counts replies that cannot be rendered, by reason.
 
     Raises:
@@ -38,14 +38,14 @@ def rendered(rows: Rows, form: Callable[[], ChatTemplate], left_out: Counter[str
     """
     if not len(rows) or not _is_text(rows.row(0).fields):
         return rows
-    return ListRows([made for row in rows for made in _rendered(row.fields, form(), left_out)])
+    return ListRows([made for row in rows for made in _rendered(row.fields, template(), left_out)])
 
 
 def _is_text(fields: Any) -> bool:
     return isinstance(fields, dict) and "input_ids" not in fields and {"messages", "message_turns"} <= fields.keys()
 
 
-def _rendered(fields: Any, form: ChatTemplate, left_out: Counter[str]) -> list[Columns]:
+def _rendered(fields: Any, template: ChatTemplate, left_out: Counter[str]) -> list[Columns]:
     if not _is_text(fields):  # the check of columns names what it lacks
         return [fields]
     turns = fields["message_turns"]
@@ -59,7 +59,7 @@ def _rendered(fields: Any, form: ChatTemplate, left_out: Counter[str]) -> list[C
     ids: list[int] = []
     for at in trained:
         try:
-            prompt, reply = _reply(messages[: at + 1], tools, form)
+            prompt, reply = _reply(messages[: at + 1], tools, template)
         except EngineError as error:
             left_out[f"replies that the chat template refuses ({error})"] += 1
             continue
@@ -78,17 +78,17 @@ def _rendered(fields: Any, form: ChatTemplate, left_out: Counter[str]) -> list[C
 
 
 def _reply(
-    messages: Sequence[Message], tools: list[dict[str, Any]] | None, form: ChatTemplate
+    messages: Sequence[Message], tools: list[dict[str, Any]] | None, template: ChatTemplate
 ) -> tuple[list[int], list[int]]:
     """Ids of the prompt, and of the newest message as the reply to it; an empty reply if the template writes it otherwise."""
-    prompt, sequence = (_ids(part, tools, form) for part in (messages[:-1], messages))
+    prompt, sequence = (_ids(part, tools, template) for part in (messages[:-1], messages))
     said = sequence[len(prompt) :]
-    ends = [at for at, token in enumerate(said) if token in form.stop_token_ids]
+    ends = [at for at, token in enumerate(said) if token in template.stop_token_ids]
     return (prompt, said[: ends[0] + 1]) if sequence[: len(prompt)] == prompt and ends else (prompt, [])
 
 
-def _ids(messages: Sequence[Message], tools: list[dict[str, Any]] | None, form: ChatTemplate) -> list[int]:
-    return form.render_views(Conversation.begun(form, messages, tools or ()).views(), tools)
+def _ids(messages: Sequence[Message], tools: list[dict[str, Any]] | None, template: ChatTemplate) -> list[int]:
+    return template.render_views(Conversation.begun(template, messages, tools or ()).views(), tools)
 
 
 def _message(given: dict[str, Any]) -> Message:

@@ -69,7 +69,7 @@ def episodes(name: str, folder: Path) -> list[Record]:
     resumed = Resumed(spec)
     asyncio.run(resumed.run(out))
     (run,) = list_runs(out)
-    return [*rows_of(run, resumed.form.decode, folder), *stored(run, folder)]
+    return [*rows_of(run, resumed.template.decode, folder), *stored(run, folder)]
 
 
 def kill_after(spec: Path, out: Path, commit: int) -> None:

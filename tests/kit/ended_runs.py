@@ -24,7 +24,7 @@ class Ran:
     """A run at its end. `store` is open for reading; `stats` are those of its backend."""
 
     loaded: LoadedSpec
-    form: ChatTemplate
+    template: ChatTemplate
     store: RunStore
     result: RunResult
     runner: Runner
@@ -41,8 +41,8 @@ class Ran:
 
     @property
     def vision(self) -> Vision:
-        assert self.form.vision is not None
-        return self.form.vision
+        assert self.template.vision is not None
+        return self.template.vision
 
 
 async def run_to_end(
@@ -50,7 +50,7 @@ async def run_to_end(
     out: Path,
     *,
     header: RunHeader | None = None,
-    form: ChatTemplate | None = None,
+    template: ChatTemplate | None = None,
     tasks: Sequence[Task] | None = None,
     **options: Any,
 ) -> Ran:
@@ -60,20 +60,20 @@ async def run_to_end(
         spec: The spec or its file.
         out: The folder of the run's folder.
         header: The run's header in place of the spec's own.
-        form: The chat format in place of the model's own.
+        template: The chat format in place of the model's own.
         tasks: The tasks in place of all.
         options: What `Runner.run` takes.
     """
     loaded = spec if isinstance(spec, LoadedSpec) else load_spec(spec)
-    form = form or load_format(loaded.spec.model, loaded.base)
-    backend = open_backend(loaded, form)
+    template = template or load_format(loaded.spec.model, loaded.base)
+    backend = open_backend(loaded, template)
     await backend.start()
     store = RunStore.create(out, header or RunHeader.of(loaded))
-    runner = Runner(loaded, load_tasks(loaded) if tasks is None else tasks, form, backend, store)
+    runner = Runner(loaded, load_tasks(loaded) if tasks is None else tasks, template, backend, store)
     try:
         result = await runner.run(**options)
         stats = backend.stats()
     finally:
         await backend.close()
         store.close()
-    return Ran(loaded, form, RunStore.open(store.folder, readonly=True), result, runner, stats)
+    return Ran(loaded, template, RunStore.open(store.folder, readonly=True), result, runner, stats)

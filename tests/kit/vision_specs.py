@@ -50,4 +50,4 @@ def make_spec(tmp_path: Path, vlm: Callable[[str], Path]) -> Callable[..., Path]
 def run_spec(tmp_path: Path) -> Callable[..., Any]:
     """Run a spec to its end and leave its store open for reading."""
 
-    return lambda path, form=None: run_to_end(path, tmp_path / "runs", form=form)
+    return lambda path, template=None: run_to_end(path, tmp_path / "runs", template=template)

@@ -165,9 +165,9 @@ async def _serve(
     from engine.store.store import RunStore
     from engine.tokens.loading import load_format
 
-    form = load_format(loaded.spec.model, loaded.base)
-    tasks = fitting_tasks(tasks, loaded, form)
-    backend = open_backend(loaded, form)
+    template = load_format(loaded.spec.model, loaded.base)
+    tasks = fitting_tasks(tasks, loaded, template)
+    backend = open_backend(loaded, template)
     backend.logs = store.folder / "servers"
     stop = asyncio.Event()
     broken: list[BaseException] = []
@@ -191,7 +191,7 @@ async def _serve(
                     runner = DriverRollouts(loaded, store, None, keep_going=True)
                 else:
                     runner = Runner(
-                        loaded, tasks, form, backend, store, keep_going=True, training=training, programs=programs
+                        loaded, tasks, template, backend, store, keep_going=True, training=training, programs=programs
                     )
                 reader = RunStore.open(store.folder, readonly=True) if shards_of(store.folder) is not None else store
                 async with runner.serving():
@@ -207,7 +207,7 @@ async def _serve(
                         episodes = GroupService(
                             loaded,
                             tasks,
-                            form,
+                            template,
                             backend,
                             store,
                             runner,

@@ -56,13 +56,13 @@ def template(
         history="keep" if history == "keep" else "branch",
     )
     try:
-        form = load_format(spec, Path())
+        template = load_format(spec, Path())
         if write is not None:
-            _write(form, Path(write))
+            _write(template, Path(write))
     except EngineError as error:
         echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    found = describe(form, spec)
+    found = describe(template, spec)
     if as_json:
         echo(json.dumps(plain(found), ensure_ascii=False))
         return
@@ -106,7 +106,7 @@ def _echo_rows(rows: list[list[Piece]] | str) -> None:
             echo(f"    {'trained' if piece.trained else 'masked '} {text!r}")
 
 
-def _write(form: ChatTemplate, path: Path) -> None:
+def _write(template: ChatTemplate, path: Path) -> None:
     """Write a template to a new file.
 
     Raises:
@@ -115,11 +115,11 @@ def _write(form: ChatTemplate, path: Path) -> None:
     from engine.errors import RenderError
     from engine.tokens.jinja_template import JinjaTemplate
 
-    if not isinstance(form, JinjaTemplate) or len(form.sources) > 1:
+    if not isinstance(template, JinjaTemplate) or len(template.sources) > 1:
         raise RenderError("--write needs a model with one chat template, and `--renderer auto`")
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(form.sources[0])
+            file.write(template.sources[0])
     except OSError as error:
         raise RenderError(f"--write {path}: {error.strerror}; name a new file") from error
 
@@ -137,43 +137,47 @@ def _images(vision: Vision) -> str:
     )
 
 
-def describe(form: ChatTemplate, spec: Any) -> dict[str, Any]:
+def describe(template: ChatTemplate, spec: Any) -> dict[str, Any]:
     """Return facts about a chat format, by name."""
     from engine.tokens.choosing import chosen_reader, failures
     from engine.tokens.jinja_template import JinjaTemplate
     from engine.tokens.patches import patches_of, template_hash
     from engine.tokens.template_report import branch_rule, how_prompts_are_made, masks_or_why, usual_turns
 
-    found: dict[str, Any] = {"renders": "the model's chat template" if form.name == "template" else form.name}
-    if isinstance(form, JinjaTemplate):
-        found["template"] = " ".join(map(template_hash, form.sources))
-        known = {patch.name: patch.about for source in form.sources for patch in patches_of(source)}
+    found: dict[str, Any] = {"renders": "the model's chat template" if template.name == "template" else template.name}
+    if isinstance(template, JinjaTemplate):
+        found["template"] = " ".join(map(template_hash, template.sources))
+        known = {patch.name: patch.about for source in template.sources for patch in patches_of(source)}
         found["patches"] = "all that are known are applied" if spec.template_patches else known
-    reader = form.reader.name if form.reader is not None and form.call_format is None else None
-    auto = isinstance(form, JinjaTemplate) and spec.tool_calls == "auto" and (form.knows_tools or form.calls_shown)
-    if auto and isinstance(form, JinjaTemplate):
-        chosen = chosen_reader(form, spec)
+    reader = template.reader.name if template.reader is not None and template.call_format is None else None
+    auto = (
+        isinstance(template, JinjaTemplate)
+        and spec.tool_calls == "auto"
+        and (template.knows_tools or template.calls_shown)
+    )
+    if auto and isinstance(template, JinjaTemplate):
+        chosen = chosen_reader(template, spec)
         found["replies read by"] = chosen.reader or "no parser: tools are refused with this model"
         found["not read back"] = chosen.unread
         found["readers refused"] = chosen.tried
     else:
         found["replies read by"] = reader or (spec.tool_calls if spec.tool_calls != "auto" else "plain")
-        found["not read back"] = failures(form) if form.calls_shown else {}
+        found["not read back"] = failures(template) if template.calls_shown else {}
     found["shows"] = [
         name
         for name, shown in (
-            ("tools", form.knows_tools),
-            ("tool results", form.knows_tool_results),
-            ("one call a reply" if form.calls_shown == 1 else "calls", form.calls_shown),
-            ("reasoning", form.knows_reasoning),
+            ("tools", template.knows_tools),
+            ("tool results", template.knows_tool_results),
+            ("one call a reply" if template.calls_shown == 1 else "calls", template.calls_shown),
+            ("reasoning", template.knows_reasoning),
         )
         if shown
     ]
-    found["ends replies with"] = form.stops
-    if form.vision is not None:
-        found["images"] = _images(form.vision)
-    found["prompts"] = ": ".join(how_prompts_are_made(form))
-    found["turns"] = turns = usual_turns(form)
+    found["ends replies with"] = template.stops
+    if template.vision is not None:
+        found["images"] = _images(template.vision)
+    found["prompts"] = ": ".join(how_prompts_are_made(template))
+    found["turns"] = turns = usual_turns(template)
     found["branch rule"] = branch_rule(turns, spec.history)
-    found["trained"] = masks_or_why(form)
+    found["trained"] = masks_or_why(template)
     return found

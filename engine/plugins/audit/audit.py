@@ -66,7 +66,7 @@ def read_sampled(path: Path) -> list[Vector]:
 def audit(
     rows: Sequence[ForeignRow],
     framework: str,
-    form: ChatTemplate,
+    template: ChatTemplate,
     *,
     sampled: Sequence[Vector] | None = None,
     stops: Sequence[str] = (),
@@ -76,7 +76,7 @@ def audit(
     Args:
         rows: The rows.
         framework: Where they are from.
-        form: The chat format of the model that sampled them, with `allow_special`.
+        template: The chat template of the model that sampled them, with `allow_special`.
         sampled: The sampler's own record of replies: ids, int32 [tokens], of each.
         stops: Strings that ended replies without a stop token.
 
@@ -87,12 +87,12 @@ def audit(
         AuditError: An id is not in the model's vocabulary.
     """
     for row in rows:
-        if row.has_ids and len(row.ids) and int(row.ids.max()) >= form.vocab_size:
+        if row.has_ids and len(row.ids) and int(row.ids.max()) >= template.vocab_size:
             raise AuditError(
-                f"{row.place} holds the id {int(row.ids.max())}, and the model's vocabulary is [0, {form.vocab_size}): "
+                f"{row.place} holds the id {int(row.ids.max())}, and the model's vocabulary is [0, {template.vocab_size}): "
                 "give the model that sampled these rows"
             )
-    marks = TemplateMarks(form)
+    marks = TemplateMarks(template)
     examined = [Examined(index, row, marks) for index, row in enumerate(rows)]
     known = Evidence(None if sampled is None else Sampled(sampled, marks), tuple(stops))
     report = Report(framework=framework, rows=len(rows))
@@ -115,8 +115,8 @@ def _count(report: Report, row: Examined) -> None:
         return
     report.tokens += len(row.ids)
     report.trained += int(np.count_nonzero(row.row.mask))
-    form = row.marks.form
+    template = row.marks.template
     for reply in row.replies:
         ids = row.response[reply.start : reply.end - reply.stopped]
         report.replies += 1
-        report.unusual += form.encode(form.decode(ids)) != ids.tolist()
+        report.unusual += template.encode(template.decode(ids)) != ids.tolist()

@@ -30,7 +30,7 @@ def bridge_differences(row: Examined) -> Iterator[Difference]:
     if not pairs:
         return
     try:
-        conversation = Conversation.begun(row.marks.form, row.shown_messages)
+        conversation = Conversation.begun(row.marks.template, row.shown_messages)
         for turn, (reply, following) in enumerate(pairs):
             found = _between(conversation, row, turn, reply, following)
             if found is not None:
@@ -71,7 +71,7 @@ def _between(conversation: Conversation, row: Examined, turn: int, reply: Reply,
     size = min(len(here), len(there))
     differs = np.flatnonzero(here[:size] != there[:size])
     at = int(differs[0]) if len(differs) else size
-    decode = row.marks.form.decode
+    decode = row.marks.template.decode
     return Difference(
         reply.end + at,
         "warning",

@@ -80,11 +80,11 @@ def audit(
     configure_logging()
     try:
         spec = _model(model, chat_template, template_kwargs)
-        form = load_format(spec, Path())
+        template = load_format(spec, Path())
         found = read_rows(source.value, rows)
         record = None if sampled is None else read_sampled(sampled)
-        report, examined = judge(found, source.value, form, sampled=record, stops=stop or ())
-        folder = _store(examined, report, spec, form, out) if store else None
+        report, examined = judge(found, source.value, template, sampled=record, stops=stop or ())
+        folder = _store(examined, report, spec, template, out) if store else None
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -108,12 +108,12 @@ def _model(path: str, chat_template: str | None, template_kwargs: str | None) ->
             raise ValueError("it is not an object")
     except ValueError as error:
         wrong_usage(f"--template-kwargs must be a JSON object, such as '{{\"enable_thinking\": false}}': {error}")
-    template = None if chat_template is None else str(Path(chat_template).absolute())
+    jinja_file = None if chat_template is None else str(Path(chat_template).absolute())
     folder = Path(path)
     try:
         return ModelSpec(
             path=str(folder.absolute()) if folder.is_dir() else path,
-            chat_template=template,
+            chat_template=jinja_file,
             template_kwargs=kwargs,
             allow_special=True,
         )
@@ -121,12 +121,12 @@ def _model(path: str, chat_template: str | None, template_kwargs: str | None) ->
         wrong_usage(f"--model: {error}")
 
 
-def _store(examined: Any, report: Report, model: ModelSpec, form: Any, out: Path) -> Path:
+def _store(examined: Any, report: Report, model: ModelSpec, template: Any, out: Path) -> Path:
     import asyncio
 
     from engine.plugins.audit.store import store_rows
 
-    return asyncio.run(store_rows(examined, report, model, form, out)).folder
+    return asyncio.run(store_rows(examined, report, model, template, out)).folder
 
 
 def _print(report: Report, folder: Path | None, *, everything: bool) -> None:

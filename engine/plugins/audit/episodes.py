@@ -68,7 +68,7 @@ def _generation(row: Examined, start: int, end: int, last: bool) -> Generation:
     own = row.row
     ids = row.response[start:end]
     logprobs = np.zeros(len(ids), np.float32) if own.logprobs is None else np.nan_to_num(own.logprobs[start:end])
-    stopped = int(ids[-1]) in row.marks.form.stop_set
+    stopped = int(ids[-1]) in row.marks.template.stop_set
     cut = last and not stopped and own.finish in ("length", "abort")
     versions = _versions_of(own)[start:end]
     return Generation(
@@ -103,7 +103,7 @@ def _answer(row: Examined, end: int, until: int) -> list[Message]:
     closing = row.marks.closing
     after = end - len(closing) if closing and row.response[:end][-len(closing) :].tolist() == closing else end
     for at in dict.fromkeys((end, after)):  # a run may end with the template's closing
-        if at and int(row.response[at - 1]) in row.marks.form.stop_set:
+        if at and int(row.response[at - 1]) in row.marks.template.stop_set:
             found = row.observations(at, until, stopped=True)
             break
     else:

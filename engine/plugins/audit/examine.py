@@ -44,7 +44,7 @@ class Sampled:
         self.by_text: dict[str, set[tuple[int, ...]]] = defaultdict(set)
         """The replies by their text."""
         for reply in self.replies:
-            self.by_text[marks.form.decode(list(reply))].add(reply)
+            self.by_text[marks.template.decode(list(reply))].add(reply)
 
     def has(self, ids: tuple[int, ...]) -> bool:
         """Whether `ids` are a recorded reply or the beginning of one, as of a reply that was cut."""
@@ -99,7 +99,8 @@ class Examined:
             at = start
             while at < end:
                 stop = next(
-                    (place for place in range(at, end) if int(self.response[place]) in self.marks.form.stop_set), None
+                    (place for place in range(at, end) if int(self.response[place]) in self.marks.template.stop_set),
+                    None,
                 )
                 if stop is None:
                     found.append(Reply(at, end, end, False))
@@ -153,11 +154,11 @@ class Examined:
         if self.messages is not None and (self.row.images or self.marks.renders(self.messages, self.row.prompt_ids)):
             return self.messages
         likely = self.read_prompt or self.messages or self.marks.likely(self.row.prompt_ids)
-        return likely or [Message(role="user", content=self.marks.form.decode(self.row.prompt_ids))]
+        return likely or [Message(role="user", content=self.marks.template.decode(self.row.prompt_ids))]
 
     def text(self, start: int, end: int) -> str:
         """Tokens [start, end) of the response as text."""
-        return self.marks.form.decode(self.response[start:end])
+        return self.marks.template.decode(self.response[start:end])
 
     def observations(self, end: int, until: int, *, stopped: bool) -> list[Message] | None:
         """The messages in tokens [end, until) of the response, between two replies."""

@@ -1,6 +1,6 @@
 """Writes the rows of another framework into a run store, one episode for each row.
 
-    folder = asyncio.run(store_rows(examined, report, model, form, Path("runs")))
+    folder = asyncio.run(store_rows(examined, report, model, template, Path("runs")))
 
 The tokens, masks, log-probs and versions of an episode's branch are the row's own, exactly. Its messages are read from the row, and its journal
 holds them as records, so `engine show`, `engine view`, `engine export` and `engine rescore` work as for a run of the engine. `engine replay` compares
@@ -80,7 +80,7 @@ def spec_text(framework: str, model: ModelSpec, rows: int) -> str:
 
 
 async def store_rows(
-    rows: Sequence[Examined], report: Report, model: ModelSpec, form: ChatTemplate, out: Path
+    rows: Sequence[Examined], report: Report, model: ModelSpec, template: ChatTemplate, out: Path
 ) -> RunStore:
     """Write rows into a new run.
 
@@ -88,7 +88,7 @@ async def store_rows(
         rows: The examined rows.
         report: Their report; the rules of a row's findings become facts of its episode.
         model: The model, with an absolute path if it is a folder.
-        form: Its chat format.
+        template: Its chat format.
         out: The folder in which runs are stored.
 
     Returns:
@@ -115,7 +115,7 @@ async def store_rows(
             with (store.folder / "tasks.jsonl").open("w", encoding="utf-8") as file:
                 each = {task.id: task.fields for task in tasks}
                 file.writelines(json.dumps(fields, ensure_ascii=False) + "\n" for fields in each.values())
-            compiled = compile_spec(loaded, form, workers)
+            compiled = compile_spec(loaded, template, workers)
             slots = asyncio.Semaphore(_AT_ONCE)
 
             async def write(row: Examined, task: Task, sample: int) -> None:

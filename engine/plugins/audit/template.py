@@ -1,6 +1,6 @@
 """What a chat template writes around messages, learnt by rendering marks, and messages read back from ids.
 
-    marks = TemplateMarks(form)
+    marks = TemplateMarks(template)
     marks.messages(prompt_ids)             # the messages that a prompt spells; None where they do not render to these ids
     marks.observations(ids, stopped=True)  # the messages between two replies
 
@@ -40,11 +40,11 @@ class TemplateMarks:
     """The texts that a chat template writes before, between and after messages.
 
     Args:
-        form: The chat format.
+        template: The chat template.
     """
 
-    def __init__(self, form: ChatTemplate) -> None:
-        self.form = form
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
         self.openings: dict[Role, str] = {}
         """Text before a conversation's first message, by its role."""
         self.between: dict[tuple[Role, Role], str] = {}
@@ -58,7 +58,7 @@ class TemplateMarks:
     def _learn(self, order: tuple[Role, ...]) -> None:
         messages = [Message(role=role, content=f"qzq{at}qzq") for at, role in enumerate(order)]
         try:
-            text = self.form.text([self.form.views.of(message) for message in messages], None)
+            text = self.template.text([self.template.views.of(message) for message in messages], None)
         except EngineError:
             return  # this template refuses such a conversation, so no prompt of it has one
         found = list(_MARK.finditer(text))
@@ -73,8 +73,8 @@ class TemplateMarks:
     def closing(self) -> list[int]:
         """The ids that the template writes after a reply's stop token, before the next message begins: `\\n` in ChatML."""
         text = self.between.get(("assistant", "user"), "")
-        ids = self.form.encode(text)
-        if not ids or ids[0] not in self.form.stop_set:
+        ids = self.template.encode(text)
+        if not ids or ids[0] not in self.template.stop_set:
             return []
         end = next((at for at, id_ in enumerate(ids[1:], 1) if id_ in self._added), len(ids))
         return ids[1:end]
@@ -85,7 +85,7 @@ class TemplateMarks:
         between = self.between.get(("assistant", "user"), "")
         opened = self.between.get(("user", "assistant"), "")
         tail = self.tails.get("user", opened)
-        ids, reference = self.form.encode(tail), self.form.encode(between)
+        ids, reference = self.template.encode(tail), self.template.encode(between)
         shared = 0
         while shared < min(len(ids), len(reference)) and ids[shared] == reference[shared]:
             shared += 1
@@ -100,12 +100,12 @@ class TemplateMarks:
     @cached_property
     def _marks(self) -> frozenset[int]:
         texts = [*self.openings.values(), *self.between.values(), *self.tails.values()]
-        return self._added & {id_ for text in texts for id_ in self.form.encode(text)}
+        return self._added & {id_ for text in texts for id_ in self.template.encode(text)}
 
     @cached_property
     def _added(self) -> frozenset[int]:
         """Added tokens other than white space, which some tokenizers (Gemma's) add too."""
-        return frozenset(id_ for text, id_ in self.form.fast.added.items() if text.strip())
+        return frozenset(id_ for text, id_ in self.template.fast.added.items() if text.strip())
 
     # --- ids -> messages ----------------------------------------------------------------------------------
 
@@ -113,20 +113,20 @@ class TemplateMarks:
         """The messages that a prompt [tokens] spells, if they render to exactly these ids; None otherwise. Rows of a group share the answer."""
         key = np.asarray(ids, np.int32).tobytes()
         if key not in self._read:
-            readings = self._readings(self.form.decode(np.asarray(ids, np.int32)))
+            readings = self._readings(self.template.decode(np.asarray(ids, np.int32)))
             self._read[key] = next((messages for messages in readings if self.renders(messages, ids)), None)
         return self._read[key]
 
     def renders(self, messages: Sequence[Message], ids: Sequence[int] | Vector) -> bool:
         """Whether messages render to exactly these ids [tokens]."""
         try:
-            return np.array_equal(np.asarray(self.form.render(messages), np.int32), np.asarray(ids, np.int32))
+            return np.array_equal(np.asarray(self.template.render(messages), np.int32), np.asarray(ids, np.int32))
         except EngineError:
             return False
 
     def likely(self, ids: Sequence[int] | Vector) -> list[Message] | None:
         """The messages that a prompt [tokens] seems to spell, which may render to other ids; None where it has no known form."""
-        return next(iter(self._readings(self.form.decode(np.asarray(ids, np.int32)))), None)
+        return next(iter(self._readings(self.template.decode(np.asarray(ids, np.int32)))), None)
 
     def observations(self, ids: Sequence[int] | Vector, *, stopped: bool) -> list[Message] | None:
         """The messages between two replies; None where the ids are not of the template's form. What the template writes at the end of a reply may be missing.
@@ -135,10 +135,10 @@ class TemplateMarks:
             ids: The ids [tokens] after a reply, up to the next one.
             stopped: Whether the reply ended with a stop token, which is then not in `ids`.
         """
-        text = self.form.decode(np.asarray(ids, np.int32))
-        closing = self.form.decode(self.closing)
-        starts = [*self.form.stops] if stopped else ["", *self.form.stops]
-        for start in dict.fromkeys([*starts, *(stop + closing for stop in self.form.stops)]):
+        text = self.template.decode(np.asarray(ids, np.int32))
+        closing = self.template.decode(self.closing)
+        starts = [*self.template.stops] if stopped else ["", *self.template.stops]
+        for start in dict.fromkeys([*starts, *(stop + closing for stop in self.template.stops)]):
             for (before, role), mark in self._after_reply():
                 if before == "assistant" and (start + text).startswith(mark):
                     found = self._rest(start + text, len(mark), role)

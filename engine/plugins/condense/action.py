@@ -232,8 +232,8 @@ class CondenseAction(BuiltInAction):
 
     def _count(self, text: str) -> int:
         """Tokens of a text as a conversation has it: special tokens that it spells are plain text."""
-        form = self._template
-        return len(form.encode(text if form.allow_special else form.fast.quoting.quote(text)))
+        template = self._template
+        return len(template.encode(text if template.allow_special else template.fast.quoting.quote(text)))
 
     def apply(self, episode: Episode, record: CondenseRecord) -> str:
         """Show the new thread from the next prompt on."""

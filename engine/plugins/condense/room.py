@@ -22,14 +22,14 @@ _ASKED, _REPLIED = Message(role="user", content="Q"), Message(role="assistant", 
 class CondenseRoom(Room):
     """The room that `condense` and `limits.on_overflow` ask for."""
 
-    def __init__(self, spec: EpisodeSpec, form: ChatTemplate) -> None:
+    def __init__(self, spec: EpisodeSpec, template: ChatTemplate) -> None:
         self._condense = CondenseSpec.or_default(spec)
         self._before_prompts = spec.limits.value_of("on_overflow") == "condense"
         condenser = self._condense.condenser
         self._more = 0
         if isinstance(condenser, PolicySummarySpec):
             follows = spec.limits.tool_result_tokens or 0
-            self._more = follows + condenser.tokens + _request_tokens(condenser.prompt, form)
+            self._more = follows + condenser.tokens + _request_tokens(condenser.prompt, template)
 
     def reserve(self, free: int) -> int:
         """Tokens that must be free: for a reply; if the policy summarises, also for what follows the reply, and for the summary."""
@@ -50,10 +50,10 @@ class CondenseRoom(Room):
         return len(older_images(self._condense, messages, opening)) if self._before_prompts else 0
 
 
-def _request_tokens(words: str, form: ChatTemplate) -> int:
+def _request_tokens(words: str, template: ChatTemplate) -> int:
     """Tokens that a request of a user adds to a prompt that already has one."""
     request = Message(role="user", content=words)
     try:
-        return len(form.render([_ASKED, _REPLIED, request])) - len(form.render([_ASKED]))
+        return len(template.render([_ASKED, _REPLIED, request])) - len(template.render([_ASKED]))
     except RenderError:  # a template that refuses such a conversation
-        return len(form.encode(words))
+        return len(template.encode(words))

@@ -45,7 +45,7 @@ class Source:
     """The run that a data set is made of, and what of it is chosen."""
 
     store: RunReader
-    form: ChatTemplate
+    template: ChatTemplate
     score: str | None = None
     """Label of a score whose rewards are used."""
     episode: Callable[[Trajectory], bool] = _all
@@ -56,7 +56,7 @@ class Source:
     texts: RunTexts = field(init=False)
 
     def __post_init__(self) -> None:
-        self.texts = RunTexts(self.store, self.form, self.losses)
+        self.texts = RunTexts(self.store, self.template, self.losses)
 
     def episodes(self) -> Iterator[Trajectory]:
         """The chosen episodes, in the order of tasks and samples."""

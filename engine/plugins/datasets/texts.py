@@ -1,6 +1,6 @@
 """A run's conversations as the messages that a chat template of transformers is given, with what that form cannot hold.
 
-    texts = RunTexts(store, form, losses)
+    texts = RunTexts(store, template, losses)
     prompt, reply, images = texts.turn(trajectory, 2)
 
 Invariant: the messages are those that the engine's own chat format gave the template: calls as calls or as they were written, tool
@@ -60,12 +60,12 @@ class RunTexts:
 
     Args:
         store: The run.
-        form: The chat format of its model.
+        template: The chat template of its model.
         losses: Counts what cannot be carried.
     """
 
-    def __init__(self, store: RunReader, form: ChatTemplate, losses: Losses) -> None:
-        self._form = form
+    def __init__(self, store: RunReader, template: ChatTemplate, losses: Losses) -> None:
+        self._template = template
         self._losses = losses
         self._tools = store.tool_schemas()
         self._known: tuple[str, dict[int, View]] = ("", {})
@@ -102,8 +102,8 @@ class RunTexts:
         branch = trajectory.branches[turn.branch]
         ids = branch.input_ids
         try:
-            prompt = self._form.render_views(shown.prompt, list(tools) or None)
-            whole = self._form.render_views([*shown.prompt, shown.reply], list(tools) or None)
+            prompt = self._template.render_views(shown.prompt, list(tools) or None)
+            whole = self._template.render_views([*shown.prompt, shown.reply], list(tools) or None)
         except RenderError:
             return False
         shown_ids: list[int] = ids[: turn.end].tolist()
@@ -120,14 +120,14 @@ class RunTexts:
     def _sampled(self, trajectory: Trajectory, turn: Turn) -> View:
         ids = trajectory.branches[turn.branch].input_ids
         tools = self.tools(trajectory)
-        parsed = self._form.replies.parse(
+        parsed = self._template.replies.parse(
             ids[turn.start : turn.end], before=ids[: turn.start], turn=turn.index, tools=tools
         )
-        return self._plain(self._form.views.of_reply(parsed, ids[turn.start : turn.end]))
+        return self._plain(self._template.views.of_reply(parsed, ids[turn.start : turn.end]))
 
     def _view(self, message: Message) -> View:
         try:
-            view = self._form.views.of(message)
+            view = self._template.views.of(message)
         except RenderError:  # the run's backend was shown more than this template can show
             self._losses.counts["messages that the chat template cannot show in full"] += 1
             view = {"role": message.role, "content": message.text}

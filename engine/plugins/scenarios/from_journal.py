@@ -53,13 +53,13 @@ class ScriptWriter:
 
     Args:
         loaded: The spec.
-        form: The model's chat format.
+        template: The model's chat format.
         store: The run, which holds the images.
         everything: Script every answer of the spec's code, not only those that cannot be given again.
     """
 
     loaded: LoadedSpec
-    form: ChatTemplate
+    template: ChatTemplate
     store: RunReader
     everything: bool = False
     notes: list[str] = field(default_factory=list)
@@ -175,13 +175,13 @@ class ScriptWriter:
                 self.notes.append(f"turn {turn}: the backend gave its reasoning apart from the text; it is left out")
             return _short({"text": generation.text or "", "tool_calls": calls, "finish": finish})
         # A stop string is among the tokens of a reply, and no stop token comes after them.
-        ended = finish == "stop" and ids[-1] in self.form.stop_set
+        ended = finish == "stop" and ids[-1] in self.template.stop_set
         whole, bare = ("stop", ids[:-1]) if ended else ("length", ids)
         choices = [{"text": message.text, "tool_calls": calls}] if calls else []
-        choices.append({"text": self.form.decode(bare)})
+        choices.append({"text": self.template.decode(bare)})
         for choice in choices:
             try:
-                if write_reply(self.form, ScriptedReply.model_validate(choice | {"finish": whole})) == ids:
+                if write_reply(self.template, ScriptedReply.model_validate(choice | {"finish": whole})) == ids:
                     return _short(choice | {"finish": finish})
             except BackendError:
                 continue

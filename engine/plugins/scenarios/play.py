@@ -51,7 +51,7 @@ class Played:
 
 
 async def play(
-    specs: ScenarioSpecs, scenarios: ScenarioSet, index: int, form: ChatTemplate, workers: Workers
+    specs: ScenarioSpecs, scenarios: ScenarioSet, index: int, template: ChatTemplate, workers: Workers
 ) -> Played:
     """Play one scenario.
 
@@ -62,12 +62,12 @@ async def play(
     loaded = specs.loaded(scenarios, index)
     check_scenario(loaded, resolved_machine(loaded.spec), scenarios, index)
     task = specs.task(loaded, scenarios, index)
-    backend = ScriptedBackend(_script(scenario), form)
+    backend = ScriptedBackend(_script(scenario), template)
     await backend.start()
     # No scenario waits for a model.
     slots = asyncio.Semaphore(1)
-    compiled = compile_spec(loaded, form, workers, context=backend.context)
-    roles = RoleModels(loaded, form, backend, slots, allowed="scripted")
+    compiled = compile_spec(loaded, template, workers, context=backend.context)
+    roles = RoleModels(loaded, template, backend, slots, allowed="scripted")
     builder = ObjectBuilder(loaded, compiled.machine, workers, backend=backend, slots=slots, roles=roles)
     scripted = _ScenarioEpisode(compiled, builder, workers, scenario)
     await roles.start()

@@ -153,8 +153,8 @@ async def _one(
     began = time.perf_counter()
     try:
         loaded = specs.loaded(scenarios, index)
-        form = formats.of(loaded.spec.model, loaded.base)
-        played: Played = await play(specs, scenarios, index, form, workers)
+        template = formats.of(loaded.spec.model, loaded.base)
+        played: Played = await play(specs, scenarios, index, template, workers)
     except SpecError as error:
         return ScenarioResult(**told, problems=list(error.diagnostics)), []
     except EngineError as error:

@@ -54,11 +54,11 @@ class Bridges:
     """Makes the bridges of one chat format.
 
     Args:
-        form: The chat format.
+        template: The chat template.
     """
 
-    def __init__(self, form: Renderer) -> None:
-        self._form = form
+    def __init__(self, template: Renderer) -> None:
+        self._template = template
         self.whole: str | None = None
         """Why every bridge is found by rendering the whole conversation and comparing it with the tape; None where checks of
         probes decide. Setting it takes effect from the next bridge on, in all conversations of this format."""
@@ -115,8 +115,8 @@ class Bridges:
         key = (kinds.signature(new_kinds), to_json(tools) if tools and self._reads_tools else tools is not None)
         verdict = self._verdicts.get(key)
         if verdict is None:
-            known = bytes([kind_of(view, self._form.looked) for view in conversation()])
-            verdict = self._verdicts[key] = check_bridge(self._form, known, new_kinds, tools)
+            known = bytes([kind_of(view, self._template.looked) for view in conversation()])
+            verdict = self._verdicts[key] = check_bridge(self._template, known, new_kinds, tools)
         if not verdict.bridged or not (verdict.history or keep):
             return verdict.why
         try:
@@ -145,15 +145,15 @@ class Bridges:
         Raises:
             RenderError: The template refuses these messages.
         """
-        form = self._form
+        template = self._template
         if not self._copies:
-            return form.unchecked_bridge(reply, new, tools)
+            return template.unchecked_bridge(reply, new, tools)
         contents: list[str] = []
         around: tuple[Any, ...] = ()
         for view in new:
             content = view["content"]
             if not isinstance(content, str) or "<" in content or not content or content.isspace():
-                return form.unchecked_bridge(reply, new, tools)
+                return template.unchecked_bridge(reply, new, tools)
             contents.append(content)
             around += (view["role"], view.get("name"))
         called: tuple[str, ...] = ()
@@ -165,8 +165,8 @@ class Bridges:
         except KeyError:
             wrapper = None
             if len(self._wrappers) < _MAX_WRAPPERS:
-                wrapper = self._wrappers[key] = make_wrapper(form, reply, new, tools)
-        return form.unchecked_bridge(reply, new, tools) if wrapper is None else wrapper.bridge(form, contents)
+                wrapper = self._wrappers[key] = make_wrapper(template, reply, new, tools)
+        return template.unchecked_bridge(reply, new, tools) if wrapper is None else wrapper.bridge(template, contents)
 
     def _compared_whole(
         self,
@@ -181,34 +181,34 @@ class Bridges:
 
         Nothing is taken from probes, from earlier renderings or from what a template usually does with contents.
         """
-        form = self._form
+        template = self._template
         shown = [*views, *new]
         try:
-            written = form.text(shown, tools)
+            written = template.text(shown, tools)
         except RenderError as error:
             return str(error)
-        pieces, text = pieces_of(form, tape), unquote(written)
+        pieces, text = pieces_of(template, tape), unquote(written)
         end = end_in(pieces, text)
         if end is None:
             at = max(difference(pieces, text) - _BEFORE, 0)
             said = "".join([piece for _, piece in pieces])
             return f"the template writes {text[at : at + _EXCERPT]!r} where the tape has {said[at : at + _EXCERPT]!r}"
-        if role := form.dropped(bytes([kind_of(view, form.looked) for view in views]) + kinds, tools):
+        if role := template.dropped(bytes([kind_of(view, template.looked) for view in views]) + kinds, tools):
             return f"the template does not show a message of role `{role}` here"
-        closing = [last] if last is not None and last in form.stop_set else []
+        closing = [last] if last is not None and last in template.stop_set else []
         # A token that ends a reply may take white space after it: it is encoded again, in front of what follows.
-        ids = form.ids_from(shown, tools, written, end - len(form.decode(closing)) if closing else end)
+        ids = template.ids_from(shown, tools, written, end - len(template.decode(closing)) if closing else end)
         if closing:
             return Bridge([], ids[1:]) if ids[:1] == closing else _NO_TOKEN
-        ends = [at for at, id_ in enumerate(ids) if id_ in form.fast.added_ids]
+        ends = [at for at, id_ in enumerate(ids) if id_ in template.fast.added_ids]
         if not ends:
             return _NO_TOKEN
-        cut = next((at + 1 for at in ends if ids[at] == form.close_id), 0)
+        cut = next((at + 1 for at in ends if ids[at] == template.close_id), 0)
         return Bridge(ids[:cut], ids[cut:])
 
     def _without_end(self, made: Bridge, last: int | None, keep: bool) -> Bridge | str:
         """The continuation without the reply's end token, where that was sampled; or why the reply ended in another way."""
-        if last not in self._form.stop_set:
+        if last not in self._template.stop_set:
             return made
         if made.closing:
             if made.closing[0] == last:
@@ -217,24 +217,24 @@ class Bridges:
             return Bridge([], made.bridge[1:])
         if keep:
             return made
-        wanted = self._form.decode((made.closing or made.bridge)[:1])
-        return f"the reply ended with {self._form.decode([last or 0])!r}, where the template writes {wanted!r}"
+        wanted = self._template.decode((made.closing or made.bridge)[:1])
+        return f"the reply ended with {self._template.decode([last or 0])!r}, where the template writes {wanted!r}"
 
     def _fitted(self, made: Bridge, end: ReplyEnd, sampled: str, shown: str | None, keep: bool) -> Bridge | str:
         """The continuation of a reply that the template writes as `shown`: its closing is the part that was not sampled."""
-        form, last = self._form, end.last
+        template, last = self._template, end.last
         ended = self._without_end(made, last, keep)
-        closed = last in form.stop_set
+        closed = last in template.stop_set
         if shown is not None and not isinstance(ended, str):
             implied = closed and not made.closing  # the token that ends the reply begins the next message
-            rest = remainder(sampled.removesuffix(form.decode([last or 0])) if implied else sampled, shown)
+            rest = remainder(sampled.removesuffix(template.decode([last or 0])) if implied else sampled, shown)
             if rest == "":
                 return Bridge([], ended.bridge)
             if rest is not None and not closed:
-                return Bridge(form.encode(rest), ended.bridge)
+                return Bridge(template.encode(rest), ended.bridge)
         if keep:
             kept = made if isinstance(ended, str) else ended
-            close = form.fast.added.get(_THINK_CLOSE)
+            close = template.fast.added.get(_THINK_CLOSE)
             thinking = end.thinking and not closed and close is not None
             return Bridge([close, *kept.closing], kept.bridge) if thinking and close is not None else kept
         if isinstance(ended, str):
@@ -262,9 +262,9 @@ class Bridges:
         shown = None if frame is None else self.shown_in(frame, reply, bare)
         if shown is not None:
             return unquote(shown) if MARK in shown else shown
-        form, views = self._form, conversation()
-        before, whole = form.text(views[:-1], tools), form.text([*views, *new], tools)
-        return _between(unquote(before), unquote(whole), form.decode(made.bridge))
+        template, views = self._template, conversation()
+        before, whole = template.text(views[:-1], tools), template.text([*views, *new], tools)
+        return _between(unquote(before), unquote(whole), template.decode(made.bridge))
 
     def shown_in(self, frame: ReplyFrame, reply: View, bare: bool = False) -> str | None:
         """What the template writes for a reply in a frame; None where it writes other text around it.
@@ -283,11 +283,11 @@ class Bridges:
         return self._rendered_in(frame, reply) if text is None else text.write(parts_of(reply))
 
     def _rendered_in(self, frame: ReplyFrame, reply: View) -> str | None:
-        return _between(frame.text, self._form.text([*frame.before, reply, *frame.new], None), frame.tail)
+        return _between(frame.text, self._template.text([*frame.before, reply, *frame.new], None), frame.tail)
 
     def _is_inspected(self, text: str) -> bool:
         """Whether a text has something that the template may look for, or a mark of quoted text."""
-        inspected = self._form.inspected
+        inspected = self._template.inspected
         return MARK in text or (inspected is not None and inspected.search(text) is not None)
 
 

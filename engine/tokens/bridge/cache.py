@@ -50,13 +50,13 @@ class Wrapper(msgspec.Struct, frozen=True):
             text += trim(content) + piece
         return text
 
-    def bridge(self, form: Renderer, contents: Sequence[str]) -> Bridge:
+    def bridge(self, template: Renderer, contents: Sequence[str]) -> Bridge:
         """The bridge for these contents, none of which is blank or has a `<`."""
-        ids = [*self.head, *form.encode(self.text(contents)), *self.tail]
+        ids = [*self.head, *template.encode(self.text(contents)), *self.tail]
         return Bridge(ids[: self.closing], ids[self.closing :])
 
 
-def make_wrapper(form: Renderer, reply: View, new: Sequence[View], tools: list[View] | None) -> Wrapper | None:
+def make_wrapper(template: Renderer, reply: View, new: Sequence[View], tools: list[View] | None) -> Wrapper | None:
     """The wrapper of messages like `new`, whatever their contents; None where the template does more than copy them.
 
     Raises:
@@ -69,29 +69,31 @@ def make_wrapper(form: Renderer, reply: View, new: Sequence[View], tools: list[V
     for style in STYLES:
         probes = [{**view, "content": style(f"Wq{index}jZyProbe")} for index, view in enumerate(new)]
         contents = [view["content"] for view in probes]
-        rendered = form.unchecked_bridge(reply, probes, tools)
+        rendered = template.unchecked_bridge(reply, probes, tools)
         if rendered is None:
             return None
         if made is None:
-            made = _cut_at_contents(form.decode([*rendered.closing, *rendered.bridge]), contents, len(rendered.closing))
-            short = _shortened(form, made) if made is not None else None
+            made = _cut_at_contents(
+                template.decode([*rendered.closing, *rendered.bridge]), contents, len(rendered.closing)
+            )
+            short = _shortened(template, made) if made is not None else None
         if made is None or any(id_ in piece for id_ in ids for piece in made.pieces):
             return None
-        if made.bridge(form, contents) != rendered:
+        if made.bridge(template, contents) != rendered:
             return None
-        if short is not None and short.bridge(form, contents) != rendered:
+        if short is not None and short.bridge(template, contents) != rendered:
             short = None
     return short or made
 
 
-def _shortened(form: Renderer, whole: Wrapper) -> Wrapper:
+def _shortened(template: Renderer, whole: Wrapper) -> Wrapper:
     """The wrapper with ids in place of the text beyond the added tokens next to its contents."""
     if len(whole.pieces) == 1:  # there are no new messages
         return whole
     first, *between, last = whole.pieces
-    start = max((first.rfind(token) + len(token) for token in form.borders(first)), default=0)
-    end = min((last.find(token) for token in form.borders(last)), default=len(last))
-    head, tail = form.encode(first[:start]), form.encode(last[end:])
+    start = max((first.rfind(token) + len(token) for token in template.borders(first)), default=0)
+    end = min((last.find(token) for token in template.borders(last)), default=len(last))
+    head, tail = template.encode(first[:start]), template.encode(last[end:])
     return msgspec.structs.replace(
         whole, pieces=(first[start:], *between, last[:end]), head=tuple(head), tail=tuple(tail)
     )

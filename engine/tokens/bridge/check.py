@@ -120,11 +120,11 @@ def _end_of(characters: int, text: str) -> int:
     return 0
 
 
-def check_bridge(form: Renderer, kinds: bytes, new: bytes, tools: list[View] | None) -> Verdict:
+def check_bridge(template: Renderer, kinds: bytes, new: bytes, tools: list[View] | None) -> Verdict:
     """The verdict on continuing with messages of the kinds `new` after those of `kinds`.
 
     Args:
-        form: The chat template.
+        template: The chat template.
         kinds: The kinds of the conversation's messages; the last is the reply.
         new: The kinds of the messages that follow.
         tools: The conversation's tools.
@@ -132,17 +132,19 @@ def check_bridge(form: Renderer, kinds: bytes, new: bytes, tools: list[View] | N
     attempts = (None,) if not tools else (None, tools)
     verdict = Verdict(False, False, why="nothing to check_bridge")
     for shown in attempts:
-        verdict = _prove_all(form, kinds, new, tools, shown)
+        verdict = _prove_all(template, kinds, new, tools, shown)
         if verdict.bridged:
             return verdict
     return verdict
 
 
-def _prove_all(form: Renderer, kinds: bytes, new: bytes, tools: list[View] | None, shown: list[View] | None) -> Verdict:
+def _prove_all(
+    template: Renderer, kinds: bytes, new: bytes, tools: list[View] | None, shown: list[View] | None
+) -> Verdict:
     found: list[Verdict] = []
     for style in STYLES:
         try:
-            verdict = _prove_one(form, kinds, new, tools, shown, style)
+            verdict = _prove_one(template, kinds, new, tools, shown, style)
         except RenderError as error:
             return Verdict(False, False, why=str(error))
         if not verdict.bridged:
@@ -159,7 +161,7 @@ def _prove_all(form: Renderer, kinds: bytes, new: bytes, tools: list[View] | Non
 
 
 def _prove_one(
-    form: Renderer,
+    template: Renderer,
     kinds: bytes,
     new: bytes,
     tools: list[View] | None,
@@ -169,27 +171,29 @@ def _prove_one(
     at = len(kinds) - 1
     views = [probe(kind, index, style) for index, kind in enumerate(kinds + new)]
     reply = views[at]
-    extension = form.unchecked_bridge(reply, views[at + 1 :], shown)
+    extension = template.unchecked_bridge(reply, views[at + 1 :], shown)
     if extension is None:
         return Verdict(False, False, why="these messages have no continuation apart from the conversation")
-    before = form.render_views(views[:at], tools)
-    after = form.render_views(views, tools)
+    before = template.render_views(views[:at], tools)
+    after = template.render_views(views, tools)
     whole = [*extension.closing, *extension.bridge]
     cut = len(after) - len(extension.bridge)
     if after[len(after) - len(whole) :] != whole:
         return Verdict(False, False, why="what the template writes after a reply depends on more than the new messages")
-    said, coming = form.decode(after[:cut]), form.decode(after[cut:])
+    said, coming = template.decode(after[:cut]), template.decode(after[cut:])
     for index in range(at + 1, len(views)):
         if mark(index) in said or (has_mark(views[index]) and mark(index) not in coming):
             return Verdict(
                 False, False, why=f"the template does not show a message of role `{views[index]['role']}` here"
             )
-    earlier = form.decode(before)
+    earlier = template.decode(before)
     if not said.startswith(earlier):
         return Verdict(True, True, why="the template shows what was said before the reply differently")
     region = said[len(earlier) :]
-    why = _judge_reply(reply, kinds[-1], region, form.decode(extension.closing))
-    return Verdict(True, bool(why), why=why, history=True, frame=_frame(form, reply, views[at + 1 :], region, coming))
+    why = _judge_reply(reply, kinds[-1], region, template.decode(extension.closing))
+    return Verdict(
+        True, bool(why), why=why, history=True, frame=_frame(template, reply, views[at + 1 :], region, coming)
+    )
 
 
 def _judge_reply(reply: View, kind: int, region: str, close: str) -> str:
@@ -207,11 +211,11 @@ def _judge_reply(reply: View, kind: int, region: str, close: str) -> str:
     return ""
 
 
-def _frame(form: Renderer, reply: View, new: list[View], region: str, coming: str) -> ReplyFrame | None:
+def _frame(template: Renderer, reply: View, new: list[View], region: str, coming: str) -> ReplyFrame | None:
     """A conversation of one question in which the reply is shown as in the whole one; None where it is not."""
     before = [probe(USER, _ASKED, str)]
     try:
-        text, whole = form.text(before, None), form.text([*before, reply, *new], None)
+        text, whole = template.text(before, None), template.text([*before, reply, *new], None)
     except RenderError:
         return None
     same = whole == text + region + coming

@@ -1,6 +1,6 @@
 """The guard: in a process of its own, every ended branch is compared with what the chat template writes.
 
-    guard = Guard(form, spec.model, base)
+    guard = Guard(template, spec.model, base)
     finding = await guard.check(conversation, written.trajectory, branches)     # None: each branch is what the template writes
 
 It trusts nothing that made the tape: not the proofs of bridges, not quoting, not earlier renderings. The messages that the model
@@ -85,13 +85,13 @@ class Guard:
     """Checks the episodes of one chat format.
 
     Args:
-        form: The chat format.
+        template: The chat template.
         model: The spec's `model`, from which it was loaded.
         base: The folder that relative paths in `model` are under.
     """
 
-    def __init__(self, form: ChatTemplate, model: ModelSpec, base: Path) -> None:
-        self._form = form
+    def __init__(self, template: ChatTemplate, model: ModelSpec, base: Path) -> None:
+        self._template = template
         self._model = model
         self._base = base
 
@@ -112,19 +112,19 @@ class Guard:
     @cached_property
     def _told(self) -> bytes:
         """What the child needs of the chat format, as JSON."""
-        form = self._form
+        template = self._template
         told: dict[str, Any] = {
-            "tool_role": form.tool_role,
-            "alternates": form.alternates,
-            "skips_system": form.skips_system,
-            "allow_special": form.allow_special,
-            "marker": None if form.vision is None else form.vision.marker_id,
+            "tool_role": template.tool_role,
+            "alternates": template.alternates,
+            "skips_system": template.skips_system,
+            "allow_special": template.allow_special,
+            "marker": None if template.vision is None else template.vision.marker_id,
         }
-        backend = getattr(form.fast.full, "backend_tokenizer", None)
-        plain = isinstance(form.fast.full, PlainTokenizer)
-        if isinstance(form, JinjaTemplate) and backend is not None and (plain or sys.platform == "linux"):
-            told |= form.facts
-            file = Path(form.fast.full.name_or_path, "tokenizer.json").absolute() if plain else _saved(backend)
+        backend = getattr(template.fast.full, "backend_tokenizer", None)
+        plain = isinstance(template.fast.full, PlainTokenizer)
+        if isinstance(template, JinjaTemplate) and backend is not None and (plain or sys.platform == "linux"):
+            told |= template.facts
+            file = Path(template.fast.full.name_or_path, "tokenizer.json").absolute() if plain else _saved(backend)
             told["tokenizer"] = str(file)
         else:
             told |= {"model": self._model.model_dump(mode="json", by_alias=True), "base": str(self._base.absolute())}

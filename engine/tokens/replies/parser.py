@@ -57,11 +57,11 @@ class ReplyParser:
     """Parses the replies of one chat format.
 
     Args:
-        form: The chat format.
+        template: The chat template.
     """
 
-    def __init__(self, form: Renderer) -> None:
-        self._form = form
+    def __init__(self, template: Renderer) -> None:
+        self._template = template
 
     def parse(self, ids: IntVector, *, before: IntVector, turn: int, tools: Sequence[View] = ()) -> ParsedReply:
         """Parse a reply that was sampled.
@@ -75,12 +75,12 @@ class ReplyParser:
         Raises:
             RenderError: The family's reader failed, or the spec's own tool-call format did.
         """
-        form = self._form
-        if form.call_format is None and form.reader is not None:
-            return self._parse_by_token(form.reader, ids, before, turn, tools)
-        closed = bool(len(ids)) and int(ids[-1]) in form.stop_set
-        text = form.decode(ids[:-1] if closed else ids)
-        opened = form.knows_reasoning and _OPEN_AT_END.search(form.decode(before[-_TAIL:])) is not None
+        template = self._template
+        if template.call_format is None and template.reader is not None:
+            return self._parse_by_token(template.reader, ids, before, turn, tools)
+        closed = bool(len(ids)) and int(ids[-1]) in template.stop_set
+        text = template.decode(ids[:-1] if closed else ids)
+        opened = template.knows_reasoning and _OPEN_AT_END.search(template.decode(before[-_TAIL:])) is not None
         return self._parse_text(text, turn, tools, opened)
 
     def parse_text(self, text: str, *, turn: int, tools: Sequence[View] = ()) -> ParsedReply:
@@ -94,10 +94,10 @@ class ReplyParser:
         Raises:
             RenderError: The family's reader failed, or the spec's own tool-call format did.
         """
-        form = self._form
-        if form.call_format is None and form.reader is not None:
-            ids = np.asarray([*form.encode(text), *form.stop_token_ids[:1]], np.int32)
-            return self._parse_by_token(form.reader, ids, _NO_IDS, turn, tools)
+        template = self._template
+        if template.call_format is None and template.reader is not None:
+            ids = np.asarray([*template.encode(text), *template.stop_token_ids[:1]], np.int32)
+            return self._parse_by_token(template.reader, ids, _NO_IDS, turn, tools)
         return self._parse_text(text, turn, tools, opened=False)
 
     def given(
@@ -119,27 +119,27 @@ class ReplyParser:
     def _in_writing(self, attempt: ToolCall | MalformedCall) -> str:
         if isinstance(attempt, MalformedCall):
             return attempt.raw
-        own = self._form.call_format
-        form = own if own is not None and own.name else HermesFormat()  # a format of the spec's own may raise
-        return form.write("", [(attempt.name, attempt.arguments)])
+        own = self._template.call_format
+        writer = own if own is not None and own.name else HermesFormat()  # a format of the spec's own may raise
+        return writer.write("", [(attempt.name, attempt.arguments)])
 
     def is_plain(self, parsed: ParsedReply) -> bool:
         """Whether a reply is text in which the template looks for nothing, so that the checks of probes hold for it."""
         if not parsed.whole:
             return False
-        special, body = self._form.inspected, parsed.body
+        special, body = self._template.inspected, parsed.body
         return (special is None or special.search(body) is None) and bool(body) and not body.isspace()
 
     def _parse_by_token(
         self, reader: FamilyReader, ids: IntVector, before: IntVector, turn: int, tools: Sequence[View]
     ) -> ParsedReply:
-        parse = reader.read(ids, before, f"call_{turn}", tools, self._form.knows_reasoning)
+        parse = reader.read(ids, before, f"call_{turn}", tools, self._template.knows_reasoning)
         if not parse.attempts:
             return ParsedReply(parse.content, parse.reasoning, [], parse.content, parse.thinking, True, parse.whole)
         read = MalformedCall not in map(type, parse.attempts)
         as_calls = read and self._can_show(len(parse.attempts)) and parse.calls_end_it
         body = parse.content if as_calls else parse.after
-        sought = self._form.sought
+        sought = self._template.sought
         bare = as_calls and parse.sampled is not None and (sought is None or sought.search(parse.texts) is None)
         content = parse.content if read else body
         return ParsedReply(
@@ -148,7 +148,7 @@ class ReplyParser:
 
     def _parse_text(self, text: str, turn: int, tools: Sequence[View], opened: bool) -> ParsedReply:
         """`opened`: the prompt ended inside a reasoning block."""
-        call_format = self._form.call_format
+        call_format = self._template.call_format
         reasoning, body, thinking = self._split_reasoning(text, opened)
         whole = reasoning is None
         if thinking or call_format is None:
@@ -164,12 +164,12 @@ class ReplyParser:
 
     def _can_show(self, calls: int) -> bool:
         """Whether so many calls of a reply can be shown as calls."""
-        form = self._form
-        return form.reads_calls and (calls <= form.calls_shown or form.calls_shown >= _ANY_NUMBER)
+        template = self._template
+        return template.reads_calls and (calls <= template.calls_shown or template.calls_shown >= _ANY_NUMBER)
 
     def _split_reasoning(self, text: str, opened: bool) -> tuple[str | None, str, bool]:
         """Reasoning, the text after it, and whether the reply ended inside it."""
-        if not self._form.knows_reasoning:
+        if not self._template.knows_reasoning:
             return None, text, False
         start = text.lstrip()
         if start.startswith(_THINK_OPEN):

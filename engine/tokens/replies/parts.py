@@ -17,7 +17,7 @@ Attempts = Sequence[ToolCall | MalformedCall]
 
 
 def call_tokens(
-    form: ChatTemplate, ids: IntVector, before: IntVector, tools: Sequence[View], call: int
+    template: ChatTemplate, ids: IntVector, before: IntVector, tools: Sequence[View], call: int
 ) -> tuple[int, int] | None:
     """The tokens [start, end) of call number `call`, malformed ones counted; None if the reply has no such call.
 
@@ -25,7 +25,7 @@ def call_tokens(
     mark of its format; if the format has none, after the previous call or the text.
 
     Args:
-        form: The chat format.
+        template: The chat template.
         ids: The sampled ids of the reply, int32 [tokens].
         before: The ids that it was sampled from, int32 [tokens]; the last 64 are enough.
         tools: The tools' schemas.
@@ -36,7 +36,7 @@ def call_tokens(
     """
 
     def attempts(tokens: int) -> Attempts:
-        return form.replies.parse(ids[:tokens], before=before, turn=0, tools=tools).attempts
+        return template.replies.parse(ids[:tokens], before=before, turn=0, tools=tools).attempts
 
     whole = attempts(len(ids))
     if not 0 <= call < len(whole):
@@ -51,37 +51,37 @@ def call_tokens(
     end = _first(read, len(ids))
     start = _first(opened, end) - 1
     if start < end - 1:
-        return _mark_start(form, ids, start), end
+        return _mark_start(template, ids, start), end
     if call:
-        previous = call_tokens(form, ids, before, tools, call - 1)
+        previous = call_tokens(template, ids, before, tools, call - 1)
         return (0 if previous is None else previous[1]), end
-    content = form.replies.parse(ids, before=before, turn=0, tools=tools).content
-    text = text_tokens(form, ids, content) if content else None
+    content = template.replies.parse(ids, before=before, turn=0, tools=tools).content
+    text = text_tokens(template, ids, content) if content else None
     return (0 if text is None else text[1]), end
 
 
-def text_tokens(form: ChatTemplate, ids: IntVector, text: str) -> tuple[int, int] | None:
+def text_tokens(template: ChatTemplate, ids: IntVector, text: str) -> tuple[int, int] | None:
     """The tokens [start, end) that hold the first occurrence of a text; None if the reply does not contain it.
 
     Args:
-        form: The chat format.
+        template: The chat template.
         ids: The sampled ids of the reply, int32 [tokens].
         text: The text.
     """
-    at = form.decode(ids).find(text)
+    at = template.decode(ids).find(text)
     if at < 0:
         return None
-    start = _first(lambda tokens: len(form.decode(ids[:tokens])) > at, len(ids)) - 1
-    end = _first(lambda tokens: len(form.decode(ids[:tokens])) >= at + len(text), len(ids))
+    start = _first(lambda tokens: len(template.decode(ids[:tokens])) > at, len(ids)) - 1
+    end = _first(lambda tokens: len(template.decode(ids[:tokens])) >= at + len(text), len(ids))
     return start, end
 
 
-def _mark_start(form: ChatTemplate, ids: IntVector, last: int) -> int:
+def _mark_start(template: ChatTemplate, ids: IntVector, last: int) -> int:
     """The first token of the opening mark whose last token is `last`."""
-    marks = form.call_format.marks if form.call_format is not None else ()
-    text = form.decode(ids[: last + 1])
+    marks = template.call_format.marks if template.call_format is not None else ()
+    text = template.decode(ids[: last + 1])
     at = max((text.rfind(mark) for mark in marks), default=-1)
-    return last if at < 0 else _first(lambda tokens: len(form.decode(ids[:tokens])) > at, last + 1) - 1
+    return last if at < 0 else _first(lambda tokens: len(template.decode(ids[:tokens])) > at, last + 1) - 1
 
 
 def _first(holds: Callable[[int], bool], most: int) -> int:

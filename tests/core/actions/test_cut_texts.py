@@ -123,7 +123,7 @@ async def test_an_episode_records_what_was_shown(tmp_path: Path, tiny_tokenizer_
         "limits": {"tool_result_tokens": 60, "tool_result_keep": "start"},
     }
     ran = await run_to_end(save_spec(tmp_path / "long.yaml", spec), tmp_path / "runs")
-    trajectory, form = ran.only, ran.form
+    trajectory, form = ran.only, ran.template
     journal = ran.store.journal("a/0")
     ran.store.close()
     assert trajectory.outcome.failure is None

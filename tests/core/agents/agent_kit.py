@@ -116,7 +116,7 @@ def write_spec(folder: Path, tokenizer: Path, program: str, replies: Any, **chan
 async def play(folder: Path, tokenizer: Path, program: str, replies: Any, **changes: Any) -> Played:
     """Run one episode, and check it: prompts, trained tokens, and that a replay gives the same."""
     spec = Resumed(write_spec(folder, tokenizer, program, replies, **changes))
-    backend = open_backend(spec.loaded, spec.form)
+    backend = open_backend(spec.loaded, spec.template)
     calls: list[Call] = []
     generate = backend.generate
 
@@ -130,7 +130,7 @@ async def play(folder: Path, tokenizer: Path, program: str, replies: Any, **chan
     await backend.start()
     store = RunStore.create(folder / "runs", RunHeader.of(spec.loaded))
     try:
-        await Runner(spec.loaded, load_tasks(spec.loaded), spec.form, backend, store).run()
+        await Runner(spec.loaded, load_tasks(spec.loaded), spec.template, backend, store).run()
     finally:
         await backend.close()
         store.close()

@@ -54,11 +54,11 @@ async def test_a_program_with_1500_connections_stops_no_other_episode(
     program = f"SHARED, HEAD = {str(tmp_path)!r}, {HEADS[what]!r}\n{FLOOD}"
     rows = [{"id": name, "question": "What is 17 plus 25?"} for name in "abcd"]
     spec = Resumed(write_spec(tmp_path, tiny_tokenizer_dir, program, ["It is 42.", "Yes."], tasks={"rows": rows}))
-    backend = open_backend(spec.loaded, spec.form)
+    backend = open_backend(spec.loaded, spec.template)
     await backend.start()
     store = RunStore.create(tmp_path / "runs", RunHeader.of(spec.loaded))
     try:
-        await Runner(spec.loaded, load_tasks(spec.loaded), spec.form, backend, store).run()
+        await Runner(spec.loaded, load_tasks(spec.loaded), spec.template, backend, store).run()
         episodes = {each.task_id: each for each in store.trajectories()}
     finally:
         await backend.close()

@@ -73,16 +73,16 @@ class Resumed:
 
     def __init__(self, path: Path) -> None:
         self.loaded: LoadedSpec = load_spec(path)
-        self.form: ChatTemplate = load_format(self.loaded.spec.model, self.loaded.base)
+        self.template: ChatTemplate = load_format(self.loaded.spec.model, self.loaded.base)
 
     async def run(self, out: Path, stop: asyncio.Event | None = None) -> RunResult:
         """Begin a run in `out`, or go on with the one that is there."""
         runs = list_runs(out)
         store = RunStore.open(runs[0]) if runs else RunStore.create(out, RunHeader.of(self.loaded))
-        backend = open_backend(self.loaded, self.form)
+        backend = open_backend(self.loaded, self.template)
         try:
             await backend.start()
-            return await Runner(self.loaded, load_tasks(self.loaded), self.form, backend, store).run(stop=stop)
+            return await Runner(self.loaded, load_tasks(self.loaded), self.template, backend, store).run(stop=stop)
         finally:
             await backend.close()
             store.close()
@@ -111,7 +111,7 @@ class Resumed:
     async def differences(self, out: Path) -> list[str]:
         """What replays of the run in `out` say is different."""
         with self.store(out) as store:
-            replayer = Replayer(self.loaded, self.form, store)
+            replayer = Replayer(self.loaded, self.template, store)
             try:
                 found = [await replayer.check(each, store.task(each.task_id)) for each in store.trajectories()]
             finally:

@@ -48,7 +48,7 @@ async def test_a_replayed_episode_has_the_seeds_of_its_run(
 
     monkeypatch.setattr(ScriptedBackend, "generate", recorded)
     ran = await run_spec(make_spec(["42"], rollout={"seed": 7, "salt": 5}, machine="single_turn", tools=None))
-    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    replayer = Replayer(ran.loaded, ran.template, ran.store)
     try:
         episode = await replayer.rebuild(ran.store.task("a"), 0, ran.store.journal("a/0"), upto=0)
     finally:

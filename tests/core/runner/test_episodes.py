@@ -44,14 +44,14 @@ async def test_an_episode_is_what_its_script_says(make_spec, run_spec) -> None:
 async def test_the_row_is_what_the_model_saw(make_spec, run_spec) -> None:
     ran = await run_spec(make_spec([ADD, "It is 42."]))
     (branch,) = ran.only.branches
-    said = ran.form.decode(branch.input_ids).split("<|im_end|>", 1)[1]  # after the system turn with the tools
+    said = ran.template.decode(branch.input_ids).split("<|im_end|>", 1)[1]  # after the system turn with the tools
     assert said == (
         "<|im_start|>user\nWhat is 17 plus 25?<|im_end|>\n"
         '<|im_start|>assistant\n\n<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call><|im_end|>\n'
         "<|im_start|>tool\n42<|im_end|>\n"
         "<|im_start|>assistant\nIt is 42.<|im_end|>"
     )
-    sampled = [ran.form.decode(branch.input_ids[turn.start : turn.end]) for turn in ran.only.turns]
+    sampled = [ran.template.decode(branch.input_ids[turn.start : turn.end]) for turn in ran.only.turns]
     assert sampled[1] == "It is 42.<|im_end|>"
     assert sampled[0].endswith("</tool_call><|im_end|>")
     mask = np.zeros(len(branch.input_ids), np.int32)
@@ -411,6 +411,6 @@ async def test_more_rewards_than_one_answer_may_hold_are_refused(make_spec, run_
     else:
         assert (failure.kind, failure.blame) == ("ledger_error", "environment")
         assert words in failure.message
-    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    replayer = Replayer(ran.loaded, ran.template, ran.store)
     assert (await replayer.check(ran.only, ran.store.task("a"))).difference is None
     replayer.close()

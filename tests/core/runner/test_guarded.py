@@ -117,11 +117,11 @@ async def test_a_bridge_that_its_proof_accepts_wrongly_is_refused_and_the_next_e
         assert trajectory.outcome.trainable
         for branch in trajectory.branches:
             start = max(span.start for span in branch.spans if span.kind == "generated")
-            assert ran.form.decode(branch.input_ids[:start]) == written(ran.form, trajectory, branch.index)
+            assert ran.template.decode(branch.input_ids[:start]) == written(ran.template, trajectory, branch.index)
     rows = {(row["episode_id"], row["trainable"]) for row in export_rows(ran.store)}
     assert rows == {("a/0", False), ("b/0", True), ("c/0", True)}
     assert json.loads((ran.store.folder / FILE).read_text())["reason"].startswith("a/0, branch 0, token ")
-    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    replayer = Replayer(ran.loaded, ran.template, ran.store)
     for trajectory in ran.trajectories.values():
         assert (await replayer.check(trajectory, ran.store.task(trajectory.task_id))).difference is None
     replayer.close()
@@ -136,9 +136,9 @@ async def test_a_resume_renders_whole_from_its_first_prompt_and_repairs_what_was
     again = Resumed(path)
     with RunStore.open(next((tmp_path / "runs").iterdir())) as store:
         assert await store.begin_again(["engine"]) == ["a/0"]
-    assert again.form.bridges.whole is None
+    assert again.template.bridges.whole is None
     result = await again.run(tmp_path / "runs")
-    assert again.form.bridges.whole is not None
+    assert again.template.bridges.whole is not None
     assert result.summary.trainable == 3
     assert await again.differences(tmp_path / "runs") == []
 
@@ -174,7 +174,7 @@ async def test_a_switch_in_the_middle_of_an_episode_is_replayed_where_it_was(hos
 
     def switch() -> None:
         if spec_code.CALLS["asked"] == 2:
-            resumed.form.bridges.whole = "a test"
+            resumed.template.bridges.whole = "a test"
 
     spec_code.ON_CALL.append(switch)
     await resumed.run(tmp_path / "runs")
@@ -182,7 +182,7 @@ async def test_a_switch_in_the_middle_of_an_episode_is_replayed_where_it_was(hos
         assert ways(store) == [False, False, True]
         assert next(store.trajectories()).outcome.trainable
     for way in (None, "a test"):
-        resumed.form.bridges.whole = way
+        resumed.template.bridges.whole = way
         assert await resumed.differences(tmp_path / "runs") == []
 
 
@@ -195,14 +195,14 @@ async def test_turns_are_restored_in_the_way_in_which_they_were_made(
     monkeypatch.setattr(generate, "LONG_TEXT", 0)  # every prompt is made ahead, in a thread
     resumed = Resumed(hostile(REMINDED, tasks={"rows": [{"id": "a"}]}))
     other = None if way else "a test"
-    resumed.form.bridges.whole = way
+    resumed.template.bridges.whole = way
     assert await resumed.starved(tmp_path / "runs", commit)
-    resumed.form.bridges.whole = other
+    resumed.template.bridges.whole = other
     await resumed.run(tmp_path / "runs")
     with resumed.store(tmp_path / "runs") as store:
         assert ways(store)[1:] == [way is not None, (other if commit == 6 else way) is not None]
     for replayed in (way, other):
-        resumed.form.bridges.whole = replayed
+        resumed.template.bridges.whole = replayed
         assert await resumed.differences(tmp_path / "runs") == []
 
 
@@ -246,7 +246,7 @@ async def test_a_run_whose_guard_is_killed_ends_and_hands_nothing_over_unchecked
         assert kinds == {("unguarded", "engine")}
         assert all("killed by signal 9" in outcome.failure.message for outcome in found)
         assert not any(row["trainable"] for row in export_rows(ran.store))
-    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    replayer = Replayer(ran.loaded, ran.template, ran.store)
     for trajectory in ran.trajectories.values():
         assert (await replayer.check(trajectory, ran.store.task(trajectory.task_id))).difference is None
     replayer.close()

@@ -47,7 +47,7 @@ async def test_a_long_text_is_tokenised_in_another_thread(make_spec, run_spec, e
     assert encoded
     assert not any(main for _, main in encoded)
     [branch] = ran.only.branches
-    assert (WORDS * (characters // 20 + 1))[:characters].strip() in ran.form.decode(branch.input_ids)
+    assert (WORDS * (characters // 20 + 1))[:characters].strip() in ran.template.decode(branch.input_ids)
 
 
 async def test_a_short_text_is_tokenised_where_it_stands(make_spec, run_spec, encoded) -> None:
@@ -70,7 +70,7 @@ async def test_a_text_that_cannot_fit_is_not_tokenised(make_spec, run_spec, enco
 async def test_replays_of_both_are_the_same(make_spec, run_spec) -> None:
     for changes in ({}, {"context": 2_000}):
         ran = await run_spec(telling(make_spec, 200_000, name=f"of{len(changes)}", **changes))
-        replayer = Replayer(ran.loaded, ran.form, ran.store)
+        replayer = Replayer(ran.loaded, ran.template, ran.store)
         task = ran.store.task(ran.only.task_id)
         assert (await replayer.check(ran.only, task)).difference is None
         replayer.close()

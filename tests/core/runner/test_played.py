@@ -57,8 +57,8 @@ async def test_nothing_that_the_users_model_samples_is_trained(make_spec, run_sp
     user = played(["<think>A secret.</think>Too low.", "[DONE]"])
     ran = await run_spec(make_spec(["It is 41.", "It is 42."], tasks=TASK, user=user))
     (branch,) = ran.only.branches
-    whole = ran.form.decode(branch.input_ids)
-    trained = "".join(ran.form.decode(branch.input_ids[turn.start : turn.end]) for turn in ran.only.turns)
+    whole = ran.template.decode(branch.input_ids)
+    trained = "".join(ran.template.decode(branch.input_ids[turn.start : turn.end]) for turn in ran.only.turns)
     assert "Too low." in whole
     assert "secret" not in whole
     assert trained == "It is 41.<|im_end|>It is 42.<|im_end|>"
@@ -155,7 +155,7 @@ async def test_several_users_are_chosen_by_task(make_spec, run_spec) -> None:
 async def test_resume_and_replay_need_no_model(make_spec, run_spec, tmp_path) -> None:
     path = make_spec(["It is 41.", "It is 42."], tasks=TASK, user=played(["Too low.", "[SOLVED]"]))
     ran = await run_spec(path)
-    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    replayer = Replayer(ran.loaded, ran.template, ran.store)
     (task,) = load_tasks(ran.loaded)
     replayed = await replayer.check(ran.only, task)
     replayer.close()
@@ -167,14 +167,14 @@ async def test_an_episode_is_taken_up_again_without_asking_for_what_was_answered
     ran = await run_spec(make_spec(["It is 41.", "It is 42."], tasks=TASK, user=user))
     journal = ran.store.journal("a/0")
     answered = next(entry.seq for entry in journal if entry.record.kind == "user") + 1
-    backend = open_backend(ran.loaded, ran.form)
+    backend = open_backend(ran.loaded, ran.template)
     await backend.start()
     with RunStore.create(ran.store.folder.parent / "again", ran.store.header) as store:
         begun = await store.begin(load_tasks(ran.loaded)[0], 0)
         for entry in journal[:answered]:
             await write_entries(begun, entry)
     with RunStore.open(store.folder) as store:
-        again = Runner(ran.loaded, load_tasks(ran.loaded), ran.form, backend, store)
+        again = Runner(ran.loaded, load_tasks(ran.loaded), ran.template, backend, store)
         await again.run()
         (trajectory,) = store.trajectories()
         assert [message.text for message in trajectory.messages] == [message.text for message in ran.only.messages]

@@ -21,7 +21,7 @@ async def test_a_replay_is_the_same_to_the_byte(make_spec: Any, run_spec: Any, t
     ended = (outcome.event, outcome.limit, outcome.failure.kind if outcome.failure else None)
     assert ended == ENDS.get(case, ("satisfied", None, None))
     assert bool(ran.only.condensations) == case.startswith("condensed")
-    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    replayer = Replayer(ran.loaded, ran.template, ran.store)
     try:
         assert (await replayer.check(ran.only, ran.store.task("a"))).difference is None
     finally:

@@ -26,7 +26,7 @@ PAY = {"at": "AWAITING_USER_FEEDBACK", "op": "add", "to": "last", "name": "talk"
 
 async def again(ran: Any, path: Path, label: str = "new", **options: Any) -> Rescored:
     with RunStore.open(ran.store.folder) as store:
-        return await rescore(store, load_spec(path), ran.form, label, **options)
+        return await rescore(store, load_spec(path), ran.template, label, **options)
 
 
 def same(some: Iterable[Trajectory], others: Iterable[Trajectory]) -> bool:

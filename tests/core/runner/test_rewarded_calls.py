@@ -71,13 +71,13 @@ async def test_two_parallel_calls_of_opposite_worth(spec_code: None, make_spec: 
     rows = list(export_rows(ran.store))
     one, other = '{"name": "buy", "arguments": {"value": 1.0}}', '{"name": "buy", "arguments": {"value": -1.0}}'
     # outcome: both episodes earn 0.25 from `late`. Without the parts of turn 0 every advantage is 0.
-    assert rewarded(rows[0], ran.form) == [
+    assert rewarded(rows[0], ran.template) == [
         ("I buy. \n", 0.0),
         (f"<tool_call>\n{one}\n</tool_call>\n", 1.0),
         (f"<tool_call>\n{other}\n</tool_call>", -1.0),
         ("<|im_end|>", 0.0),
     ]
-    assert [value for _, value in rewarded(rows[1], ran.form)] == [0.0, -1.0, 1.0, 0.0]
+    assert [value for _, value in rewarded(rows[1], ran.template)] == [0.0, -1.0, 1.0, 0.0]
     assert rows[0]["turn_rewards"].tolist() == [0.25, 0.0]
     # token_rewards: the rewards of a call are on its last token
     assert rows[0]["token_rewards"][rows[0]["token_rewards"] != 0].tolist() == [1.25, -1.0]
@@ -94,10 +94,10 @@ async def test_parts_are_stored_and_replayed(spec_code: None, make_spec: Any, ru
     ]
     branch, turn = ran.only.branches[0], ran.only.turns[1]
     word = branch.input_ids[turn.start + postings[2].start : turn.start + postings[2].end]
-    assert "fine" in ran.form.decode(word)
-    assert len(ran.form.decode(word)) <= len(" fine") + 2
+    assert "fine" in ran.template.decode(word)
+    assert len(ran.template.decode(word)) <= len(" fine") + 2
     assert ran.only.outcome.rewards == {"call": 0.0, "word": 0.5, "late": 0.25}
-    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    replayer = Replayer(ran.loaded, ran.template, ran.store)
     try:
         assert (await replayer.check(ran.only, ran.store.task("a"))).difference is None
     finally:

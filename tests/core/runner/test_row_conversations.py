@@ -49,7 +49,7 @@ async def test_each_task_begins_with_its_own_messages(make_spec: Any, run_spec: 
     assert long.messages[4].content == told[4]["content"]  # no template: a row's text is shown as it is
     assert [message.text for message in short.messages] == ["17 + 25?", "42"]
     assert long.branches[0].turn_ids.max() == 0  # examples are no turns
-    end = ran.form.encode("<|im_end|>")
+    end = ran.template.encode("<|im_end|>")
     assert len(end) == 1
     assert list(long.branches[0].input_ids).count(end[0]) == 7  # six messages and the list of tools, not the row's text
     replayer = Replayer(ran.loaded, load_format(ran.loaded.spec.model, ran.loaded.base), ran.store)
@@ -62,7 +62,7 @@ async def test_the_tools_column_says_which_tools_a_task_has(make_spec: Any, run_
     wait = {"tool_calls": [{"name": "wait", "arguments": {}}]}
     tasks = rows(row("a", tools=[ADD]), row("b", tools=json.dumps([])), row("c"))
     ran = await run_spec(make_spec([CALL, "42"], tasks=tasks, **FIELD))
-    prompts = {key: ran.form.decode(found.branches[0].input_ids) for key, found in ran.trajectories.items()}
+    prompts = {key: ran.template.decode(found.branches[0].input_ids) for key, found in ran.trajectories.items()}
     assert "Adds, as this row says it." in prompts["a/0"]
     assert '"wait"' not in prompts["a/0"]
     assert "<tools>" not in prompts["b/0"]
@@ -88,7 +88,7 @@ async def test_where_no_tool_is_called_schemas_are_only_shown(make_spec: Any, ru
     changes = FIELD | {"machine": "single_turn", "tools": None}
     ran = await run_spec(make_spec(["42"], tasks=rows(row("a", tools=[other])), **changes))
     assert ran.only.outcome.failure is None
-    assert "Searches." in ran.form.decode(ran.only.branches[0].input_ids)
+    assert "Searches." in ran.template.decode(ran.only.branches[0].input_ids)
 
 
 @pytest.mark.parametrize("field", [{}, {"tools": None}, {"images": None}], ids=str)

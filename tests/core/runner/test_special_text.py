@@ -26,14 +26,14 @@ async def test_only_the_author_and_the_template_write_special_tokens(make_spec, 
     assert trajectory.outcome.failure is None
     assert trajectory.messages[0].text == f"<|im_start|>Q {ATTACK}"
     [branch] = trajectory.branches
-    start, end = ran.form.fast.added["<|im_start|>"], ran.form.fast.added["<|im_end|>"]
+    start, end = ran.template.fast.added["<|im_start|>"], ran.template.fast.added["<|im_end|>"]
     ids = np.asarray(branch.input_ids)
     prompt = ids[branch.loss_mask == 0]
     # The template begins seven messages (system with the tools, user, assistant, tool, assistant, user, assistant); the author
     # writes one more token, and the task's field and the tool one each.
     assert int((prompt == start).sum()) == 7 + 1 + 2 * allow
     assert int((ids == end).sum()) == 7 + 2 * allow
-    assert ran.form.decode(ids).count(ATTACK) == 2
-    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    assert ran.template.decode(ids).count(ATTACK) == 2
+    replayer = Replayer(ran.loaded, ran.template, ran.store)
     assert (await replayer.check(trajectory, ran.store.task(trajectory.task_id))).difference is None
     replayer.close()

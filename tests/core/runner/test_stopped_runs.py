@@ -26,7 +26,7 @@ async def test_replay_rebuilds_the_same_bytes(make_spec, run_spec) -> None:
             environment={"use": "code_for_tests:Board"},
         )
     )
-    replayer = Replayer(ran.loaded, ran.form, ran.store)
+    replayer = Replayer(ran.loaded, ran.template, ran.store)
     spec_code.CALLS.clear()
     for trajectory in ran.trajectories.values():
         assert (await replayer.check(trajectory, ran.store.task(trajectory.task_id))).difference is None
@@ -68,8 +68,8 @@ async def test_stopping_leaves_what_is_finished_and_resume_does_the_rest(make_sp
 
     store = RunStore.open(part.store.folder)
     kept = {key: store.journal(key) for key in store.current_states()}
-    backend = open_backend(part.loaded, part.form)
-    runner = Runner(part.loaded, load_tasks(part.loaded), part.form, backend, store)
+    backend = open_backend(part.loaded, part.template)
+    runner = Runner(part.loaded, load_tasks(part.loaded), part.template, backend, store)
     result = await runner.run()
     assert result.summary.episodes == 6
     assert not result.interrupted
@@ -93,8 +93,8 @@ async def test_effects_say_what_a_resume_may_do(make_spec, run_spec, effects, re
     assert part.result.summary.episodes == 0
 
     store = RunStore.open(part.store.folder)
-    backend = open_backend(part.loaded, part.form)
-    result = await Runner(part.loaded, load_tasks(part.loaded), part.form, backend, store).run()
+    backend = open_backend(part.loaded, part.template)
+    result = await Runner(part.loaded, load_tasks(part.loaded), part.template, backend, store).run()
     assert result.summary.solved == 1
     assert spec_code.CALLS["reset"] == resets
     assert store.episode("a/0").attempt == attempts - 1

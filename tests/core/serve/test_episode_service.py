@@ -85,10 +85,10 @@ async def serving(spec: Resumed, out: Path) -> AsyncIterator[Client]:
     """Serve a spec into the run in `out`, which is begun or resumed."""
     runs = list_runs(out)
     store = RunStore.open(runs[0]) if runs else RunStore.create(out, RunHeader.of(spec.loaded))
-    backend, programs = open_backend(spec.loaded, spec.form), ServedPrograms()
+    backend, programs = open_backend(spec.loaded, spec.template), ServedPrograms()
     await backend.start()
     tasks = load_tasks(spec.loaded)
-    runner = Runner(spec.loaded, tasks, spec.form, backend, store, keep_going=True, programs=programs)
+    runner = Runner(spec.loaded, tasks, spec.template, backend, store, keep_going=True, programs=programs)
     halted: list[BaseException] = []
     try:
         async with runner.serving():

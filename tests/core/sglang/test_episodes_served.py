@@ -48,7 +48,7 @@ async def played(
     path: Path, folder: Path, stop: asyncio.Event | None = None
 ) -> tuple[LoadedSpec, ChatTemplate, RunStore, RunResult, dict[str, Any]]:
     ran = await run_to_end(path, folder, stop=stop)
-    return ran.loaded, ran.form, ran.store, ran.result, ran.stats
+    return ran.loaded, ran.template, ran.store, ran.result, ran.stats
 
 
 async def test_one_spec_gives_the_same_episodes_here_and_there(

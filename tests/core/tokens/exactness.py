@@ -189,7 +189,7 @@ class Player:
     """Plays one script."""
 
     def __init__(self, form: ChatTemplate, tools: bool) -> None:
-        self.form = form
+        self.template = form
         self.tools: list[dict[str, Any]] = TOOLS if tools else []
         self.conversation = Conversation(form, self.tools)
         self.sampled: list[list[int]] = []
@@ -232,7 +232,7 @@ class Player:
             view = {"role": message.role, "content": message.text}
             if message.reasoning:
                 view["reasoning_content"] = message.reasoning
-                view[getattr(self.form._template, "reasoning_key", "reasoning_content")] = message.reasoning
+                view[getattr(self.template._source, "reasoning_key", "reasoning_content")] = message.reasoning
             if message.tool_calls:
                 view["tool_calls"] = [
                     {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
@@ -240,17 +240,17 @@ class Player:
                 ]
             if message.role == "tool":
                 view |= {"name": message.name, "tool_call_id": message.tool_call_id}
-                if self.form.tool_role == "user":
+                if self.template.tool_role == "user":
                     view = {"role": "user", "content": message.text}
             found.append(view)
         return found
 
     def _written(self, raw: bool = False) -> str:
         messages = self._messages(raw)
-        if getattr(self.form._template, "_in_parts", False):
+        if getattr(self.template._source, "_in_parts", False):
             messages = [{**view, "content": [{"type": "text", "text": view["content"]}]} for view in messages]
-        tokenizer = self.form.tokenizer
-        variables = getattr(getattr(self.form, "_template", None), "_variables", {})
+        tokenizer = self.template.tokenizer
+        variables = getattr(getattr(self.template, "_source", None), "_variables", {})
         kwargs = {name: value for name, value in variables.items() if name not in tokenizer.special_tokens_map}
         return str(
             tokenizer.apply_chat_template(
@@ -260,7 +260,7 @@ class Player:
 
     def _pieces(self, tape: Tape) -> list[tuple[bool, str]]:
         ids = tape.ids.tolist()
-        return [(span.kind == "generated", self.form.decode(ids[span.start : span.end])) for span in tape.spans]
+        return [(span.kind == "generated", self.template.decode(ids[span.start : span.end])) for span in tape.spans]
 
     def _check(self) -> None:
         """The next prompt is what the template writes, or begins a branch that had to begin."""
@@ -270,25 +270,25 @@ class Player:
         prompt = self.conversation.prompt().tolist()
         text = self._written()
         tape = self.conversation.tapes[-1]
-        spelled = any(self.form.fast.quoting.spans(message.text) for message in self.conversation.messages)
+        spelled = any(self.template.fast.quoting.spans(message.text) for message in self.conversation.messages)
         for span in tape.spans:
             ids = prompt[span.start : span.end]
             if spelled:  # their text spells tokens, and stays text
                 continue
-            if span.kind != "generated" and ids != self.form.tokenizer.encode(
-                self.form.decode(ids), add_special_tokens=False
+            if span.kind != "generated" and ids != self.template.tokenizer.encode(
+                self.template.decode(ids), add_special_tokens=False
             ):
-                raise Wrong(f"{span.kind} has other ids than its text {self.form.decode(ids)!r}")
+                raise Wrong(f"{span.kind} has other ids than its text {self.template.decode(ids)!r}")
         found = aligned(self._pieces(tape), text)
         if found is None or sum(len(piece) for _, piece in self._pieces(tape)) > len(text) + 200:
-            raise Wrong(f"{self.form.decode(prompt)!r} is not {text!r}")
-        if "".join(self.form.decode(prompt).split()) != "".join(text.split()):
-            raise Wrong(f"{self.form.decode(prompt)!r} ends before {text!r}")
+            raise Wrong(f"{self.template.decode(prompt)!r} is not {text!r}")
+        if "".join(self.template.decode(prompt).split()) != "".join(text.split()):
+            raise Wrong(f"{self.template.decode(prompt)!r} ends before {text!r}")
         self.spaced += found
         if len(self.conversation.tapes) > before >= 1:
             if not tape.reason:
                 raise Wrong("a branch without a reason")
-            for other in (False, True)[: 2 - self.form.knows_reasoning]:
+            for other in (False, True)[: 2 - self.template.knows_reasoning]:
                 whole = self._written(raw=other)
                 if (
                     "no added token" not in tape.reason
@@ -300,15 +300,15 @@ class Player:
     def _ends_well(self, said: list[tuple[bool, str]], text: str) -> bool:
         """Whether the template goes on after the tape with an added token, or with white space and one."""
         rest = text.rpartition(said[-1][1])[2].lstrip()
-        return any(rest.startswith(token) for token in self.form.fast.added) or said[-1][1].endswith(
-            tuple(self.form.stops)
+        return any(rest.startswith(token) for token in self.template.fast.added) or said[-1][1].endswith(
+            tuple(self.template.stops)
         )
 
     def _text(self, said: Said) -> str:
         """What the model samples for it: as the template itself would write it, where it can."""
         if said.raw is not None:
             return said.raw
-        form, asked = self.form, {"role": "user", "content": "Q"}
+        form, asked = self.template, {"role": "user", "content": "Q"}
         opened = re.search(r"<think>\s*\Z", form.text([asked], None)) is not None
         view: dict[str, Any] = {"role": "assistant", "content": said.content}
         if said.calls:
@@ -339,7 +339,7 @@ class Player:
         return text if said.cut is None else text[: said.cut]
 
     def _reply(self, said: Said) -> None:
-        form = self.form
+        form = self.template
         text = self._text(said)
         ids = form.encode(text)
         end = "none" if said.cut is not None else said.end
@@ -369,7 +369,7 @@ class Player:
 
     def _opener(self, said: Said) -> int:
         """The token that the model ends this reply with."""
-        form = self.form
+        form = self.template
         view: dict[str, Any] = {"role": "assistant", "content": "A"}
         new: list[dict[str, Any]] = [{"role": "user", "content": "Q"}]
         if said.calls:
@@ -407,7 +407,7 @@ class Player:
         if not self.conversation.asked:
             return
         rows = [_write_branch(branch, "e/0") for branch in self.conversation.branches()]
-        told = Guard(self.form, ModelSpec(path=self.form.fast.name_or_path), Path())._told
+        told = Guard(self.template, ModelSpec(path=self.template.fast.name_or_path), Path())._told
         stored = json_of({"messages": self.conversation.messages})
         job = _Job(told, self.conversation, stored, [(row[3], row[4]) for row in rows])
         asked = json.loads(b'{"form":' + told + b',"episodes":[' + job.line() + b"]}")

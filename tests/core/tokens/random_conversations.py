@@ -266,7 +266,7 @@ class Play:
     """
 
     def __init__(self, form: ChatTemplate, history: Literal["branch", "keep"], tools: list[dict[str, Any]], opening: list[Message]) -> None:  # fmt: skip
-        self.form, self.history = form, history
+        self.template, self.history = form, history
         self.main, self.plain, self.alone = (Told(form, history, tools, opening) for _ in range(3))
         self.past = Past(tools, opening, (), tools)
         self.pasts: dict[int, Past] = {}
@@ -357,7 +357,7 @@ class Play:
         if step.refused:
             self._refuse()
         turn, (generation, versions) = len(self.sampled), self._generation(step.reply)
-        text = self.form.encode(generation.text) if generation.text is not None else []
+        text = self.template.encode(generation.text) if generation.text is not None else []
         self.sampled.append(
             Sampled(prompt, generation.output_ids.tolist(), generation.logprobs.tolist(), versions, text)
         )
@@ -422,7 +422,7 @@ class Play:
 
     def _replayed(self, past: Past) -> Told:
         """A conversation with this past alone. Each step has the result that it had."""
-        told = Told(self.form, self.history, past.tools, past.messages)
+        told = Told(self.template, self.history, past.tools, past.messages)
         for method, arguments, result in past.steps:
             assert getattr(told, method)(*arguments) == result
         return told
@@ -437,7 +437,7 @@ class Play:
             conversation.resume_at(None, [SUMMARY])
         with pytest.raises(ValueError, match="take_back"):
             conversation.show([SUMMARY], "shortened", 1)
-        for wrong in (_generation([self.form.vocab_size], [-1.0], []), _generation([1], [float("nan")], [])):
+        for wrong in (_generation([self.template.vocab_size], [-1.0], []), _generation([1], [float("nan")], [])):
             with pytest.raises(BackendError):
                 conversation.check(wrong)
             with pytest.raises(BackendError):
@@ -450,12 +450,12 @@ class Play:
             text = planned.said if isinstance(planned.said, str) else "It is 42."
             return Generation(output_ids=np.empty(0, np.int32), logprobs=np.empty(0, np.float32), finish=FinishReason(type="stop"), text=text), []  # fmt: skip
         if isinstance(planned.said, str):
-            ids = self.form.encode(planned.said)
+            ids = self.template.encode(planned.said)
         else:
-            size, specials = self.form.vocab_size, self.specials
+            size, specials = self.template.vocab_size, self.specials
             ids = [specials[one // 4 % len(specials)] if one % 4 == 0 else one % size for one in planned.said]
         if planned.stopped:
-            ids = [*ids, self.form.stop_token_ids[0]]
+            ids = [*ids, self.template.stop_token_ids[0]]
         turn = len(self.sampled)
         versions = [3 * turn + (at > len(ids) // 2) for at in range(len(ids))]
         return _generation(ids, [-0.125 * (at + 1) - turn for at in range(len(ids))], versions), versions

@@ -84,7 +84,7 @@ class _Player(Player):
 
     def _messages(self, raw: bool = False) -> list[dict[str, Any]]:
         found = super()._messages(raw)
-        if not self.form.skips_system:
+        if not self.template.skips_system:
             return found
         return [view for at, view in enumerate(found) if not at or view["role"] != "system"]
 

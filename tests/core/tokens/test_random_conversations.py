@@ -78,15 +78,15 @@ class Written(Play):
         found = super()._do(method, *arguments)
         if method == "ask" and not isinstance(found, Refused):
             text = self._text()
-            assert self.form.decode(found) == text
+            assert self.template.decode(found) == text
             if not self.main.after:  # no reply is in it
-                assert found == self.form.tokenizer.encode(text, add_special_tokens=False)
+                assert found == self.template.tokenizer.encode(text, add_special_tokens=False)
         return found
 
     def _text(self) -> str:
         views = [_view(message) for message in self.main.shown]
         return str(
-            self.form.tokenizer.apply_chat_template(
+            self.template.tokenizer.apply_chat_template(
                 views, tools=self.past.now or None, add_generation_prompt=True, tokenize=False
             )
         )

@@ -183,8 +183,8 @@ async def test_each_branch_holds_exactly_its_images(make_spec: Any, run_spec: An
     first, second = ran.only.branches
     assert [image.image for image in first.images] == [digest_of(FIRST)]
     assert [image.image for image in second.images] == [digest_of(data) for data in (FIRST, THIRD, FIRST)]
-    assert "Why though" in ran.form.decode(first.input_ids)
-    assert "Why though" not in ran.form.decode(second.input_ids)
+    assert "Why though" in ran.template.decode(first.input_ids)
+    assert "Why though" not in ran.template.decode(second.input_ids)
     assert (ran.vision.bank.looked, ran.vision.bank.processed) == (2, 0)
     for branch in (first, second):
         assert int((branch.input_ids == ran.vision.placeholder_id).sum()) == sum(

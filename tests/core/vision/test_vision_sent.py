@@ -111,13 +111,13 @@ class Asked:
     """Answers as a server does: the prompt expanded by `form`, and a log-prob a token that depends on the image's bytes."""
 
     def __init__(self, form: ChatTemplate, **changes: Any) -> None:
-        self.form = form
+        self.template = form
         self.changes = changes
         self.bodies: list[dict[str, Any]] = []
 
     async def __call__(self, server: Server, body: dict[str, Any]) -> HttpReply:
         self.bodies.append(body)
-        vision = self.form.vision
+        vision = self.template.vision
         assert vision is not None
         (digest,) = list(vision.bank._pictures)
         ids = vision.expand(body["input_ids"], [digest])[0].tolist()

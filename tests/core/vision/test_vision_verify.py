@@ -45,11 +45,11 @@ class Serving:
         self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
         if change is not None:
             change(self.model)
-        self.form, self.shade = form, shade
+        self.template, self.shade = form, shade
 
     async def __call__(self, server: Server, body: dict[str, Any]) -> HttpReply:
         ids, inputs = np.array(body["input_ids"], np.int32), {}
-        vision = self.form.vision
+        vision = self.template.vision
         if vision is not None:
             (uri,) = body["image_data"]
             image = pil(b64decode(uri.partition(",")[2])).point(lambda value: value + self.shade)

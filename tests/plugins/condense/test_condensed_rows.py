@@ -52,7 +52,7 @@ async def test_messages_are_what_the_model_was_shown(play: Any, condense: dict[s
     for row, branch in zip(rows, trajectory.branches, strict=True):
         own = [turn for turn in trajectory.turns if turn.branch == branch.index]
         shown, numbers = shown_messages(trajectory, own[-1].index)
-        assert ran.form.render(shown[:-1], schemas) == row["input_ids"][: own[-1].start].tolist()
+        assert ran.template.render(shown[:-1], schemas) == row["input_ids"][: own[-1].start].tolist()
         assert [(each["role"], each["content"]) for each in row["messages"]] == [plain(each)[:2] for each in shown]
         assert [turn for turn in row["message_turns"] if turn >= 0] == [turn.index for turn in own]
         assert [numbers[at] for at, turn in enumerate(row["message_turns"]) if turn == own[-1].index] == [numbers[-1]]

@@ -54,7 +54,7 @@ def check(ran: Any) -> Trajectory:
             continue
         prompt = branch.input_ids[: branch.spans[0].end]
         schemas = ran.runner._object_builder.shared_toolbox.schemas
-        assert prompt.tolist() == ran.form.render(shown, schemas)
+        assert prompt.tolist() == ran.template.render(shown, schemas)
         assert len(prompt) == found.after
     return trajectory
 
@@ -149,7 +149,7 @@ async def test_keywords_fit_their_budget(play_book: Any) -> None:
     ]
     assert blocks
     for block in blocks:
-        assert 0 < len(ran.form.encode(block.text)) <= 30
+        assert 0 < len(ran.template.encode(block.text)) <= 30
         assert all(word in block.original for word in block.text.split("; "))
 
 

@@ -92,7 +92,7 @@ async def test_screens_make_a_row_for_each_step_of_the_window(
     assert len(ran.only.turns) == count
     for branch in ran.only.branches[1:]:
         assert branch.reason.startswith(f"condensed: {keep.get('step', images)} image")
-        assert "[image left out]" in ran.form.decode(branch.input_ids)
+        assert "[image left out]" in ran.template.decode(branch.input_ids)
 
 
 async def test_the_prompts_images_stay_unless_opening_is_set(make_spec: Any, run_spec: Any) -> None:
@@ -112,7 +112,7 @@ async def test_nothing_stands_for_an_image(make_spec: Any, run_spec: Any) -> Non
     texts = [[item if isinstance(item, int) else item.text for item in each.thread] for each in ran.only.condensations]
     assert texts == [["What colour is it?", 1, 2], ["What colour is it?", 1, "", 3, 4]]
     assert all(each.after < each.before for each in ran.only.condensations)
-    assert ran.form.decode(ran.only.branches[2].input_ids).count("<|vision_start|>") == 1
+    assert ran.template.decode(ran.only.branches[2].input_ids).count("<|vision_start|>") == 1
 
 
 async def test_thumbnails_are_stored_shown_and_not_counted(make_spec: Any, run_spec: Any) -> None:

@@ -40,7 +40,7 @@ def record(write: Callable[..., Path], chat_formats: Formats, tmp_path: Path) ->
         form = chat_formats.of(loaded.spec.model, loaded.base)
         header = RunHeader.of(loaded, overrides=given)
         tasks = load_tasks(loaded)[:1]
-        return asyncio.run(run_to_end(loaded, tmp_path / "runs", header=header, form=form, tasks=tasks)).store
+        return asyncio.run(run_to_end(loaded, tmp_path / "runs", header=header, template=form, tasks=tasks)).store
 
     return record
 

@@ -29,12 +29,12 @@ def _prompt_difference(row: Examined) -> tuple[int | None, str]:
     if messages is None:
         return 0, "the prompt has no form that the chat template writes for any messages"
     try:
-        rendered = row.marks.form.render(messages)
+        rendered = row.marks.template.render(messages)
     except EngineError as error:
         return None, f"the chat template refuses the prompt's messages: {error}"
     ids = row.row.prompt_ids.tolist()
     at = first_difference(ids, rendered)
-    decode = row.marks.form.decode
+    decode = row.marks.template.decode
     here, there = decode(ids[at : at + 8]), decode(rendered[at : at + 8])
     whose = "the row's messages" if row.messages else "the messages that it spells"
     return (

@@ -44,9 +44,9 @@ def retokenized(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
 
 def _rewritten(earlier: Examined, later: Examined) -> Iterator[Finding]:
     """A later row of an episode that spells an earlier one with other ids."""
-    form = earlier.marks.form
-    whole = form.decode(earlier.ids)
-    if len(later.ids) <= 1 or not form.decode(later.ids).startswith(whole):
+    template = earlier.marks.template
+    whole = template.decode(earlier.ids)
+    if len(later.ids) <= 1 or not template.decode(later.ids).startswith(whole):
         return
     at = first_difference(earlier.ids.tolist(), later.ids.tolist())
     if at >= len(earlier.ids):
@@ -84,7 +84,7 @@ def observation_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[F
 
 def _never_sampled(row: Examined, sampled: Sampled) -> Iterator[Finding]:
     """Trained runs that begin with a reply of the sampler's record, without a stop token, and go on after it."""
-    stops = row.marks.form.stop_set
+    stops = row.marks.template.stop_set
     for start, end in row.runs:
         ids = tuple(row.response[start:end].tolist())
         length = 0 if ids in sampled.replies else sampled.longest_at(ids)
@@ -189,9 +189,9 @@ def missing_eos(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
 def _stop_lost(row: Examined, reply: Reply, sampled: Sampled) -> tuple[Severity, str] | None:
     """Judge a reply without a stop token by the sampler's record."""
     ids = tuple(row.response[reply.start : reply.end].tolist())
-    if not any((*ids, stop) in sampled.replies for stop in row.marks.form.stop_set):
+    if not any((*ids, stop) in sampled.replies for stop in row.marks.template.stop_set):
         return None
-    there = reply.end < len(row.response) and int(row.response[reply.end]) in row.marks.form.stop_set
+    there = reply.end < len(row.response) and int(row.response[reply.end]) in row.marks.template.stop_set
     where = "has loss mask 0" if there else "is not in the row"
     return "error", f"the sampler gave a stop token at the end of this reply, which {where}"
 
@@ -207,7 +207,7 @@ def _unstopped(row: Examined, reply: Reply, longest: int) -> tuple[Severity, str
                 f"the last reply has no stop token; nothing says that it was cut, and the longest response has {longest} tokens",
             )
         return None
-    if int(row.response[reply.end]) in row.marks.form.stop_set:
+    if int(row.response[reply.end]) in row.marks.template.stop_set:
         said = quoted(row, reply.start, reply.end)
         return "warning", f"the stop token after a reply is in the row with loss mask 0: {said}"
     following = next((start for start, _ in row.runs if start >= reply.end), len(row.response))
