@@ -80,7 +80,12 @@ def make(folder: Path, model: str, episodes: int, parts: int) -> None:
     publisher = Publisher(run, place, "0")
     publisher.publish(publisher.ready())
     for number in range(1, parts):
-        copy(folder / "shards", Part("0", 0), Part(str(number % DRIVERS), number // DRIVERS), number)
+        copy(
+            folder / "shards",
+            Part(driver="0", number=0),
+            Part(driver=str(number % DRIVERS), number=number // DRIVERS),
+            number,
+        )
     (folder / "shards" / "status.json").unlink()
     assert len(Place(place).names()) == 3 * parts + 1
 

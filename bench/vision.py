@@ -111,7 +111,7 @@ class After:
             return self._digests[number]
 
         self._digest = digest
-        self._bank.read_from(lambda each: Source(read(numbers[each]), "image/png"))
+        self._bank.read_from(lambda each: Source(data=read(numbers[each]), mime="image/png"))
 
     def show(self, number: int) -> None:
         self._bank.picture(self._digest(number))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+from engine.schemas.base import Struct
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
@@ -20,8 +21,7 @@ NO_CALLS, MAYBE_CALLS, SURE_CALLS = 0, 1, 2
 """What an event says about the tool calls of the newest reply: none, possibly some, at least one."""
 
 
-@dataclass(frozen=True, slots=True)
-class ActionFacts:
+class ActionFacts(Struct, frozen=True, kw_only=True):
     """One built-in action."""
 
     use: str

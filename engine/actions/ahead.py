@@ -11,12 +11,13 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.actions.images import in_memory
 from engine.errors import EngineError
+from engine.schemas.base import Struct
 from engine.schemas.generation import GenerateRequest, Generation
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from engine.episode.episode import Episode
 
 
-class _Job(NamedTuple):
+class _Job(Struct, frozen=True, kw_only=True):
     request: GenerateRequest
     task: asyncio.Task[Generation]
 
@@ -88,7 +89,7 @@ class AheadSampler:
             self._next += 1
             task = asyncio.ensure_future(self._objects.sample(request))
             task.add_done_callback(self._done)
-            jobs.append(_Job(request, task))
+            jobs.append(_Job(request=request, task=task))
 
     def _done(self, task: asyncio.Task[Generation]) -> None:
         if not task.cancelled():

@@ -72,7 +72,7 @@ class MemoryImages:
     async def put_image(self, data: bytes, mime: str | None = None) -> ImagePart:
         """See `RunStore.put_image`."""
         image = measure(data, mime)
-        self._kept[image.digest] = Source(data, image.mime)
+        self._kept[image.digest] = Source(data=data, mime=image.mime)
         return ImagePart(image=image.digest, mime=image.mime, width=image.width, height=image.height)
 
     def fetch(self, digest: str) -> Source | None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from engine.episode.episode import derive_seed
 from engine.errors import SpecCodeError
+from engine.schemas.base import Struct
 from engine.schemas.environment import EpisodeView
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
@@ -27,7 +28,7 @@ JUDGE_FIELDS = ("task", "reply", "replies", "turn")
 """What a judge's prompt may name: the task's fields, the reply that is judged, all replies up to it, and its turn."""
 
 
-class Judgement(NamedTuple):
+class Judgement(Struct, frozen=True, kw_only=True):
     """The judgement of one reply."""
 
     reward: RewardEvent
@@ -69,7 +70,7 @@ class Judge:
                 cause = f"the judge gave {number:g}; the scale is from {low:g} to {high:g}"
                 value = (number - low) / (high - low)
                 event = RewardEvent(turn=turn, name=self._spec.name, value=value, cause=cause, source="judge")
-                return Judgement(event, said)
+                return Judgement(reward=event, said=said)
         raise SpecCodeError(
             f"the judge gave no number on its scale in {self._spec.tries} replies; the last one was {said[:200]!r}: "
             "say in its `prompt` how to answer, and read that with its `pattern`",

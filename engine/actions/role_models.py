@@ -21,6 +21,7 @@ import numpy as np
 from engine.actions.role_weights import frozen_refusal, role_weights, shares_policy
 from engine.errors import ContextOverflow, EngineError, SpecCodeError, TrainError
 from engine.schemas.backend import BackendBase, LocalBackendSpec
+from engine.schemas.base import Struct
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import Message
@@ -42,8 +43,7 @@ RoleBackends = Literal["any", "scripted"]
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 
 
-@dataclass(frozen=True, slots=True)
-class RoleReply:
+class RoleReply(Struct, frozen=True, kw_only=True):
     """One reply of a role's model."""
 
     text: str
@@ -137,7 +137,7 @@ class RoleModel:
                 raise
             raise self._fault(str(error), error.kind) from error
         tokens = len(generation.output_ids)
-        return RoleReply(without_reasoning(parsed.content), tokens, cut=generation.finish.type == "length")
+        return RoleReply(text=without_reasoning(parsed.content), tokens=tokens, cut=generation.finish.type == "length")
 
     def _request(
         self,
@@ -316,10 +316,10 @@ def roles_of(spec: EpisodeSpec) -> dict[DataPath, PlayedRole]:
     for name, user in spec.users_by_name.items():
         if user.model_played:
             path = ("users", name) if name else ("user",)
-            roles[path] = PlayedRole(f"user:{name}" if name else "user", user, "user", "user")
+            roles[path] = PlayedRole(name=f"user:{name}" if name else "user", spec=user, blame="user", kinds="user")
     scorer = spec.rewards.scorer
     if scorer is not None and scorer.model_played:
-        roles["rewards", "scorer"] = PlayedRole(scorer.name, scorer, "environment", "judge")
+        roles["rewards", "scorer"] = PlayedRole(name=scorer.name, spec=scorer, blame="environment", kinds="judge")
     return roles | added_roles(spec)
 
 

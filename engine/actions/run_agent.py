@@ -129,7 +129,7 @@ class RunAgentAction(BuiltInAction):
                 rewards=run.inbox.take_rewards(),
                 unreceived=run.inbox.unreceived,
             )
-        run.answer(Replies(f"{episode.id}-{exchange.turns[0]}", now(), exchange.replies))
+        run.answer(Replies(id=f"{episode.id}-{exchange.turns[0]}", created=now(), replies=exchange.replies))
         if run.ahead is not None:
             run.ahead.answers(None)
         return None

@@ -83,9 +83,9 @@ class ScoreAction(BuiltInAction):
             )
         if self._judge is not None:
             model = objects.model("rewards", "scorer")
-            for reward, said in await self._judge.score(graded(episode.view()), model):
-                rewards.append(reward)
-                replies.append(said)
+            for judgement in await self._judge.score(graded(episode.view()), model):
+                rewards.append(judgement.reward)
+                replies.append(judgement.said)
         return ScoreRecord(rewards=rewards, replies=replies)
 
     async def _ask(

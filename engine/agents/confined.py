@@ -14,13 +14,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.agents.keeper import NO_FOLDER
 from engine.isolation import sandbox, system_calls
 from engine.schemas.agent import AgentSandbox
+from engine.schemas.base import Struct
 
 INSIDE, HOME = "/episode", "/work"
 """The folders of the episode and of the program in the sandbox; only the second can be written, and contains /tmp."""
@@ -110,8 +110,7 @@ while True:
 """Runs in the sandbox: becomes an unprivileged user, sets its limits, starts the forwarder, and executes the program."""
 
 
-@dataclass(frozen=True)
-class Confined:
+class Confined(Struct, frozen=True, kw_only=True):
     """How a program is started in the sandbox."""
 
     command: list[str]
@@ -208,7 +207,9 @@ def confine(
     enter = sandbox.entering(set_limits, uid, channel=_CHANNEL, code=_FORWARD)
     line = [sandbox.bubblewrap(), "--args", str(_ARGS), "--", *enter, str(port), f"{INSIDE}/{SOCKET}"]
     reads = [b"\0".join(map(os.fsencode, options)), system_calls.filter_program()]
-    return Confined([*line, "/bin/sh", "-c", command], reads, settings.disk // sandbox.LEAST_FILE + 2, uid)
+    return Confined(
+        command=[*line, "/bin/sh", "-c", command], reads=reads, files=settings.disk // sandbox.LEAST_FILE + 2, uid=uid
+    )
 
 
 def _readable(settings: AgentSandbox, base: Path) -> list[Path]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import h11
 
 from engine.agents.admission import BODY_SECONDS, HEAD_SECONDS
 from engine.agents.wire.requests import ApiError
+from engine.schemas.base import Struct
 from engine.storable import valid_text
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _ANSWERABLE = (h11.IDLE, h11.SEND_RESPONSE)
 _READ_WHOLE = (h11.DONE, h11.MIGHT_SWITCH_PROTOCOL)  # type: ignore[attr-defined]  # h11 does not list the second one
 
 
-class Head(NamedTuple):
+class Head(Struct, frozen=True, kw_only=True):
     """A request without its body."""
 
     method: str
@@ -112,7 +113,7 @@ class Connection:
             raise ApiError("this server speaks HTTP/1.1", status=505, code="bad_http")
         if "content-length" in headers and "transfer-encoding" in headers:
             raise ApiError("a request has `Content-Length` or `Transfer-Encoding`, not both", code="bad_http")
-        self._head = Head(head.method.decode(), path, headers)
+        self._head = Head(method=head.method.decode(), path=path, headers=headers)
         return self._head
 
     def claim(self, key: str) -> None:

@@ -14,17 +14,18 @@ from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from engine.agents.wire.requests import ModelReply
+from engine.schemas.base import Struct
 from engine.schemas.message import ImagePart, Message
 
 ROOT = ""
 """The key of the empty history."""
 
 
-class Continuation(NamedTuple):
+class Continuation(Struct, frozen=True, kw_only=True):
     """Where a request continues."""
 
     parent: int | None
@@ -35,7 +36,7 @@ class Continuation(NamedTuple):
     """Why it begins a branch: `edited`, `repeated`, `tools_changed`, `condensed` or `subagent`; empty if it does not."""
 
 
-class Request(NamedTuple):
+class Request(Struct, frozen=True, kw_only=True):
     """A request that was added."""
 
     key: str
@@ -114,14 +115,16 @@ class EchoIndex:
             parent, covered = max(fitting, key=lambda known: _nearness(known, ids)), at + 1
         repeated = bool(keys) and (keys[-1], tools) in self._requests
         if parent is None:
-            return Continuation(None, 0, "repeated" if repeated else self._unrelated(messages, keys))
+            return Continuation(
+                parent=None, covered=0, reason="repeated" if repeated else self._unrelated(messages, keys)
+            )
         if parent.tools != tools:
-            return Continuation(parent.turn, covered, "tools_changed")
+            return Continuation(parent=parent.turn, covered=covered, reason="tools_changed")
         if any(message.role == "assistant" for message in messages[covered:]):
-            return Continuation(parent.turn, covered, "edited")
+            return Continuation(parent=parent.turn, covered=covered, reason="edited")
         if parent.continued:
-            return Continuation(parent.turn, covered, "repeated" if repeated else "edited")
-        return Continuation(parent.turn, covered, "")
+            return Continuation(parent=parent.turn, covered=covered, reason="repeated" if repeated else "edited")
+        return Continuation(parent=parent.turn, covered=covered, reason="")
 
     def add_request(self, new: Sequence[Message], tools: str, parent: int | None) -> Request:
         """Add a request that is answered now.
@@ -134,11 +137,13 @@ class EchoIndex:
         known = None if parent is None else self._turns[parent]
         keys = self.keys(new, ROOT if known is None else known.key)
         if known is None:
-            request = Request(keys[-1], self._opening(new, keys), len(new), tools)
+            request = Request(key=keys[-1], opening=self._opening(new, keys), length=len(new), tools=tools)
         else:
             known.continued = True
             key = keys[-1] if keys else known.key
-            request = Request(key, known.request.opening, known.request.length + 1 + len(new), tools)
+            request = Request(
+                key=key, opening=known.request.opening, length=known.request.length + 1 + len(new), tools=tools
+            )
         self._requests.add((request.key, tools))
         self._openings[request.opening] = max(request.length, self._openings.get(request.opening, 0))
         return request

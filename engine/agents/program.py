@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from engine.agents.inbox import Exchange, Inbox
 from engine.agents.wire.requests import MODEL, ApiError, Replies, Session
+from engine.schemas.base import Struct
 
 _PATIENCE = 10.0
 """Seconds for which a resume waits for the recorded request while the program has sent others."""
 
 
-class Endpoint(NamedTuple):
+class Endpoint(Struct, frozen=True, kw_only=True):
     """What a program needs to reach the model."""
 
     address: str
@@ -27,8 +27,7 @@ class Endpoint(NamedTuple):
     model: str = MODEL
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramEnd:
+class ProgramEnd(Struct, frozen=True, kw_only=True):
     """How a program ended."""
 
     status: int | None
@@ -118,7 +117,7 @@ class AgentProgram:
         """Start the program. Raises OSError if that is not possible."""
         address = await self.inbox.open()
         self._started = True
-        await self._body.start(Endpoint(address, self.inbox.key))
+        await self._body.start(Endpoint(address=address, key=self.inbox.key))
         self._body.ended.add_done_callback(lambda _: self.inbox.woken.set())
         self._deadline = asyncio.get_running_loop().time() + self._seconds
 
@@ -217,4 +216,4 @@ class AgentProgram:
         reward = await self._body.reward()
         output = self._body.output
         await self.stop(why)
-        return ProgramEnd(status, output, reward)
+        return ProgramEnd(status=status, output=output, reward=reward)

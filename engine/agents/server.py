@@ -303,7 +303,7 @@ class _Service:
                 await self._error(ApiError(words_of(error), status=500, code="engine_error"))
 
     async def _answer(self, head: Head) -> None:
-        connection, (method, path, headers) = self._connection, head
+        connection, method, path, headers = self._connection, head.method, head.path, head.headers
         if self._router is not None and await self._router.answer(head, connection):
             return
         anthropic = MESSAGES.required_header in headers or path.startswith(MESSAGES.path)

@@ -122,4 +122,7 @@ def _sampled(conversation: Conversation) -> list[SampledToken]:
     tape = conversation.tapes[place.branch]
     ids, logprobs = tape.ids[place.start : place.end], tape.newest_logprobs(place.end - place.start)
     data_of = conversation.template.fast.data_of
-    return [SampledToken(data_of(id_), logprob) for id_, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True)]
+    return [
+        SampledToken(data=data_of(id_), logprob=logprob)
+        for id_, logprob in zip(ids.tolist(), logprobs.tolist(), strict=True)
+    ]

@@ -7,10 +7,10 @@ rewards or machines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import BackendError
+from engine.schemas.base import Struct
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from engine.tokens.template import ChatTemplate
 
 
-@dataclass(frozen=True, slots=True)
-class ServerWeights:
+class ServerWeights(Struct, frozen=True, kw_only=True):
     """The weights that a trainer has given to servers."""
 
     version: int
@@ -87,7 +86,7 @@ class Backend(ABC):
 
     def server_weights(self, version: int) -> ServerWeights:
         """What other processes that use the same servers `follow`, after this one has pushed `version`."""
-        return ServerWeights(version)
+        return ServerWeights(version=version)
 
     def follow(self, weights: ServerWeights) -> None:  # noqa: B027
         """Let a trainer in another process give the servers their weights: requests sent from now on are not answered with older ones."""

@@ -6,11 +6,13 @@ The possible forms are tried in order. A form is used if the format's parser rea
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from engine.errors import BackendError, RenderError
+from engine.schemas.base import Struct
 from engine.schemas.message import Message, ToolCall
 from engine.storable import words_of
 from engine.tokens.bridge.kinds import View, mark
@@ -37,9 +39,9 @@ def write_calls(format: ChatTemplate, text: str, calls: Sequence[Call]) -> list[
         prompt = []
     said = _parsed(format, format.encode(text), prompt, tools)
     if not _has_markers(format, text):  # where the prompt opens reasoning, the text does not belong to it
-        said = said._replace(content=text.strip(), reasoning="")
+        said = replace(said, content=text.strip(), reasoning="")
     for ids in _candidates(format, text, said, calls):
-        if _parsed(format, ids, prompt, tools) == said._replace(calls=[*said.calls, *calls]):
+        if _parsed(format, ids, prompt, tools) == replace(said, calls=[*said.calls, *calls]):
             return ids
     raise BackendError(
         f"the calls {[name for name, _ in calls]} cannot be written in the format {format.name!r}: "
@@ -48,7 +50,7 @@ def write_calls(format: ChatTemplate, text: str, calls: Sequence[Call]) -> list[
     )
 
 
-class _Parsed(NamedTuple):
+class _Parsed(Struct, frozen=True, kw_only=True):
     """What the format's parser reads."""
 
     content: str
@@ -61,7 +63,7 @@ def _parsed(format: ChatTemplate, ids: list[int], prompt: list[int], tools: list
     whole = np.asarray([*ids, format.stop_token_ids[0]], dtype=np.int32)
     reply = format.replies.parse(whole, before=np.asarray(prompt, dtype=np.int32), turn=0, tools=tools)
     calls = [(call.name, call.arguments) if isinstance(call, ToolCall) else None for call in reply.attempts]
-    return _Parsed(reply.content.strip(), (reply.reasoning or "").strip(), calls)
+    return _Parsed(content=reply.content.strip(), reasoning=(reply.reasoning or "").strip(), calls=calls)
 
 
 def _has_markers(format: ChatTemplate, text: str) -> bool:

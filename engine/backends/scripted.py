@@ -78,7 +78,7 @@ class ScriptedBackend(Backend):
                 {path[2:]: origin for path, origin in places.items() if path[:2] == where}
                 for places in (loaded.origins, loaded.key_origins)
             )
-            script = _valid(Document(spec.replies, origins, keys))
+            script = _valid(Document(data=spec.replies, origins=origins, key_origins=keys))
         return cls(script, format, latency=spec.latency)
 
     async def start(self) -> None:

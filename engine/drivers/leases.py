@@ -24,11 +24,11 @@ import string
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from engine.errors import StoreError
+from engine.schemas.base import Struct
 from engine.store.private import private_file
 
 FILE = "leases.db"
@@ -49,8 +49,7 @@ Lease = tuple[int, int]
 """Position of a group, and the epoch of its lease."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True, kw_only=True):
     """The answer to a driver's call.
 
     `run`: the leases, if any, are to be run; `over`: no group is left that is not done; `rejoin`: the driver's leases were taken from it.
@@ -60,8 +59,7 @@ class Answer:
     leases: tuple[Lease, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
+class Counts(Struct, frozen=True, kw_only=True):
     """Number of groups in each state."""
 
     free: int
@@ -115,7 +113,7 @@ class Leases:
     def counts(self) -> Counts:
         """Number of groups in each state now."""
         leased = sum(map(len, self._held.values()))
-        return Counts(self._left, leased, self._done, self._faulty)
+        return Counts(free=self._left, leased=leased, done=self._done, faulty=self._faulty)
 
     @property
     def _left(self) -> int:
@@ -161,7 +159,7 @@ class Leases:
             faulty: Groups with an episode that the engine could not finish; a resume runs them again.
         """
         if slot in self._lost or slot not in self._seen:
-            return Answer("rejoin")
+            return Answer(word="rejoin")
         self._seen[slot] = self._clock()
         if self._calls.get(slot) == number:
             return self._repeated(slot)
@@ -170,7 +168,7 @@ class Leases:
         faulty = [position for position in faulty if position in held]
         chosen = self._choose(wanted)
         if not done and not faulty and not chosen:
-            return Answer(self._word())
+            return Answer(word=self._word())
         leases = [(position, self._epoch(position)) for position in chosen]
         with self._commit() as db:
             db.executemany("UPDATE groups SET state = 'done' WHERE position = ?", [(each,) for each in done])
@@ -191,7 +189,7 @@ class Leases:
         held.update(chosen)
         self._done += len(done)
         self._faulty += len(faulty)
-        return Answer(self._word(), tuple(leases))
+        return Answer(word=self._word(), leases=tuple(leases))
 
     def expire(self, before: float) -> list[int]:
         """Take the leases of drivers that have not called since `before`, on the scale of the clock. Returns their numbers."""
@@ -250,7 +248,7 @@ class Leases:
 
     def _repeated(self, slot: int) -> Answer:
         text = self._db.execute("SELECT answer FROM calls WHERE slot = ?", (slot,)).fetchone()[0]
-        return Answer(self._word(), tuple((position, epoch) for position, epoch in json.loads(text)))
+        return Answer(word=self._word(), leases=tuple((position, epoch) for position, epoch in json.loads(text)))
 
     def _take(self, db: sqlite3.Connection, slot: int) -> None:
         """Take all leases of a driver; each is leased again under the next epoch."""

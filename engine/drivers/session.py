@@ -9,7 +9,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from engine.drivers.cluster import TOKEN
 from engine.drivers.feed import Feed
 from engine.drivers.leases import Answer, Lease
 from engine.errors import EngineError, StoreError
-from engine.schemas.base import Contract
+from engine.schemas.base import Contract, Struct
 from engine.schemas.sections import SectionOwner
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ Report = dict[str, Any]
 """What a driver says of itself with each call: see `report_of`."""
 
 
-@dataclass(frozen=True)
-class Setup:
+class Setup(Struct, frozen=True, kw_only=True):
     """What every driver of a run is given."""
 
     loaded: LoadedSpec
@@ -93,8 +92,7 @@ class Setup:
         return {"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, self.path))}}
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(Struct, frozen=True, kw_only=True):
     """How a driver ended."""
 
     store: str
@@ -257,7 +255,9 @@ async def _session(setup: Setup, slot: int, coordinator: Coordinating) -> Done |
         (store.folder / "backend.json").write_text(json.dumps(told, indent=2, default=str) + "\n")
         spent = runner.cost.spent if runner.cost is not None else 0.0
         result.summary.causes.place = None  # it does not travel
-        return Done(name, result.summary, result.faults, result.stopped, spent, told)
+        return Done(
+            store=name, summary=result.summary, faults=result.faults, stopped=result.stopped, spent=spent, told=told
+        )
     finally:
         store.close()
 

@@ -377,7 +377,7 @@ def shape_from(told: Any) -> ToolShape:
     function = schema["function"]
     if not isinstance(name, str) or function["name"] != name or not isinstance(function["parameters"], dict):
         raise ValueError(f"not a tool's schema: {schema!r:.200}")
-    return ToolShape(name, schema, None, view if isinstance(view, str) else None)
+    return ToolShape(name=name, schema=schema, arguments=None, view=view if isinstance(view, str) else None)
 
 
 def read_error(text: bytes) -> dict[str, Any]:

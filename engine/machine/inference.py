@@ -72,7 +72,7 @@ class TypeInference:
 
     inference = TypeInference("turns.usr < 3")
     inference.types(parse("turns.usr < 3"))     # {"bool"}
-    inference.problems                          # [GuardProblem("`turns` has no field `usr`", 7, "did you mean `user`?", ...)]
+    inference.problems                          # [GuardProblem(message="`turns` has no field `usr`", column=7, ...)]
     """
 
     def __init__(self, text: str, variables: Mapping[str, Variable] = VARIABLES) -> None:

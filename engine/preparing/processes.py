@@ -16,13 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 
 from engine.errors import EngineError
 from engine.preparing.cache import PreparedCache
 from engine.preparing.workers import end_worker, killed_after, start_worker
+from engine.schemas.base import Struct
 
 log = structlog.get_logger(__name__)
 
@@ -43,7 +44,7 @@ class VariableError(EngineError):
     blame = "spec"
 
 
-class Job(NamedTuple):
+class Job(Struct, frozen=True, kw_only=True):
     """A part of the rows."""
 
     key: str

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from engine.errors import FailingError
 from engine.machine.machine import resolved_machine
+from engine.schemas.base import Struct
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +35,7 @@ _CAUSES = 3
 _TOOL = re.compile(r"^tool `([^`]+)`")
 
 
-class Cause(NamedTuple):
+class Cause(Struct, frozen=True, kw_only=True):
     """The common cause of several failures."""
 
     kind: str
@@ -64,7 +65,9 @@ class Causes:
         failure = trajectory.outcome.failure
         if failure is None:
             return None
-        cause = Cause(failure.kind, failure.blame, self.place(trajectory, failure) if self.place else "")
+        cause = Cause(
+            kind=failure.kind, blame=failure.blame, place=self.place(trajectory, failure) if self.place else ""
+        )
         self.counts[cause] = self.counts.get(cause, 0) + 1
         self.first.setdefault(cause, failure)
         return cause

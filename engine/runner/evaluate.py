@@ -13,9 +13,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import asdict
 
 from engine.runner.intervals import (
     FEW_TASKS,
@@ -25,10 +25,11 @@ from engine.runner.intervals import (
     share_difference_interval,
 )
 from engine.runner.stats import label
+from engine.schemas.base import Struct
 from engine.schemas.trajectory import Trajectory
 
 
-class Sample(NamedTuple):
+class Sample(Struct, frozen=True, kw_only=True):
     """The values of one episode that an evaluation needs."""
 
     task_id: str
@@ -40,7 +41,7 @@ class Sample(NamedTuple):
     rewards: Mapping[str, float]
 
 
-class Estimate(NamedTuple):
+class Estimate(Struct, frozen=True, kw_only=True):
     """A mean over tasks with its 95 % interval. The ends are NaN if no interval can be computed."""
 
     value: float
@@ -51,7 +52,7 @@ class Estimate(NamedTuple):
 
     def plain(self) -> dict[str, float | int | None]:
         """Return the fields for JSON, with null in place of NaN."""
-        return {name: None if value != value else value for name, value in self._asdict().items()}
+        return {name: None if value != value else value for name, value in asdict(self).items()}
 
 
 @dataclass(slots=True)
@@ -86,12 +87,12 @@ def collect(trajectories: Iterable[Trajectory]) -> tuple[list[Sample], Counter[s
         by = outcome.solved_turn if outcome.solved_turn is not None else turns - 1
         samples.append(
             Sample(
-                trajectory.task_id,
-                max(by, 0) if outcome.solved else None,
-                turns,
-                trajectory.counts.get("sampled_tokens", 0),
-                outcome.reward,
-                outcome.rewards,
+                task_id=trajectory.task_id,
+                solved_turn=max(by, 0) if outcome.solved else None,
+                turns=turns,
+                tokens=trajectory.counts.get("sampled_tokens", 0),
+                reward=outcome.reward,
+                rewards=outcome.rewards,
             )
         )
     return samples, masked
@@ -125,7 +126,7 @@ def by_task(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     return found
 
 
-class _Measure(NamedTuple):
+class _Measure(Struct, frozen=True, kw_only=True):
     """A measure with one value for each task."""
 
     name: str
@@ -145,7 +146,9 @@ def _mean(
     """The measure of a mean; it counts as a proportion if `proportion`, or if all `samples` have 0 or 1."""
     seen = {of(sample) for sample in samples}
     proportion = proportion or (bool(seen) and seen <= {0.0, 1.0})
-    return _Measure(name, lambda group: math.fsum(map(of, group)) / len(group), of, proportion)
+    return _Measure(
+        name=name, of_task=lambda group: math.fsum(map(of, group)) / len(group), of_episode=of, proportion=proportion
+    )
 
 
 def _solved_by(turn: int) -> Callable[[Sample], float]:
@@ -160,7 +163,7 @@ def _pass(k: int) -> _Measure:
     def chance(group: Sequence[Sample]) -> float:
         return pass_at_k(len(group), sum(sample.solved_turn is not None for sample in group), k)
 
-    return _Measure(f"pass@{k}", chance, None, True, k)
+    return _Measure(name=f"pass@{k}", of_task=chance, of_episode=None, proportion=True, least=k)
 
 
 def _measures(samples: Sequence[Sample], ks: Iterable[int]) -> list[_Measure]:
@@ -210,8 +213,8 @@ def evaluate(trajectories: Iterable[Trajectory]) -> Evaluation:
     for measure in _measures(samples, powers(most)):
         groups = [group for group in tasks.values() if len(group) >= measure.least]
         means = task_means(groups, measure.of_task)
-        ends = _interval(measure, groups, means)
-        found.estimates[measure.name] = Estimate(float(means.mean()), *ends, len(groups))
+        low, high = _interval(measure, groups, means)
+        found.estimates[measure.name] = Estimate(value=float(means.mean()), low=low, high=high, tasks=len(groups))
     return found
 
 
@@ -226,7 +229,7 @@ def _interval(measure: _Measure, groups: Sequence[Sequence[Sample]], means: Floa
     return proportion_interval(values, len(values)) if measure.proportion else mean_interval(values)
 
 
-class Difference(NamedTuple):
+class Difference(Struct, frozen=True, kw_only=True):
     """One measure of two runs over the same tasks."""
 
     first: float
@@ -238,7 +241,7 @@ class Difference(NamedTuple):
 
     def plain(self) -> dict[str, float | None]:
         """Return the fields for JSON, with null in place of NaN."""
-        return {name: None if value != value else value for name, value in self._asdict().items()}
+        return {name: None if value != value else value for name, value in asdict(self).items()}
 
 
 @dataclass(slots=True)
@@ -295,6 +298,8 @@ def compare(
     for measure in _measures(samples, powers(fewest)):
         one, other = (task_means(groups, measure.of_task) for groups in sides)
         apart = other - one
-        ends = share_difference_interval(apart) if measure.proportion else mean_interval(apart)
-        found.differences[measure.name] = Difference(float(one.mean()), float(other.mean()), float(apart.mean()), *ends)
+        low, high = share_difference_interval(apart) if measure.proportion else mean_interval(apart)
+        found.differences[measure.name] = Difference(
+            first=float(one.mean()), second=float(other.mean()), difference=float(apart.mean()), low=low, high=high
+        )
     return found

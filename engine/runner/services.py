@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.plugin import Hook
+from engine.schemas.base import Struct
 from engine.schemas.sections import used_plugins
 
 if TYPE_CHECKING:
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(Struct, frozen=True, kw_only=True):
     """What a run, or a training with its evaluations, has cost; earlier launches included."""
 
     spent: float

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from engine.plugin import Hook
+from engine.schemas.base import Struct
 from engine.schemas.sections import written
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from engine.spec.text.diagnostic import DataPath
 
 
-class Called(NamedTuple):
+class Called(Struct, frozen=True, kw_only=True):
     """A function of the spec, and how the engine calls it."""
 
     use: str
@@ -32,7 +34,7 @@ class Called(NamedTuple):
     may_be_class: bool = False
 
 
-class AddedTool(NamedTuple):
+class AddedTool(Struct, frozen=True, kw_only=True):
     """A tool that the engine gives the model."""
 
     path: DataPath
@@ -41,7 +43,7 @@ class AddedTool(NamedTuple):
     """`module:function` that makes the `BoundTool`."""
 
 
-class AddedCode(NamedTuple):
+class AddedCode(Struct, frozen=True, kw_only=True):
     """A function that a part of an episode is, as a scorer is one."""
 
     path: DataPath
@@ -55,7 +57,7 @@ class AddedCode(NamedTuple):
     """What the section says about where it runs."""
 
 
-class PlayedRole(NamedTuple):
+class PlayedRole(Struct, frozen=True, kw_only=True):
     """A model that plays a part of an episode beside the policy."""
 
     name: str
@@ -67,7 +69,7 @@ class PlayedRole(NamedTuple):
     """What its prompt may name; of users and judges the core knows it."""
 
 
-class TrainerUse(NamedTuple):
+class TrainerUse(Struct, frozen=True, kw_only=True):
     """Something of a section that not every trainer carries."""
 
     thing: str
@@ -78,8 +80,7 @@ class TrainerUse(NamedTuple):
     """How not to use it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpecFacts:
+class SpecFacts(Struct, frozen=True, kw_only=True):
     """What the section of a plugin means for other parts."""
 
     called: tuple[Called, ...] = ()
@@ -88,7 +89,7 @@ class SpecFacts:
     """Why several drivers cannot run the spec: a message, its place, and what to do."""
     tools: tuple[AddedTool, ...] = ()
     code: tuple[AddedCode, ...] = ()
-    roles: Mapping[DataPath, PlayedRole] = field(default_factory=dict)
+    roles: Mapping[DataPath, PlayedRole] = msgspec.field(default_factory=dict)
     """By the position of the mapping with `model` and `prompt`."""
     trainer_uses: tuple[TrainerUse, ...] = ()
 

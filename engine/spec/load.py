@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ValidationError
 
 from engine.errors import SpecError
 from engine.plugin import BELONGS
+from engine.schemas.base import Struct
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.sections import SpecSection, attach, split
 from engine.schemas.tasks import TasksSpec
@@ -43,8 +45,7 @@ UNREADABLE = frozenset({"spec.unreadable", "yaml.syntax"})
 """Rules that mean: this could not be read at all."""
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(Struct, frozen=True, kw_only=True):
     """Plain data, and where each part of it was written."""
 
     data: Any
@@ -52,11 +53,11 @@ class Document:
     """Of every value, by its path."""
     key_origins: Mapping[DataPath, Origin]
     """Of every key, by the path of its value."""
-    rereads: Mapping[DataPath, str] = field(default_factory=dict)
+    rereads: Mapping[DataPath, str] = msgspec.field(default_factory=dict)
     """Text of the values that may be read as strings too."""
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Environment variables that it was filled from, with their values."""
-    references: Mapping[DataPath, str] = field(default_factory=dict)
+    references: Mapping[DataPath, str] = msgspec.field(default_factory=dict)
     """What was written where environment variables gave the value."""
 
     def origin(self, path: Sequence[str | int], *, key: bool = False) -> Origin | None:
@@ -71,8 +72,7 @@ class Document:
         return self.origins[place]
 
 
-@dataclass(frozen=True)
-class LoadedSpec:
+class LoadedSpec(Struct, frozen=True, kw_only=True, dict=True):
     """A valid spec."""
 
     spec: EpisodeSpec
@@ -82,16 +82,20 @@ class LoadedSpec:
     """Of every value, by its path in `data`."""
     path: Path
     """The spec's file, absolute."""
-    key_origins: Mapping[DataPath, Origin] = field(default_factory=dict)
+    key_origins: Mapping[DataPath, Origin] = msgspec.field(default_factory=dict)
     """Of every key, by the path of its value."""
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Text of every file that was read, by `Origin.file`."""
-    access: Access = field(default_factory=Access)
+    access: Access = msgspec.field(default_factory=Access)
     """Which files that it names may be opened, and whether its code may be imported."""
-    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    variables: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Environment variables that it was filled from, with their values."""
-    references: Mapping[DataPath, str] = field(default_factory=dict)
+    references: Mapping[DataPath, str] = msgspec.field(default_factory=dict)
     """What was written where environment variables gave the value: `Bearer ${TOKEN}`, by its path in `data`."""
+
+    def __repr__(self) -> str:
+        """Without the values of environment variables."""
+        return f"{type(self).__name__}({str(self.path)!r})"
 
     @property
     def base(self) -> Path:
@@ -145,7 +149,7 @@ class LoadedSpec:
 
     def origin(self, path: Sequence[str | int], *, key: bool = False) -> Origin:
         """Where a value (or its key) was written; of what was left out, the nearest that would contain it."""
-        found = Document(self.data, self.origins, self.key_origins).origin(path, key=key)
+        found = Document(data=self.data, origins=self.origins, key_origins=self.key_origins).origin(path, key=key)
         return found or Origin(str(self.path), 1, 1)
 
     def inside(self, path: Sequence[str | int], offset: int) -> Origin:
@@ -216,7 +220,7 @@ def flatten(tree: Node) -> Document:
         return {key: visit(value, (*path, key)) for key, value in node.entries.items()}
 
     data = visit(tree, ())
-    return Document(data, origins, key_origins, rereads, references=references)
+    return Document(data=data, origins=origins, key_origins=key_origins, rereads=rereads, references=references)
 
 
 def validate(document: Document, model: type[Model]) -> tuple[Model | None, list[Diagnostic]]:
@@ -308,15 +312,15 @@ def read_spec(
     if spec is None or any(problem.severity == "error" for problem in problems):
         return None, problems
     loaded = LoadedSpec(
-        spec,
-        document.data,
-        document.origins,
-        Path(path).absolute(),
-        document.key_origins,
-        resolver.sources,
-        access,
-        resolver.variables,
-        document.references,
+        spec=spec,
+        data=document.data,
+        origins=document.origins,
+        path=Path(path).absolute(),
+        key_origins=document.key_origins,
+        sources=resolver.sources,
+        access=access,
+        variables=resolver.variables,
+        references=document.references,
     )
     return loaded, problems
 
@@ -355,10 +359,10 @@ def override_spec(loaded: LoadedSpec, overrides: Sequence[str]) -> LoadedSpec:
     changes = flatten(resolver.resolve_overrides(overrides))
     remember_secrets(changes.references)
     merged = Document(
-        _merged(loaded.data, changes.data),
-        {**loaded.origins, **{path: origin for path, origin in changes.origins.items() if path}},
-        {**loaded.key_origins, **changes.key_origins},
-        changes.rereads,
+        data=_merged(loaded.data, changes.data),
+        origins={**loaded.origins, **{path: origin for path, origin in changes.origins.items() if path}},
+        key_origins={**loaded.key_origins, **changes.key_origins},
+        rereads=changes.rereads,
         references={**loaded.references, **changes.references},
     )
     named = _named(merged)

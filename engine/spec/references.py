@@ -13,12 +13,12 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from engine.errors import StoreError
 from engine.masking import is_secret, mask_values, remember_variable
+from engine.schemas.base import Struct
 from engine.spec.text.diagnostic import DataPath, show_path
 from engine.spec.text.scalars import read_scalar
 
@@ -28,8 +28,7 @@ MISSING = object()
 """No value: a path leads nowhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
+class Reference(Struct, frozen=True, kw_only=True):
     """A value that is kept as it was written."""
 
     path: DataPath

@@ -129,7 +129,7 @@ class RunHeader(Contract):
         spec = loaded.spec
         now = time.time()
         kept = [
-            Reference(path, text, not isinstance(value_at(loaded.data, path), str))
+            Reference(path=path, text=text, typed=not isinstance(value_at(loaded.data, path), str))
             for path, text in loaded.references.items()
             if kept_by_reference(path, text)
         ]
@@ -186,7 +186,7 @@ class RunHeader(Contract):
 
     def _filled(self, document: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         """Return a document of this header with the values of its variables filled in."""
-        references = [Reference(tuple(path), text, typed) for path, text, typed in self.references]
+        references = [Reference(path=tuple(path), text=text, typed=typed) for path, text, typed in self.references]
         found: dict[str, Any] = filled(document, references, self.variables, self.salt, strict=strict)
         return found
 

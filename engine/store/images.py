@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from engine.errors import StoreError
+from engine.schemas.base import Struct
 from engine.tokens.images import Source, digest_of
 from engine.tokens.pixels import open_file
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from engine.store.reader import RunReader
 
 
-class StoredImage(NamedTuple):
+class StoredImage(Struct, frozen=True, kw_only=True):
     """An encoded image."""
 
     digest: str
@@ -49,7 +50,7 @@ def measure(data: bytes, mime: str | None = None) -> StoredImage:
         raise StoreError(
             f"{len(data)} bytes are not an image that can be read: {error}; give the bytes of a PNG, JPEG, WebP, GIF or BMP file"
         ) from error
-    return StoredImage(digest_of(data), kind, width, height, data)
+    return StoredImage(digest=digest_of(data), mime=kind, width=width, height=height, data=data)
 
 
 def stored_images(store: RunReader) -> Callable[[str], Source | None]:
@@ -60,6 +61,6 @@ def stored_images(store: RunReader) -> Callable[[str], Source | None]:
             found = store.image(digest)
         except StoreError:
             return None
-        return Source(found.data, found.mime)
+        return Source(data=found.data, mime=found.mime)
 
     return fetch

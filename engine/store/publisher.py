@@ -82,7 +82,7 @@ class Publisher:
             copied = _copy(self._store, folder, tasks, self._done)
             if not copied:
                 return None
-            part = Part(self._driver, self._next)
+            part = Part(driver=self._driver, number=self._next)
             copy = RunReader(folder, self._store.header)
             rows = folder / "rows.parquet"
             _write_rows(copy, rows)

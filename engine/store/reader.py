@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
+from msgspec.structs import replace
 from pydantic_core import from_json
 
 from engine.errors import StoreError
@@ -298,7 +299,8 @@ class RunReader:
         with decoding(self._path, row.id):
             outcome = codec.read_score(text).outcome
         failure = outcome.failure
-        return row._replace(
+        return replace(
+            row,
             failure=failure.kind if failure else None,
             blame=failure.blame if failure else None,
             solved=outcome.solved,
@@ -331,7 +333,7 @@ class RunReader:
             ).fetchone()
         if row is None:
             raise StoreError(f"{self.run_id} has no image {digest}")
-        image = StoredImage(*row)
+        image = StoredImage(**dict(zip(StoredImage.__struct_fields__, row, strict=True)))
         if digest_of(image.data) != digest:
             raise StoreError(f"{self._path}: the image {digest} is damaged")
         return image

@@ -6,9 +6,12 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+
+from msgspec.structs import replace
 
 from engine.errors import StoreError
+from engine.schemas.base import Struct
 from engine.schemas.trajectory import Branch, Trajectory
 from engine.store import codec, database
 from engine.store.header import RunHeader
@@ -23,7 +26,7 @@ EPISODE = (
 )
 
 
-class EpisodeRow(NamedTuple):
+class EpisodeRow(Struct, frozen=True, kw_only=True):
     """Summary of one episode. The fields after `attempt` are None until the episode is done (`started`: until it has begun)."""
 
     number: int
@@ -85,8 +88,9 @@ def decoding(path: Path, whose: str) -> Iterator[None]:
 
 
 def episode_row(row: tuple[Any, ...]) -> EpisodeRow:
-    found = EpisodeRow(*row)
-    return found._replace(
+    found = EpisodeRow(**dict(zip(EpisodeRow.__struct_fields__, row, strict=True)))
+    return replace(
+        found,
         solved=None if found.solved is None else bool(found.solved),
         trainable=None if found.trainable is None else bool(found.trainable),
     )

@@ -9,16 +9,17 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic_core import from_json
 
 import engine
 from engine.errors import StoreError
+from engine.schemas.base import Struct
 from engine.store import codec
 
 
-class ScoreHead(NamedTuple):
+class ScoreHead(Struct, frozen=True, kw_only=True):
     """The head of a score: its label, origin and reward rules."""
 
     label: str
@@ -39,7 +40,7 @@ def read_heads(connection: sqlite3.Connection) -> list[ScoreHead]:
     rows = connection.execute(f"SELECT {_HEAD} FROM scores ORDER BY created, label").fetchall()
     with codec.damaged("the head of a score"):
         return [
-            ScoreHead(label, created, version, from_json(rewards), path)
+            ScoreHead(label=label, created=created, engine_version=version, rewards=from_json(rewards), spec_path=path)
             for label, created, version, rewards, path in rows
         ]
 

@@ -273,7 +273,9 @@ class ShardedRun(RunReader):
         ids = self.dropped_ids()
         told = [reader.dropped() for reader in self._live().values()]
         return (
-            Dropped(len(ids), sum(each.size for each in told), max((each.at for each in told), default=0.0))
+            Dropped(
+                episodes=len(ids), size=sum(each.size for each in told), at=max((each.at for each in told), default=0.0)
+            )
             if ids
             else Dropped()
         )

@@ -20,11 +20,12 @@ import json
 import re
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from pydantic import ValidationError
 
 from engine.errors import StoreError
+from engine.schemas.base import Struct
 from engine.store.header import RunHeader
 from engine.store.places import Place, is_url
 from engine.store.private import whole_file
@@ -57,7 +58,7 @@ SUMMARY = (
 """Columns of a summary, as in the table `episodes` of a store; then follows `task_fields`."""
 
 
-class Part(NamedTuple):
+class Part(Struct, frozen=True, kw_only=True):
     """The name of a part."""
 
     driver: str
@@ -194,13 +195,16 @@ def list_parts(place: Place) -> list[Part]:
         StoreError: a part is missing, or the place cannot be listed.
     """
     for last in (False, True):  # a list of several pages can miss a part that was written while it was read: list again
-        found = sorted(Part(name[1], int(name[2])) for name in map(_MARK.match, place.names()) if name is not None)
+        marks = [mark for mark in map(_MARK.match, place.names()) if mark is not None]
+        found = [
+            Part(driver=driver, number=number) for driver, number in sorted((mark[1], int(mark[2])) for mark in marks)
+        ]
         numbers: dict[str, int] = {}
         missing = None
         for part in found:
             expected = numbers.get(part.driver, 0)
             if part.number != expected and missing is None:
-                missing = Part(part.driver, expected)
+                missing = Part(driver=part.driver, number=expected)
             numbers[part.driver] = part.number + 1
         if missing is None:
             break
@@ -212,7 +216,7 @@ def list_parts(place: Place) -> list[Part]:
     return found
 
 
-class Summaries(NamedTuple):
+class Summaries(Struct, frozen=True, kw_only=True):
     """What the file `episodes-…` of a part has."""
 
     table: pa.Table
@@ -244,4 +248,4 @@ def read_summaries(place: Place, part: Part, data: bytes, run_id: str) -> Summar
             f"{where} is a shard of run {run} (spec `{spec}`), and the other shards in this folder are of run {run_id}; "
             "move the files of one of the runs to a folder of their own"
         )
-    return Summaries(table, images)
+    return Summaries(table=table, images=images)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import structlog
+from msgspec.structs import astuple
 
 import engine
 from engine.errors import StoreError
@@ -259,7 +260,7 @@ class RunStore(RunReader):
         if image.digest not in self._images:
 
             def job(connection: sqlite3.Connection) -> None:
-                connection.execute("INSERT OR IGNORE INTO images VALUES (?, ?, ?, ?, ?)", image)
+                connection.execute("INSERT OR IGNORE INTO images VALUES (?, ?, ?, ?, ?)", astuple(image))
 
             await self._writing().do(job, size=len(data))
             self._images.add(image.digest)

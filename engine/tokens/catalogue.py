@@ -21,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
+from engine.schemas.base import Struct
 from engine.spec.code.entry import is_looking
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ class ModelError(EngineError):
     blame = "spec"
 
 
-@dataclass(frozen=True, slots=True)
-class CatalogueEntry:
+class CatalogueEntry(Struct, frozen=True, kw_only=True):
     """A model that is available without a hub."""
 
     name: str
@@ -70,8 +70,7 @@ class CatalogueEntry:
     answer: str
 
 
-@dataclass(frozen=True, slots=True)
-class MadeEntry:
+class MadeEntry(Struct, frozen=True, kw_only=True):
     """A tiny model with random weights that is made locally, without a download."""
 
     name: str

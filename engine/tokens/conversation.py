@@ -444,7 +444,7 @@ class Conversation:
         tape, vision = self.tape, self.template.vision
         if vision is None or tape is None:
             return [], []
-        vision.check_spans(tape.ids, [PlacedImage(picture, start) for picture, start in tape.images])
+        vision.check_spans(tape.ids, [PlacedImage(picture=picture, start=start) for picture, start in tape.images])
         return (
             [ImagePart(image=picture.digest) for picture, _ in tape.images],
             [(start, start + len(picture.ids)) for picture, start in tape.images],

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from engine.schemas.base import Struct
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys for the number of experts of a layer: of Qwen and OLMoE; of Mixtral and gpt-oss; of DeepSeek and GLM."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertLayout:
+class ExpertLayout(Struct, frozen=True, kw_only=True):
     """The sizes of a model's expert choices."""
 
     layers: int
@@ -39,4 +39,4 @@ def expert_layout(config: Mapping[str, Any]) -> ExpertLayout | None:
     dense = set(found.get("mlp_only_layers") or ())
     first, step = found.get("first_k_dense_replace") or 0, found.get("decoder_sparse_step") or 1
     sparse = (layer for layer in range(layers) if layer not in dense and layer >= first and (layer + 1) % step == 0)
-    return ExpertLayout(layers, top_k, experts, tuple(sparse))
+    return ExpertLayout(layers=layers, top_k=top_k, experts=experts, sparse=tuple(sparse))

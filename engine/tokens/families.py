@@ -11,11 +11,12 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from engine.errors import RenderError
+from engine.schemas.base import Struct
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.kinds import View
 from engine.tokens.jinja_template import find_ends, stand_in_for
@@ -29,7 +30,7 @@ from engine.tokens.toolcalls import tool_call_format
 _QWEN, _GLM, _DEEPSEEK, _EOS = "<tool_response>", "[gMASK]", "<｜begin▁of▁sentence｜>", "〈|EOS|〉"
 
 
-class Family(NamedTuple):
+class Family(Struct, frozen=True, kw_only=True):
     """What the engine knows of one family."""
 
     mark: str
@@ -40,34 +41,34 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "qwen3": Family(_QWEN),
-    "qwen3-vl": Family(_QWEN),
-    "qwen3.5": Family(_QWEN),
-    "qwen3.6": Family(_QWEN),
-    "qwen3.8": Family(_QWEN),
-    "prime-qwen3": Family(_QWEN),
-    "nemotron-3": Family(_QWEN),
-    "nemotron-3-ultra": Family(_QWEN),
-    "nemotron-3.5": Family(_QWEN),
-    "llama-3": Family("<|eom_id|>"),
-    "gemma4": Family("<|turn>"),
-    "gpt-oss": Family("<|channel|>", make=Harmony),
-    "glm-4.5": Family(_GLM),
-    "glm-5": Family(_GLM),
-    "glm-5.1": Family(_GLM),
-    "glm-5.3": Family(_GLM),
-    "deepseek-v3": Family(_DEEPSEEK),
-    "deepseek-r1": Family(_DEEPSEEK),
-    "deepseek-v4": Family(_DEEPSEEK),
-    "kimi-k2": Family("<|im_user|>"),
-    "kimi-k2.5": Family("<|im_user|>"),
-    "minimax-m2": Family("]~!b["),
-    "hy3": Family("<｜hy_begin_of_sentence:opensource｜>"),
-    "inkling": Family("<|message_user|>"),
-    "laguna-xs.2": Family(_EOS),
-    "laguna-m.1": Family(_EOS),
-    "laguna-xs-2.1": Family(_EOS),
-    "laguna-s-2.1": Family(_EOS),
+    "qwen3": Family(mark=_QWEN),
+    "qwen3-vl": Family(mark=_QWEN),
+    "qwen3.5": Family(mark=_QWEN),
+    "qwen3.6": Family(mark=_QWEN),
+    "qwen3.8": Family(mark=_QWEN),
+    "prime-qwen3": Family(mark=_QWEN),
+    "nemotron-3": Family(mark=_QWEN),
+    "nemotron-3-ultra": Family(mark=_QWEN),
+    "nemotron-3.5": Family(mark=_QWEN),
+    "llama-3": Family(mark="<|eom_id|>"),
+    "gemma4": Family(mark="<|turn>"),
+    "gpt-oss": Family(mark="<|channel|>", make=Harmony),
+    "glm-4.5": Family(mark=_GLM),
+    "glm-5": Family(mark=_GLM),
+    "glm-5.1": Family(mark=_GLM),
+    "glm-5.3": Family(mark=_GLM),
+    "deepseek-v3": Family(mark=_DEEPSEEK),
+    "deepseek-r1": Family(mark=_DEEPSEEK),
+    "deepseek-v4": Family(mark=_DEEPSEEK),
+    "kimi-k2": Family(mark="<|im_user|>"),
+    "kimi-k2.5": Family(mark="<|im_user|>"),
+    "minimax-m2": Family(mark="]~!b["),
+    "hy3": Family(mark="<｜hy_begin_of_sentence:opensource｜>"),
+    "inkling": Family(mark="<|message_user|>"),
+    "laguna-xs.2": Family(mark=_EOS),
+    "laguna-m.1": Family(mark=_EOS),
+    "laguna-xs-2.1": Family(mark=_EOS),
+    "laguna-s-2.1": Family(mark=_EOS),
 }
 """Families whose readers `auto` tries, in this order. Only the test on the template decides (choosing.py)."""
 

@@ -15,9 +15,10 @@ from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from engine.errors import ImageError
+from engine.schemas.base import Struct
 from engine.tokens.images import FloatImage, PreparedImage, ProcessedImage, Source, Tensors
 from engine.tokens.pixel_pool import PixelsAhead
 
@@ -31,7 +32,7 @@ AFTER = 2.0
 """Seconds of scaling in this process before worker processes scale images ahead."""
 
 
-class SentImages(NamedTuple):
+class SentImages(Struct, frozen=True, kw_only=True):
     """Images for other processes."""
 
     sources: dict[str, Source]
@@ -91,7 +92,7 @@ class ImageBank:
     def put(self, digest: str, data: bytes, mime: str) -> None:
         """Keep an image's bytes in memory."""
         with self._lock:
-            self._sources.put(digest, Source(data, mime), len(data))
+            self._sources.put(digest, Source(data=data, mime=mime), len(data))
 
     def source(self, digest: str) -> Source:
         """An image's bytes.
@@ -105,7 +106,7 @@ class ImageBank:
             found = self._fetch(digest)
         if found is None:
             raise ImageError(f"the image {digest} is not in the run store", kind="image_missing", blame="engine")
-        self.put(digest, *found)
+        self.put(digest, found.data, found.mime)
         return found
 
     def data_uri(self, digest: str) -> str:
@@ -117,8 +118,8 @@ class ImageBank:
         with self._lock:
             found = self._uris.get(digest)
         if found is None:
-            data, mime = self.source(digest)
-            found = f"data:{mime};base64,{b64encode(data).decode()}"
+            source = self.source(digest)
+            found = f"data:{source.mime};base64,{b64encode(source.data).decode()}"
             with self._lock:
                 self._uris.put(digest, found, len(found))
         return found
@@ -248,7 +249,7 @@ class ImageBank:
         Raises:
             ImageError: An image is missing.
         """
-        images = SentImages({}, {})
+        images = SentImages(sources={}, tensors={})
         for digest in dict.fromkeys(digests):
             made = None if self._made is None else self._made(digest)
             if made is None:

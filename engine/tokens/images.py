@@ -9,13 +9,14 @@ import warnings
 from base64 import b64decode
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 from urllib.request import url2pathname
 
 import numpy as np
 
 from engine.errors import ImageError
+from engine.schemas.base import Struct
 from engine.tokens.download import download
 from engine.tokens.pixels import decode, open_file
 
@@ -34,7 +35,7 @@ Tensors = dict[str, np.ndarray]
 """Inputs of the model's forward pass for one image, by name."""
 
 
-class ProcessedImage(NamedTuple):
+class ProcessedImage(Struct, frozen=True, kw_only=True):
     """One image after the image processor: the tokens that the tape holds for it."""
 
     digest: str
@@ -77,7 +78,7 @@ class FloatImage:
         return self._tensors
 
 
-class Source(NamedTuple):
+class Source(Struct, frozen=True, kw_only=True):
     """An encoded image."""
 
     data: bytes

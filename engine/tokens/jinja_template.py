@@ -12,11 +12,12 @@ then begins a branch, which is as exact and costs O(conversation).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 
 from engine.errors import RenderError
+from engine.schemas.base import Struct
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.keys import looks
 from engine.tokens.bridge.kinds import ASSISTANT, SYSTEM, TOOL, USER, View, mark, probe, probe_call
@@ -106,7 +107,7 @@ class JinjaTemplate(ChatTemplate):
         return Bridge([], ids) if self.close_id is None else Bridge(ids[:1], ids[1:])
 
 
-class Ends(NamedTuple):
+class Ends(Struct, frozen=True, kw_only=True):
     """How a template ends replies."""
 
     close: int | None
@@ -136,9 +137,9 @@ def find_ends(template: ChatTemplate) -> Ends:
             found[max((token for token in template.fast.added if rest.startswith(token)), key=len, default="")] = None
     tokens = [token for token in found if token]
     if len(found) == 1 and tokens:
-        return Ends(template.fast.added[tokens[0]], [], tokens)
+        return Ends(close=template.fast.added[tokens[0]], openers=[], tokens=tokens)
     endless = rests[:1] == [template.text([asked], None).partition(mark(1))[2]]
-    return Ends(None, [template.fast.added[token] for token in tokens] if endless else [], tokens)
+    return Ends(close=None, openers=[template.fast.added[token] for token in tokens] if endless else [], tokens=tokens)
 
 
 _PLAIN_STAND_IN: View = {"role": "assistant", "content": mark(_STAND_IN)}

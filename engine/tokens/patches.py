@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from engine.errors import RenderError
+from engine.schemas.base import Struct
 
 
-class Edit(NamedTuple):
+class Edit(Struct, frozen=True, kw_only=True):
     """One replacement in a template's source."""
 
     find: str
@@ -25,7 +25,7 @@ class Edit(NamedTuple):
     """How often `find` occurs."""
 
 
-class Patch(NamedTuple):
+class Patch(Struct, frozen=True, kw_only=True):
     """A patch of some templates."""
 
     name: str
@@ -43,55 +43,60 @@ _QWEN3 = {
 _KEEP = "The template leaves out the reasoning of replies before the newest question, so each new question begins a branch. All reasoning stays."
 _ARGUMENTS = "tool['function']['arguments']"
 PATCHES: tuple[Patch, ...] = (
-    Patch("keep-thinking", _KEEP, _QWEN3, (Edit("loop.index0 > ns.last_query_index", "reasoning_content"),)),
     Patch(
-        "keep-thinking",
-        f"{_KEEP} The generation prompt of these models opens the reasoning, so every reply is shown with its markers.",
-        {"a4aee8afcf2e0711": "Qwen3.5, thinking", "273d8e0e683b8850": "Qwen3.5, not thinking"},
-        (Edit("loop.index0 > ns.last_query_index", "true"),),
+        name="keep-thinking",
+        about=_KEEP,
+        hashes=_QWEN3,
+        edits=(Edit(find="loop.index0 > ns.last_query_index", put="reasoning_content"),),
     ),
     Patch(
-        "keep-thinking",
-        _KEEP,
-        {"44f815868bf02fa4": "GLM-4-MoE"},
-        (Edit("loop.index0 > ns.last_user_index and reasoning_content", "reasoning_content"),),
+        name="keep-thinking",
+        about=f"{_KEEP} The generation prompt of these models opens the reasoning, so every reply is shown with its markers.",
+        hashes={"a4aee8afcf2e0711": "Qwen3.5, thinking", "273d8e0e683b8850": "Qwen3.5, not thinking"},
+        edits=(Edit(find="loop.index0 > ns.last_query_index", put="true"),),
     ),
     Patch(
-        "empty-thinking",
-        "With `template_kwargs: {enable_thinking: false}` the generation prompt has an empty reasoning, which earlier replies are shown without, so "
+        name="keep-thinking",
+        about=_KEEP,
+        hashes={"44f815868bf02fa4": "GLM-4-MoE"},
+        edits=(Edit(find="loop.index0 > ns.last_user_index and reasoning_content", put="reasoning_content"),),
+    ),
+    Patch(
+        name="empty-thinking",
+        about="With `template_kwargs: {enable_thinking: false}` the generation prompt has an empty reasoning, which earlier replies are shown without, so "
         "each turn begins a branch. Earlier replies are shown with it.",
-        _QWEN3,
-        (
+        hashes=_QWEN3,
+        edits=(
             Edit(
-                "'<|im_start|>' + message.role + '\\n' + content }}",
-                "'<|im_start|>' + message.role + '\\n' + ('<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and enable_thinking is "
+                find="'<|im_start|>' + message.role + '\\n' + content }}",
+                put="'<|im_start|>' + message.role + '\\n' + ('<think>\\n\\n</think>\\n\\n' if enable_thinking is defined and enable_thinking is "
                 "false else '') + content }}",
-                2,
+                times=2,
             ),
         ),
     ),
     Patch(
-        "orphan-think",
-        "The generation prompt ends with `<think>`, so replies hold only `</think>`, and the template leaves out their reasoning. Replies are shown as "
+        name="orphan-think",
+        about="The generation prompt ends with `<think>`, so replies hold only `</think>`, and the template leaves out their reasoning. Replies are shown as "
         "they were sampled, behind the `<think>` of the prompt.",
-        {"56a1447ad31926fd": "DeepSeek-R1-Distill", "563b1ce7d61d50a9": "DeepSeek-R1"},
-        (
+        hashes={"56a1447ad31926fd": "DeepSeek-R1-Distill", "563b1ce7d61d50a9": "DeepSeek-R1"},
+        edits=(
             Edit(
-                "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}",
-                "{% if '</think>' in content and not content.startswith('<think>') %}{% set content = '<think>\\n' + content %}{% endif %}",
+                find="{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}",
+                put="{% if '</think>' in content and not content.startswith('<think>') %}{% set content = '<think>\\n' + content %}{% endif %}",
             ),
         ),
     ),
     Patch(
-        "tool-calls",
-        "The template fails on arguments that are objects, and writes `<｜tool▁calls▁begin｜>` and `<｜tool▁outputs▁begin｜>` only for the first reply with "
+        name="tool-calls",
+        about="The template fails on arguments that are objects, and writes `<｜tool▁calls▁begin｜>` and `<｜tool▁outputs▁begin｜>` only for the first reply with "
         "calls of a conversation. Arguments are written as JSON, and both marks for each reply.",
-        {"563b1ce7d61d50a9": "DeepSeek-R1"},
-        (
-            Edit(_ARGUMENTS, f"({_ARGUMENTS} if {_ARGUMENTS} is string else {_ARGUMENTS} | tojson)", 3),
+        hashes={"563b1ce7d61d50a9": "DeepSeek-R1"},
+        edits=(
+            Edit(find=_ARGUMENTS, put=f"({_ARGUMENTS} if {_ARGUMENTS} is string else {_ARGUMENTS} | tojson)", times=3),
             Edit(
-                "'tool_calls' in message %}{%- set ns.is_tool = false -%}",
-                "'tool_calls' in message %}{%- set ns.is_tool = false -%}{%- set ns.is_first = false -%}{%- set ns.is_output_first = true -%}",
+                find="'tool_calls' in message %}{%- set ns.is_tool = false -%}",
+                put="'tool_calls' in message %}{%- set ns.is_tool = false -%}{%- set ns.is_first = false -%}{%- set ns.is_output_first = true -%}",
             ),
         ),
     ),

@@ -15,7 +15,9 @@ import os
 import signal
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from engine.schemas.base import Struct
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +28,7 @@ MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16"})
 """Pillow's modes of pixels that `to_rgb` converts as transformers does."""
 
 
-class Recipe(NamedTuple):
+class Recipe(Struct, frozen=True, kw_only=True):
     """How an image becomes pixels."""
 
     sizes: tuple[tuple[int, int], ...]
@@ -102,7 +104,7 @@ def main() -> None:
         data = sys.stdin.buffer.read(job["bytes"])
         sizes, tile, resample = job["recipe"]
         try:
-            pixels = scaled_pixels(decode(data), Recipe(tuple(map(tuple, sizes)), tile, resample))
+            pixels = scaled_pixels(decode(data), Recipe(sizes=tuple(map(tuple, sizes)), tile=tile, resample=resample))
         except Exception as error:  # noqa: BLE001 - the process that asked makes these pixels itself, and raises it
             answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         else:

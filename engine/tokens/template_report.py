@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from engine.errors import EngineError, RenderError
+from engine.schemas.base import Struct
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import Message
 from engine.tokens.bridge.check import check_bridge
@@ -36,7 +37,7 @@ _BEFORE, _AFTER = 24, 56
 """Characters that are shown before and after the place where two renderings part."""
 
 
-class TurnRendering(NamedTuple):
+class TurnRendering(Struct, frozen=True, kw_only=True):
     """One of the usual turns."""
 
     goes_on: bool
@@ -61,7 +62,7 @@ def usual_turns(template: ChatTemplate) -> dict[str, TurnRendering]:
         verdict = check_bridge(template, bytes(kinds), bytes([new]), None)
         goes_on = verdict.bridged and not verdict.rewrites
         was, now = ("", "") if goes_on else parting(template, [*kinds, new])
-        found[name] = TurnRendering(goes_on, "" if goes_on else verdict.why, was, now)
+        found[name] = TurnRendering(goes_on=goes_on, why="" if goes_on else verdict.why, was=was, now=now)
     return found
 
 
@@ -128,7 +129,7 @@ def branch_rule(turns: dict[str, TurnRendering], history: str) -> str:
     return f"a new branch, and so another row, begins at: {', '.join(broken)}"
 
 
-class Piece(NamedTuple):
+class Piece(Struct, frozen=True, kw_only=True):
     """A part of a row."""
 
     trained: bool
@@ -158,7 +159,7 @@ def masks(template: ChatTemplate) -> list[list[Piece]]:
     conversation.add([Message(role="user", content="Sure?")])
     _say(conversation, {"role": "assistant", "content": "Yes.", **why}, turn + 1)
     return [
-        [Piece(bool(mask), template.decode(ids)) for mask, ids in _runs(branch.input_ids, branch.loss_mask)]
+        [Piece(trained=bool(mask), text=template.decode(ids)) for mask, ids in _runs(branch.input_ids, branch.loss_mask)]
         for branch in conversation.branches()
     ]
 

@@ -207,7 +207,7 @@ class ImageProcessing:
                 kind="image_mismatch",
                 blame="engine",
             )
-        return ProcessedImage(digest, ids, found, grid)
+        return ProcessedImage(digest=digest, ids=ids, placeholders=found, grid=grid)
 
     def scaled(self, data: bytes) -> bytes:
         """An image at the size of its grid, as an RGB PNG, which is sent to servers in its place.

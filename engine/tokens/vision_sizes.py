@@ -14,11 +14,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import structlog
 
+from engine.schemas.base import Struct
 from engine.tokens.pixels import Recipe, scaled_pixels
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _BLOCK = 256
 """Patches that become floats at a time."""
 
 
-class Plan(NamedTuple):
+class Plan(Struct, frozen=True, kw_only=True):
     """What becomes of an image of one size."""
 
     grid: tuple[int, ...]
@@ -158,7 +159,12 @@ class QwenSizes:
         grid = (1, height // self._patch, width // self._patch)
         count = grid[1] * grid[2] // self._merge**2
         sizes = ((width, height),) if self._scaled else ()
-        return Plan(grid, self._token * count, count, Recipe(sizes, 0, self._resample))
+        return Plan(
+            grid=grid,
+            text=self._token * count,
+            placeholders=count,
+            recipe=Recipe(sizes=sizes, tile=0, resample=self._resample),
+        )
 
     def arrange(self, pixels: np.ndarray) -> np.ndarray:
         """See `SizedImages.arrange`: [patches, 3, side * side]."""
@@ -215,8 +221,8 @@ class TiledSizes:
             processor.resize(image=image, size=SizeDict(height=self._side, width=self._side), **how)
         told = {"rows": [[rows]], "cols": [[columns]]}
         text = str(self._processor.replace_image_token(told, 0))
-        recipe = Recipe(tuple(sizes), self._side if self._split else 0, self._resample)
-        return Plan((rows, columns), text, (rows * columns + 1) * self._slots, recipe)
+        recipe = Recipe(sizes=tuple(sizes), tile=self._side if self._split else 0, resample=self._resample)
+        return Plan(grid=(rows, columns), text=text, placeholders=(rows * columns + 1) * self._slots, recipe=recipe)
 
     def arrange(self, pixels: np.ndarray) -> np.ndarray:
         """See `SizedImages.arrange`: [tiles, 3, side * side]."""
@@ -249,7 +255,11 @@ def checked(make: Callable[[], SizedImages], process: Callable[[Any], Any], name
             plan = sized.plan(*image.size)
             tensors, text, grid, placeholders = process(image)
             found = sized.tensors(sized.arrange(scaled_pixels(image, plan.recipe)), plan.grid)
-            same = plan[:3] == (grid, text, placeholders) and found.keys() == tensors.keys()
+            same = (plan.grid, plan.text, plan.placeholders) == (
+                grid,
+                text,
+                placeholders,
+            ) and found.keys() == tensors.keys()
             if not same or any(not _equal(found[key], tensors[key]) for key in found):
                 raise ValueError(f"an image of {image.size[0]} x {image.size[1]} pixels differs")
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, ImportError) as error:

@@ -90,7 +90,10 @@ def facts_of(file: Path, rows: Rows, processes: int | None = None, alone: float 
     inputs = digest_of_parts(digest_of_files([file]), digest_of_files([Path(__file__)]), file.suffix)
     parts = prepare(
         (
-            Job(digest_of_parts(inputs, f"{start}/{step}"), [str(file), start, min(start + step, count), size, changed])
+            Job(
+                key=digest_of_parts(inputs, f"{start}/{step}"),
+                value=[str(file), start, min(start + step, count), size, changed],
+            )
             for start in range(0, count, step)
         ),
         local=lambda part: _read(rows, part),

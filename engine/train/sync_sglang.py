@@ -224,7 +224,7 @@ class AdapterSync:
 
         await through_outages(backend, version, update)
         before = backend.policy
-        backend.policy = PolicyAdapter(name, version)
+        backend.policy = PolicyAdapter(name=name, version=version)
         if before is not None and before.name != name:
             self._old.append(before.name)
         for old in list(self._old):

@@ -52,7 +52,7 @@ def _read(ctx: CheckContext) -> tuple[dict[DataPath, _Set], list[Finding]]:
         given["tasks"] = section.tasks
     given["sets"] = {name: {"tasks": one.tasks, "sampling": one.sampling} for name, one in section.sets.items()}
     loaded = ctx.loaded
-    document = Document({"train": {"eval": given}}, loaded.origins, loaded.key_origins)
+    document = Document(data={"train": {"eval": given}}, origins=loaded.origins, key_origins=loaded.key_origins)
     whole, problems = validate(document, _Whole)
     found = [Finding(item.message, item.path, item.fix, origin=item.origin) for item in problems]
     if whole is None:

@@ -28,7 +28,7 @@ class ArrowCalls(ToolCallFormat):
                 attempts.append(MalformedCall(raw=line, problem="Write -> name {json}."))
             else:
                 attempts.append(ToolCall(id=f"{prefix}_{len(attempts)}", name=name, arguments=arguments))
-        return ParsedCalls("\n".join(content).rstrip(), attempts)
+        return ParsedCalls(content="\n".join(content).rstrip(), attempts=attempts)
 
     def write(self, text: str, calls: Sequence[Call]) -> str:
         """See `ToolCallFormat.write`."""
@@ -81,7 +81,7 @@ class DictCalls(ArrowCalls):
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> Any:
         """See `ToolCallFormat.parse`."""
-        return ParsedCalls(text, [{"name": "add", "arguments": {}}])  # type: ignore[list-item]
+        return ParsedCalls(content=text, attempts=[{"name": "add", "arguments": {}}])  # type: ignore[list-item]
 
 
 class NamelessCalls(ArrowCalls):
@@ -89,7 +89,7 @@ class NamelessCalls(ArrowCalls):
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ParsedCalls:
         """See `ToolCallFormat.parse`."""
-        return ParsedCalls(text, [ToolCall(id="call_0", name=None, arguments=[1])])  # type: ignore[arg-type]
+        return ParsedCalls(content=text, attempts=[ToolCall(id="call_0", name=None, arguments=[1])])  # type: ignore[arg-type]
 
 
 class StoppingCalls(ArrowCalls):

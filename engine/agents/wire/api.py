@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from engine.agents.wire.requests import ApiError, ModelRequest, Replies, Session
+from engine.schemas.base import Struct
 
 
-class Event(NamedTuple):
+class Event(Struct, frozen=True, kw_only=True):
     """One event of a stream."""
 
     data: Mapping[str, Any] | str

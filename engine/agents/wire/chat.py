@@ -113,10 +113,10 @@ class ChatCompletions:
             for delta, finish in [*((delta, None) for delta in deltas), ({}, reply.finish)]:
                 logprobs = _logprobs(request, reply) if delta is first else None
                 choice = {"index": index, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
-                yield Event(frame | {"choices": [choice]})
+                yield Event(data=frame | {"choices": [choice]})
         if (request.body.get("stream_options") or {}).get("include_usage"):
-            yield Event(frame | {"choices": [], "usage": _usage(made.replies)})
-        yield Event("[DONE]")
+            yield Event(data=frame | {"choices": [], "usage": _usage(made.replies)})
+        yield Event(data="[DONE]")
 
     def fault(self, fault: ApiError) -> dict[str, Any]:
         """See `ModelApi`."""
@@ -125,7 +125,7 @@ class ChatCompletions:
 
     def fault_event(self, fault: ApiError) -> Event:
         """See `ModelApi`."""
-        return Event(self.fault(fault))
+        return Event(data=self.fault(fault))
 
 
 def _message(reader: Reader, item: dict[str, Any], at: str) -> Message:

@@ -93,7 +93,7 @@ class Messages:
         """See `ModelApi`."""
         [reply] = made.replies
         if request.body.get("thread") is not None:
-            stored = Stored([*request.messages, reply.message], request.body.get("tools"))
+            stored = Stored(messages=[*request.messages, reply.message], tools=request.body.get("tools"))
             session.stored[f"msg_{made.id}"] = stored
         return _frame(request, made, session) | {
             "content": _blocks(reply, request.body.get("thinking")),
@@ -115,7 +115,7 @@ class Messages:
             },
             {"type": "message_stop"},
         ):
-            yield Event(data, str(data["type"]))
+            yield Event(data=data, name=str(data["type"]))
 
     def fault(self, fault: ApiError) -> dict[str, Any]:
         """See `ModelApi`. `param` and `code` are of this endpoint; Anthropic's API has the message alone."""
@@ -126,7 +126,7 @@ class Messages:
 
     def fault_event(self, fault: ApiError) -> Event:
         """See `ModelApi`."""
-        return Event(self.fault(fault), "error")
+        return Event(data=self.fault(fault), name="error")
 
 
 def _thread(body: Mapping[str, Any], session: Session) -> Stored | None:

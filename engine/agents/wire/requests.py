@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
+
+from engine.schemas.base import Struct
 from engine.schemas.message import Message
 from engine.terminal import brief
 
@@ -30,7 +32,7 @@ class ApiError(Exception):
         self.message, self.param, self.status, self.code = brief(message), param, status, code
 
 
-class Stored(NamedTuple):
+class Stored(Struct, frozen=True, kw_only=True):
     """A conversation that the endpoint keeps, so that a later request sends only what is new."""
 
     messages: list[Message]
@@ -39,8 +41,7 @@ class Stored(NamedTuple):
     """Its tools as the request gave them, where later requests do not repeat them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
+class Session(Struct, frozen=True, kw_only=True):
     """What requests of one key are read with."""
 
     model: str = MODEL
@@ -51,7 +52,7 @@ class Session:
     """Fields that requests may set without effect: names of `agent.ignore`."""
     logprobs: bool = True
     """Whether the backend gives log-probs."""
-    stored: dict[str, Stored] = field(default_factory=dict)
+    stored: dict[str, Stored] = msgspec.field(default_factory=dict)
     """By the id of a reply: the conversation up to and with it."""
 
     def recall(self, name: Any, prefix: str) -> Stored | None:
@@ -59,29 +60,28 @@ class Session:
         return self.stored.get(name) if isinstance(name, str) and name.startswith(prefix) else None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelRequest:
+class ModelRequest(Struct, frozen=True, kw_only=True):
     """A request for replies of the model."""
 
     messages: list[Message]
     """The whole conversation. Images are `data:` URIs."""
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     """The tools' schemas, in OpenAI's form."""
     replies: int = 1
     """How many replies are asked for."""
     stream: bool = False
     """Send the reply as events."""
-    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = msgspec.field(default_factory=dict)
     """Parameters that it sets and the spec allows, by their names in `agent.allow`."""
-    overruled: list[str] = field(default_factory=list)
+    overruled: list[str] = msgspec.field(default_factory=list)
     """Fields that it sets and that have no effect, because the spec decides, sorted."""
-    body: Mapping[str, Any] = field(default_factory=dict)
+    body: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Its JSON object, for the fields that a reply repeats."""
     logprobs: bool = False
     """Whether it asks for the log-probs of the sampled tokens."""
 
 
-class SampledToken(NamedTuple):
+class SampledToken(Struct, frozen=True, kw_only=True):
     """One sampled token."""
 
     data: bytes
@@ -95,8 +95,7 @@ class SampledToken(NamedTuple):
         return {"token": text, "logprob": self.logprob, "bytes": [*self.data], "top_logprobs": []}
 
 
-@dataclass(frozen=True, slots=True)
-class ModelReply:
+class ModelReply(Struct, frozen=True, kw_only=True):
     """One reply as the program gets it."""
 
     message: Message
@@ -111,7 +110,7 @@ class ModelReply:
     """All its sampled tokens, also those of reasoning, calls and its end, where the request asks for log-probs."""
 
 
-class Replies(NamedTuple):
+class Replies(Struct, frozen=True, kw_only=True):
     """The answer to a request."""
 
     id: str

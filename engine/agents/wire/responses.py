@@ -110,7 +110,9 @@ class Responses:
         body = request.body
         if body.get("store") is not False:
             began = 1 if body.get("instructions") is not None else 0
-            session.stored[_id(made)] = Stored([*request.messages[began:], reply.message])  # without instructions
+            session.stored[_id(made)] = Stored(
+                messages=[*request.messages[began:], reply.message]
+            )  # without instructions
         response = _frame(request, made, session)
         cut = reply.finish == "length"
         response |= {
@@ -143,7 +145,7 @@ class Responses:
         ending = "response.completed" if whole["status"] == "completed" else "response.incomplete"
         steps.append((ending, {"response": whole}))
         for number, (kind, data) in enumerate(steps):
-            yield Event({"type": kind, "sequence_number": number, **data}, kind)
+            yield Event(data={"type": kind, "sequence_number": number, **data}, name=kind)
 
     def fault(self, fault: ApiError) -> dict[str, Any]:
         """See `ModelApi`."""
@@ -153,7 +155,7 @@ class Responses:
     def fault_event(self, fault: ApiError) -> Event:
         """See `ModelApi`. The client raises an error where the event has `error`."""
         event = {"type": "error", "code": fault.code, "message": fault.message, "param": fault.param}
-        return Event(event | {"sequence_number": 0} | self.fault(fault), "error")
+        return Event(data=event | {"sequence_number": 0} | self.fault(fault), name="error")
 
 
 def _options(reader: Reader) -> None:

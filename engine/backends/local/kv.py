@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from engine.backends.local.images import PromptImages
 from engine.backends.local.tiles import Tile
 from engine.errors import BackendError
+from engine.schemas.base import Struct
 
 ATTENTION = "episode_engine_rows"
 """Name of this attention in transformers' registry."""
@@ -31,7 +32,7 @@ ALIGN = 16
 """Attention reads a multiple of this many positions, because masked kernels need aligned rows."""
 
 
-class Chunk(NamedTuple):
+class Chunk(Struct, frozen=True, kw_only=True):
     """Tokens of one row in a forward pass."""
 
     row: int
@@ -42,7 +43,7 @@ class Chunk(NamedTuple):
     """The images of the row's prompt."""
 
 
-class Stash(NamedTuple):
+class Stash(Struct, frozen=True, kw_only=True):
     """A sequence's keys and values outside the cache, each [layers, kv_heads, length, head_dim]."""
 
     keys: torch.Tensor
@@ -132,7 +133,9 @@ class KVRows:
         assert self.keys is not None
         assert self.values is not None
         experts = None if self.experts is None else self.experts[:, row, :length].clone()
-        return Stash(self.keys[:, row, :, :length].clone(), self.values[:, row, :, :length].clone(), experts)
+        return Stash(
+            keys=self.keys[:, row, :, :length].clone(), values=self.values[:, row, :, :length].clone(), experts=experts
+        )
 
     def put(self, row: int, stash: Stash, length: int) -> None:
         """Copy the first `length` tokens of a stash to a row. Call `reserve` first."""

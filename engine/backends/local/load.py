@@ -248,9 +248,9 @@ class PackedModel:
         """Logits [1, vocab] after a sequence that is computed in chunks, beside equal chunks of another sequence in row 0."""
         at, logits = 0, torch.empty(0)
         for size in sizes:
-            chunks = [Chunk(row, ids[at : at + size], at)]
+            chunks = [Chunk(row=row, ids=ids[at : at + size], past=at)]
             if others is not None:
-                chunks.insert(0, Chunk(0, others[at : at + size], at))
+                chunks.insert(0, Chunk(row=0, ids=others[at : at + size], past=at))
             logits = self.forward(chunks, [len(chunks) - 1])
             at += size
         return logits
@@ -288,7 +288,7 @@ class PackedModel:
         pieces = [(0, length - 8), (length - 8, length - 4), (length - 4, length - 1), (length - 1, length)]
         found = []
         for start, end in pieces:
-            chunks = [Chunk(row, ids[row, start:end].tolist(), start) for row in rows]
+            chunks = [Chunk(row=row, ids=ids[row, start:end].tolist(), past=start) for row in rows]
             found.append(self.forward(chunks, list(range(len(rows)))).log_softmax(-1))
         return torch.stack(found[1:], dim=1)
 

@@ -11,11 +11,11 @@ token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from engine.schemas.base import Struct
 from engine.schemas.generation import GenerateRequest
 
 BLOCK = 256
@@ -96,7 +96,7 @@ def _pairs(values: dict[int, float], device: torch.device) -> tuple[torch.Tensor
     return torch.tensor(list(values), device=device), torch.tensor(list(values.values()), device=device)
 
 
-class Sampled(NamedTuple):
+class Sampled(Struct, frozen=True, kw_only=True):
     """One token per row."""
 
     ids: np.ndarray
@@ -140,7 +140,7 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequen
     ids.clamp_(0, vocab - 1)  # a row of nan gives an arbitrary id; its log-prob is nan
     chosen = logits.gather(1, ids[:, None])[:, 0] - best.values
     logprobs = (chosen.double() - total.log()).float()
-    return Sampled(ids.cpu().numpy(), logprobs.cpu().numpy())
+    return Sampled(ids=ids.cpu().numpy(), logprobs=logprobs.cpu().numpy())
 
 
 def sample_each(logits: torch.Tensor, states: Sequence[SamplingState], places: Sequence[int]) -> Sampled:
@@ -152,7 +152,9 @@ def sample_each(logits: torch.Tensor, states: Sequence[SamplingState], places: S
         sample(logits[row : row + 1].clone(), states[row : row + 1], places[row : row + 1])
         for row in range(len(states))
     ]
-    return Sampled(np.concatenate([one.ids for one in found]), np.concatenate([one.logprobs for one in found]))
+    return Sampled(
+        ids=np.concatenate([one.ids for one in found]), logprobs=np.concatenate([one.logprobs for one in found])
+    )
 
 
 def _invert(blocks: torch.Tensor, block_sums: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -305,7 +305,7 @@ class Worker:
 def _chunk(row: Row, count: int) -> Chunk:
     """The next `count` tokens of a row."""
     images = row.pending.images if row.pending is not None else None
-    return Chunk(row.index, row.ids[row.cached : row.cached + count].tolist(), row.cached, images)
+    return Chunk(row=row.index, ids=row.ids[row.cached : row.cached + count].tolist(), past=row.cached, images=images)
 
 
 def _completes(chunk: Chunk, row: Row) -> bool:

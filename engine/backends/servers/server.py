@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -13,9 +13,10 @@ from engine.backends.http.client import HttpClient
 from engine.backends.http.refusal import UNAVAILABLE, error_text
 from engine.backends.http.reply import HttpFailure
 from engine.errors import BackendError
+from engine.schemas.base import Struct
 
 
-class ImageFacts(NamedTuple):
+class ImageFacts(Struct, frozen=True, kw_only=True):
     """How one server processes images."""
 
     processor: str

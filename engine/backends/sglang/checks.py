@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -23,6 +23,7 @@ from engine.backends.sglang.images import check_images
 from engine.backends.sglang.reply_body import decode
 from engine.backends.sglang.request_body import Encoder, sampling_fields
 from engine.errors import BackendError, OutageError
+from engine.schemas.base import Struct
 from engine.schemas.generation import SamplingParams
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ _EXPERTS_PROBE = {"input_ids": [0, 0], "sampling_params": {"max_new_tokens": 1},
 """A request whose reply has the routed experts."""
 
 
-class Facts(NamedTuple):
+class Facts(Struct, frozen=True, kw_only=True):
     """Facts about all servers together."""
 
     vocab_size: int
@@ -65,7 +66,7 @@ class Facts(NamedTuple):
     """Parameters that the router drops."""
 
 
-class ServerInfo(NamedTuple):
+class ServerInfo(Struct, frozen=True, kw_only=True):
     """Facts that one server reports; None: not reported."""
 
     vocab_size: int | None
@@ -100,7 +101,7 @@ async def check_servers(
     dropped = await _dropped(pool.servers, sampling, spec) if spec.router else []
     # an embedding may be padded beyond the tokenizer: a model can sample such ids, and takes them
     vocab_size = min(vocabularies, default=format.vocab_size)
-    return Facts(vocab_size, min(contexts, default=None), dropped)
+    return Facts(vocab_size=vocab_size, context=min(contexts, default=None), dropped=dropped)
 
 
 async def check_model_path(urls: Sequence[str], headers: dict[str, str], folder: Path) -> None:
@@ -180,7 +181,7 @@ async def check_server(
         echo="(return_prompt_token_ids): install sglang 0.5.23",
     )
     context = details.get("max_req_input_len")
-    return ServerInfo(vocab_size, int(context) if context else None)
+    return ServerInfo(vocab_size=vocab_size, context=int(context) if context else None)
 
 
 async def _vocab_size(server: Server) -> int | None:

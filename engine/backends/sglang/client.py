@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from engine.backends.base import ServerWeights
 from engine.backends.http.keys import key_headers, read_key
@@ -26,6 +26,7 @@ from engine.backends.sglang.request_body import Encoder
 from engine.backends.sglang.routing import layout_of
 from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec
+from engine.schemas.base import Struct
 from engine.schemas.generation import GenerateRequest, SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 
-class PolicyAdapter(NamedTuple):
+class PolicyAdapter(Struct, frozen=True, kw_only=True):
     """The LoRA adapter under training: requests that name no adapter are sampled with it."""
 
     name: str
@@ -225,7 +226,7 @@ class SGLangBackend(ServersBackend):
 
     def server_weights(self, version: int) -> ServerWeights:
         """See `Backend.server_weights`."""
-        return ServerWeights(version, self.control.prefixes)
+        return ServerWeights(version=version, prefixes=self.control.prefixes)
 
     def follow(self, weights: ServerWeights) -> None:
         """See `Backend.follow`."""
@@ -246,7 +247,7 @@ class SGLangBackend(ServersBackend):
             "seeded": self.encoder.seeded,
             "dropped_by_router": list(self.dropped),
             **({} if self._format.vision is None else {"images": self._images()}),
-            **({} if self.verified is None else {"verified": self.verified._asdict()}),
+            **({} if self.verified is None else {"verified": asdict(self.verified)}),
         }
 
     def _images(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import structlog
 
@@ -23,6 +23,7 @@ from engine.backends.sglang.all_servers import AllServers, NoServerError
 from engine.backends.sglang.loads import UPDATE_SECONDS, LoadAll, from_disk, separately
 from engine.backends.sglang.memory import ServerMemory
 from engine.errors import BackendError
+from engine.schemas.base import Struct
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +33,7 @@ _RESUME = {"torch_empty_cache": False}
 """Emptying torch's cache needs CUDA; it is a hint, and the next allocation does without."""
 
 
-class _Weights(NamedTuple):
+class _Weights(Struct, frozen=True, kw_only=True):
     name: str
     load: LoadAll
     again: bool
@@ -155,7 +156,7 @@ class Control:
         if version < 0:
             raise ValueError(f"a weight version is not negative; got {version}")
         async with self._lock:
-            weights = _Weights(str(version), load, again, source)
+            weights = _Weights(name=str(version), load=load, again=again, source=source)
             self.servers.gone.clear()
             self.expected = None  # until every server has them, either version is right
             await self.memory.resume("weights")

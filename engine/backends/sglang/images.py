@@ -87,7 +87,9 @@ async def check_images(server: Server, details: dict[str, Any], format: ChatTemp
     unscaled = (await ask_logprobs(server, generate, ids, vision.bank.data_uri(digest)))[1]
     gap = float(np.abs(scaled - unscaled).max()) if len(scaled) == len(unscaled) else float("inf")
     pil = details.get("disable_fast_image_processor") or False
-    return ImageFacts("pil" if pil else str(details.get("image_processor_backend", "unknown")), gap)
+    return ImageFacts(
+        processor="pil" if pil else str(details.get("image_processor_backend", "unknown")), unscaled_gap=gap
+    )
 
 
 def sample_prompt(format: ChatTemplate) -> tuple[IntVector, list[int], str | None]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from engine.backends.servers.server import Server
 from engine.backends.sglang.images import ask_logprobs, sample_prompt
 from engine.errors import BackendError
+from engine.schemas.base import Struct
 from engine.tokens.catalogue import no_bars
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ MAX_HALF = 0.15
 """Maximum mean difference for 16-bit weights, in nats."""
 
 
-class Difference(NamedTuple):
+class Difference(Struct, frozen=True, kw_only=True):
     """Difference between a server's log-probs and those computed here, in nats."""
 
     largest: float
@@ -65,7 +66,7 @@ async def verify_servers(
         format.vision is not None
     ):  # at placeholders a server returns the log-probs of its own ids, which differ from ours
         compared = wanted[1:] != format.vision.placeholder_id
-    worst = Difference(0.0, 0.0, int(compared.sum()))
+    worst = Difference(largest=0.0, mean=0.0, tokens=int(compared.sum()))
     for server in servers:
         seen, theirs = await ask_logprobs(server, generate, ids, uri)
         if seen != wanted.tolist():
@@ -74,7 +75,7 @@ async def verify_servers(
                 kind="wrong_server",
             )
         off = np.abs(theirs[1:] - own)[compared]
-        found = Difference(float(off.max()), float(off.mean()), len(off))
+        found = Difference(largest=float(off.max()), mean=float(off.mean()), tokens=len(off))
         dtype = str((await server.json("GET", "/server_info")).get("dtype"))
         if not found.mean <= MAX_GAP.get(dtype, MAX_HALF):
             raise BackendError(
@@ -84,7 +85,7 @@ async def verify_servers(
                 f"{'prompts' if digest is None else 'images'} differently",
                 kind="wrong_server",
             )
-        worst = max(worst, found)
+        worst = max(worst, found, key=lambda difference: difference.largest)
     return worst
 
 

@@ -55,7 +55,7 @@ class CountedCosts(EpisodeService):
     @property
     def cost(self) -> Cost | None:
         """The costs in the file."""
-        return None if self._budget is None else Cost(self._budget.count(), self._most)
+        return None if self._budget is None else Cost(spent=self._budget.count(), most=self._most)
 
 
 def open_service(loaded: LoadedSpec, folder: Path) -> CountedCosts | None:

@@ -23,19 +23,19 @@ def _seconds(spec: EpisodeSpec, state: StateSpec) -> float:
 
 
 CONDENSE = ActionFacts(
-    "engine.plugins.condense.action:CondenseAction",
-    "Show the model a shorter conversation.",
-    ("condensed", "unchanged"),
-    _seconds,
+    use="engine.plugins.condense.action:CondenseAction",
+    does="Show the model a shorter conversation.",
+    events=("condensed", "unchanged"),
+    seconds=_seconds,
     rewrites_history=True,
     rewrites_machine="engine.plugins.condense.machine:with_condensing",
     makes_room="engine.plugins.condense.room:CondenseRoom",
 )
 ASK_SUMMARY = ActionFacts(
-    "engine.plugins.condense.action:AskSummaryAction",
-    "Ask the model for a summary of its history, which `condense` then puts in the place of the history.",
-    ("asked",),
-    lambda spec, state: 0.0,
+    use="engine.plugins.condense.action:AskSummaryAction",
+    does="Ask the model for a summary of its history, which `condense` then puts in the place of the history.",
+    events=("asked",),
+    seconds=lambda spec, state: 0.0,
 )
 CONDENSATIONS = Limit(
     "condensations",

@@ -22,15 +22,25 @@ def facts(spec: EpisodeSpec) -> SpecFacts:
     condense = CondenseSpec.section_of(spec)
     if condense is None:
         return SpecFacts(trainer_uses=_trainer_uses(spec, None))
-    expand = AddedTool(("condense", "expand"), "engine.plugins.condense.expand:expand_tool")
+    expand = AddedTool(path=("condense", "expand"), make="engine.plugins.condense.expand:expand_tool")
     code: tuple[AddedCode, ...] = ()
     roles: dict[DataPath, PlayedRole] = {}
     if isinstance(own := condense.condenser, OwnCondenserSpec):
         entry = Entry(use=own.use, with_=own.with_)
-        code = (AddedCode(_CONDENSER, entry, "condenser", ("text", "budget", "view"), own.isolation),)
+        code = (
+            AddedCode(
+                path=_CONDENSER,
+                entry=entry,
+                part="condenser",
+                takes=("text", "budget", "view"),
+                isolation=own.isolation,
+            ),
+        )
     if isinstance(summary := condense.condenser, SummarySpec):
         fields = ("task", "text", "tokens")
-        roles[_CONDENSER] = PlayedRole(SUMMARY_ROLE, summary.role, "environment", "condense", fields)
+        roles[_CONDENSER] = PlayedRole(
+            name=SUMMARY_ROLE, spec=summary.role, blame="environment", kinds="condense", fields=fields
+        )
     return SpecFacts(
         tools=(expand,) if condense.expand else (),
         code=code,
@@ -43,8 +53,8 @@ def _trainer_uses(spec: EpisodeSpec, condense: CondenseSpec | None) -> tuple[Tra
     """A condensed conversation has several branches."""
     if condense is not None:
         path = ("condense",) if condense.keep is None else ("condense", "keep")
-        return (TrainerUse("branches", path, f"remove `{'.'.join(path)}`, or use another trainer"),)
+        return (TrainerUse(thing="branches", path=path, fix=f"remove `{'.'.join(path)}`, or use another trainer"),)
     if spec.limits.value_of("on_overflow") == "condense":
         fix = "set `limits.on_overflow: end`, or use another trainer"
-        return (TrainerUse("branches", ("limits", "on_overflow"), fix),)
+        return (TrainerUse(thing="branches", path=("limits", "on_overflow"), fix=fix),)
     return ()

@@ -14,4 +14,8 @@ if TYPE_CHECKING:
 def facts(spec: EpisodeSpec) -> SpecFacts:
     """The hook `spec_facts`."""
     use = NotifySpec.or_default(spec).use
-    return SpecFacts(called=(Called(use, ("event",), {}, ("notify", "use"), ("notify", "with")),) if use else ())
+    return SpecFacts(
+        called=(Called(use=use, arguments=("event",), with_={}, path=("notify", "use"), path_with=("notify", "with")),)
+        if use
+        else ()
+    )

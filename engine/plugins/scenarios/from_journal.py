@@ -266,7 +266,7 @@ def task_of_scenario(task: Task, loaded: LoadedSpec, store: RunReader) -> tuple[
     if spec.source != "inline":
         given = {source: row[name] for name, source in spec.map.items() if name in row} if spec.map else row
         try:
-            made = task_of(Row(1, given, None), 0, spec, loaded)
+            made = task_of(Row(number=1, fields=given, origin=None), 0, spec, loaded)
             if _same_task(task, made):
                 return given, []
         except SpecError:

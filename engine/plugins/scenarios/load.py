@@ -167,7 +167,7 @@ class ScenarioSpecs:
         wanted = scenarios.file.scenarios[index].task
         place = scenarios.origin(index, "task")
         if isinstance(wanted, dict):
-            return task_of(Row(1, wanted, place), 0, loaded.spec.tasks, loaded)
+            return task_of(Row(number=1, fields=wanted, origin=place), 0, loaded.spec.tasks, loaded)
         tasks = self._tasks.get(id(loaded))
         if tasks is None:
             tasks = load_tasks(loaded)

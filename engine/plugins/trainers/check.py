@@ -60,7 +60,7 @@ def uses(loaded: LoadedSpec) -> Iterator[Use]:
         )
     elif train is not None and train.advantage_bonuses:
         yield Use("token_bonuses", ("train", "advantage_bonuses"), "remove the bonuses, or use another trainer")
-    added = [Use(*use) for facts in spec_facts(spec) for use in facts.trainer_uses]
+    added = [Use(use.thing, use.path, use.fix) for facts in spec_facts(spec) for use in facts.trainer_uses]
     yield from added
     if not added and any(facts.rewrites_history for facts in actions):
         yield Use("branches", ("machine",), "remove the state that shortens the conversation, or use another trainer")

@@ -35,9 +35,9 @@ ROUNDING = 1e-12
 class Member(Struct, frozen=True, kw_only=True, eq=False):
     """One episode of a group.
 
-    Member(ledger)
-    Member(ledger, state_keys=["hall", "kitchen", "hall"])
-    Member(ledger, values=np.array([0.5, 0.25, 0.75]), ends=[2, 3])     # two turns, of two tokens and of one
+    Member(ledger=ledger)
+    Member(ledger=ledger, state_keys=["hall", "kitchen", "hall"])
+    Member(ledger=ledger, values=np.array([0.5, 0.25, 0.75]), ends=[2, 3])     # two turns, of two tokens and of one
     """
 
     ledger: SealedLedger

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from engine.schemas.base import Struct
 from engine.spec.code.lineage import lineage
 from engine.spec.code.source import Alias, Definition, External, Module, Sources, last_name
 
@@ -22,8 +22,7 @@ _AWAITED = frozenset({"Awaitable", "Coroutine"})
 """What an `async` function returns: the result is their last argument."""
 
 
-@dataclass(frozen=True)
-class Scope:
+class Scope(Struct, frozen=True, kw_only=True):
     """Where an annotation is written."""
 
     sources: Sources
@@ -32,8 +31,7 @@ class Scope:
     """Names that mean something else there: type parameters, and what the body of the class binds."""
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(Struct, frozen=True, kw_only=True):
     """One member of an annotation's union."""
 
     name: str
@@ -62,7 +60,7 @@ def scope_of(definition: Definition, sources: Sources) -> Scope:
                 for item in node.body
                 if isinstance(item, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
             }
-    return Scope(sources, definition.module, frozenset(hidden))
+    return Scope(sources=sources, module=definition.module, hidden=frozenset(hidden))
 
 
 def _targets(item: ast.Assign | ast.AnnAssign) -> Iterator[ast.Name]:
@@ -86,9 +84,11 @@ def heads(annotation: ast.expr, scope: Scope, steps: int = 0) -> list[Head] | No
         arguments = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
     found = scope.sources.resolve(named, scope.module, scope.hidden)
     if isinstance(found, Alias):
-        return None if arguments else heads(found.expression, Scope(scope.sources, found.module), steps + 1)
+        return (
+            None if arguments else heads(found.expression, Scope(sources=scope.sources, module=found.module), steps + 1)
+        )
     if isinstance(found, Definition) and isinstance(found.node, ast.ClassDef):
-        return [Head(found.name, arguments, scope, found)]
+        return [Head(name=found.name, arguments=arguments, scope=scope, definition=found)]
     if not isinstance(found, External):
         return None
     module, _, name = found.name.rpartition(".")
@@ -100,13 +100,13 @@ def heads(annotation: ast.expr, scope: Scope, steps: int = 0) -> list[Head] | No
         return _all(arguments, scope, steps)
     if name == "Optional" and arguments:
         inner = heads(arguments[0], scope, steps + 1)
-        return None if inner is None else [*inner, Head("None", (), scope)]
-    return [Head(_PLAIN.get(name, name), arguments, scope)]
+        return None if inner is None else [*inner, Head(name="None", arguments=(), scope=scope)]
+    return [Head(name=_PLAIN.get(name, name), arguments=arguments, scope=scope)]
 
 
 def _quoted(annotation: ast.Constant, scope: Scope, steps: int) -> list[Head] | None:
     if annotation.value is None:
-        return [Head("None", (), scope)]
+        return [Head(name="None", arguments=(), scope=scope)]
     try:
         inner = ast.parse(annotation.value, mode="eval").body if isinstance(annotation.value, str) else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -202,8 +202,7 @@ _VALUES: Mapping[str, Callable[[Any], bool]] = {
 # ---- results
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(Struct, frozen=True, kw_only=True):
     """What a function must return."""
 
     classes: frozenset[str] = frozenset()
@@ -252,7 +251,7 @@ def _is_wrong(head: Head, wanted: Wanted, steps: int = 0) -> bool:
         return bool(inner) and all(_is_wrong(item, wanted, steps + 1) for item in inner or ())
     if head.name in wanted.heads:
         items = heads(head.arguments[0], head.scope) if wanted.items and len(head.arguments) == 1 else None
-        return bool(items) and all(_is_wrong(item, Wanted(wanted.items)) for item in items or ())
+        return bool(items) and all(_is_wrong(item, Wanted(classes=wanted.items)) for item in items or ())
     if head.definition is not None:
         family = lineage(head.definition, head.scope.sources)
         if any(item.name in wanted.classes for item in family.classes):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+from engine.schemas.base import Struct
 from engine.spec.code.module_text import bound_names, is_closed
 from engine.spec.code.source import MAX_STEPS, Definition, External, Sources, inside, last_name
 
@@ -27,8 +27,7 @@ _KNOWN_DECORATORS = frozenset({"dataclass", "final", "runtime_checkable"})
 """Decorators of classes that remove no method."""
 
 
-@dataclass(frozen=True, eq=False)
-class Lineage:
+class Lineage(Struct, frozen=True, kw_only=True, eq=False):
     """A class with its bases."""
 
     classes: Sequence[Definition]
@@ -47,7 +46,7 @@ def lineage(definition: Definition, sources: Sources) -> Lineage:
             classes = [vars(item)["definition"] for item in top.__mro__ if "definition" in vars(item)]
         except TypeError:  # bases that Python refuses
             classes, complete = [definition], False
-        known = sources.lineages[definition.node] = Lineage(classes, complete)
+        known = sources.lineages[definition.node] = Lineage(classes=classes, complete=complete)
     return known
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from engine.schemas.base import Struct
 from engine.spec.access import Access
 from engine.spec.code.entry import EntryError
 
@@ -18,8 +18,7 @@ _OPENING = frozenset({"globals", "locals", "vars", "exec", "eval", "setattr", "_
 """Names that let a module have attributes that its text does not bind."""
 
 
-@dataclass(frozen=True, eq=False)
-class ModuleText:
+class ModuleText(Struct, frozen=True, kw_only=True, eq=False):
     """What the text of a module says."""
 
     tree: ast.Module
@@ -77,7 +76,9 @@ def _parse(file: str, changed: int, size: int) -> ModuleText | SyntaxError | Non
         for name in dict.fromkeys(bound_names([statement])):
             bindings.setdefault(name, []).append(statement)
     names = frozenset(bindings) | declared
-    return ModuleText(tree, names, is_closed(tree), bindings, frozenset(declared | patched))
+    return ModuleText(
+        tree=tree, names=names, closed=is_closed(tree), bindings=bindings, changed=frozenset(declared | patched)
+    )
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

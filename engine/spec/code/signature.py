@@ -8,13 +8,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Union, get_type_hints
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from engine.schemas.base import Struct
 from engine.schemas.environment import EpisodeView, ToolReply
 from engine.terminal import brief
 
@@ -22,8 +22,7 @@ _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Raises|Yields|Exa
 _PARAMETER = re.compile(r"^(\s+)(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolShape:
+class ToolShape(Struct, frozen=True, kw_only=True):
     """What can be read off a tool's function: once for each function, not for each episode."""
 
     name: str
@@ -118,7 +117,12 @@ class DescribedTool:
         """Its name, schema and the model that checks its arguments."""
         parameters = self._schema["parameters"]
         schema = {"type": "function", "function": {**self._schema, "name": name or self.name}}
-        return ToolShape(name or self.name, schema, _arguments_of(orjson.dumps(parameters).decode()), self._view)
+        return ToolShape(
+            name=name or self.name,
+            schema=schema,
+            arguments=_arguments_of(orjson.dumps(parameters).decode()),
+            view=self._view,
+        )
 
     def __call__(self, **arguments: Any) -> Any:
         return self._call(**arguments)
@@ -213,7 +217,7 @@ def _shape_of(function: Callable[..., Any], name: str) -> ToolShape:
     parameters.setdefault("properties", {})
     parameters.pop("additionalProperties", None)
     schema = {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-    return ToolShape(name, schema, model, view)
+    return ToolShape(name=name, schema=schema, arguments=model, view=view)
 
 
 def explain(error: ValidationError) -> str:

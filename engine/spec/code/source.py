@@ -14,10 +14,10 @@ import ast
 import builtins
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.schemas.base import Struct
 from engine.spec.access import Access
 from engine.spec.code.entry import EntryError, ModuleFiles, has_submodule, nearest_attribute, parse_entry
 from engine.spec.code.module_text import ModuleText, bound_names, is_closed, read_module
@@ -34,8 +34,7 @@ _IMPLICIT = frozenset({"__name__", "__doc__", "__file__", "__package__", "__spec
 Def = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(frozen=True, eq=False)
-class Module:
+class Module(Struct, frozen=True, kw_only=True, eq=False):
     """One module that was read."""
 
     name: str
@@ -48,8 +47,7 @@ class Module:
         return self.file.name == "__init__.py"
 
 
-@dataclass(frozen=True, eq=False)
-class Definition:
+class Definition(Struct, frozen=True, kw_only=True, eq=False):
     """A class or function, with the module that defines it."""
 
     node: Def
@@ -63,22 +61,19 @@ class Definition:
         return f"{self.module.name}.{self.node.name}"
 
 
-@dataclass(frozen=True)
-class ModuleName:
+class ModuleName(Struct, frozen=True, kw_only=True):
     """A module that a name refers to."""
 
     name: str
 
 
-@dataclass(frozen=True)
-class External:
+class External(Struct, frozen=True, kw_only=True):
     """Something that is not read, such as a class of the standard library: `typing.Sequence`."""
 
     name: str
 
 
-@dataclass(frozen=True, eq=False)
-class Alias:
+class Alias(Struct, frozen=True, kw_only=True, eq=False):
     """An expression that a name stands for: `Sizes = list[int]`."""
 
     expression: ast.expr
@@ -141,7 +136,7 @@ class Sources:
         text = None if file is None else read_module(file, name)
         if file is None or text is None:
             return NotImported(use)
-        module = self._modules[name] = Module(name, file, text)
+        module = self._modules[name] = Module(name=name, file=file, text=text)
         first = parts[0]
         submodule = module.is_package and has_submodule(file.parent, first)
         if text.closed and first not in text.names and first not in _IMPLICIT and not submodule:
@@ -179,7 +174,7 @@ class Sources:
             if isinstance(owner, ModuleName):
                 return self._member(owner.name, expression.attr, steps + 1)
             if isinstance(owner, External):
-                return External(f"{owner.name}.{expression.attr}")
+                return External(name=f"{owner.name}.{expression.attr}")
             if isinstance(owner, Definition) and isinstance(owner.node, ast.ClassDef):
                 return inside(owner, expression.attr)
         return None
@@ -189,19 +184,19 @@ class Sources:
             return None
         statements = module.text.bindings.get(name, ())
         if not statements and name not in module.text.names and hasattr(builtins, name):
-            return External(f"builtins.{name}")
+            return External(name=f"builtins.{name}")
         if len(statements) != 1:
             return None
         statement = statements[0]
         if isinstance(statement, Def):
-            return Definition(statement, module)
+            return Definition(node=statement, module=module)
         if isinstance(statement, ast.ImportFrom):
             origin = next(item.name for item in statement.names if (item.asname or item.name) == name)
             source = _absolute(module, statement)
             return None if source is None else self._member(source, origin, steps + 1)
         if isinstance(statement, ast.Import):
             item = next(item for item in statement.names if (item.asname or item.name.partition(".")[0]) == name)
-            return ModuleName(item.name if item.asname else name)
+            return ModuleName(name=item.name if item.asname else name)
         return self._alias(statement, module, steps)
 
     def _alias(self, statement: ast.stmt, module: Module, steps: int) -> Found:
@@ -212,24 +207,24 @@ class Sources:
         )
         value = getattr(statement, "value", None)
         if type(statement).__name__ == "TypeAlias" and isinstance(value, ast.expr):
-            return None if getattr(statement, "type_params", None) else Alias(value, module)
+            return None if getattr(statement, "type_params", None) else Alias(expression=value, module=module)
         if not isinstance(target, ast.Name) or not isinstance(statement, ast.Assign | ast.AnnAssign):
             return None
         if isinstance(value, ast.Name | ast.Attribute):
             return self.resolve(value, module, steps=steps + 1)
-        return Alias(value, module) if isinstance(value, ast.Subscript | ast.BinOp) else None
+        return Alias(expression=value, module=module) if isinstance(value, ast.Subscript | ast.BinOp) else None
 
     def _member(self, name: str, attribute: str, steps: int) -> Found:
         """What `name.attribute` is, of the module `name`."""
         if name.partition(".")[0] in sys.stdlib_module_names or name.startswith("typing_extensions"):
-            return External(f"{name}.{attribute}")
+            return External(name=f"{name}.{attribute}")
         module = self.module(name)
         if module is None:
-            return External(f"{name}.{attribute}")
+            return External(name=f"{name}.{attribute}")
         if attribute in module.text.names:
             return self._named(module, attribute, steps)
         if module.is_package and has_submodule(module.file.parent, attribute):
-            return ModuleName(f"{name}.{attribute}")
+            return ModuleName(name=f"{name}.{attribute}")
         return None
 
     def module(self, name: str) -> Module | None:
@@ -239,7 +234,7 @@ class Sources:
                 file = self._files.find(name, name)
                 small = file is not None and file.stat().st_size <= LARGEST_FOLLOWED
                 text = read_module(file, name) if file is not None and small else None
-                self._modules[name] = None if file is None or text is None else Module(name, file, text)
+                self._modules[name] = None if file is None or text is None else Module(name=name, file=file, text=text)
             except (EntryError, OSError):
                 self._modules[name] = None
         return self._modules.get(name)
@@ -300,7 +295,7 @@ def inside(owner: Definition, name: str) -> Definition | None:
     assert isinstance(owner.node, ast.ClassDef)
     binding = [item for item in owner.node.body if name in bound_names([item])]
     if len(binding) == 1 and isinstance(binding[0], Def):
-        return Definition(binding[0], owner.module, owner.node)
+        return Definition(node=binding[0], module=owner.module, owner=owner.node)
     return None
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
+from engine.schemas.base import Struct
 from engine.spec.code.module_text import ModuleText
 from engine.spec.code.source import last_name
 
@@ -23,8 +23,7 @@ MAX_STEPS = 12
 """Maximum number of names that are followed for one value."""
 
 
-@dataclass(frozen=True)
-class WrittenNames:
+class WrittenNames(Struct, frozen=True, kw_only=True):
     """What the text of modules says."""
 
     texts: frozenset[str] = frozenset()
@@ -36,7 +35,7 @@ class WrittenNames:
 
     def __or__(self, other: WrittenNames) -> WrittenNames:
         facts, rewards = self.other_facts or other.other_facts, self.other_rewards or other.other_rewards
-        return WrittenNames(self.texts | other.texts, facts, rewards)
+        return WrittenNames(texts=self.texts | other.texts, other_facts=facts, other_rewards=rewards)
 
 
 ANY_NAME = WrittenNames(other_facts=True, other_rewards=True)
@@ -63,7 +62,7 @@ def written_names(text: ModuleText) -> WrittenNames:
             rewards = rewards or None in given
         elif name == "RewardEvent":
             rewards = rewards or None in given or not _is_text(given.get("name"))
-    return WrittenNames(frozenset(texts), facts, rewards)
+    return WrittenNames(texts=frozenset(texts), other_facts=facts, other_rewards=rewards)
 
 
 def _renames(node: ast.AST) -> bool:

@@ -18,20 +18,19 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import overload
 
 import numpy as np
 
+from engine.schemas.base import Struct
 from engine.schemas.environment import Task
 
 DRAWS = 4096
 """About the number of draws that are computed at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mix:
+class Mix(Struct, frozen=True, kw_only=True):
     """What a training needs to draw tasks from the sources of a mix."""
 
     names: list[str]
@@ -122,7 +121,7 @@ class MixedTable(TaskList):
         found = {name: np.flatnonzero(self._sources == number) for number, name in enumerate(self.names)}
         indices = {name: each for name, each in found.items() if len(each)}
         weights = [weight for name, weight in zip(self.names, self.weights, strict=True) if name in indices]
-        return Mix(list(indices), indices, Draws(weights, self.seed))
+        return Mix(names=list(indices), indices=indices, draws=Draws(weights, self.seed))
 
 
 def mixed_tasks(

@@ -51,7 +51,7 @@ class ParquetRows(Rows):
                 for batch in file.iter_batches(batch_size=_batch_rows(file.metadata)):
                     for fields in batch.to_pylist():
                         number += 1
-                        yield Row(number, fields, None)
+                        yield Row(number=number, fields=fields, origin=None)
             except (OSError, pyarrow.ArrowException) as error:
                 raise _not_parquet(path, error) from error
             finally:
@@ -66,7 +66,9 @@ class ParquetRows(Rows):
                 self._open[at] = self._guarded(self._files[at], _by_position)
             fields = self._open[at]
             return Row(
-                position + 1, self._guarded(self._files[at], lambda _: fields(position - self._starts[at])), None
+                number=position + 1,
+                fields=self._guarded(self._files[at], lambda _: fields(position - self._starts[at])),
+                origin=None,
             )
 
     @staticmethod

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from engine.schemas.base import Struct
 from engine.spec.text.diagnostic import Origin
 
 
@@ -31,8 +31,7 @@ class RowFault(Exception):
         self.rule = rule
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True, kw_only=True):
     """One row of a source, and where it stands."""
 
     number: int
@@ -75,11 +74,11 @@ class ListRows(Rows):
 
     def __iter__(self) -> Iterator[Row]:
         for position, fields in enumerate(self._rows):
-            yield Row(position + 1, fields, self._origin(position))
+            yield Row(number=position + 1, fields=fields, origin=self._origin(position))
 
     def row(self, position: int) -> Row:
         """See `Rows.row`."""
-        return Row(position + 1, self._rows[position], self._origin(position))
+        return Row(number=position + 1, fields=self._rows[position], origin=self._origin(position))
 
 
 class DatasetRows(Rows):
@@ -100,8 +99,8 @@ class DatasetRows(Rows):
         for start in range(0, len(self), 64):
             for fields in self._table[start : start + 64].to_pylist():
                 number += 1
-                yield Row(number, fields, None)
+                yield Row(number=number, fields=fields, origin=None)
 
     def row(self, position: int) -> Row:
         """See `Rows.row`."""
-        return Row(position + 1, self._table[position : position + 1].to_pylist()[0], None)
+        return Row(number=position + 1, fields=self._table[position : position + 1].to_pylist()[0], origin=None)

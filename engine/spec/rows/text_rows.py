@@ -63,7 +63,7 @@ class _TextRows(Rows):
                 for _, line, record in self._records(file, stream):
                     number += 1
                     origin = Origin(str(path), line, 1)
-                    yield Row(number, self._fields(file, record, number, origin), origin)
+                    yield Row(number=number, fields=self._fields(file, record, number, origin), origin=origin)
 
     def row(self, position: int) -> Row:
         """See `Rows.row`."""
@@ -77,7 +77,9 @@ class _TextRows(Rows):
             raise RowFault("the file has changed since its rows were counted", origin, "tasks.bad-file")
         data = os.pread(handle, offsets[at + 1] - offsets[at], offsets[at])
         number = position + 1
-        return Row(number, self._fields(file, self._record(data, number, origin), number, origin), origin)
+        return Row(
+            number=number, fields=self._fields(file, self._record(data, number, origin), number, origin), origin=origin
+        )
 
     def _indexed(self) -> list[tuple[array[int], array[int]]]:
         with self._lock:

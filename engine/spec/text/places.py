@@ -9,20 +9,19 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from engine.schemas.base import Struct
 from engine.schemas.open_union import OneOf, annotation_of, open_name, open_union
 from engine.schemas.sections import section_fields
 from engine.spec.text.diagnostic import DataPath
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(Struct, frozen=True, kw_only=True):
     """One place of a document, and what a contract says of it."""
 
     path: DataPath
@@ -107,7 +106,7 @@ def discriminator_of(annotation: Any, info: FieldInfo | None) -> str | None:
 
 def locate(model: type[BaseModel], loc: tuple[int | str, ...]) -> Spot:
     """Follow an error's `loc` through a contract."""
-    spot = Spot((), model, None)
+    spot = Spot(path=(), wanted=model, owner=None)
     info: FieldInfo | None = None
     for segment in loc:
         spot, info = _step(spot, info, segment)
@@ -116,26 +115,31 @@ def locate(model: type[BaseModel], loc: tuple[int | str, ...]) -> Spot:
 
 def _step(spot: Spot, info: FieldInfo | None, segment: int | str) -> tuple[Spot, FieldInfo | None]:
     if segment == "[key]":
-        return Spot(spot.path, str, spot.owner, spot.branch, key=True), None
+        return Spot(path=spot.path, wanted=str, owner=spot.owner, branch=spot.branch, key=True), None
     discriminator = discriminator_of(spot.wanted, info)
     if discriminator is not None:
         member = tagged(spot.wanted, discriminator).get(str(segment))
-        return Spot(spot.path, member, spot.owner, spot.branch), None
+        return Spot(path=spot.path, wanted=member, owner=spot.owner, branch=spot.branch), None
     wanted = bare(spot.wanted)
     if is_model(wanted):
         field = fields_by_key(wanted).get(str(segment))
         annotation = annotation_of(field) if field else None
-        return Spot((*spot.path, segment), annotation, wanted, spot.branch), field
+        return Spot(path=(*spot.path, segment), wanted=annotation, owner=wanted, branch=spot.branch), field
     origin, args = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is dict:
-        return Spot((*spot.path, segment), args[1], None, spot.branch), None
+        return Spot(path=(*spot.path, segment), wanted=args[1], owner=None, branch=spot.branch), None
     if origin in (list, tuple) and isinstance(segment, int):
-        return Spot((*spot.path, segment), args[0] if args else None, None, spot.branch), None
+        return Spot(path=(*spot.path, segment), wanted=args[0] if args else None, owner=None, branch=spot.branch), None
     members = branches(wanted)
     if len(members) > 1 and isinstance(segment, str):
         chosen = next((member for member in members if _label(member) == segment.partition("[")[0]), wanted)
-        return Spot(spot.path, chosen, spot.owner, segment), None
-    return Spot((*spot.path, segment) if isinstance(segment, int) else spot.path, None, None, spot.branch), None
+        return Spot(path=spot.path, wanted=chosen, owner=spot.owner, branch=segment), None
+    return Spot(
+        path=(*spot.path, segment) if isinstance(segment, int) else spot.path,
+        wanted=None,
+        owner=None,
+        branch=spot.branch,
+    ), None
 
 
 def _label(member: Any) -> str:

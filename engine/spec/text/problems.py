@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
 from engine.plugin import missing
-from engine.schemas.base import Bytes, Seconds
+from engine.schemas.base import Bytes, Seconds, Struct
 from engine.schemas.descriptions import description_of
 from engine.schemas.open_union import open_name, open_union
 from engine.spec.text.diagnostic import DataPath, Diagnostic, show_path
@@ -54,8 +54,7 @@ MAX_ERRORS = 200
 """Errors that are explained; of the others only the number is told."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Fault:
+class _Fault(Struct, frozen=True, kw_only=True):
     """One of Pydantic's errors, placed."""
 
     kind: str
@@ -106,7 +105,9 @@ def diagnose(
 def _fault(model: type[BaseModel], item: ErrorDetails, at: DataPath) -> _Fault:
     spot = locate(model, item["loc"])
     spot = replace(spot, path=(*at, *spot.path))
-    return _Fault(item["type"], spot, item.get("ctx") or {}, item["msg"].removeprefix("Value error, "))
+    return _Fault(
+        kind=item["type"], spot=spot, context=item.get("ctx") or {}, words=item["msg"].removeprefix("Value error, ")
+    )
 
 
 def _superseded(path: DataPath, grouped: Mapping[DataPath, list[_Fault]]) -> bool:

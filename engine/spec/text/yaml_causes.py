@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import yaml
+
+from engine.schemas.base import Struct
 
 MAX_CHARACTERS = 100_000
 """Maximum size of a text in which causes are looked for."""
@@ -30,8 +31,7 @@ _MISSING_COMMA = re.compile(r"""(?<=[\w"'\]}])( +)(?=[A-Za-z_][\w-]*: )""")
 _OPENERS = {"{": "}", "[": "]"}
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(Struct, frozen=True, kw_only=True):
     """What is probably wrong."""
 
     message: str
@@ -42,8 +42,7 @@ class Cause:
     """From 1."""
 
 
-@dataclass(frozen=True)
-class _Repair:
+class _Repair(Struct, frozen=True, kw_only=True):
     cause: Cause
     lines: dict[int, str]
     """The lines that it replaces, by index."""
@@ -113,10 +112,13 @@ def _quotes(lines: list[str], at: int) -> Iterator[_Repair]:
     column, quote = opened
     line = lines[at].rstrip()
     cause = Cause(
-        "a quote is opened here and not closed", f"close it with {quote} in the same line", at + 1, column + 1
+        message="a quote is opened here and not closed",
+        fix=f"close it with {quote} in the same line",
+        line=at + 1,
+        column=column + 1,
     )
     for end in (len(line), *(index for index in range(len(line) - 1, column, -1) if line[index] in ",}]")):
-        yield _Repair(cause, {at: line[:end] + quote + line[end:]})
+        yield _Repair(cause=cause, lines={at: line[:end] + quote + line[end:]})
 
 
 def _open_quote(line: str) -> tuple[int, str] | None:
@@ -160,18 +162,26 @@ def _brackets(lines: list[str], at: int) -> Iterator[_Repair]:
         elif stack and char == _OPENERS[stack[-1][1]]:
             stack.pop()
         elif char in "}]":
-            cause = Cause(f"`{char}` closes nothing here", "remove it, or open it before", at + 1, index + 1)
-            yield _Repair(cause, {at: line[:index] + line[index + 1 :]})
+            cause = Cause(
+                message=f"`{char}` closes nothing here",
+                fix="remove it, or open it before",
+                line=at + 1,
+                column=index + 1,
+            )
+            yield _Repair(cause=cause, lines={at: line[:index] + line[index + 1 :]})
             return
     if stack:
         column, char = stack[-1]
         closers = "".join(_OPENERS[item] for _, item in reversed(stack))
         cause = Cause(
-            f"`{char}` is opened here and not closed", f"close it with `{_OPENERS[char]}`", at + 1, column + 1
+            message=f"`{char}` is opened here and not closed",
+            fix=f"close it with `{_OPENERS[char]}`",
+            line=at + 1,
+            column=column + 1,
         )
-        yield _Repair(cause, {at: line + closers})
+        yield _Repair(cause=cause, lines={at: line + closers})
         for end in (index for index in range(len(line) - 1, column, -1) if line[index] in "}],"):
-            yield _Repair(cause, {at: line[:end] + _OPENERS[char] + line[end:]})
+            yield _Repair(cause=cause, lines={at: line[:end] + _OPENERS[char] + line[end:]})
 
 
 def _within_line(lines: list[str], at: int) -> Iterator[_Repair]:
@@ -179,29 +189,36 @@ def _within_line(lines: list[str], at: int) -> Iterator[_Repair]:
     line = lines[at]
     if glued := _GLUED.match(line):
         key = glued[1].strip().removeprefix("- ")
-        cause = Cause(f"there is no space after `{key}:`", f"write `{key}: …`", at + 1, glued.end(1) + 1)
-        yield _Repair(cause, {at: f"{glued[1]}: {line[glued.end() :]}"})
+        cause = Cause(
+            message=f"there is no space after `{key}:`", fix=f"write `{key}: …`", line=at + 1, column=glued.end(1) + 1
+        )
+        yield _Repair(cause=cause, lines={at: f"{glued[1]}: {line[glued.end() :]}"})
     if (bare := _NO_COLON.match(line)) and not _KEY.match(line):
         key = bare[1].strip().removeprefix("- ")
-        cause = Cause(f"there is no colon after `{key}`", f"write `{key}:`", at + 1, bare.end(1) + 1)
-        yield _Repair(cause, {at: f"{bare[1]}: {bare[2] or ''}".rstrip()})
+        cause = Cause(
+            message=f"there is no colon after `{key}`", fix=f"write `{key}:`", line=at + 1, column=bare.end(1) + 1
+        )
+        yield _Repair(cause=cause, lines={at: f"{bare[1]}: {bare[2] or ''}".rstrip()})
     for comma in _MISSING_COMMA.finditer(line):
         cause = Cause(
-            "a comma is missing here", "separate the entries of {…} and […] by commas", at + 1, comma.start() + 1
+            message="a comma is missing here",
+            fix="separate the entries of {…} and […] by commas",
+            line=at + 1,
+            column=comma.start() + 1,
         )
-        yield _Repair(cause, {at: line[: comma.start()] + "," + line[comma.start() :]})
+        yield _Repair(cause=cause, lines={at: line[: comma.start()] + "," + line[comma.start() :]})
     value = _VALUE.match(line)
     if value and value[2][0] not in "\"'":
         quoted = '"' + value[2].replace("\\", "\\\\").replace('"', '\\"') + '"'
         why = "contains `: `" if ": " in value[2] else f"begins with `{value[2][0]}`"
         cause = Cause(
-            f"the value {why}, so it needs quotes",
-            f"write {quoted}" if len(quoted) < 60 else "quote it",
-            at + 1,
-            value.start(2) + 1,
+            message=f"the value {why}, so it needs quotes",
+            fix=f"write {quoted}" if len(quoted) < 60 else "quote it",
+            line=at + 1,
+            column=value.start(2) + 1,
         )
         if ": " in value[2] or value[2][0] in "%@`*&!|>{[":
-            yield _Repair(cause, {at: value[1] + quoted})
+            yield _Repair(cause=cause, lines={at: value[1] + quoted})
 
 
 def _indentation(lines: list[str], at: int) -> Iterator[_Repair]:
@@ -238,10 +255,10 @@ def _indentation(lines: list[str], at: int) -> Iterator[_Repair]:
             message = f"the indentation of `{what}` is wrong: {has}"
             fix = f"indent it by {depth}, {relation} `{name}` in line {number}"
             moved = {item: " " * max(0, depth - own + _depth(lines[item])) + lines[item].lstrip(" ") for item in block}
-            cause = Cause(message, fix, at + 1, own + 1)
-            yield _Repair(cause, moved, depth % 2 == 0)
+            cause = Cause(message=message, fix=fix, line=at + 1, column=own + 1)
+            yield _Repair(cause=cause, lines=moved, usual=depth % 2 == 0)
             if len(block) > 1:
-                yield _Repair(cause, {at: moved[at]}, depth % 2 == 0)
+                yield _Repair(cause=cause, lines={at: moved[at]}, usual=depth % 2 == 0)
 
 
 def _depth(line: str) -> int:

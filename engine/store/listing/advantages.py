@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.store.rows.row import TrainingRow
 
 
-class Advantages(Struct, frozen=True, eq=False):
+class Advantages(Struct, frozen=True, kw_only=True, eq=False):
     """The training rows of a group, by episode and branch."""
 
     method: str
@@ -30,7 +30,7 @@ class Advantages(Struct, frozen=True, eq=False):
     @classmethod
     def none(cls, why: str) -> Advantages:
         """Return no advantages, with the reason."""
-        return cls("", why)
+        return cls(method="", missing=why)
 
     @classmethod
     def of_group(cls, store: RunReader, task_id: str) -> Advantages:
@@ -45,7 +45,8 @@ class Advantages(Struct, frozen=True, eq=False):
             rows = {(row.episode.episode_id, row.branch.index): row for row in builder.rows(group)}
         except EngineError as error:
             return cls.none(str(error))
-        return cls(builder.credit.method, "evaluations have none" if builder.evaluation else "", rows)
+        missing = "evaluations have none" if builder.evaluation else ""
+        return cls(method=builder.credit.method, missing=missing, rows=rows)
 
     def of_branch(self, episode_id: str, branch: int) -> Any:
         """Return the advantage of each token of a branch, float32 [tokens]; None if its row is not trainable."""

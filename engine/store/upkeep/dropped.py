@@ -12,9 +12,9 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from engine.errors import DroppedError
+from engine.schemas.base import Struct
 from engine.store import database
 
 _TABLE = (
@@ -30,7 +30,7 @@ _CONTENT = {
 """The tables with the content of episodes, each with the bytes of a row."""
 
 
-class Dropped(NamedTuple):
+class Dropped(Struct, frozen=True, kw_only=True):
     """What was dropped from a run."""
 
     episodes: int = 0
@@ -47,7 +47,7 @@ class Dropped(NamedTuple):
         )
 
 
-class Space(NamedTuple):
+class Space(Struct, frozen=True, kw_only=True):
     """The size of a run's file, in bytes."""
 
     file: int
@@ -60,7 +60,7 @@ class Space(NamedTuple):
         return self.file - self.free
 
 
-class Content(NamedTuple):
+class Content(Struct, frozen=True, kw_only=True):
     """Content that can be dropped."""
 
     sizes: dict[int, int]
@@ -79,7 +79,7 @@ def space(connection: sqlite3.Connection) -> Space:
     pages, free, size = (
         connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
     )
-    return Space(pages * size, free * size)
+    return Space(file=pages * size, free=free * size)
 
 
 def has_table(connection: sqlite3.Connection) -> bool:
@@ -92,7 +92,8 @@ def read_dropped(connection: sqlite3.Connection) -> Dropped:
     if not has_table(connection):
         return Dropped()
     query = "SELECT count(*), coalesce(sum(bytes), 0), coalesce(max(at), 0.0) FROM dropped"
-    return Dropped(*connection.execute(query).fetchone())
+    counts = connection.execute(query).fetchone()
+    return Dropped(**dict(zip(Dropped.__struct_fields__, counts, strict=True)))
 
 
 def read_dropped_ids(connection: sqlite3.Connection) -> set[str]:
@@ -135,8 +136,8 @@ def measure(connection: sqlite3.Connection, episode_ids: Sequence[str], *, keep_
         query += " AND NOT EXISTS (SELECT 1 FROM dropped WHERE episode = number)"
     rows = connection.execute(query, tuple(episode_ids)).fetchall()
     if keep_failed and any(failure is not None for _, failure in rows):
-        return Content({}, failed=True)
-    return Content({number: _size(connection, number) for number, _ in rows})
+        return Content(sizes={}, failed=True)
+    return Content(sizes={number: _size(connection, number) for number, _ in rows})
 
 
 def _size(connection: sqlite3.Connection, number: int) -> int:

@@ -10,6 +10,8 @@ import sqlite3
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from msgspec.structs import astuple
+
 from engine.schemas.journal import JournalEntry
 from engine.store import codec
 from engine.store.database import insert
@@ -33,7 +35,7 @@ def copy_shared(connection: sqlite3.Connection, source: RunReader, fork: Fork) -
     """
     connection.execute("BEGIN IMMEDIATE")
     for digest in source.image_digests():
-        connection.execute("INSERT INTO images VALUES (?, ?, ?, ?, ?)", source.image(digest))
+        connection.execute("INSERT INTO images VALUES (?, ?, ?, ?, ?)", astuple(source.image(digest)))
     tasks: set[str] = set()
     for row in source.episodes():
         if row.task_id not in tasks:

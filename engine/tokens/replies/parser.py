@@ -153,7 +153,8 @@ class ReplyParser:
         whole = reasoning is None
         if thinking or call_format is None:
             return ParsedReply(body, reasoning, [], body, thinking, True, whole)
-        content, attempts = parse_calls(call_format, body, tools, f"call_{turn}")
+        parsed = parse_calls(call_format, body, tools, f"call_{turn}")
+        content, attempts = parsed.content, parsed.attempts
         if not attempts:
             return ParsedReply(body, reasoning, [], body, False, True, whole)
         read = all(isinstance(attempt, ToolCall) for attempt in attempts)

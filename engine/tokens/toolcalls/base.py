@@ -9,9 +9,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import isfinite
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
+
+from msgspec.structs import replace
 
 from engine.errors import RenderError
+from engine.schemas.base import Struct
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.storable import refusal, words_of
 from engine.terminal import brief
@@ -26,7 +29,7 @@ Call = tuple[str, dict[str, Any]]
 """A tool's name and the call's arguments."""
 
 
-class ParsedCalls(NamedTuple):
+class ParsedCalls(Struct, frozen=True):
     """The tool calls of one reply."""
 
     content: str
@@ -110,7 +113,7 @@ class TaggedFormat(ToolCallFormat):
         """See `ToolCallFormat.parse`."""
         opening, closing = self.marks
         if opening not in text:
-            return ParsedCalls(text, [])
+            return ParsedCalls(content=text, attempts=[])
         attempts: list[ToolCall | MalformedCall] = []
         outside: list[str] = []
         at = 0
@@ -123,7 +126,7 @@ class TaggedFormat(ToolCallFormat):
             body = text[inside:end].strip() if closed else None
             attempts.append(self._attempt(body, text[start:at], tools, f"{prefix}_{len(attempts)}"))
         outside.append(text[at:])
-        return ParsedCalls("".join(outside).rstrip(), attempts)
+        return ParsedCalls(content="".join(outside).rstrip(), attempts=attempts)
 
     def _attempt(
         self, body: str | None, raw: str, tools: Sequence[dict[str, Any]], id_: str
@@ -159,7 +162,7 @@ def parse_calls(form: ToolCallFormat, text: str, tools: Sequence[dict[str, Any]]
         if not isinstance(attempt, ToolCall | MalformedCall):
             kind = type(attempt).__name__
             raise RenderError(f"{name} returned {kind} among its attempts, not ToolCall or MalformedCall")
-    return found._replace(attempts=[_storable(attempt, text) for attempt in found.attempts])
+    return replace(found, attempts=[_storable(attempt, text) for attempt in found.attempts])
 
 
 def _storable(attempt: ToolCall | MalformedCall, text: str) -> ToolCall | MalformedCall:

@@ -66,7 +66,7 @@ class PythonicFormat(ToolCallFormat):
             for name, arguments in calls:
                 attempts.append(ToolCall(id=f"{prefix}_{len(attempts)}", name=name, arguments=arguments))
         outside.append(rest)
-        return ParsedCalls("".join(outside).rstrip() if attempts else text, attempts)
+        return ParsedCalls(content="".join(outside).rstrip() if attempts else text, attempts=attempts)
 
     def write(self, text: str, calls: Sequence[Call]) -> str:
         """See `ToolCallFormat.write`."""

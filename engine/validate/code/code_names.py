@@ -21,13 +21,13 @@ def names_of_plugins(ctx: CheckContext) -> frozenset[str]:
 
 def code_names(ctx: CheckContext) -> WrittenNames:
     """Return the names that environment, tools, users, scorer, own actions and those of plugins write, with all texts in their `with`."""
-    found = WrittenNames(names_of_plugins(ctx))
+    found = WrittenNames(texts=names_of_plugins(ctx))
     for item in ctx.spec_code:
         adapted = item.role == "environment" and ctx.spec.environment and ctx.spec.environment.adapter
-        found |= WrittenNames(frozenset(_texts_in(item.entry.with_)))
+        found |= WrittenNames(texts=frozenset(_texts_in(item.entry.with_)))
         found |= ANY_NAME if item.role == "tool server" or adapted else _names_of(ctx, item.entry.use, item.role)
     for _, state in ctx.own_actions:
-        found |= WrittenNames(frozenset(_texts_in(state.with_))) | _names_of(ctx, str(state.action), "action")
+        found |= WrittenNames(texts=frozenset(_texts_in(state.with_))) | _names_of(ctx, str(state.action), "action")
     return found
 
 

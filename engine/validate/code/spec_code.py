@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from engine.actions.facts import ACTIONS, SCORERS
 from engine.moved_names import new_name
 from engine.spec.added import Called, added_tools, spec_facts
@@ -98,7 +100,14 @@ def called(ctx: CheckContext) -> Iterator[Called]:
     for at, source in each_source(ctx):
         tasks = source.spec.tasks
         if tasks.source == "python" and tasks.use:
-            yield Called(tasks.use, (), tasks.with_, (*at, "use"), (*at, "with"), True)
+            yield Called(
+                use=tasks.use,
+                arguments=(),
+                with_=tasks.with_,
+                path=(*at, "use"),
+                path_with=(*at, "with"),
+                may_be_class=True,
+            )
     for facts in spec_facts(ctx.spec):
         yield from facts.called
     train = ctx.spec.train
@@ -106,7 +115,9 @@ def called(ctx: CheckContext) -> Iterator[Called]:
         return
     for index, bonus in enumerate(train.advantage_bonuses):
         path: DataPath = ("train", "advantage_bonuses", index)
-        yield Called(bonus.use, ("row",), bonus.with_, (*path, "use"), (*path, "with"))
+        yield Called(
+            use=bonus.use, arguments=("row",), with_=bonus.with_, path=(*path, "use"), path_with=(*path, "with")
+        )
 
 
 def _built(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
@@ -129,7 +140,13 @@ def _built(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Fi
 
 def call_of(item: NamedEntry, *arguments: str) -> Called:
     """Return how an environment, tool, user or scorer is built or called."""
-    return Called(item.entry.use, arguments, item.entry.with_, (*item.path, "use"), (*item.path, "with"))
+    return Called(
+        use=item.entry.use,
+        arguments=arguments,
+        with_=item.entry.with_,
+        path=(*item.path, "use"),
+        path_with=(*item.path, "with"),
+    )
 
 
 def _methods(item: NamedEntry, thing: CodeFacts, methods: Mapping[str, tuple[str, ...]]) -> Iterator[Finding]:
@@ -185,7 +202,7 @@ def _scorer(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[F
 def _agent(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
     """Check an agent program that is a coroutine: a function of these keyword arguments."""
     given = dict.fromkeys(("task", "base_url", "key", "model"))
-    yield from _function(ctx, thing, call_of(item)._replace(with_={**given, **item.entry.with_}))
+    yield from _function(ctx, thing, replace(call_of(item), with_={**given, **item.entry.with_}))
     if thing.kind == "function" and thing.awaited is False:
         message = f"`{item.entry.use}` is not a coroutine function, so it cannot be cancelled at a limit"
         yield Finding(message, (*item.path, "use"), "write it with `async def`, or start a program with `run`")
@@ -231,7 +248,13 @@ def actions(ctx: CheckContext) -> Iterator[Called]:
     """The actions of the spec's own."""
     for name, state in ctx.own_actions:
         path = ctx.state_path(name)
-        yield Called(str(state.action), ("view",), state.with_, (*path, "action"), (*path, "with"))
+        yield Called(
+            use=str(state.action),
+            arguments=("view",),
+            with_=state.with_,
+            path=(*path, "action"),
+            path_with=(*path, "with"),
+        )
 
 
 def _step(ctx: CheckContext, path: DataPath) -> Iterator[Finding]:

@@ -33,12 +33,12 @@ from engine.validate.registry import Finding, rule
 
 _METHODS: Mapping[str, Mapping[str, tuple[Wanted, str]]] = {
     "environment": {
-        "reset": (Wanted(frozenset({RESET})), "a `Reset`"),
-        "step": (Wanted(frozenset({STEP})), "a `Step`"),
+        "reset": (Wanted(classes=frozenset({RESET})), "a `Reset`"),
+        "step": (Wanted(classes=frozenset({STEP})), "a `Step`"),
         "score": (REWARDS, "a `list[RewardEvent]`"),
         "tools": (TOOLS, "a list of functions"),
     },
-    "user": {"respond": (Wanted(frozenset({USER_TURN})), "a `UserTurn`")},
+    "user": {"respond": (Wanted(classes=frozenset({USER_TURN})), "a `UserTurn`")},
     "tool": {"__call__": (TOOL_RESULT, "text, a `ToolReply` or what JSON can hold")},
 }
 """What each method must return."""
@@ -73,7 +73,13 @@ def with_type(ctx: CheckContext) -> Iterator[Finding]:
 
 def _calls(ctx: CheckContext) -> Iterator[Called]:
     for item in ctx.spec_code:
-        yield Called(item.entry.use, (), item.entry.with_, (*item.path, "use"), (*item.path, "with"))
+        yield Called(
+            use=item.entry.use,
+            arguments=(),
+            with_=item.entry.with_,
+            path=(*item.path, "use"),
+            path_with=(*item.path, "with"),
+        )
     yield from called(ctx)
     yield from actions(ctx)
 
@@ -123,7 +129,7 @@ def returns(ctx: CheckContext) -> Iterator[Finding]:
     for call in actions(ctx):
         text = ctx.code_text(call.use)
         if text is not None and text.kind == "function":
-            yield from _wrong(ctx, text.definition, call.use, Wanted(frozenset({STEP})), "a `Step`", call.path)
+            yield from _wrong(ctx, text.definition, call.use, Wanted(classes=frozenset({STEP})), "a `Step`", call.path)
     tasks = ctx.spec.tasks
     text = ctx.code_text(tasks.use) if tasks.source == "python" and tasks.use else None
     if text is not None and text.kind == "function":

@@ -10,10 +10,10 @@ SECONDS = 10.0
 """Deadline of one check."""
 
 CHECK_SUMS = ActionFacts(
-    "sum_check.action:CheckSumsAction",
-    "Work out the sums in the newest reply.",
-    ("right", "wrong", "unchecked"),
-    lambda spec, state: SECONDS,
+    use="sum_check.action:CheckSumsAction",
+    does="Work out the sums in the newest reply.",
+    events=("right", "wrong", "unchecked"),
+    seconds=lambda spec, state: SECONDS,
     speaks="user",
     silent_events=("right", "unchecked"),
     writes=("sums",),

@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 
 def facts(spec: EpisodeSpec) -> SpecFacts:
     """The hook `spec_facts`: the tool, if the section asks for it."""
-    tool = AddedTool(("sum_check", "tool"), "sum_check.tool:sums_tool")
+    tool = AddedTool(path=("sum_check", "tool"), make="sum_check.tool:sums_tool")
     return SpecFacts(tools=(tool,) if SumCheckSpec.or_default(spec).tool else ())

@@ -211,7 +211,11 @@ def messages(draw: st.DrawFn, reply: ModelReply) -> list[dict[str, Any]]:
 
     api, session = ChatCompletions(), Session()
     request = api.read({"model": "policy", "messages": ASK}, session)
-    made = ChatCompletion.model_validate(api.whole(request, Replies("1", 7, [reply]), session)).choices[0].message
+    made = (
+        ChatCompletion.model_validate(api.whole(request, Replies(id="1", created=7, replies=[reply]), session))
+        .choices[0]
+        .message
+    )
     said = made.model_dump(**draw(st.sampled_from([{}, {"exclude_none": True}, {"exclude_unset": True}])))
     if draw(st.booleans()):
         said.pop("reasoning_content", None)

@@ -102,23 +102,23 @@ ONE = Message(role="assistant", content="one", reasoning="hm", tool_calls=[])
 
 def started() -> EchoIndex:
     index = EchoIndex()
-    assert told(index, SYSTEM, ASK) == Continuation(None, 0, "")
+    assert told(index, SYSTEM, ASK) == Continuation(parent=None, covered=0, reason="")
     index.add_reply(index.add_request([SYSTEM, ASK], "", None), 0, said(ONE))
     return index
 
 
 def test_each_reason() -> None:
     index = started()
-    assert told(index, SYSTEM, ASK, ONE, ASK) == Continuation(0, 3, "")
-    assert told(index, SYSTEM, ASK) == Continuation(None, 0, "repeated")
-    assert told(index, SYSTEM, ASK, ONE, ASK, tools="t") == Continuation(0, 3, "tools_changed")
-    assert told(index, SYSTEM, ASK, ONE, ASK, ONE, ASK) == Continuation(0, 3, "edited")
-    assert told(index, ASK) == Continuation(None, 0, "subagent")
+    assert told(index, SYSTEM, ASK, ONE, ASK) == Continuation(parent=0, covered=3, reason="")
+    assert told(index, SYSTEM, ASK) == Continuation(parent=None, covered=0, reason="repeated")
+    assert told(index, SYSTEM, ASK, ONE, ASK, tools="t") == Continuation(parent=0, covered=3, reason="tools_changed")
+    assert told(index, SYSTEM, ASK, ONE, ASK, ONE, ASK) == Continuation(parent=0, covered=3, reason="edited")
+    assert told(index, ASK) == Continuation(parent=None, covered=0, reason="subagent")
     request = index.add_request([ASK], "", 0)
     index.add_reply(request, 1, said(replace(ONE, content="two")))
-    assert told(index, SYSTEM, ASK, ONE, ASK) == Continuation(0, 3, "repeated")
-    assert told(index, SYSTEM, ASK, ONE, SYSTEM) == Continuation(0, 3, "edited")
-    assert told(index, SYSTEM, ASK, SYSTEM) == Continuation(None, 0, "condensed")
+    assert told(index, SYSTEM, ASK, ONE, ASK) == Continuation(parent=0, covered=3, reason="repeated")
+    assert told(index, SYSTEM, ASK, ONE, SYSTEM) == Continuation(parent=0, covered=3, reason="edited")
+    assert told(index, SYSTEM, ASK, SYSTEM) == Continuation(parent=None, covered=0, reason="condensed")
 
 
 def test_reasoning_that_is_given_must_be_the_replys() -> None:
@@ -157,4 +157,4 @@ def test_a_stop_text_of_the_request_may_be_added_again(end: str) -> None:
     index.add_reply(index.add_request([ASK], "", None), 0, said(ONE, "STOP"))
     index.add_reply(index.add_request([ASK], "", 0), 1, said(replace(ONE, content="two")))
     history = [ASK, replace(ONE, content="one" + end), ASK, replace(ONE, content="two")]
-    assert told(index, *history, ASK) == Continuation(1, 4, "")
+    assert told(index, *history, ASK) == Continuation(parent=1, covered=4, reason="")

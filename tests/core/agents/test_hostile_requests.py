@@ -120,7 +120,7 @@ def test_any_part_may_be_of_another_type(path: str, value: Any) -> None:
             inside = inside[key]
         inside[place[-1]] = value
         with suppress(ApiError):
-            APIS[path].read(body, Session(stored={"resp_1": Stored([Message(role="user", content="Q")])}))
+            APIS[path].read(body, Session(stored={"resp_1": Stored(messages=[Message(role="user", content="Q")])}))
 
 
 @pytest.mark.parametrize("path", APIS)
@@ -128,7 +128,7 @@ def test_any_part_may_be_of_another_type(path: str, value: Any) -> None:
 def test_any_body_is_read_or_refused(path: str, data: Any) -> None:
     session = Session(
         allow=frozenset({"temperature", "stop", "max_tokens", "top_k"}),
-        stored={"resp_1": Stored([Message(role="user", content="Q")])},
+        stored={"resp_1": Stored(messages=[Message(role="user", content="Q")])},
     )
     holder = {"body": copy.deepcopy(BODIES[path])}
     assert APIS[path].read(holder["body"], session).messages

@@ -219,7 +219,7 @@ def test_a_stop_sequence_and_a_cut_reply_are_reported() -> None:
         (replace(plain, stopped="Y"), ("end_turn", None)),  # of the spec
         (replace(plain, finish="length"), ("max_tokens", None)),
     ):
-        made = API.whole(request, Replies("1", 7, [reply]), session)
+        made = API.whole(request, Replies(id="1", created=7, replies=[reply]), session)
         assert (made["stop_reason"], made["stop_sequence"]) == reason
 
 
@@ -236,7 +236,7 @@ def test_a_stored_thread_is_continued_with_its_system_prompt_and_tools() -> None
     talk.check_one_tape()
     assert request.messages[0] == Message(role="system", content="S")
     assert request.tools[0]["function"]["name"] == "f"
-    talk.session.stored["resp_1"] = Stored([])  # of another API
+    talk.session.stored["resp_1"] = Stored(messages=[])  # of another API
     for change, param in (
         ({"tools": [TOOL]}, "tools"),
         ({"thread": {"type": "continue", "previous_message_id": "x"}}, "thread.previous_message_id"),
@@ -254,7 +254,7 @@ def test_a_stored_thread_is_continued_with_its_system_prompt_and_tools() -> None
 @st.composite
 def blocks(draw: st.DrawFn, reply: ModelReply, thinking: dict[str, Any]) -> list[dict[str, Any]]:
     """The messages that a program adds after a reply: its blocks, and the results of its calls."""
-    whole = API.whole(API.read(ASK | thinking, Session()), Replies("1", 7, [reply]), Session())
+    whole = API.whole(API.read(ASK | thinking, Session()), Replies(id="1", created=7, replies=[reply]), Session())
     content: Any = whole["content"]
     if draw(st.booleans()):
         content = [{key: value for key, value in block.items() if value is not None} for block in content]

@@ -52,7 +52,7 @@ async def test_a_marked_retry_joins_a_request_that_is_still_answered(tmp_path: P
     assert retry is first
     assert repeat is not first
     await run.next()
-    run.answer(Replies("id", 0, []))
+    run.answer(Replies(id="id", created=0, replies=[]))
     assert first.answer.result().id == "id"
     assert first.request.messages == []  # an answered request keeps no history in memory
     assert ask(run, b"1", x_stainless_retry_count="1") is repeat  # the newest

@@ -81,7 +81,11 @@ REPLY = ModelReply(
     finish="stop",
     prompt_tokens=1,
     reply_tokens=3,
-    sampled=[SampledToken(b"\xc3", -0.5), SampledToken(b"\xa9!", -0.25), SampledToken(b"<end>", 0.0)],
+    sampled=[
+        SampledToken(data=b"\xc3", logprob=-0.5),
+        SampledToken(data=b"\xa9!", logprob=-0.25),
+        SampledToken(data=b"<end>", logprob=0.0),
+    ],
 )
 WRITTEN = [
     {"token": "\ufffd", "logprob": -0.5, "bytes": [195], "top_logprobs": []},

@@ -247,7 +247,7 @@ _ENCRYPTED = "reasoning.encrypted_content"
 def _made(reply: ModelReply, name: str) -> Any:
     from engine.agents.wire.requests import Replies
 
-    return Replies(name, 7, [reply])
+    return Replies(id=name, created=7, replies=[reply])
 
 
 @given(st.data(), st.booleans(), st.booleans())

@@ -46,7 +46,7 @@ class Answers:
         if self.fault is not None:
             loop.call_later(self.wait, answer.set_exception, self.fault)
         else:
-            made = Replies(str(len(self.asked)), 7, [self.reply] * request.replies)
+            made = Replies(id=str(len(self.asked)), created=7, replies=[self.reply] * request.replies)
             loop.call_later(self.wait, answer.set_result, made)
         return Exchange(request, "", answer, readers=1)
 
@@ -115,13 +115,16 @@ class Talk:
         self.places.append(place)
         known = self.index.add_request(request.messages[place.covered :], tools, place.parent)
         self.index.add_reply(known, len(self.places) - 1, reply)
-        return request, Replies(f"a/0-{len(self.places) - 1}", 7, [reply])
+        return request, Replies(id=f"a/0-{len(self.places) - 1}", created=7, replies=[reply])
 
     def check_one_tape(self) -> None:
         """Each request continued the reply before it."""
         assert self.places == [
-            Continuation(None, 0, ""),
-            *(Continuation(turn, self.places[turn + 1].covered, "") for turn in range(len(self.places) - 1)),
+            Continuation(parent=None, covered=0, reason=""),
+            *(
+                Continuation(parent=turn, covered=self.places[turn + 1].covered, reason="")
+                for turn in range(len(self.places) - 1)
+            ),
         ]
 
 

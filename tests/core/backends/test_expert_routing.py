@@ -165,17 +165,17 @@ async def test_a_server_without_the_flag_is_refused_at_the_start(chat_format: Ch
 @pytest.mark.parametrize(
     ("config", "layout"),
     [
-        ({"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 3}, ExpertLayout(3, 8, 128, (0, 1, 2))),
+        ({"num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 3}, ExpertLayout(layers=3, top_k=8, experts=128, sparse=(0, 1, 2))),
         (
             {"num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], "decoder_sparse_step": 2},
-            ExpertLayout(4, 2, 8, (1,)),
+            ExpertLayout(layers=4, top_k=2, experts=8, sparse=(1,)),
         ),
-        ({"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}, ExpertLayout(2, 2, 8, (0, 1))),
+        ({"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}, ExpertLayout(layers=2, top_k=2, experts=8, sparse=(0, 1))),
         (
             {"n_routed_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 4, "first_k_dense_replace": 3},
-            ExpertLayout(4, 8, 256, (3,)),
+            ExpertLayout(layers=4, top_k=8, experts=256, sparse=(3,)),
         ),
-        ({"text_config": {"num_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 1}}, ExpertLayout(1, 1, 4, (0,))),
+        ({"text_config": {"num_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 1}}, ExpertLayout(layers=1, top_k=1, experts=4, sparse=(0,))),
         ({"num_hidden_layers": 2}, None),
         ({"num_experts": 1, "num_experts_per_tok": 1, "num_hidden_layers": 2}, None),
     ],

@@ -44,7 +44,7 @@ class Cached:
         new = row.known[row.cached :].tolist()
         self.store.reserve(row.length)
         states = torch.tensor(new, dtype=torch.float32)[None, None, :, None].expand(1, HEADS, len(new), WIDTH)
-        self.store.write(0, states, -states, Plan([Chunk(row.index, new, row.cached)], CPU))
+        self.store.write(0, states, -states, Plan([Chunk(row=row.index, ids=new, past=row.cached)], CPU))
         row.cached = row.length
 
     def check(self, row: Row) -> None:

@@ -40,7 +40,18 @@ def spec_of(tmp_path: Path, tokenizer: Path, drivers: int = 2) -> LoadedSpec:
 
 
 def setup_of(loaded: LoadedSpec, header: RunHeader, folder: Path) -> Setup:
-    return Setup(loaded, header, str(folder), loaded.spec.rollout.drivers, None, None, False, [], str(Path.cwd()), {})
+    return Setup(
+        loaded=loaded,
+        header=header,
+        folder=str(folder),
+        drivers=loaded.spec.rollout.drivers,
+        kept=None,
+        shards=None,
+        keep_going=False,
+        path=[],
+        cwd=str(Path.cwd()),
+        environ={},
+    )
 
 
 def rows(folder: Path) -> dict[str, tuple[Any, ...]]:
@@ -159,7 +170,7 @@ async def test_a_feed_reports_a_group_after_its_rows_are_published(tmp_path: Pat
 
     async def call(number: int, wanted: int, done: Sequence[int], faulty: Sequence[int]) -> Answer:
         told.append(("call", (list(done), list(faulty))))
-        return Answer("run", ((0, 2), (1, 0))) if number == 1 else Answer("over" if done else "run")
+        return Answer(word="run", leases=((0, 2), (1, 0))) if number == 1 else Answer(word="over" if done else "run")
 
     async def publish(task_ids: list[str]) -> None:
         told.append(("publish", task_ids))

@@ -36,7 +36,7 @@ def run(folder: Path, values: list[dict[str, Any]], processes: int, **common: An
     common["parent"] = os.getpid()
     return list(
         prepare(
-            [Job(digest_of_parts("squares", str(value["number"])), value) for value in values],
+            [Job(key=digest_of_parts("squares", str(value["number"])), value=value) for value in values],
             local=lambda value: work(common, value),
             remote=REMOTE,
             common=common,

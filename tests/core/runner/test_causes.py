@@ -12,11 +12,11 @@ from engine.schemas.trajectory import Failure
 
 CAUSES = [
     None,
-    Cause("user_error", "user", "spec.yaml:3:9"),
-    Cause("user_error", "user", "spec.yaml:4:9"),
-    Cause("user_timeout", "user", "spec.yaml:3:9"),
-    Cause("user_error", "tool", "spec.yaml:3:9"),
-    Cause("sampled_placeholder", "policy", ""),
+    Cause(kind="user_error", blame="user", place="spec.yaml:3:9"),
+    Cause(kind="user_error", blame="user", place="spec.yaml:4:9"),
+    Cause(kind="user_timeout", blame="user", place="spec.yaml:3:9"),
+    Cause(kind="user_error", blame="tool", place="spec.yaml:3:9"),
+    Cause(kind="sampled_placeholder", blame="policy", place=""),
 ]
 
 

@@ -46,7 +46,9 @@ class Rain(SpecSection):
     """Most drops."""
 
 
-POUR = ActionFacts("strange_rain:Pour", "Let it rain.", ("wet", "dry"), lambda spec, state: 1.0)
+POUR = ActionFacts(
+    use="strange_rain:Pour", does="Let it rain.", events=("wet", "dry"), seconds=lambda spec, state: 1.0
+)
 DROPS = Limit(
     "drops", "drops", "Drops so far.", "pour", lambda episode: 0, per_use="one", variable="rain.drops", budget="drops"
 )

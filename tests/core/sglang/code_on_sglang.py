@@ -19,8 +19,10 @@ class OddsAreCalls(ToolCallFormat):
     def parse(self, text: str, tools: Sequence[dict[str, Any]], prefix: str) -> ParsedCalls:
         """See `ToolCallFormat.parse`."""
         if len(text) % 2 == 0:
-            return ParsedCalls(text, [])
-        return ParsedCalls(text, [ToolCall(id=f"{prefix}_0", name="measure", arguments={"text": text})])
+            return ParsedCalls(content=text, attempts=[])
+        return ParsedCalls(
+            content=text, attempts=[ToolCall(id=f"{prefix}_0", name="measure", arguments={"text": text})]
+        )
 
     def write(self, text: str, calls: Sequence[Call]) -> str:
         """See `ToolCallFormat.write`."""

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from journals import write_entries, write_result
+from msgspec.structs import replace
 from store_kit import make_entry, make_header, make_task, make_trajectory, plain
 
 from engine.errors import StoreError
@@ -53,7 +54,7 @@ def driver(run: Path, name: str) -> RunStore:
 
 def contents(store: RunStore) -> Any:
     """Everything that readers get of a run, without what depends on the clock or on where an episode is stored."""
-    rows = [row._replace(number=0, started=None, ended=None) for row in store.episodes()]
+    rows = [replace(row, number=0, started=None, ended=None) for row in store.episodes()]
     return (
         rows,
         [plain(each) for each in store.trajectories()],
@@ -192,12 +193,12 @@ async def test_what_is_wrong_with_shards_is_said_with_the_place(tmp_path: Path) 
     shutil.rmtree(run / "drivers")
     RunStore.open(run, readonly=True)
     aside = tmp_path / "aside"
-    (shards / Part("0", 2).mark).rename(aside)
+    (shards / Part(driver="0", number=2).mark).rename(aside)
     with pytest.raises(
         StoreError, match=r"shard part-0-000002 is missing in .*/shards: it was there when the run was last read"
     ):
         RunStore.open(run, readonly=True)
-    aside.rename(shards / Part("0", 2).mark)
+    aside.rename(shards / Part(driver="0", number=2).mark)
     (shards / "part-0-000001.db").rename(aside)
     read = RunStore.open(run, readonly=True)
     assert read.trajectory("t0/0").episode_id == "t0/0"

@@ -121,7 +121,11 @@ async def test_a_restarted_driver_goes_on_with_the_next_part(run: Path) -> None:
         assert third.ready() == ["t1", "t2"]
         assert third.publish(["t1"]) == "part-0-000002"
         assert third.ready() == ["t2"]
-    assert list_parts(Place(run / "shards")) == [Part("0", 0), Part("0", 1), Part("0", 2)]
+    assert list_parts(Place(run / "shards")) == [
+        Part(driver="0", number=0),
+        Part(driver="0", number=1),
+        Part(driver="0", number=2),
+    ]
 
 
 async def test_a_part_without_its_last_file_does_not_exist(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,12 +141,12 @@ async def test_a_part_without_its_last_file_does_not_exist(run: Path, monkeypatc
         assert list_parts(Place(run / "shards")) == []
         monkeypatch.undo()
         assert publisher.publish(["t0"]) == "part-0-000000"
-        assert list_parts(Place(run / "shards")) == [Part("0", 0)]
+        assert list_parts(Place(run / "shards")) == [Part(driver="0", number=0)]
 
 
 def test_a_missing_shard_is_named(run: Path) -> None:
     for number in (0, 2):
-        (run / "shards" / Part("3b", number).mark).touch()
+        (run / "shards" / Part(driver="3b", number=number).mark).touch()
     with pytest.raises(
         StoreError, match=r"shard part-3b-000001 is missing in .*/shards: there is no episodes-3b-000001.parquet"
     ):

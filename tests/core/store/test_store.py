@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from journals import write_entries, write_result
+from msgspec.structs import astuple
 
 from engine.errors import SpecCodeError, StoreError
 from engine.schemas.environment import UserTurn
@@ -254,7 +255,7 @@ async def test_images_are_kept_once_under_their_digest(store: RunStore) -> None:
     parts = [await store.put_image(data) for _ in range(2)]
     assert parts[0] == parts[1]
     assert parts[0].model_dump() == {"type": "image", "image": digest, "mime": "image/png", "width": 5, "height": 3}
-    assert store.image(digest) == (digest, "image/png", 5, 3, data)
+    assert astuple(store.image(digest)) == (digest, "image/png", 5, 3, data)
     with pytest.raises(StoreError, match="6 bytes are not an image"):
         await store.put_image(b"<html>")
     with pytest.raises(StoreError, match="has no image sha256:00"):

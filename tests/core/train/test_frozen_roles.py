@@ -117,7 +117,7 @@ async def test_a_role_of_the_base_model_names_no_adapter(train_spec: Any) -> Non
     )
     form = load_format(loaded.spec.model, loaded.base)
     backend = SGLangBackend.open(loaded.spec.backend, form, loaded)
-    backend.policy = PolicyAdapter("policy-1", 1)
+    backend.policy = PolicyAdapter(name="policy-1", version=1)
     roles = RoleModels(loaded, form, backend, asyncio.Semaphore(1), training=True)
     await roles.start()
     sent: list[str | None] = []

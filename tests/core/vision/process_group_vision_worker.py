@@ -28,7 +28,7 @@ def give_images(vision: Vision, path: Path) -> None:
     if not encoded.exists():
         beside(vision, path)
         return
-    vision.bank.read_from(lambda digest: Source((encoded / digest[7:]).read_bytes(), "image/png"))
+    vision.bank.read_from(lambda digest: Source(data=(encoded / digest[7:]).read_bytes(), mime="image/png"))
 
 
 def told_by(
