@@ -66,6 +66,7 @@ SIZES = {
     "vague locals": Figure(),
     "vague locals of the core": Figure(0),
     "class names twice in the core": Figure(0),
+    "frozen dataclasses and NamedTuples of the core": Figure(),
     "reading path, files": Figure(25),
     "reading path, lines": Figure(7_300),
     "reading path, classes": Figure(90),
@@ -179,6 +180,8 @@ class Sizes:
                     self._add("forwarding functions", module, node, node.name)
             elif isinstance(node, ast.ClassDef):
                 self._add("classes", module, node, node.name)
+                if module.room == "core" and is_other_record(node):
+                    self._add("frozen dataclasses and NamedTuples of the core", module, node, node.name)
                 if _has_one_method(node):
                     self._add("classes with one method", module, node, node.name)
             elif isinstance(node, ast.Call):
@@ -292,6 +295,17 @@ def _forwards(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 def _unstarred(value: ast.expr) -> ast.expr:
     return value.value if isinstance(value, ast.Starred) else value
+
+
+def is_other_record(node: ast.ClassDef) -> bool:
+    """Whether a class is a frozen dataclass or a NamedTuple: a record that is no `Struct`."""
+    named = any(ast.unparse(base).split(".")[-1] == "NamedTuple" for base in node.bases)
+    return named or any(
+        _called(decorator) == "dataclass"
+        and any(option.arg == "frozen" and ast.unparse(option.value) == "True" for option in decorator.keywords)
+        for decorator in node.decorator_list
+        if isinstance(decorator, ast.Call)
+    )
 
 
 def _has_one_method(node: ast.ClassDef) -> bool:

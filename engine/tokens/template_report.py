@@ -159,7 +159,10 @@ def masks(template: ChatTemplate) -> list[list[Piece]]:
     conversation.add([Message(role="user", content="Sure?")])
     _say(conversation, {"role": "assistant", "content": "Yes.", **why}, turn + 1)
     return [
-        [Piece(trained=bool(mask), text=template.decode(ids)) for mask, ids in _runs(branch.input_ids, branch.loss_mask)]
+        [
+            Piece(trained=bool(mask), text=template.decode(ids))
+            for mask, ids in _runs(branch.input_ids, branch.loss_mask)
+        ]
         for branch in conversation.branches()
     ]
 

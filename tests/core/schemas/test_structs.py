@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import math
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,12 +19,34 @@ import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from validated_structs import STRUCTS, structs_validated
 
+import engine
 from engine.schemas.base import Struct
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.journal import JournalEntry, LimitRecord
 from engine.schemas.message import Message, ToolCall
 from engine.schemas.trajectory import Turn
 
+ROOT = Path(engine.__file__).parents[1]
+STANDARD_LIBRARY_ONLY = (
+    "engine/plugin.py",
+    "engine/client.py",
+    "engine/cli/",
+    "engine/isolation/",
+    "engine/spec/access.py",
+    "engine/spec/text/diagnostic.py",
+)
+"""What starts without msgspec: the faces of plugins, the client, the commands' options, sandboxes."""
+OTHER_RECORDS = (
+    *(
+        "engine/agents/wire/fields.py",
+        "engine/serve/",
+        "engine/store/ended.py",
+        "engine/tokens/bridge/",
+        "engine/tokens/vision.py",
+    ),
+    *("engine/train/", "engine/validate/"),
+)
+"""Where frozen dataclasses and NamedTuples are left."""
 STOP = FinishReason(type="stop")
 CALL = ToolCall(id="call_0_0", name="add", arguments={"a": 1, "b": math.inf})
 ASKED = Message(role="assistant", content="Adding.", tool_calls=[CALL])
@@ -194,3 +219,31 @@ def test_the_hook_of_the_tests_refuses_an_invalid_struct() -> None:
             msgspec.structs.replace(VersionSpan(version=0, start=0, end=4), **invalid)
         with pytest.raises(AssertionError, match=r"validation changes \['value'\]"):
             LimitRecord(limit="turns", value=3)  # an int, where a float stands
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    """The classes of the core, each with its file."""
+    for folder in ("engine", "schemas"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if not name.startswith(("engine/plugins/", "engine/schemas/", "engine/environments/")):
+                yield from (
+                    (name, node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+                )
+
+
+def is_other_record(node: ast.ClassDef) -> bool:
+    made = [ast.unparse(part) for part in (*node.bases, *node.decorator_list)]
+    return any(part.endswith("NamedTuple") or ("dataclass(" in part and "frozen=True" in part) for part in made)
+
+
+def test_records_of_the_core_are_structs() -> None:
+    others = {f"{name}:{node.name}" for name, node in classes() if is_other_record(node)}
+    assert {place for place in others if not place.startswith((*STANDARD_LIBRARY_ONLY, *OTHER_RECORDS))} == set()
+
+
+def test_every_struct_says_that_it_is_frozen_and_a_public_one_that_it_is_keyword_only() -> None:
+    for name, node in classes():
+        if any(isinstance(base, ast.Name) and base.id in ("Struct", "RecordBase", "Node") for base in node.bases):
+            options = {option.arg for option in node.keywords}
+            assert options >= ({"frozen", "kw_only"} if name.startswith("schemas/") else {"frozen"}), node.name
