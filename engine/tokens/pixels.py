@@ -15,9 +15,7 @@ import os
 import signal
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
-
-from engine.schemas.base import Struct
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +26,7 @@ MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16"})
 """Pillow's modes of pixels that `to_rgb` converts as transformers does."""
 
 
-class Recipe(Struct, frozen=True, kw_only=True):
+class Recipe(NamedTuple):
     """How an image becomes pixels."""
 
     sizes: tuple[tuple[int, int], ...]

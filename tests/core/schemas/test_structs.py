@@ -34,8 +34,9 @@ STANDARD_LIBRARY_ONLY = (
     "engine/isolation/",
     "engine/spec/access.py",
     "engine/spec/text/diagnostic.py",
+    "engine/tokens/pixels.py",
 )
-"""What starts without msgspec: the faces of plugins, the client, the commands' options, sandboxes."""
+"""What starts without msgspec: the faces of plugins, the client, the commands' options, sandboxes, workers that scale images."""
 OTHER_RECORDS = (
     *(
         "engine/agents/wire/fields.py",

@@ -32,7 +32,7 @@ def test_both_renderings_are_shown_where_they_part(tmp_path: Path) -> None:
         "tool after reasoning and a call": True,
         "user after calls and an answer": True,
     }
-    was, now = turns["user after reasoning"][2:]
+    was, now = turns["user after reasoning"].was, turns["user after reasoning"].now
     assert was == ">\n<|im_start|>assistant\n<think>\nWhy Qz1vKxProbew\n</think>\n\nQz1vKxProbe"
     assert now == ">\n<|im_start|>assistant\nQz1vKxProbe<|im_end|>\n<|im_start|>user\nQz2vKxProbe<|im_e"
     assert branch_rule(turns, "branch") == "a new branch, and so another row, begins at: user after reasoning"

@@ -18,7 +18,7 @@ from vision_code import GEO3K, pil
 from vision_kit import square
 
 from engine.backends.http.reply import HttpReply
-from engine.backends.servers.server import Server
+from engine.backends.servers.server import ImageFacts, Server
 from engine.backends.sglang.client import SGLangBackend
 from engine.backends.sglang.images import check_images
 from engine.errors import BackendError, ImageError
@@ -132,7 +132,7 @@ async def test_the_probe_sends_the_scaled_image_and_says_how_far_the_unscaled_on
     form = form_of(vlm("qwen3_vl"))
     asked = Asked(form)
     facts = await check_images(Server("http://127.0.0.1:1"), {"image_processor_backend": "auto"}, form, asked)
-    assert facts == ("auto", 0.25)
+    assert facts == ImageFacts(processor="auto", unscaled_gap=0.25)
     scaled, unscaled = (body["image_data"][0] for body in asked.bodies)
     assert (scaled.startswith("data:image/png;base64,"), scaled != unscaled) == (True, True)
     assert [body["logprob_start_len"] for body in asked.bodies] == [0, 0]

@@ -15,6 +15,7 @@ import pytest
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import astuple
 from PIL import Image
 from slow_cases import slow_but_each
 from vision_kit import BUILDERS
@@ -154,7 +155,8 @@ def test_the_count_of_placeholders_over_many_sizes(with_settings: Any, family: s
             with pytest.raises(ValueError, match=r"ratio|whole squares|no pixels"):
                 sized.plan(width, height)
             return
-        assert sized.plan(width, height)[:3] == (grid, text, count)
+        plan = sized.plan(width, height)
+        assert (plan.grid, plan.text, plan.placeholders) == (grid, text, count)
 
     holds()
 
@@ -270,7 +272,7 @@ def test_images_that_are_expected_anew_or_never_asked_for(vision: Vision, ahead:
     ahead.expect(digests[:10])
     ahead.expect(digests[5:])
     for digest in (digests[19], digests[0], digests[7]):
-        vision.bank.put(digest, *ahead.source(digest))
+        vision.bank.put(digest, *astuple(ahead.source(digest)))
         np.testing.assert_array_equal(
             ahead.tensors(digest)["pixel_values"], vision.bank.tensors(digest)["pixel_values"]
         )
