@@ -115,8 +115,8 @@ class Bridges:
         key = (kinds.signature(new_kinds), to_json(tools) if tools and self._reads_tools else tools is not None)
         verdict = self._verdicts.get(key)
         if verdict is None:
-            known = bytes([kind_of(view, self._template.looked) for view in conversation()])
-            verdict = self._verdicts[key] = check_bridge(self._template, known, new_kinds, tools)
+            kinds_before = bytes([kind_of(view, self._template.looked) for view in conversation()])
+            verdict = self._verdicts[key] = check_bridge(self._template, kinds_before, new_kinds, tools)
         if not verdict.bridged or not (verdict.history or keep):
             return verdict.why
         try:
@@ -233,10 +233,12 @@ class Bridges:
             if rest is not None and not closed:
                 return Bridge(template.encode(rest), ended.bridge)
         if keep:
-            kept = made if isinstance(ended, str) else ended
+            continued = made if isinstance(ended, str) else ended
             close = template.fast.added.get(_THINK_CLOSE)
             thinking = end.thinking and not closed and close is not None
-            return Bridge([close, *kept.closing], kept.bridge) if thinking and close is not None else kept
+            return (
+                Bridge([close, *continued.closing], continued.bridge) if thinking and close is not None else continued
+            )
         if isinstance(ended, str):
             return ended
         if end.thinking and closed:
@@ -263,8 +265,8 @@ class Bridges:
         if shown is not None:
             return unquote(shown) if MARK in shown else shown
         template, views = self._template, conversation()
-        before, whole = template.text(views[:-1], tools), template.text([*views, *new], tools)
-        return _between(unquote(before), unquote(whole), template.decode(made.bridge))
+        before, written = template.text(views[:-1], tools), template.text([*views, *new], tools)
+        return _between(unquote(before), unquote(written), template.decode(made.bridge))
 
     def shown_in(self, frame: ReplyFrame, reply: View, bare: bool = False) -> str | None:
         """What the template writes for a reply in a frame; None where it writes other text around it.

@@ -86,16 +86,16 @@ def make_wrapper(template: Renderer, reply: View, new: Sequence[View], tools: li
     return short or made
 
 
-def _shortened(template: Renderer, whole: Wrapper) -> Wrapper:
+def _shortened(template: Renderer, wrapper: Wrapper) -> Wrapper:
     """The wrapper with ids in place of the text beyond the added tokens next to its contents."""
-    if len(whole.pieces) == 1:  # there are no new messages
-        return whole
-    first, *between, last = whole.pieces
+    if len(wrapper.pieces) == 1:  # there are no new messages
+        return wrapper
+    first, *between, last = wrapper.pieces
     start = max((first.rfind(token) + len(token) for token in template.borders(first)), default=0)
     end = min((last.find(token) for token in template.borders(last)), default=len(last))
     head, tail = template.encode(first[:start]), template.encode(last[end:])
     return msgspec.structs.replace(
-        whole, pieces=(first[start:], *between, last[:end]), head=tuple(head), tail=tuple(tail)
+        wrapper, pieces=(first[start:], *between, last[:end]), head=tuple(head), tail=tuple(tail)
     )
 
 
@@ -105,8 +105,8 @@ def _cut_at_contents(text: str, contents: Sequence[str], closing: int) -> Wrappe
     trims: list[Callable[[str], str]] = []
     for content in contents:
         for trim in _TRIMS[:4]:
-            before, found, after = text.partition(trim(content))
-            if found:
+            before, present, after = text.partition(trim(content))
+            if present:
                 break
         else:
             return None

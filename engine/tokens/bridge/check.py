@@ -132,35 +132,35 @@ def check_bridge(template: Renderer, kinds: bytes, new: bytes, tools: list[View]
     attempts = (None,) if not tools else (None, tools)
     verdict = Verdict(False, False, why="nothing to check_bridge")
     for shown in attempts:
-        verdict = _prove_all(template, kinds, new, tools, shown)
+        verdict = _check_styles(template, kinds, new, tools, shown)
         if verdict.bridged:
             return verdict
     return verdict
 
 
-def _prove_all(
+def _check_styles(
     template: Renderer, kinds: bytes, new: bytes, tools: list[View] | None, shown: list[View] | None
 ) -> Verdict:
-    found: list[Verdict] = []
+    verdicts: list[Verdict] = []
     for style in STYLES:
         try:
-            verdict = _prove_one(template, kinds, new, tools, shown, style)
+            verdict = _check_style(template, kinds, new, tools, shown, style)
         except RenderError as error:
             return Verdict(False, False, why=str(error))
         if not verdict.bridged:
             return verdict
-        found.append(verdict)
+        verdicts.append(verdict)
     return Verdict(
         True,
-        any(verdict.rewrites for verdict in found),
+        any(verdict.rewrites for verdict in verdicts),
         bool(shown),
-        next((verdict.why for verdict in found if verdict.why), ""),
-        all(verdict.history for verdict in found),
-        found[0].frame if all(verdict.frame for verdict in found) else None,
+        next((verdict.why for verdict in verdicts if verdict.why), ""),
+        all(verdict.history for verdict in verdicts),
+        verdicts[0].frame if all(verdict.frame for verdict in verdicts) else None,
     )
 
 
-def _prove_one(
+def _check_style(
     template: Renderer,
     kinds: bytes,
     new: bytes,
@@ -171,14 +171,14 @@ def _prove_one(
     at = len(kinds) - 1
     views = [probe(kind, index, style) for index, kind in enumerate(kinds + new)]
     reply = views[at]
-    extension = template.unchecked_bridge(reply, views[at + 1 :], shown)
-    if extension is None:
+    bridge = template.unchecked_bridge(reply, views[at + 1 :], shown)
+    if bridge is None:
         return Verdict(False, False, why="these messages have no continuation apart from the conversation")
     before = template.render_views(views[:at], tools)
     after = template.render_views(views, tools)
-    whole = [*extension.closing, *extension.bridge]
-    cut = len(after) - len(extension.bridge)
-    if after[len(after) - len(whole) :] != whole:
+    ids = [*bridge.closing, *bridge.bridge]
+    cut = len(after) - len(bridge.bridge)
+    if after[len(after) - len(ids) :] != ids:
         return Verdict(False, False, why="what the template writes after a reply depends on more than the new messages")
     said, coming = template.decode(after[:cut]), template.decode(after[cut:])
     for index in range(at + 1, len(views)):
@@ -190,7 +190,7 @@ def _prove_one(
     if not said.startswith(earlier):
         return Verdict(True, True, why="the template shows what was said before the reply differently")
     region = said[len(earlier) :]
-    why = _judge_reply(reply, kinds[-1], region, template.decode(extension.closing))
+    why = _judge_reply(reply, kinds[-1], region, template.decode(bridge.closing))
     return Verdict(
         True, bool(why), why=why, history=True, frame=_frame(template, reply, views[at + 1 :], region, coming)
     )
@@ -215,8 +215,8 @@ def _frame(template: Renderer, reply: View, new: list[View], region: str, coming
     """A conversation of one question in which the reply is shown as in the whole one; None where it is not."""
     before = [probe(USER, _ASKED, str)]
     try:
-        text, whole = template.text(before, None), template.text([*before, reply, *new], None)
+        text, written = template.text(before, None), template.text([*before, reply, *new], None)
     except RenderError:
         return None
-    same = whole == text + region + coming
+    same = written == text + region + coming
     return ReplyFrame(before, text, new, coming, {}) if same else None

@@ -81,14 +81,14 @@ def kind_of(view: View, looked: Looked) -> int:
     if isinstance(content, str):
         text = content
     else:
-        own = _ROLES.get(role, ASSISTANT)
+        number = _ROLES.get(role, ASSISTANT)
         joined = "".join([part.get("text", "") for part in content])
         if looked.texts is not None and looked.texts.search(unquote(joined)):
-            return LOOKED + own if own < ASSISTANT else ASSISTANT + ODD
-        if own < ASSISTANT and any(part["type"] == "image" for part in content):
+            return LOOKED + number if number < ASSISTANT else ASSISTANT + ODD
+        if number < ASSISTANT and any(part["type"] == "image" for part in content):
             if all(part["type"] == "image" for part in content):
-                return PICTURED + 6 + own
-            return PICTURED + (3 if content[0]["type"] == "image" else 0) + own
+                return PICTURED + 6 + number
+            return PICTURED + (3 if content[0]["type"] == "image" else 0) + number
         text = "x"
     bare = text.strip()
     spaced = looked.blank and not bare and bool(text)
