@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Literal, Union, get_type_hints
 
+import msgspec
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -254,4 +255,12 @@ def reply_of(value: Any) -> ToolReply:
         return value
     if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], BaseModel)):
         return ToolReply(content=value)
-    return ToolReply(content=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY).decode())
+    options = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+    return ToolReply(content=orjson.dumps(value, default=_fields_of, option=options).decode())
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a msgspec struct, for orjson, which knows only dataclasses."""
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.asdict(value)
+    raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 from validated_structs import STRUCTS, structs_validated
 
 import engine
@@ -25,6 +26,7 @@ from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.journal import JournalEntry, LimitRecord
 from engine.schemas.message import Message, ToolCall
 from engine.schemas.trajectory import Turn
+from engine.spec.code.signature import reply_of
 
 ROOT = Path(engine.__file__).parents[1]
 STANDARD_LIBRARY_ONLY = (
@@ -207,6 +209,15 @@ def test_a_union_tells_structs_apart() -> None:
     assert either.validate_python({"type": "stop"}) == STOP
     assert either.validate_python(STOP) == STOP
     assert either.dump_python(STOP)["type"] == "stop"
+
+
+def test_free_form_values_and_tools_may_hold_structs() -> None:
+    assert to_jsonable_python({"span": [VersionSpan(version=0, start=0, end=4)]}) == {
+        "span": [{"version": 0, "start": 0, "end": 4}]
+    }
+    assert reply_of({"call": CALL}).content == '{"call":{"id":"call_0_0","name":"add","arguments":{"a":1,"b":null}}}'
+    with pytest.raises(TypeError, match="not JSON serializable: object"):
+        reply_of([object()])
 
 
 def test_the_hook_of_the_tests_refuses_an_invalid_struct() -> None:
