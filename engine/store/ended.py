@@ -13,8 +13,8 @@ import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
 
+import msgspec
 import orjson
 import structlog
 
@@ -33,7 +33,7 @@ _reported: set[tuple[Path, int]] = set()
 """The losses that this process has logged."""
 
 
-class Ended(NamedTuple):
+class Ended(msgspec.Struct, frozen=True):
     """The end of one attempt of an episode."""
 
     episode: str
@@ -61,7 +61,7 @@ class EndedList:
     def add(self, ended: Iterable[Ended]) -> None:
         """Note episodes whose end is committed. A failed write is logged, once."""
         try:
-            self._file.write(b"".join(orjson.dumps([*each]) + b"\n" for each in ended))
+            self._file.write(b"".join(orjson.dumps([each.episode, each.attempt]) + b"\n" for each in ended))
         except OSError as error:
             if not self._failed:
                 log.warning("ended episodes are not noted, so a loss of them would not be seen", reason=str(error))

@@ -30,8 +30,9 @@ from concurrent.futures import Future
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any
 
+import msgspec
 import structlog
 from pydantic_core import to_json
 
@@ -58,7 +59,7 @@ _files: dict[tuple[int, bytes], IO[bytes]] = {}
 _FIRST = json.dumps({"call": "engine.tokens.bridge.guard_child:compare", "common": None}).encode() + b"\n"
 
 
-class Difference(NamedTuple):
+class Difference(msgspec.Struct, frozen=True):
     """A place where a branch is not what the template writes."""
 
     branch: int
@@ -72,7 +73,7 @@ class Difference(NamedTuple):
     """It is because text that only spells a special token was hidden from the template."""
 
 
-class Unanswered(NamedTuple):
+class Unanswered(msgspec.Struct, frozen=True):
     """There is no answer for an episode: it was not checked."""
 
     message: str

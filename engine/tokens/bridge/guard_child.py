@@ -18,7 +18,9 @@ from datetime import datetime
 from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from engine.tokens.byte_level import ByteDecoder
 from engine.tokens.jinja import compile_template
@@ -39,7 +41,7 @@ _MOST_FORMS = 16
 _forms: dict[str, _Form] = {}
 
 
-class _Run(NamedTuple):
+class _Run(msgspec.Struct, frozen=True):
     """Tokens [start, end) of a branch."""
 
     sampled: bool
@@ -47,7 +49,7 @@ class _Run(NamedTuple):
     end: int
 
 
-class _Piece(NamedTuple):
+class _Piece(msgspec.Struct, frozen=True):
     """A run of a branch as text."""
 
     sampled: bool
@@ -216,7 +218,7 @@ class _Form:
 
     def piece(self, ids: list[int], run: _Run, images: Sequence[Sequence[int]]) -> _Piece:
         """One run of a branch."""
-        sampled, start, end = run
+        sampled, start, end = run.sampled, run.start, run.end
         own = ids[start:end]
         markers: list[tuple[int, int]] = []
         for begin, stop in reversed(images):

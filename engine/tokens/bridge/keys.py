@@ -24,6 +24,7 @@ from functools import lru_cache, reduce
 from operator import or_
 from typing import Any, TypeGuard
 
+import msgspec
 from jinja2 import nodes
 
 from engine.tokens.bridge.cache import REPLY_STYLES
@@ -88,8 +89,7 @@ _DAY = re.compile(r"(?:[^%]|%[-_^#0]?[aAbBdeDhjmxyYGuUVwWFC%])*\Z")
 """A format of `strftime` that says no more than the day."""
 
 
-@dataclass(frozen=True)
-class TemplateKeys:
+class TemplateKeys(msgspec.Struct, frozen=True):
     """What `read_template` finds."""
 
     literals: tuple[str, ...] = ()

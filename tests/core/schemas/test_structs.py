@@ -43,8 +43,6 @@ OTHER_RECORDS = (
     *(
         "engine/agents/wire/fields.py",
         "engine/serve/",
-        "engine/store/ended.py",
-        "engine/tokens/bridge/",
         "engine/tokens/vision.py",
     ),
     *("engine/train/", "engine/validate/"),
