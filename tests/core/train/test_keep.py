@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
+from msgspec.structs import force_setattr
 from trainings import begin_training, metric_lines, policy_weights
 from typer.testing import CliRunner
 
@@ -162,7 +163,7 @@ async def test_a_resume_from_each_kept_checkpoint_trains_the_same(
     loaded = folders.read_header(first.folder).loaded_spec()
     assert loaded.spec.train is not None
     more = loaded.spec.model_copy(update={"train": loaded.spec.train.model_copy(update={"steps": 6})})
-    object.__setattr__(loaded, "spec", more)
+    force_setattr(loaded, "spec", more)
     second = Trainer(loaded, first.folder)
     result = await second.run()
     assert result.steps == 6

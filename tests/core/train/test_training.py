@@ -15,6 +15,7 @@ import code_for_training as spec_code
 import pytest
 import yaml
 from command_line import engine_apart, engine_environment, engine_process, trajectories_of
+from msgspec.structs import force_setattr
 from safetensors.torch import load_file
 from trainings import begin_training, metric_lines, policy_weights
 from typer.testing import CliRunner
@@ -35,7 +36,7 @@ def resume(trainer: Trainer, steps: int | None = None) -> Trainer:
     if steps is not None:
         assert loaded.spec.train is not None
         train = loaded.spec.train.model_copy(update={"steps": steps})
-        object.__setattr__(loaded, "spec", loaded.spec.model_copy(update={"train": train}))
+        force_setattr(loaded, "spec", loaded.spec.model_copy(update={"train": train}))
     return Trainer(loaded, trainer.folder)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import force_setattr
 
 from engine.errors import TrainError
 from engine.spec.load import load_spec
@@ -61,6 +62,6 @@ def test_an_evaluation_has_its_own_tasks_samples_and_sampling(train_spec: Any, t
     bad = loaded.spec.train.model_copy(
         update={"eval": loaded.spec.train.eval.model_copy(update={"sampling": {"heat": 1}})}  # type: ignore[union-attr]
     )
-    object.__setattr__(loaded, "spec", loaded.spec.model_copy(update={"train": bad}))
+    force_setattr(loaded, "spec", loaded.spec.model_copy(update={"train": bad}))
     with pytest.raises(TrainError, match=r"(?s)train\.eval: .*heat"):
         evaluation_of(loaded)
