@@ -48,6 +48,7 @@ def _classes() -> dict[str, ast.ClassDef]:
 def _inherited(owner: ast.ClassDef | None, method: str) -> str:
     """The docstring of a method in the classes above its own, or else in a protocol that has it."""
     bases = [] if owner is None else [_classes()[name] for base in owner.bases if (name := _name(base)) in _classes()]
+    bases = [base for base in bases if base is not owner]  # `class Struct(msgspec.Struct)`
     for base in bases:
         for node in base.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == method:

@@ -160,7 +160,7 @@ def different(replies: list[Generation]) -> int:
 
 def as_policy(request: GenerateRequest) -> GenerateRequest:
     """The same question to the policy."""
-    fields = {name: getattr(request, name) for name in request.__slots__}
+    fields = {name: getattr(request, name) for name in request.__struct_fields__}
     return GenerateRequest.read({**fields, "base_model": False, "sampling": SamplingParams(temperature=0.0)})
 
 

@@ -171,7 +171,7 @@ async def test_new_weights_in_the_middle_compute_the_images_again(vlm: Callable[
     form = form_of(folder)
     request = ask(form, 0, 0, first_prompt(form, 2), SHOWN[2])
     request = GenerateRequest.read(
-        {**{name: getattr(request, name) for name in request.__slots__}, "max_new_tokens": 60}
+        {**{name: getattr(request, name) for name in request.__struct_fields__}, "max_new_tokens": 60}
     )
     backend = opened(folder, form, max_batch=2)
     await backend.start()
@@ -199,7 +199,7 @@ async def test_images_without_spans_are_refused(vlm: Callable[[str], Path]) -> N
     backend = opened(folder, form, max_batch=2)
     await backend.start()
     request = ask(form, 0, 0, first_prompt(form, 0), SHOWN[0])
-    fields = {name: getattr(request, name) for name in request.__slots__}
+    fields = {name: getattr(request, name) for name in request.__struct_fields__}
     with pytest.raises(BackendError, match="the number of images differs") as caught:
         await backend.generate(GenerateRequest.read({**fields, "image_spans": []}))
     assert caught.value.kind == "bad_request"

@@ -79,14 +79,14 @@ def test_episodes_of_an_api_are_trained_on(tiny_model_dir: Path, tmp_path: Path)
     data = Demonstrations(loaded)
     assert data.left_out == {}
     (row,) = data.rows([0])
-    trained = [[int(id_) for id_ in row["input_ids"][row["turn_ids"] == turn]] for turn in (0, 1)]
-    assert (row["loss_mask"] == (row["turn_ids"] >= 0)).all()
+    trained = [[int(id_) for id_ in row.branch.input_ids[row.branch.turn_ids == turn]] for turn in (0, 1)]
+    assert (row.branch.loss_mask == (row.branch.turn_ids >= 0)).all()
     calls = ['{"name": "add", "arguments": {"a": 17, "b": 4}}', '{"name": "add", "arguments": {"a": 1, "b": 1}}']
     texts = [form.decode(ids) for ids in trained]
     assert [text.count(call) for text, call in [(texts[0], calls[0]), (texts[0], calls[1])]] == [1, 1]
     assert texts[1].startswith("It is 21.")
     assert all(ids[-1] in form.stop_token_ids for ids in trained)
-    assert '"name": "add", "description": "Add two numbers."' in form.decode(row["input_ids"])
+    assert '"name": "add", "description": "Add two numbers."' in form.decode(row.branch.input_ids)
 
 
 def test_a_turn_with_a_malformed_call_is_not_trained(tiny_model_dir: Path, tmp_path: Path) -> None:
