@@ -168,7 +168,8 @@ async def test_asynchronous_training_stays_within_its_staleness(train_spec: Any,
     for trajectory in trajectories_of(trainer.folder / "rollouts"):
         for branch in trajectory.branches:
             versions |= set(branch.weight_versions[branch.loss_mask == 1].tolist())
-    assert {0, 1, 2, 3} <= versions
+    assert min(versions) == 0
+    assert len(versions) > 2  # which of them sampled a token depends on how fast the updates were
 
 
 @pytest.mark.slow
