@@ -302,7 +302,7 @@ class ReadCode:
 def _signature(function: Any) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, NameError):  # a msgspec struct's hints may name what only type checkers import
         return None
 
 

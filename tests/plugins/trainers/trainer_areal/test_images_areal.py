@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import vision_kit
-from pixel_kit import WINDOW, own_checksums, own_logprobs, rows_and_vision, write_spec
+from pixel_kit import WINDOW, images_of, own_checksums, own_logprobs, rows_and_vision, write_spec
 from trainer_python import run_script
 
-from engine.plugins.trainers.handover import images_of
 from engine.plugins.trainers.pixels import Pixels
 
 AREAL = pytest.mark.timeout(1200)
