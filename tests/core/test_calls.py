@@ -27,18 +27,18 @@ def test_a_turn_makes_no_more_calls_than_recorded() -> None:
 
 
 PLANTED = """
-from engine.limit import Limit
+from engine.tokens.tape import Tape
 
-is_reached = Limit.is_reached
+append_reply = Tape.append_reply
 
 def more(): ...
 
 def slower(self, *values):
-    for _ in range(10):
+    for _ in range(30):
         more()
-    return is_reached(self, *values)
+    return append_reply(self, *values)
 
-Limit.is_reached = slower
+Tape.append_reply = slower
 """
 
 
