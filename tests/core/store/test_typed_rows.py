@@ -93,7 +93,8 @@ def test_rows_are_read_by_fields_except_in_the_readers_of_columns() -> None:
         and (is_column(node.slice) or not isinstance(node.value, ast.Name) or node.value.id == "row")
     }
     assert found <= READERS.keys() | OTHERS.keys()
-    assert OTHERS.keys() <= found, "a file that is listed and has no such row"
+    there = {name for name in OTHERS if (ROOT / name).exists()}  # a plugin may be gone
+    assert there <= found, "a file that is listed and has no such row"
 
 
 def test_no_row_is_merged_with_a_dict() -> None:
