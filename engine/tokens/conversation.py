@@ -200,7 +200,7 @@ class Conversation:
         self.recorded: bool | None = None
         """What `whole` was when the next prompt was made, for a replay; None: as the format says now."""
         self.whole = False
-        """Whether the newest bridge was found by rendering the whole conversation because the format was told to (`Bridges.whole`)."""
+        """Whether the newest bridge was found by rendering the whole conversation because `Bridges.whole` is set."""
         self._made = 0.0
         """When the newest prompt was made, in Unix time."""
 
