@@ -27,7 +27,7 @@ from engine.agents.admission import Admission
 from engine.agents.connection import Connection
 from engine.backends.base import Backend
 from engine.backends.registry import open_backend
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Trajectory

@@ -94,7 +94,7 @@ class Engine:
     async def run(self, episodes: int, concurrency: int, *, live: int | None = None) -> tuple[int, float, float]:
         """(turns taken, CPU seconds, wall seconds) of one run of so many episodes; a multiple of `SAMPLES`."""
         from engine.backends.registry import open_backend
-        from engine.runner.run import Runner
+        from engine.runner.runner import Runner
         from engine.spec.load import load_spec
         from engine.spec.tasks import load_tasks
         from engine.store import RunHeader, RunStore

@@ -78,7 +78,7 @@ def make_spec(folder: Path, turns: int, episodes: int, model: str) -> Path:
 async def engine_once(loaded: Any, chat_format: Any, folder: Path) -> tuple[float, int]:
     """CPU seconds of one run, and its turns."""
     from engine.backends.registry import open_backend
-    from engine.runner.run import Runner
+    from engine.runner.runner import Runner
     from engine.spec.tasks import load_tasks
     from engine.store import RunHeader, RunStore
 

@@ -40,7 +40,7 @@ from engine.store.store import RunStore, episode_id_of
 
 if TYPE_CHECKING:
     from engine.backends.base import Backend, ServerWeights
-    from engine.runner.run import Runner
+    from engine.runner.runner import Runner
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
@@ -84,7 +84,7 @@ class EpisodeDriver:
         """
         from engine.backends.registry import open_backend
         from engine.logs import configure_logging
-        from engine.runner.run import Runner
+        from engine.runner.runner import Runner
         from engine.tokens.loading import load_format
 
         if machine != machine_id():

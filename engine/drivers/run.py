@@ -19,7 +19,7 @@ from engine.drivers.leases import FILE, Leases
 from engine.drivers.session import STORES, Done, Report, Setup
 from engine.errors import EngineError, StoreError
 from engine.runner.causes import Causes, places
-from engine.runner.run import RunResult
+from engine.runner.runner import RunResult
 from engine.runner.stats import Live, Summary
 
 if TYPE_CHECKING:

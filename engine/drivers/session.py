@@ -23,7 +23,7 @@ from engine.schemas.base import Contract, Struct
 from engine.schemas.sections import SectionOwner
 
 if TYPE_CHECKING:
-    from engine.runner.run import Runner
+    from engine.runner.runner import Runner
     from engine.runner.stats import Live, Summary
     from engine.schemas.episode import EpisodeSpec
     from engine.spec.load import LoadedSpec
@@ -196,7 +196,7 @@ async def run_driver(setup: Setup, slot: int, coordinator: Coordinating) -> Done
 
 async def _session(setup: Setup, slot: int, coordinator: Coordinating) -> Done | None:
     from engine.backends.registry import open_backend
-    from engine.runner.run import Runner
+    from engine.runner.runner import Runner
     from engine.spec.tasks import load_tasks
     from engine.tokens.loading import load_format
 

@@ -14,7 +14,7 @@ from engine.plugin import Hook
 from engine.schemas.sections import written
 
 if TYPE_CHECKING:
-    from engine.runner.run import RunResult
+    from engine.runner.runner import RunResult
     from engine.runner.stats import Live, Summary
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec

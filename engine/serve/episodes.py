@@ -24,7 +24,7 @@ from engine.store.store import episode_id_of
 
 if TYPE_CHECKING:
     from engine.agents.program import Endpoint
-    from engine.runner.run import Runner
+    from engine.runner.runner import Runner
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
     from engine.store.store import RunStore

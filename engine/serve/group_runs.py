@@ -18,7 +18,7 @@ import msgspec
 import orjson
 
 from engine.errors import first_of
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.schemas.base import Struct
 from engine.schemas.generation import SamplingParams
 from engine.schemas.train import TrainSpec

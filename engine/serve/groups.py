@@ -29,7 +29,7 @@ from engine.validate.trainers import TrainerError, trainer_of
 if TYPE_CHECKING:
     from engine.backends.base import Backend
     from engine.drivers.rollouts import DriverRollouts
-    from engine.runner.run import Runner
+    from engine.runner.runner import Runner
     from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader

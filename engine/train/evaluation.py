@@ -10,7 +10,7 @@ import structlog
 from engine.errors import StoreError, TrainError
 from engine.runner.evaluate import evaluate
 from engine.runner.overlong import fitting_tasks
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.schemas.generation import SamplingParams
 from engine.schemas.tasks import TasksSpec
 from engine.spec.tasks import load_tasks

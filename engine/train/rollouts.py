@@ -133,7 +133,7 @@ class _EndedEpisode:
 
 
 class EpisodeRunner(Protocol):
-    """Runs single episodes: `engine.runner.run.Runner`, or `engine.drivers.rollouts.DriverRollouts`."""
+    """Runs single episodes: `engine.runner.runner.Runner`, or `engine.drivers.rollouts.DriverRollouts`."""
 
     async def episode_or_none(self, task: Task, sample: int, faults: list[str]) -> Trajectory | None:
         """See `Runner.episode_or_none`."""

@@ -18,7 +18,7 @@ import structlog
 from engine.backends.registry import open_backend
 from engine.errors import EngineError, StoreError, TrainError
 from engine.runner.overlong import fitting_tasks
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.spec.tasks import load_tasks
 from engine.store import training as folders
 from engine.tokens.loading import load_format

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.backends.registry import open_backend
-from engine.runner.run import Runner, RunResult
+from engine.runner.runner import Runner, RunResult
 from engine.schemas.environment import Task
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import LoadedSpec, load_spec

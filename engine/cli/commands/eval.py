@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.runner.evaluate import Estimate, Evaluation
-    from engine.runner.run import RunResult
+    from engine.runner.runner import RunResult
 
 
 class Format(StrEnum):

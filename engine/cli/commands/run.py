@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from engine.runner.run import Runner, RunResult
+    from engine.runner.runner import Runner, RunResult
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
@@ -285,7 +285,7 @@ async def drive(
     from engine.masking import mask_credentials
     from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
-    from engine.runner.run import Runner
+    from engine.runner.runner import Runner
     from engine.store.private import private_file
     from engine.tokens.loading import load_format
 

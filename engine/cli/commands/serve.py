@@ -157,7 +157,7 @@ async def _serve(
     from engine.cli.stopping import stop_on_signals
     from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
-    from engine.runner.run import Runner
+    from engine.runner.runner import Runner
     from engine.serve.episodes import EpisodeService
     from engine.serve.groups import GroupService
     from engine.store.private import private_file

@@ -17,7 +17,7 @@ from engine.terminal import echo
 
 if TYPE_CHECKING:
     from engine.drivers.run import Fleet
-    from engine.runner.run import RunResult
+    from engine.runner.runner import RunResult
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
     from engine.store.store import RunStore

@@ -21,7 +21,7 @@ from engine.plugins.trainers.capabilities import TRAINERS
 from engine.plugins.trainers.handover import final_rows
 from engine.plugins.trainers.pixels import Pixels
 from engine.runner.overlong import fitting_tasks
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.schemas.train import TrainSpec
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks

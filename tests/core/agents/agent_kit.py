@@ -13,7 +13,7 @@ from stopping import Resumed
 from written_specs import save_spec, scripted_spec
 
 from engine.backends.registry import open_backend
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.schemas.generation import GenerateRequest, Generation
 from engine.schemas.journal import AgentRecord
 from engine.schemas.trajectory import Trajectory

@@ -9,7 +9,7 @@ from agent_kit import write_spec
 from stopping import Resumed
 
 from engine.backends.registry import open_backend
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 

@@ -19,7 +19,7 @@ from written_specs import save_spec
 from engine.backends.registry import open_backend
 from engine.errors import BackendError
 from engine.runner.replay import Replayer
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.schemas.generation import Generation
 from engine.schemas.model import ModelSpec
 from engine.spec.load import load_spec

@@ -23,7 +23,7 @@ from written_specs import save_spec, scripted_spec
 
 from engine.backends.registry import open_backend
 from engine.cli.main import app
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore, ended

@@ -17,7 +17,7 @@ from command_line import engine_here
 from written_specs import save_spec
 
 from engine.backends.registry import open_backend
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.spec.tasks import load_tasks
 from engine.store import RunStore, list_runs
 from engine.store.header import RunHeader

@@ -12,7 +12,7 @@ from engine.backends.registry import open_backend
 from engine.drivers.leases import Leases
 from engine.errors import EngineError, SpecError
 from engine.runner.fork import fork
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore

@@ -15,7 +15,7 @@ from command_line import engine_apart, trajectories_of
 from written_specs import save_spec, scripted_spec
 
 from engine.backends.registry import open_backend
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks

@@ -17,9 +17,9 @@ BUILT_IN = {
     "CompiledSpec": ["episode/compiled.py"],
     "Conversation": ["episode/compiled.py", "tokens/conversation.py"],
     "Episode": ["episode/compiled.py"],
-    "Executor": ["plugins/scenarios/play.py", "runner/run.py"],
+    "Executor": ["plugins/scenarios/play.py", "runner/runner.py"],
     "Journal": ["store/store.py"],
-    "RoleModels": ["plugins/scenarios/play.py", "runner/run.py"],
+    "RoleModels": ["plugins/scenarios/play.py", "runner/runner.py"],
 }
 """Where the constructor of each class is called."""
 

@@ -23,7 +23,7 @@ from engine.backends.registry import open_backend
 from engine.cli.console import SafeConsole
 from engine.cli.reports.episode_report import print_finished
 from engine.runner.replay import Replayer
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.storable import MAX_DEPTH, refusal

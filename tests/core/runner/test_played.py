@@ -9,7 +9,7 @@ from journals import write_entries
 
 from engine.backends.registry import open_backend
 from engine.runner.replay import Replayer
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.spec.tasks import load_tasks
 from engine.store import RunStore
 

@@ -33,7 +33,7 @@ async def test_one_that_fails_leaves_nothing_open(
 ) -> None:
     calls: list[str] = []
     services = [Noted(calls, "first", fails), Noted(calls, "second")]
-    monkeypatch.setattr("engine.runner.run.open_services", lambda loaded, shared: services)
+    monkeypatch.setattr("engine.runner.runner.open_services", lambda loaded, shared: services)
     closed: list[str] = []
     monkeypatch.setattr("engine.actions.role_models.RoleModels.close", _noting(closed, "roles"))
     monkeypatch.setattr("engine.actions.workers.Workers.close", lambda workers: closed.append("workers"))

@@ -12,7 +12,7 @@ from scripted_replies import ADD, call
 
 from engine.backends.registry import open_backend
 from engine.runner.replay import Replayer, first_difference
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.spec.tasks import load_tasks
 from engine.store import RunStore
 

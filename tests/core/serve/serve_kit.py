@@ -22,7 +22,7 @@ from engine.agents.server import server_of_loop
 from engine.backends.registry import open_backend
 from engine.client import Group, GroupClient
 from engine.environments.color_square import problems
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.schemas.model import ModelSpec
 from engine.serve.groups import GroupService
 from engine.spec.load import load_spec

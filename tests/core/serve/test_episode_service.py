@@ -18,7 +18,7 @@ from stopping import Resumed, content
 from engine.agents.served import ServedPrograms
 from engine.agents.server import server_of_loop
 from engine.backends.registry import open_backend
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.schemas.trajectory import Trajectory
 from engine.serve.episodes import EpisodeService
 from engine.spec.tasks import load_tasks

@@ -22,7 +22,7 @@ from waiting import wait_until
 from written_specs import save_spec
 
 from engine.backends.registry import open_backend
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks

@@ -12,7 +12,7 @@ from test_surviving import EXACT, Killed, kill_at, lines, sampled, trained
 from trainings import begin_training, policy_weights, resume_training
 
 from engine.errors import SpecError
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.schemas.train import DifficultySpec
 from engine.spec.load import load_spec
 from engine.train.batch_log import BatchLog, BatchRecord

@@ -9,7 +9,7 @@ import pytest
 from test_surviving import EXACT, Killed, kill_at, lines, sampled, trained
 from trainings import begin_training, policy_weights, resume_training
 
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.train.batch_log import BatchLog
 from engine.train.metrics import read_metrics
 

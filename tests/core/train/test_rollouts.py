@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import StoreError, TrainError
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.schemas.credit import read_credit
 from engine.schemas.environment import Task
 from engine.schemas.episode import EpisodeSpec

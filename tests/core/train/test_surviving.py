@@ -18,7 +18,7 @@ from slow_cases import slow_but
 from trainings import begin_training, policy_weights, resume_training
 
 from engine.errors import FailingError, OutageError, StoreError, TrainError
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.schemas.journal import GenerationRecord
 from engine.store import RunStore
 from engine.store.header import RunHeader

@@ -98,7 +98,7 @@ async def test_a_replay_gives_the_same_bytes(make_spec: Any, run_spec: Any) -> N
 async def test_a_run_that_broke_off_goes_on_with_its_images(make_spec: Any, run_spec: Any, tmp_path: Path) -> None:
     """What the journal holds is enough: the images come out of the run store."""
     from engine.backends.registry import open_backend
-    from engine.runner.run import Runner
+    from engine.runner.runner import Runner
     from engine.store import RunHeader, RunStore
     from engine.tokens.loading import load_format
 

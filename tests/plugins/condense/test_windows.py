@@ -25,7 +25,7 @@ from engine.backends.registry import open_backend
 from engine.cli.main import app
 from engine.cli.reports.episode_report import what_happened
 from engine.runner.replay import Replayer
-from engine.runner.run import Runner
+from engine.runner.runner import Runner
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.store.rows.export import training_rows
