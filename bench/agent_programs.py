@@ -25,7 +25,7 @@ import yaml
 
 from engine.agents.admission import Admission
 from engine.agents.connection import Connection
-from engine.backends.base import Backend
+from engine.backends.backend import Backend
 from engine.backends.registry import open_backend
 from engine.runner.runner import Runner
 from engine.schemas.generation import GenerateRequest, SamplingParams

@@ -23,7 +23,7 @@ class BackendBase(Contract):
         kind: str = ""  # each kind has a literal of its own
 
     runtime: ClassVar[str]
-    """`module:class` of the runtime class, an `engine.backends.base.Backend`."""
+    """`module:class` of the runtime class, an `engine.backends.backend.Backend`."""
     exact_ids: ClassVar[bool] = True
     """Replies carry the sampled token ids with their log-probs. False: replies are text, and no row can train."""
     reports_versions: ClassVar[bool] = True

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.actions.toolbox import Toolbox
     from engine.actions.workers import Workers
     from engine.agents.program import ProgramBodies
-    from engine.backends.base import Backend
+    from engine.backends.backend import Backend
     from engine.episode.episode import Episode
     from engine.isolation.remote import Cell
     from engine.schemas.episode import EpisodeSpec

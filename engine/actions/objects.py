@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from engine.actions.role_models import RoleModels
     from engine.actions.workers import Workers
     from engine.agents.program import ProgramBodies
-    from engine.backends.base import Backend
+    from engine.backends.backend import Backend
     from engine.machine.machine import Machine
     from engine.schemas.entry import Effects, Entry
     from engine.schemas.environment import Task

@@ -29,7 +29,7 @@ from engine.spec.added import PlayedRole, added_roles
 from engine.spec.load import LoadedSpec
 
 if TYPE_CHECKING:
-    from engine.backends.base import Backend
+    from engine.backends.backend import Backend
     from engine.backends.http.outage import Outage
     from engine.schemas.trajectory import Blame
     from engine.spec.text.diagnostic import DataPath

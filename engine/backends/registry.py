@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from engine.backends.base import Backend
+    from engine.backends.backend import Backend
     from engine.schemas.backend import BackendBase
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate

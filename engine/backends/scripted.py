@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.backends.base import Backend, refuse_parameters
+from engine.backends.backend import Backend, refuse_parameters
 from engine.backends.calls import write_calls
 from engine.backends.stops import StopStrings
 from engine.errors import BackendError, ContextOverflow

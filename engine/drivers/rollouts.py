@@ -39,7 +39,7 @@ from engine.runner.stats import Live, Summary
 from engine.store.store import RunStore, episode_id_of
 
 if TYPE_CHECKING:
-    from engine.backends.base import Backend, ServerWeights
+    from engine.backends.backend import Backend, ServerWeights
     from engine.runner.runner import Runner
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.agents.program import ProgramBodies
-    from engine.backends.base import Backend
+    from engine.backends.backend import Backend
     from engine.episode.episode import Episode
     from engine.runner.services import Cost
     from engine.schemas.environment import Task

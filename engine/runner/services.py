@@ -12,7 +12,7 @@ from engine.schemas.sections import used_plugins
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.backends.base import Backend
+    from engine.backends.backend import Backend
     from engine.spec.load import LoadedSpec
 
 

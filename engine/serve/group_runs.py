@@ -27,7 +27,7 @@ from engine.store.store import episode_id_of
 from engine.train.batches import GroupBuilder, without_signal
 
 if TYPE_CHECKING:
-    from engine.backends.base import Backend
+    from engine.backends.backend import Backend
     from engine.drivers.rollouts import DriverRollouts
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory

@@ -27,7 +27,7 @@ from engine.validate import check_spec
 from engine.validate.trainers import TrainerError, trainer_of
 
 if TYPE_CHECKING:
-    from engine.backends.base import Backend
+    from engine.backends.backend import Backend
     from engine.drivers.rollouts import DriverRollouts
     from engine.runner.runner import Runner
     from engine.schemas.environment import Task

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from engine.backends.base import Backend
+    from engine.backends.backend import Backend
     from engine.runner.services import Cost
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec

@@ -35,7 +35,7 @@ from engine.train.setup import train_spec_of
 from engine.train.stopping import unless_stopped
 
 if TYPE_CHECKING:
-    from engine.backends.base import Backend
+    from engine.backends.backend import Backend
     from engine.runner.services import Cost
     from engine.runner.stats import Live
     from engine.spec.load import LoadedSpec

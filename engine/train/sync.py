@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from engine.backends.base import Backend
+    from engine.backends.backend import Backend
     from engine.backends.local.backend import LocalBackend
     from engine.schemas.episode import EpisodeSpec
     from engine.train.policy import Policy

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.base import Backend, refuse_parameters
+from engine.backends.backend import Backend, refuse_parameters
 from engine.backends.local.requests import tokens_to_sample
 from engine.backends.stops import StopStrings
 from engine.errors import BackendError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.backends.base import Backend
+from engine.backends.backend import Backend
 from engine.backends.http.keys import key_headers
 from engine.backends.servers.attempts import Attempts
 from engine.backends.servers.resume import can_resume, clean_cut, cut, join

@@ -11,7 +11,7 @@ import numpy as np
 import structlog
 from msgspec.structs import asdict, replace
 
-from engine.backends.base import ServerWeights
+from engine.backends.backend import ServerWeights
 from engine.backends.http.keys import key_headers, read_key
 from engine.backends.servers.backend import ServersBackend, servers_of
 from engine.backends.servers.launched import LaunchedServers, launched_servers

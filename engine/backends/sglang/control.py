@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import structlog
 
-from engine.backends.base import ServerWeights
+from engine.backends.backend import ServerWeights
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.server import Server
 from engine.backends.sglang.all_servers import AllServers, NoServerError

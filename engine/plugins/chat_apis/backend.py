@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import structlog
 
-from engine.backends.base import Backend, refuse_parameters
+from engine.backends.backend import Backend, refuse_parameters
 from engine.backends.http.client import HttpClient
 from engine.backends.http.keys import key_headers, read_key
 from engine.backends.http.outage import Outage

@@ -14,7 +14,7 @@ from engine.runner.services import Cost, EpisodeService
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.backends.base import Backend
+    from engine.backends.backend import Backend
     from engine.spec.load import LoadedSpec
 
 COSTS = "costs.jsonl"

@@ -33,7 +33,7 @@ from engine.validate import refuse_first_tasks
 from engine.validate.drivers import refuse_many
 
 if TYPE_CHECKING:
-    from engine.backends.base import Backend
+    from engine.backends.backend import Backend
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
     from engine.store.rows.row import TrainingRow

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.backends.base import Backend
+from engine.backends.backend import Backend
 from engine.backends.servers.reply import ReplyError
 from engine.backends.sglang.routing import checked_experts
 from engine.errors import BackendError, ContextOverflow, EngineError

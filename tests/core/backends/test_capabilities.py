@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.backends.base import Backend
+from engine.backends.backend import Backend
 from engine.backends.registry import runtime_class
 from engine.schemas.backend import BackendBase, backend_classes, kinds_that_train
 from engine.schemas.generation import SamplingParams

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from local_kit import Opener, ask, greedy, prompts, recomputed
 
-from engine.backends.base import Backend
+from engine.backends.backend import Backend
 
 
 async def test_greedy_replies_equal_transformers_generate(opened: Opener, reference: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 from generate_requests import generate_request
 from pydantic import ValidationError
 
-from engine.backends.base import Backend
+from engine.backends.backend import Backend
 from engine.backends.registry import open_backend
 from engine.backends.scripted import ScriptedBackend
 from engine.errors import BackendError, ContextOverflow, SpecError
