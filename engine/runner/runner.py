@@ -33,13 +33,13 @@ from engine.episode.episode import never_built, until_end
 from engine.episode.executor import Executor, RestartNeededError
 from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
 from engine.runner.causes import Causes, Verdict, places
+from engine.runner.crash_isolation import Suspects
 from engine.runner.crew import rare_collections, run_crew
 from engine.runner.guarded import EpisodeGuard
 from engine.runner.observers import episode_observers
 from engine.runner.services import open_services
 from engine.runner.source import Episodes, InOrder, unfinished
 from engine.runner.stats import Live, Summary
-from engine.runner.suspects import Suspects
 from engine.storable import words_of
 from engine.store.images import stored_images
 from engine.store.store import episode_id_of
@@ -254,7 +254,7 @@ class Runner:
             task: The episode's task.
             sample: Index of the episode in its group.
             journal: The journal of this attempt.
-            alone: Run the spec's code in a worker process; see `engine.runner.suspects`.
+            alone: Run the spec's code in a worker process; see `engine.runner.crash_isolation`.
             given_up: Fail with this error before anything runs.
             lost: Fail with this error at the end of the journal, and call nothing again.
 

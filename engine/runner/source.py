@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from engine.runner.suspects import APART, Suspects
+from engine.runner.crash_isolation import APART, Suspects
 from engine.store.episode_rows import episode_id_of
 
 if TYPE_CHECKING:
