@@ -34,7 +34,7 @@ from engine.drivers.session import (
     report_of,
 )
 from engine.errors import StoreError
-from engine.runner.causes import Causes, Verdict, places
+from engine.runner.failure_causes import Causes, Verdict, places
 from engine.runner.stats import Live, Summary
 from engine.store.store import RunStore, episode_id_of
 

@@ -18,7 +18,7 @@ from engine.drivers.cluster import cluster, nodes_of
 from engine.drivers.leases import FILE, Leases
 from engine.drivers.session import STORES, Done, Report, Setup
 from engine.errors import EngineError, StoreError
-from engine.runner.causes import Causes, places
+from engine.runner.failure_causes import Causes, places
 from engine.runner.runner import RunResult
 from engine.runner.stats import Live, Summary
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from engine.errors import StoreError
-from engine.runner.causes import REPAIRED
+from engine.runner.failure_causes import REPAIRED
 from engine.schemas.trajectory import Failure
 from engine.store.private import private_file
 from engine.tokens.bridge.guard import Difference, Finding, Guard

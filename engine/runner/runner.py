@@ -32,9 +32,9 @@ from engine.episode.compiled import compile_spec
 from engine.episode.episode import never_built, until_end
 from engine.episode.executor import Executor, RestartNeededError
 from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
-from engine.runner.causes import Causes, Verdict, places
 from engine.runner.crash_isolation import Suspects
 from engine.runner.crew import rare_collections, run_crew
+from engine.runner.failure_causes import Causes, Verdict, places
 from engine.runner.guarded import EpisodeGuard
 from engine.runner.observers import episode_observers
 from engine.runner.services import open_services

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from engine.actions.facts import ACTIONS
 from engine.episode.episode import Episode
-from engine.runner.causes import BACKEND_SHARE, Cause, Causes
+from engine.runner.failure_causes import BACKEND_SHARE, Cause, Causes
 from engine.schemas.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:

@@ -162,7 +162,7 @@ def print_stopped(result: RunResult, folder: Path) -> None:
     """
     from engine.cli.console import make_console
     from engine.errors import FailingError
-    from engine.runner.causes import with_trace
+    from engine.runner.failure_causes import with_trace
     from engine.store.shards import SHARDED
 
     stopped, summary = result.stopped, result.summary

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import FailingError
-from engine.runner.causes import FIRST, Cause, Verdict
+from engine.runner.failure_causes import FIRST, Cause, Verdict
 from engine.schemas.trajectory import Failure
 
 CAUSES = [
