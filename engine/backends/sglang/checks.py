@@ -16,8 +16,8 @@ import structlog
 
 from engine.backends.http.refusal import error_text
 from engine.backends.http.reply import HttpReply
-from engine.backends.servers.asking import ask, check_each, check_stop_ids, check_tokenizer, try_sampling
 from engine.backends.servers.pool import Pool
+from engine.backends.servers.requests import ask, check_each, check_stop_ids, check_tokenizer, try_sampling
 from engine.backends.servers.server import Server
 from engine.backends.sglang.images import check_images
 from engine.backends.sglang.reply_body import decode

@@ -17,9 +17,9 @@ import numpy as np
 import structlog
 
 from engine.backends.http.refusal import error_text
-from engine.backends.servers.asking import ask, check_each, check_stop_ids, check_tokenizer, try_sampling
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.reply import ReplyError
+from engine.backends.servers.requests import ask, check_each, check_stop_ids, check_tokenizer, try_sampling
 from engine.backends.servers.server import Server
 from engine.errors import BackendError, OutageError
 from engine.plugins.vllm.reply_body import decode
