@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.train.batches import GroupBuilder
     from engine.train.checkpoint import State
     from engine.train.learner import Learner
-    from engine.train.stored import StoredEpisodes
+    from engine.train.stored_groups import StoredEpisodes
 
 log = structlog.get_logger(__name__)
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
     from engine.spec.rows.mix import Mix
     from engine.train.difficulty import DifficultyFilter
-    from engine.train.stored import StoredEpisodes
+    from engine.train.stored_groups import StoredEpisodes
 
 
 class _Epochs:

@@ -34,7 +34,7 @@ from engine.train.repeat import StepRepeater, stored_rows
 from engine.train.rollouts import BatchCollector, TaskOrder
 from engine.train.setup import learner_of
 from engine.train.stopping import unless_stopped
-from engine.train.stored import StoredEpisodes
+from engine.train.stored_groups import StoredEpisodes
 from engine.train.sync import open_sync
 from engine.validate import refuse_first_tasks
 from engine.validate.drivers import refuse_training

@@ -26,7 +26,7 @@ from engine.train.batch_log import BatchLog
 from engine.train.checkpoint import Checkpoints, checkpoints_of
 from engine.train.learner import Learner
 from engine.train.metrics import MetricsLog, read_metrics
-from engine.train.stored import StoredEpisodes
+from engine.train.stored_groups import StoredEpisodes
 from engine.train.trainer import Trainer
 
 SAME = ("step", "reward/mean", "episode/tokens", "tokens/trained", "staleness/max", "loss", "grad_norm", "lr")
