@@ -24,7 +24,7 @@ from engine.tokens.loading import load_format
 from engine.train.batch_log import BatchRecord
 from engine.train.demonstrations import count_episodes, demonstrations
 from engine.train.loop import TrainingLoop, TrainResult
-from engine.train.repeat import StepRepeater
+from engine.train.repeated_steps import StepRepeater
 from engine.train.setup import learner_of
 from engine.train.stopping import unless_stopped
 from engine.train.sync import open_sync

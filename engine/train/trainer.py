@@ -30,7 +30,7 @@ from engine.train.keep import compact_training, plan_of
 from engine.train.loop import TrainingLoop, TrainResult
 from engine.train.missing_signal import MissingSignal
 from engine.train.overlong import masked_metrics
-from engine.train.repeat import StepRepeater, stored_rows
+from engine.train.repeated_steps import StepRepeater, stored_rows
 from engine.train.rollouts import BatchCollector, TaskOrder
 from engine.train.setup import learner_of
 from engine.train.stopping import unless_stopped
