@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from engine.schemas.credit import CreditMethod
     from engine.schemas.critic import CriticSpec, ProbeCritic
     from engine.train.distributed import ProcessGroup
-    from engine.train.net import PackedModel
+    from engine.train.packed_model import PackedModel
     from engine.train.packing import Pack
     from engine.train.policy import Policy
 

@@ -14,7 +14,7 @@ from engine.errors import TrainError
 from engine.schemas.train import TrainSpec
 from engine.train import files
 from engine.train.distributed import ProcessGroup
-from engine.train.net import PackedModel, ValueHead
+from engine.train.packed_model import PackedModel, ValueHead
 from engine.train.packing import Pack
 from engine.train.tensor_files import read_tensors, stored_names
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
     from engine.train.distributed import ProcessGroup
-    from engine.train.net import PackedModel
+    from engine.train.packed_model import PackedModel
 
 
 def train_spec_of(loaded: LoadedSpec) -> TrainSpec:

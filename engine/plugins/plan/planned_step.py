@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
-    from engine.train.net import PackedModel
+    from engine.train.packed_model import PackedModel
 
 
 @dataclass(frozen=True, slots=True)

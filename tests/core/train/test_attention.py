@@ -14,7 +14,7 @@ from slow_cases import slow_after
 from engine.errors import TrainError
 from engine.store.rows.row import TrainingRow
 from engine.train import attention
-from engine.train.net import PackedModel
+from engine.train.packed_model import PackedModel
 from engine.train.packing import pack_rows
 
 FAMILIES: dict[str, dict[str, Any]] = {
