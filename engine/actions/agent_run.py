@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.calls import LoopReplacedError
+from engine.actions.calling.code_call import LoopReplacedError
 from engine.actions.images import in_memory
 from engine.actions.workers import call_spec_code, is_async, on_main_loop
 from engine.agents.command import CommandProgram

@@ -11,7 +11,7 @@ from zlib import crc32
 
 import structlog
 
-from engine.actions.calls import EpisodeScope
+from engine.actions.calling.code_call import EpisodeScope
 from engine.actions.guest import GuestLoop
 from engine.actions.interrupt import Interrupter
 

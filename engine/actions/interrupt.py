@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 if TYPE_CHECKING:
-    from engine.actions.calls import Call
+    from engine.actions.calling.code_call import Call
 
 log = structlog.get_logger(__name__)
 

@@ -14,7 +14,7 @@ from collections import deque
 
 import structlog
 
-from engine.actions.calls import Call
+from engine.actions.calling.code_call import Call
 from engine.actions.interrupt import CodeThread, Interrupted, Interrupter
 from engine.errors import SpecCodeError
 

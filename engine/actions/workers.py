@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from engine.actions.calls import SCOPE, Call, LoopReplacedError
+from engine.actions.calling.code_call import SCOPE, Call, LoopReplacedError
 from engine.actions.guest import GuestLoop
 from engine.actions.guests import GuestLoops
 from engine.actions.interrupt import Interrupter

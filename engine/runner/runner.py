@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.actions.calls import SCOPE, EpisodeScope, LoopReplacedError
+from engine.actions.calling.code_call import SCOPE, EpisodeScope, LoopReplacedError
 from engine.actions.images import ImageStorer
 from engine.actions.objects import ObjectBuilder
 from engine.actions.role_models import RoleModels

@@ -12,7 +12,7 @@ import pytest
 from slow_cases import slow_after, slow_but, slow_but_each
 
 from engine.actions import guest as guest_module
-from engine.actions.calls import SCOPE, Call, EpisodeScope, LoopReplacedError
+from engine.actions.calling.code_call import SCOPE, Call, EpisodeScope, LoopReplacedError
 from engine.actions.guest import GuestLoop
 from engine.actions.guests import MAX_LOOPS, GuestLoops
 from engine.actions.interrupt import Interrupter

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from waiting import until
 
 from engine.actions import interrupt
-from engine.actions.calls import SCOPE, EpisodeScope
+from engine.actions.calling.code_call import SCOPE, EpisodeScope
 from engine.actions.interrupt import CodeThread, Interrupted, Interrupter, is_spec_code
 from engine.actions.workers import Workers, call_spec_code
 from engine.environments import tools as shipped
