@@ -12,7 +12,7 @@ from zlib import crc32
 import structlog
 
 from engine.actions.calling.code_call import EpisodeScope
-from engine.actions.guest import GuestLoop
+from engine.actions.calling.code_loop import GuestLoop
 from engine.actions.interrupt import Interrupter
 
 log = structlog.get_logger(__name__)

@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from engine.actions.calling.code_call import SCOPE, Call, LoopReplacedError
-from engine.actions.guest import GuestLoop
+from engine.actions.calling.code_loop import GuestLoop
 from engine.actions.guests import GuestLoops
 from engine.actions.interrupt import Interrupter
 from engine.actions.lag import Lag

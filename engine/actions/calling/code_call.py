@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import SpecCodeError
 
 if TYPE_CHECKING:
-    from engine.actions.guest import GuestLoop
+    from engine.actions.calling.code_loop import GuestLoop
     from engine.actions.interrupt import CodeThread
     from engine.schemas.trajectory import Blame
 
