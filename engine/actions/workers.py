@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from engine.actions.calling.code_call import SCOPE, Call, LoopReplacedError
 from engine.actions.calling.code_loop import GuestLoop
-from engine.actions.guests import GuestLoops
+from engine.actions.calling.code_loops import GuestLoops
 from engine.actions.interrupt import Interrupter
 from engine.actions.lag import Lag
 from engine.actions.threads import Threads

@@ -14,7 +14,7 @@ from slow_cases import slow_after, slow_but, slow_but_each
 from engine.actions.calling import code_loop as guest_module
 from engine.actions.calling.code_call import SCOPE, Call, EpisodeScope, LoopReplacedError
 from engine.actions.calling.code_loop import GuestLoop
-from engine.actions.guests import MAX_LOOPS, GuestLoops
+from engine.actions.calling.code_loops import MAX_LOOPS, GuestLoops
 from engine.actions.interrupt import Interrupter
 from engine.actions.workers import Workers, call_spec_code
 from engine.errors import SpecCodeError
