@@ -71,7 +71,10 @@ WORKLOADS: dict[str, str | None] = {
 PROMISES: list[tuple[str, tuple[str, ...]]] = [
     ("state machine, guards, limits", ("engine/machine/", "engine/limits.py")),
     ("answers can be stored and read back", ("engine/storable.py",)),
-    ("deadlines", ("engine/deadline.py", "engine/actions/calling/loop_delay.py", "engine/actions/interrupt.py")),
+    (
+        "deadlines",
+        ("engine/deadline.py", "engine/actions/calling/loop_delay.py", "engine/actions/calling/interrupt.py"),
+    ),
     (
         "spec code in a thread of its own, watched",
         tuple(f"engine/actions/{name}.py" for name in ("guest", "guests", "calls", "workers", "threads", "toolbox")),

@@ -15,7 +15,7 @@ from collections import deque
 import structlog
 
 from engine.actions.calling.code_call import Call
-from engine.actions.interrupt import CodeThread, Interrupted, Interrupter
+from engine.actions.calling.interrupt import CodeThread, Interrupted, Interrupter
 from engine.errors import SpecCodeError
 
 log = structlog.get_logger(__name__)

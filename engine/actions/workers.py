@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from engine.actions.calling.code_call import SCOPE, Call, LoopReplacedError
 from engine.actions.calling.code_loop import GuestLoop
 from engine.actions.calling.code_loops import GuestLoops
+from engine.actions.calling.interrupt import Interrupter
 from engine.actions.calling.loop_delay import Lag
-from engine.actions.interrupt import Interrupter
 from engine.actions.threads import Threads
 from engine.deadline import Deadlines
 from engine.errors import EngineError, SpecCodeError

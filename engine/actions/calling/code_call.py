@@ -16,7 +16,7 @@ from engine.errors import SpecCodeError
 
 if TYPE_CHECKING:
     from engine.actions.calling.code_loop import GuestLoop
-    from engine.actions.interrupt import CodeThread
+    from engine.actions.calling.interrupt import CodeThread
     from engine.schemas.trajectory import Blame
 
 

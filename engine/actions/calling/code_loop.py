@@ -26,7 +26,7 @@ from typing import Any
 import structlog
 
 from engine.actions.calling.code_call import CALL, Call
-from engine.actions.interrupt import CodeThread, Interrupted, Interrupter
+from engine.actions.calling.interrupt import CodeThread, Interrupted, Interrupter
 
 log = structlog.get_logger(__name__)
 

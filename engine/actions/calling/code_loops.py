@@ -13,7 +13,7 @@ import structlog
 
 from engine.actions.calling.code_call import EpisodeScope
 from engine.actions.calling.code_loop import GuestLoop
-from engine.actions.interrupt import Interrupter
+from engine.actions.calling.interrupt import Interrupter
 
 log = structlog.get_logger(__name__)
 

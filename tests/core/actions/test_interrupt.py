@@ -18,9 +18,9 @@ from slow_cases import slow_after
 from structlog.testing import capture_logs
 from waiting import until
 
-from engine.actions import interrupt
+from engine.actions.calling import interrupt
 from engine.actions.calling.code_call import SCOPE, EpisodeScope
-from engine.actions.interrupt import CodeThread, Interrupted, Interrupter, is_spec_code
+from engine.actions.calling.interrupt import CodeThread, Interrupted, Interrupter, is_spec_code
 from engine.actions.workers import Workers, call_spec_code
 from engine.environments import tools as shipped
 from engine.errors import SpecCodeError
