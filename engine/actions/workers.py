@@ -28,7 +28,7 @@ from engine.actions.calling.code_loop import GuestLoop
 from engine.actions.calling.code_loops import GuestLoops
 from engine.actions.calling.interrupt import Interrupter
 from engine.actions.calling.loop_delay import Lag
-from engine.actions.threads import Threads
+from engine.actions.calling.threads import Threads
 from engine.deadline import Deadlines
 from engine.errors import EngineError, SpecCodeError
 from engine.isolation.pool import Isolation

@@ -136,7 +136,7 @@ def frame_of(module: str) -> FrameType:
         ("sympy.core.basic", True),
         ("__main__", True),
         (shipped.__name__, True),
-        ("engine.actions.threads", False),
+        ("engine.actions.calling.threads", False),
         ("engine", False),
         ("importlib._bootstrap", False),
         ("_frozen_importlib", False),
