@@ -15,7 +15,7 @@ import statistics
 import time
 from typing import Any
 
-from engine.actions import workers as calls
+from engine.actions.calling import workers as calls
 
 
 def plain() -> int:

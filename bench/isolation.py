@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
-from engine.actions.workers import Workers, call_spec_code
+from engine.actions.calling.workers import Workers, call_spec_code
 from engine.environments.tools.calculator import calculate
 from engine.isolation.pool import FunctionTool, Isolation, RemoteFunction
 from engine.isolation.remote import Origin

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.actions.calling.code_call import LoopReplacedError
+from engine.actions.calling.workers import call_spec_code, is_async, on_main_loop
 from engine.actions.images import in_memory
-from engine.actions.workers import call_spec_code, is_async, on_main_loop
 from engine.agents.command import CommandProgram
 from engine.agents.coroutine import CoroutineProgram
 from engine.agents.inbox import Inbox
@@ -29,7 +29,7 @@ from engine.spec.code.entry import load_entry
 if TYPE_CHECKING:
     from engine.actions.ahead import AheadSampler
     from engine.actions.base import EpisodeObjects
-    from engine.actions.workers import Workers
+    from engine.actions.calling.workers import Workers
     from engine.agents.threads import AgentThreads
     from engine.episode.episode import Episode
     from engine.schemas.agent import AgentSpec

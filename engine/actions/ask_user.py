@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.actions.base import BuiltInAction, EpisodeObjects, bounds_of, post_rewards
-from engine.actions.workers import call_spec_code
+from engine.actions.calling.workers import call_spec_code
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.limit import Limit
@@ -16,7 +16,7 @@ from engine.schemas.message import ContentPart, Message
 from engine.spec.template import fill_words
 
 if TYPE_CHECKING:
-    from engine.actions.workers import Workers
+    from engine.actions.calling.workers import Workers
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate

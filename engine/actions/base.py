@@ -19,9 +19,9 @@ from engine.rewards.ledger import blame_of
 
 if TYPE_CHECKING:
     from engine.actions.agent_run import AgentRun
+    from engine.actions.calling.workers import Workers
     from engine.actions.role_models import RoleModel, RoleModels
     from engine.actions.toolbox import Toolbox
-    from engine.actions.workers import Workers
     from engine.agents.program import ProgramBodies
     from engine.backends.backend import Backend
     from engine.episode.episode import Episode

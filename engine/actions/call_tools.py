@@ -12,7 +12,7 @@ from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
 
 if TYPE_CHECKING:
-    from engine.actions.workers import Workers
+    from engine.actions.calling.workers import Workers
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.actions.action_facts import OWN_ACTION_SECONDS
 from engine.actions.base import EpisodeObjects, LimitedAction, post_rewards
-from engine.actions.workers import call_spec_code
+from engine.actions.calling.workers import call_spec_code
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.isolation.pool import RemoteFunction
@@ -18,7 +18,7 @@ from engine.schemas.journal import StepRecord
 from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
-    from engine.actions.workers import Workers
+    from engine.actions.calling.workers import Workers
     from engine.schemas.entry import Effects
     from engine.schemas.machine import StateSpec
     from engine.schemas.trajectory import Blame

@@ -21,7 +21,7 @@ from engine.schemas.trajectory import Turn
 from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
-    from engine.actions.workers import Workers
+    from engine.actions.calling.workers import Workers
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate

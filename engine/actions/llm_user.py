@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.workers import call_spec_code, on_main_loop
+from engine.actions.calling.workers import call_spec_code, on_main_loop
 from engine.episode.episode import derive_seed
 from engine.errors import SpecCodeError
 from engine.schemas.environment import EpisodeView, UserTurn
@@ -22,8 +22,8 @@ from engine.schemas.reward import RewardEvent
 from engine.spec.template import fields_of, fill, own_spans
 
 if TYPE_CHECKING:
+    from engine.actions.calling.workers import Workers
     from engine.actions.role_models import RoleModel
-    from engine.actions.workers import Workers
     from engine.schemas.role import Mark, UserSpec
 
 USER_FIELDS = ("task", "reply", "dialogue", "verdict", "turn")

@@ -14,10 +14,10 @@ import structlog
 from engine import plugin
 from engine.actions.base import EpisodeObjects
 from engine.actions.call_tools import CallToolsAction
+from engine.actions.calling.workers import call_spec_code
 from engine.actions.llm_user import ModelUser
 from engine.actions.tool_servers import ToolServers
 from engine.actions.toolbox import BoundTool, Toolbox, bind_tool
-from engine.actions.workers import call_spec_code
 from engine.errors import EngineError, SpecCodeError
 from engine.isolation.pool import FunctionTool, HeldObject, Pool, RemoteFunction
 from engine.isolation.remote import Cell, Origin, RemoteObject, RemoteTool
@@ -31,8 +31,8 @@ from engine.storable import words_of
 if TYPE_CHECKING:
     import asyncio
 
+    from engine.actions.calling.workers import Workers
     from engine.actions.role_models import RoleModels
-    from engine.actions.workers import Workers
     from engine.agents.program import ProgramBodies
     from engine.backends.backend import Backend
     from engine.machine.machine import Machine

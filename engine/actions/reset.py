@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.actions.base import BuiltInAction, EpisodeObjects
-from engine.actions.workers import call_spec_code
+from engine.actions.calling.workers import call_spec_code
 from engine.agents.echo import EchoIndex
 from engine.agents.threads import AgentThreads
 from engine.episode.episode import Episode
@@ -18,7 +18,7 @@ from engine.spec.conversation import conversation_of
 from engine.spec.template import fill, fill_words, found_image, image_folders, own_spans
 
 if TYPE_CHECKING:
-    from engine.actions.workers import Workers
+    from engine.actions.calling.workers import Workers
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate

@@ -26,7 +26,7 @@ from engine.schemas.journal import AgentRecord
 from engine.schemas.machine import StateSpec
 
 if TYPE_CHECKING:
-    from engine.actions.workers import Workers
+    from engine.actions.calling.workers import Workers
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
 

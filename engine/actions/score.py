@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine.actions.agent_run import only_source, require_reward
 from engine.actions.base import BuiltInAction, EpisodeObjects, post_rewards
+from engine.actions.calling.workers import call_spec_code
 from engine.actions.facts import SCORERS
 from engine.actions.judge import Judge
-from engine.actions.workers import call_spec_code
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.isolation.pool import RemoteFunction
@@ -22,7 +22,7 @@ from engine.schemas.reward import RewardEvent
 from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
-    from engine.actions.workers import Workers
+    from engine.actions.calling.workers import Workers
     from engine.schemas.entry import Effects
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec

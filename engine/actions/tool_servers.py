@@ -11,7 +11,7 @@ from engine.errors import EngineError, SpecCodeError
 from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
-    from engine.actions.workers import Workers
+    from engine.actions.calling.workers import Workers
     from engine.schemas.environment_spec import ToolSpec
     from engine.spec.load import LoadedSpec
 

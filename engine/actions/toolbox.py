@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from engine.actions.calling.code_call import LoopReplacedError
-from engine.actions.workers import Workers, call_spec_code
+from engine.actions.calling.workers import Workers, call_spec_code
 from engine.errors import EngineError, SpecCodeError
 from engine.isolation.remote import InvalidArguments, RemoteTool
 from engine.schemas.message import MalformedCall, ToolCall, ToolResult

@@ -1,4 +1,4 @@
-"""A program that is a coroutine of the spec's code, on a loop of its own (`engine.actions.workers`): it is cancelled at its end."""
+"""A program that is a coroutine of the spec's code, on a loop of its own (`engine.actions.calling.workers`): it is cancelled at its end."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
     from engine.actions.base import Action
-    from engine.actions.workers import Workers
+    from engine.actions.calling.workers import Workers
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
     from engine.schemas.machine import StateSpec

@@ -216,7 +216,7 @@ class RemoteObject:
         """Call a method and validate its answer.
 
         Raises:
-            SpecCodeError: see `engine.actions.workers.call_spec_code`; and kinds `<blame>_crashed`, `_cpu` and `_output` if the
+            SpecCodeError: see `engine.actions.calling.workers.call_spec_code`; and kinds `<blame>_crashed`, `_cpu` and `_output` if the
                 worker died or exceeded a limit.
         """
         sent = [_plain(argument) for argument in arguments]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.actions.workers import is_async
+from engine.actions.calling.workers import is_async
 from engine.errors import EngineError
 from engine.preparing.cache import PreparedCache, digest_of_files, digest_of_parts
 from engine.preparing.processes import ALONE, Job, prepare

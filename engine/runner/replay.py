@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from engine.actions.base import EpisodeObjects
+from engine.actions.calling.workers import Workers
 from engine.actions.objects import ObjectBuilder
-from engine.actions.workers import Workers
 from engine.episode.compiled import compile_spec
 from engine.episode.episode import never_built, until_end
 from engine.errors import EngineError, ReplayError, StoreError

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from engine.actions.calling.code_call import SCOPE, EpisodeScope, LoopReplacedError
+from engine.actions.calling.workers import Workers
 from engine.actions.images import ImageStorer
 from engine.actions.objects import ObjectBuilder
 from engine.actions.role_models import RoleModels
-from engine.actions.workers import Workers
 from engine.deadline import PausableClocks
 from engine.episode.compiled import compile_spec
 from engine.episode.episode import never_built, until_end

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import orjson
 import structlog
 
-from engine.actions.workers import on_main_loop
+from engine.actions.calling.workers import on_main_loop
 from engine.errors import AdapterError
 from engine.plugins.adapters.base import library
 from engine.plugins.adapters.mcp_connection import CLOSE_SECONDS, Connection, either_field, error_words

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from engine.actions.workers import Workers
+from engine.actions.calling.workers import Workers
 from engine.episode.compiled import CompiledSpec, compile_spec
 from engine.plugins.audit.episodes import next_record, records_of, with_own_tokens
 from engine.plugins.audit.examine import Examined

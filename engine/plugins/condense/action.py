@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.actions.base import BuiltInAction, EpisodeObjects
+from engine.actions.calling.workers import call_spec_code
 from engine.actions.images import in_memory
-from engine.actions.workers import call_spec_code
 from engine.episode.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
 from engine.isolation.pool import RemoteFunction
@@ -42,7 +42,7 @@ from engine.spec.template import fill, own_spans
 from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
-    from engine.actions.workers import Workers
+    from engine.actions.calling.workers import Workers
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from engine.actions.calling.workers import on_main_loop
 from engine.actions.toolbox import BoundTool, bind_tool
-from engine.actions.workers import on_main_loop
 from engine.schemas.environment import EpisodeView
 
 NAME = "expand"

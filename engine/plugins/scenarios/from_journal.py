@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from engine.actions.calling.workers import Workers
 from engine.actions.objects import ObjectBuilder
-from engine.actions.workers import Workers
 from engine.backends.scripted import write_reply
 from engine.errors import BackendError, EngineError, SpecError, StoreError
 from engine.limits import EPISODE_SECONDS

@@ -26,7 +26,7 @@ from engine.spec.conversation import conversation_of
 from engine.store.journal import MemoryJournal
 
 if TYPE_CHECKING:
-    from engine.actions.workers import Workers
+    from engine.actions.calling.workers import Workers
     from engine.plugins.scenarios.schema import Scenario
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory

@@ -15,10 +15,10 @@ import orjson
 from pydantic import BaseModel
 
 from engine.actions.base import Action
+from engine.actions.calling.workers import call_spec_code, on_main_loop
 from engine.actions.custom import StepAction
 from engine.actions.score import ScoreAction
 from engine.actions.toolbox import BoundTool, Toolbox
-from engine.actions.workers import call_spec_code, on_main_loop
 from engine.errors import SpecCodeError
 from engine.isolation.remote import RemoteTool
 from engine.limits import EPISODE_SECONDS
@@ -27,7 +27,7 @@ from engine.schemas.journal import ScoreRecord
 
 if TYPE_CHECKING:
     from engine.actions.base import EpisodeObjects
-    from engine.actions.workers import Workers
+    from engine.actions.calling.workers import Workers
     from engine.episode.episode import Episode
     from engine.plugins.scenarios.schema import (
         OutOfTime,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import structlog
 
-from engine.actions.workers import Workers
+from engine.actions.calling.workers import Workers
 from engine.errors import EngineError, SpecError
 from engine.plugins.scenarios.compare import Difference, compare
 from engine.plugins.scenarios.coverage import Coverage, Edge, coverage_of

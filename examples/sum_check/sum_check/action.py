@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.actions.base import BuiltInAction, EpisodeObjects, post_rewards
-from engine.actions.workers import call_spec_code
+from engine.actions.calling.workers import call_spec_code
 from engine.episode.episode import Episode
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
@@ -19,7 +19,7 @@ from sum_check.spec import SumCheckSpec
 from sum_check.sums import CheckedSum, checked_sums
 
 if TYPE_CHECKING:
-    from engine.actions.workers import Workers
+    from engine.actions.calling.workers import Workers
     from engine.schemas.machine import StateSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate

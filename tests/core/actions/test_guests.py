@@ -16,7 +16,7 @@ from engine.actions.calling.code_call import SCOPE, Call, EpisodeScope, LoopRepl
 from engine.actions.calling.code_loop import GuestLoop
 from engine.actions.calling.code_loops import MAX_LOOPS, GuestLoops
 from engine.actions.calling.interrupt import Interrupter
-from engine.actions.workers import Workers, call_spec_code
+from engine.actions.calling.workers import Workers, call_spec_code
 from engine.errors import SpecCodeError
 
 

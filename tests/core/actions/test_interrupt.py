@@ -21,7 +21,7 @@ from waiting import until
 from engine.actions.calling import interrupt
 from engine.actions.calling.code_call import SCOPE, EpisodeScope
 from engine.actions.calling.interrupt import CodeThread, Interrupted, Interrupter, is_spec_code
-from engine.actions.workers import Workers, call_spec_code
+from engine.actions.calling.workers import Workers, call_spec_code
 from engine.environments import tools as shipped
 from engine.errors import SpecCodeError
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from engine.actions import workers as module
+from engine.actions.calling import workers as module
 from engine.actions.calling.loop_delay import TICK, Lag
-from engine.actions.workers import STARVED_SHARE, Workers, call_spec_code
+from engine.actions.calling.workers import STARVED_SHARE, Workers, call_spec_code
 from engine.deadline import Deadlines
 from engine.errors import SpecCodeError
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from engine.actions.calling.workers import Workers
 from engine.actions.llm_user import SILENCE, ModelUser, dialogue_of, read_marks
 from engine.actions.role_models import without_reasoning
-from engine.actions.workers import Workers
 from engine.errors import SpecCodeError
 from engine.schemas.environment import EpisodeView, Task
 from engine.schemas.message import Message, ToolCall

@@ -13,7 +13,7 @@ import pytest
 CALLS = '''
 import asyncio, threading, time
 from engine.actions import interrupt
-from engine.actions.workers import Workers, call_spec_code
+from engine.actions.calling.workers import Workers, call_spec_code
 from engine.errors import SpecCodeError
 
 interrupt.TICK = 0.002

@@ -8,8 +8,8 @@ from typing import Literal
 
 import pytest
 
+from engine.actions.calling.workers import Workers
 from engine.actions.toolbox import Toolbox, bind_tool
-from engine.actions.workers import Workers
 from engine.errors import EngineError, SpecCodeError
 from engine.schemas.environment import EpisodeView, Task, ToolReply
 from engine.schemas.message import MalformedCall, ToolCall

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from engine.actions.workers import Workers, call_spec_code, on_main_loop
+from engine.actions.calling.workers import Workers, call_spec_code, on_main_loop
 from engine.errors import SpecCodeError
 
 

@@ -36,7 +36,7 @@ async def test_one_that_fails_leaves_nothing_open(
     monkeypatch.setattr("engine.runner.runner.open_services", lambda loaded, shared: services)
     closed: list[str] = []
     monkeypatch.setattr("engine.actions.role_models.RoleModels.close", _noting(closed, "roles"))
-    monkeypatch.setattr("engine.actions.workers.Workers.close", lambda workers: closed.append("workers"))
+    monkeypatch.setattr("engine.actions.calling.workers.Workers.close", lambda workers: closed.append("workers"))
     with pytest.raises(OSError, match=f"first cannot {fails}"):
         await run_spec(make_spec(["It is 42."], user=None, machine="single_turn"))
     started = ["start first"] if fails == "start" else ["start first", "start second"]
