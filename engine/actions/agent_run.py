@@ -27,8 +27,8 @@ from engine.schemas.reward import RewardEvent
 from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
+    from engine.actions.action import EpisodeObjects
     from engine.actions.ahead import AheadSampler
-    from engine.actions.base import EpisodeObjects
     from engine.actions.calling.workers import Workers
     from engine.agents.threads import AgentThreads
     from engine.episode.episode import Episode

@@ -21,7 +21,7 @@ from engine.schemas.base import Struct
 from engine.schemas.generation import GenerateRequest, Generation
 
 if TYPE_CHECKING:
-    from engine.actions.base import EpisodeObjects
+    from engine.actions.action import EpisodeObjects
     from engine.actions.generate import GenerateAction
     from engine.agents.inbox import Exchange, Inbox
     from engine.agents.threads import AgentThreads

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.actions.base import BuiltInAction, EpisodeObjects, bounds_of, post_rewards
+from engine.actions.action import BuiltInAction, EpisodeObjects, bounds_of, post_rewards
 from engine.actions.calling.workers import call_spec_code
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError

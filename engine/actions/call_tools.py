@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.actions.base import BuiltInAction, EpisodeObjects, post_rewards
+from engine.actions.action import BuiltInAction, EpisodeObjects, post_rewards
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.schemas.journal import ToolsRecord

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from engine.actions.action import EpisodeObjects, LimitedAction, post_rewards
 from engine.actions.action_facts import OWN_ACTION_SECONDS
-from engine.actions.base import EpisodeObjects, LimitedAction, post_rewards
 from engine.actions.calling.workers import call_spec_code
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.base import BuiltInAction, EpisodeObjects
+from engine.actions.action import BuiltInAction, EpisodeObjects
 from engine.actions.room import rooms_of
 from engine.episode.episode import Episode, NewestReply
 from engine.errors import BackendError

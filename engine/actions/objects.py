@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from engine import plugin
-from engine.actions.base import EpisodeObjects
+from engine.actions.action import EpisodeObjects
 from engine.actions.call_tools import CallToolsAction
 from engine.actions.calling.workers import call_spec_code
 from engine.actions.llm_user import ModelUser

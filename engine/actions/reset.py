@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.actions.base import BuiltInAction, EpisodeObjects
+from engine.actions.action import BuiltInAction, EpisodeObjects
 from engine.actions.calling.workers import call_spec_code
 from engine.agents.echo import EchoIndex
 from engine.agents.threads import AgentThreads

@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from engine.actions.action import BuiltInAction, EpisodeObjects, post_rewards
 from engine.actions.agent_run import AgentRun, AgentStarter, only_source, require_reward
 from engine.actions.ahead import AheadSampler
-from engine.actions.base import BuiltInAction, EpisodeObjects, post_rewards
 from engine.actions.generate import GenerateAction
 from engine.agents.inbox import Exchange
 from engine.agents.program import ProgramEnd

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from engine.actions.action import BuiltInAction, EpisodeObjects, post_rewards
 from engine.actions.agent_run import only_source, require_reward
-from engine.actions.base import BuiltInAction, EpisodeObjects, post_rewards
 from engine.actions.calling.workers import call_spec_code
 from engine.actions.facts import SCORERS
 from engine.actions.judge import Judge

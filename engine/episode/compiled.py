@@ -27,7 +27,7 @@ from engine.rewards.rules import compile_rules
 from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
-    from engine.actions.base import Action
+    from engine.actions.action import Action
     from engine.actions.calling.workers import Workers
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry

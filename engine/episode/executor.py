@@ -21,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.base import Action, EpisodeObjects
+from engine.actions.action import Action, EpisodeObjects
 from engine.actions.calling.code_call import LoopReplacedError
 from engine.actions.cut_texts import TextCutter
 from engine.deadline import EpisodeDeadline, PausableClocks

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from engine.actions.base import EpisodeObjects
+from engine.actions.action import EpisodeObjects
 from engine.actions.calling.workers import Workers
 from engine.actions.objects import ObjectBuilder
 from engine.episode.compiled import compile_spec

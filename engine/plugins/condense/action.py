@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.base import BuiltInAction, EpisodeObjects
+from engine.actions.action import BuiltInAction, EpisodeObjects
 from engine.actions.calling.workers import call_spec_code
 from engine.actions.images import in_memory
 from engine.episode.episode import Episode, derive_seed

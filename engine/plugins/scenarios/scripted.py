@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from pydantic import BaseModel
 
-from engine.actions.base import Action
+from engine.actions.action import Action
 from engine.actions.calling.workers import call_spec_code, on_main_loop
 from engine.actions.custom import StepAction
 from engine.actions.score import ScoreAction
@@ -26,7 +26,7 @@ from engine.schemas.environment import Reset, Step, ToolReply, UserTurn
 from engine.schemas.journal import ScoreRecord
 
 if TYPE_CHECKING:
-    from engine.actions.base import EpisodeObjects
+    from engine.actions.action import EpisodeObjects
     from engine.actions.calling.workers import Workers
     from engine.episode.episode import Episode
     from engine.plugins.scenarios.schema import (

@@ -13,7 +13,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.actions.base import bounds_of
+from engine.actions.action import bounds_of
 from engine.actions.generate import GenerateAction
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.limits import LimitsSpec

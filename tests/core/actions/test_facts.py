@@ -12,7 +12,7 @@ import pytest
 
 import engine
 from engine import plugin
-from engine.actions.base import BuiltInAction
+from engine.actions.action import BuiltInAction
 from engine.actions.facts import ACTIONS
 from engine.limit import Limit
 from engine.limits import COUNTERS, EPISODE_SECONDS, LIMITS
