@@ -130,7 +130,7 @@ def stepping(effects: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow  # by default: the test above, and tests/core/actions/test_guests.py
+@pytest.mark.slow  # by default: the test above, and tests/core/actions/calling/test_code_loops.py
 @pytest.mark.parametrize("effects", ["replayable", "external"])
 def test_episodes_whose_loop_was_blocked_go_on_from_their_journal_where_their_effects_allow_it(
     effects: str, tmp_path: Path, tiny_tokenizer_dir: Path
