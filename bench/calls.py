@@ -77,7 +77,7 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
     ),
     (
         "spec code in a thread of its own, watched",
-        tuple(f"engine/actions/{name}.py" for name in ("guest", "guests", "calls", "workers", "threads", "toolbox")),
+        ("engine/actions/calling/", "engine/actions/toolbox.py"),
     ),
     ("executor, actions, episode", ("engine/episode/executor.py", "engine/episode/episode.py", "engine/actions/")),
     ("journal before effects", ("engine/store/",)),

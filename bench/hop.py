@@ -1,4 +1,4 @@
-"""The cost of one call of a spec's code: a plain function in a thread, an `async` one on the guest loop.
+"""The cost of one call of a spec's code: a plain function in a thread, an `async` one on the code loop.
 
     python bench/hop.py            # 64 episodes at once, µs a call
     python bench/hop.py --at-once 1

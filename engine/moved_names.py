@@ -6,6 +6,8 @@ Only the standard library is imported here, because `engine/__init__.py` imports
 from __future__ import annotations
 
 MOVED: dict[str, str] = {
+    "engine.actions.base": "engine.actions.action",
+    "engine.actions.workers": "engine.actions.calling.workers",
     "engine.backends.anthropic": "engine.plugins.chat_apis.anthropic",
     "engine.backends.api": "engine.plugins.chat_apis.backend",
     "engine.backends.budget": "engine.plugins.chat_apis.budget",

@@ -117,8 +117,8 @@ def leave_hung_code_behind(status: int) -> None:
 
     pause = threading.Event()
     threading.Thread(target=watch, name="exit", daemon=True).start()
-    guest = sys.modules.get("engine.actions.calling.code_loop")
-    if guest is not None and guest.has_unfinished_tasks():
+    code_loop = sys.modules.get("engine.actions.calling.code_loop")
+    if code_loop is not None and code_loop.has_unfinished_tasks():
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stderr.flush()

@@ -1,7 +1,7 @@
 """A call into a spec's code, and the episode that makes it.
 
 A call has two sides: the main loop, which waits for it, and the thread that runs it. Exactly one of them ends the
-call (`Call.take`): the thread that has finished it, or the main loop that abandons it.
+call (`CodeCall.take`): the thread that has finished it, or the main loop that abandons it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import SpecCodeError
 
 if TYPE_CHECKING:
-    from engine.actions.calling.code_loop import GuestLoop
+    from engine.actions.calling.code_loop import CodeLoop
     from engine.actions.calling.interrupt import CodeThread
     from engine.schemas.trajectory import Blame
 
@@ -29,24 +29,24 @@ class EpisodeScope:
         last: A lost call in this attempt is a failure: the episode is not resumed once more.
     """
 
-    __slots__ = ("episode", "guest", "last", "losses")
+    __slots__ = ("code_loop", "episode", "last", "losses")
 
     def __init__(self, episode: str, losses: int = 0, *, last: bool = False) -> None:
         self.losses = losses
         self.last = last
         self.episode = episode
         """Its id, for messages."""
-        self.guest: GuestLoop | None = None
+        self.code_loop: CodeLoop | None = None
         """The loop that the episode's objects are bound to; None before their first asynchronous call."""
 
 
 SCOPE: ContextVar[EpisodeScope | None] = ContextVar("episode_scope", default=None)
 """The scope of the episode that the running task drives."""
-CALL: ContextVar[Call | None] = ContextVar("call", default=None)
+CALL: ContextVar[CodeCall | None] = ContextVar("call", default=None)
 """The call to which the running code belongs, including tasks and callbacks that it started."""
 
 
-class Call:
+class CodeCall:
     """A call of a spec's code.
 
     Args:
@@ -145,7 +145,7 @@ class LoopReplacedError(SpecCodeError):
         repeatable: Whether the episode can be resumed from its journal.
     """
 
-    def __init__(self, what: str, blocker: Call | None, blame: Blame, *, repeatable: bool) -> None:
+    def __init__(self, what: str, blocker: CodeCall | None, blame: Blame, *, repeatable: bool) -> None:
         who = (
             f"{blocker.what} of episode {blocker.episode or '?'}" if blocker is not None else "code of an unknown call"
         )

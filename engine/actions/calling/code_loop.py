@@ -25,7 +25,7 @@ from typing import Any
 
 import structlog
 
-from engine.actions.calling.code_call import CALL, Call
+from engine.actions.calling.code_call import CALL, CodeCall
 from engine.actions.calling.interrupt import CodeThread, Interrupted, Interrupter
 
 log = structlog.get_logger(__name__)
@@ -44,7 +44,7 @@ END_SECONDS = 0.5
 _RUN = Handle._run.__code__
 
 
-class GuestLoop:
+class CodeLoop:
     """One event loop in its own thread, for the calls of one main loop.
 
     Args:
@@ -52,27 +52,27 @@ class GuestLoop:
         interrupter: Ends busy code on this loop once it is blocked permanently.
     """
 
-    def __init__(self, on_blocked: Callable[[GuestLoop], None], interrupter: Interrupter) -> None:
+    def __init__(self, on_blocked: Callable[[CodeLoop], None], interrupter: Interrupter) -> None:
         self._interrupter = interrupter
         self._code_thread: CodeThread | None = None
         self.blocked = 0.0
         """Total seconds for which it has been blocked."""
-        self.blocker: Call | None = None
+        self.blocker: CodeCall | None = None
         """The call that blocked it permanently, if known."""
         self.retired = False
         """Whether it no longer takes calls."""
         self._on_blocked = on_blocked
         self._main = asyncio.get_running_loop()
-        self._new: list[Call] = []
-        self._calls: dict[Call, None] = {}
+        self._new: list[CodeCall] = []
+        self._calls: dict[CodeCall, None] = {}
         """Calls without a delivered result; used only in the main loop's thread."""
         self._abandoned = False
         """Whether a call was abandoned since the last probe: it may block the loop."""
-        self._finished: list[Call] = []
+        self._finished: list[CodeCall] = []
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_report)
         self._loop.set_task_factory(_kept)
-        self._loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS, "guest-executor"))
+        self._loop.set_default_executor(ThreadPoolExecutor(MAX_THREADS, "code-executor"))
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._probed = self._counted = 0.0
@@ -81,10 +81,10 @@ class GuestLoop:
         self._since = 0.0
         self._warned = False
         self._handle: Handle | None = None
-        self._suspect: Call | None = None
-        self._thread = threading.Thread(target=self._work, name="guest-loop", daemon=True)
+        self._suspect: CodeCall | None = None
+        self._thread = threading.Thread(target=self._work, name="code-loop", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._watch, name="guest-watchdog", daemon=True).start()
+        threading.Thread(target=self._watch, name="code-watchdog", daemon=True).start()
 
     @property
     def main(self) -> asyncio.AbstractEventLoop:
@@ -93,14 +93,14 @@ class GuestLoop:
 
     # --- the main loop's thread ---
 
-    def start(self, call: Call) -> None:
+    def start(self, call: CodeCall) -> None:
         """Start a call."""
         self._calls[call] = None
         if not self._new:
             self._main.call_soon(self._hand_over)
         self._new.append(call)
 
-    def abandon(self, call: Call) -> bool:
+    def abandon(self, call: CodeCall) -> bool:
         """Abandon a call and cancel it; False if it has already finished and its result is about to arrive."""
         if not call.take():
             return False
@@ -110,7 +110,7 @@ class GuestLoop:
             self._loop.call_soon_threadsafe(_cancel, call)
         return True
 
-    def remaining(self, call: Call, seconds: float) -> float:
+    def remaining(self, call: CodeCall, seconds: float) -> float:
         """Remaining seconds of a call's deadline. The time for which other calls blocked the loop does not count."""
         if call.began is None:
             return seconds
@@ -147,7 +147,7 @@ class GuestLoop:
         if not self.retired:
             self._loop.call_soon_threadsafe(self._begin, new)
 
-    def _deliver(self, calls: list[Call]) -> None:
+    def _deliver(self, calls: list[CodeCall]) -> None:
         for call in calls:
             self._calls.pop(call, None)
             call.deliver()
@@ -179,12 +179,12 @@ class GuestLoop:
                 self._loop.run_until_complete(asyncio.wait(tasks, timeout=END_SECONDS))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
-    def _begin(self, calls: list[Call]) -> None:
+    def _begin(self, calls: list[CodeCall]) -> None:
         for call in calls:
             if not call.over:
                 call.task = self._loop.create_task(self._run(call), context=call.context)
 
-    async def _run(self, call: Call) -> None:
+    async def _run(self, call: CodeCall) -> None:
         call.began = time.monotonic()
         call.blocked = self.blocked
         try:
@@ -284,7 +284,7 @@ class GuestLoop:
         stack = traceback.format_list(traceback.extract_stack(inner))
         return (handle if isinstance(handle, Handle) else None), stack
 
-    def _warn(self, then: str, call: Call | None, seconds: float, stack: list[str]) -> None:
+    def _warn(self, then: str, call: CodeCall | None, seconds: float, stack: list[str]) -> None:
         log.warning(
             f"async code blocks its event loop; {then}",
             function=call.what if call is not None else "unknown",
@@ -299,7 +299,7 @@ _SHOWN = 6
 
 
 _tasks: set[asyncio.Task[Any]] = set()
-"""Tasks on guest loops that have not ended. Garbage collection closes a coroutine, which runs user code in the collecting
+"""Tasks on code loops that have not ended. Garbage collection closes a coroutine, which runs user code in the collecting
 thread: so each task is kept until it has ended."""
 
 
@@ -315,7 +315,7 @@ def _kept(loop: asyncio.AbstractEventLoop, code: Any, **options: Any) -> asyncio
     return task
 
 
-def _cancel(call: Call) -> None:
+def _cancel(call: CodeCall) -> None:
     if call.task is not None:
         call.task.cancel()
 

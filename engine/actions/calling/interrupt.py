@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 if TYPE_CHECKING:
-    from engine.actions.calling.code_call import Call
+    from engine.actions.calling.code_call import CodeCall
 
 log = structlog.get_logger(__name__)
 
@@ -73,7 +73,7 @@ class CodeThread:
 class _Busy:
     """A thread whose call was abandoned."""
 
-    call: Call | None
+    call: CodeCall | None
     cpu: float
     """Its CPU time when the call was abandoned."""
     since: float | None = None
@@ -111,7 +111,7 @@ class Interrupter:
             text += f", {uninterruptible} cannot be interrupted and slow down all other calls; run that code with `isolation: process`"
         return text
 
-    def add(self, thread: CodeThread, call: Call | None) -> None:
+    def add(self, thread: CodeThread, call: CodeCall | None) -> None:
         """Watch a thread whose call was abandoned.
 
         Args:

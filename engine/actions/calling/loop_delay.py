@@ -12,7 +12,7 @@ TICK = 0.05
 """Seconds between two timer events."""
 
 
-class Lag:
+class LoopDelay:
     """Sums the delays of the running loop's timer while calls run."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 
 import structlog
 
-from engine.actions.calling.code_call import Call
+from engine.actions.calling.code_call import CodeCall
 from engine.actions.calling.interrupt import CodeThread, Interrupted, Interrupter
 from engine.errors import SpecCodeError
 
@@ -31,15 +31,15 @@ class Threads:
     def __init__(self, most: int, interrupter: Interrupter) -> None:
         self._most = most
         self._interrupter = interrupter
-        self._waiting: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._finished: deque[Call] = deque()
+        self._waiting: queue.SimpleQueue[CodeCall | None] = queue.SimpleQueue()
+        self._finished: deque[CodeCall] = deque()
         self._waking = False
         self._open = 0
         """Number of calls that run or wait for a thread."""
         self._count = 0
         """Number of threads that are not abandoned."""
 
-    def start(self, call: Call) -> None:
+    def start(self, call: CodeCall) -> None:
         """Run a call when a thread is free.
 
         Raises:
@@ -67,11 +67,11 @@ class Threads:
         else:
             self._count += 1
 
-    def remaining(self, call: Call, seconds: float) -> float:
+    def remaining(self, call: CodeCall, seconds: float) -> float:
         """Return the rest of a call's deadline."""
         return call.remaining(seconds)
 
-    def abandon(self, call: Call) -> bool:
+    def abandon(self, call: CodeCall) -> bool:
         """Abandon a call; False if it has finished already and its result will arrive."""
         if not call.take():
             return False

@@ -2,13 +2,13 @@
 
 Where code runs:
 - plain functions: in threads (`threads.py`);
-- `async` functions: on an event loop in a thread of its own, a guest loop (`guest.py`). There is one for all episodes,
-  and more once code has blocked it (`guests.py`); all calls of an episode's objects find the same one;
+- `async` functions: on an event loop in a thread of its own, a code loop (`code_loop.py`). There is one for all episodes,
+  and more once code has blocked it (`code_loops.py`); all calls of an episode's objects find the same one;
 - `async` functions of the engine that are marked `@on_main_loop`: on the main loop. They wait for the engine's own
   parts (models, worker processes) and must never block.
 
 A deadline begins when the call begins, not while it waits for a thread or for a loop that another call blocks.
-If the process got too little CPU or Python's lock was busy while a call ran (`lag.py`), the deadline is extended once.
+If the process got too little CPU or Python's lock was busy while a call ran (`loop_delay.py`), the deadline is extended once.
 A call past its deadline is abandoned: its caller gets a typed error, whatever the thread does. Code that continues to compute is
 interrupted (`interrupt.py`).
 """
@@ -23,11 +23,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from engine.actions.calling.code_call import SCOPE, Call, LoopReplacedError
-from engine.actions.calling.code_loop import GuestLoop
-from engine.actions.calling.code_loops import GuestLoops
+from engine.actions.calling.code_call import SCOPE, CodeCall, LoopReplacedError
+from engine.actions.calling.code_loop import CodeLoop
+from engine.actions.calling.code_loops import CodeLoops
 from engine.actions.calling.interrupt import Interrupter
-from engine.actions.calling.loop_delay import Lag
+from engine.actions.calling.loop_delay import LoopDelay
 from engine.actions.calling.threads import Threads
 from engine.deadline import Deadlines
 from engine.errors import EngineError, SpecCodeError
@@ -56,13 +56,13 @@ def on_main_loop(function: F) -> F:
 
 
 class Workers:
-    """Runs a spec's code, in threads and on guest loops."""
+    """Runs a spec's code, in threads and on code loops."""
 
     def __init__(self, most: int = MAX_THREADS) -> None:
         self.interrupter = Interrupter()
         self.threads = Threads(most, self.interrupter)
-        self.guests = GuestLoops(self.interrupter)
-        self.lag = Lag()
+        self.code_loops = CodeLoops(self.interrupter)
+        self.delay = LoopDelay()
         self._deadlines = _ByLength()
         self.isolation = Isolation()
         """The worker processes of isolated code; each is started when it is needed."""
@@ -79,7 +79,7 @@ class Workers:
             self.at_close.pop()()
         self.isolation.close()
         self.threads.close()
-        self.guests.close()
+        self.code_loops.close()
 
 
 class _ByLength(dict[float, Deadlines]):
@@ -130,7 +130,7 @@ async def call_spec_code(
     Keyword arguments come in a `functools.partial`, so that no name of theirs can clash with one of ours.
 
     Args:
-        workers: Threads and the guest loop.
+        workers: Threads and the code loop.
         function: What is called.
         args: Its arguments.
         seconds: Its deadline; None where it has its own.
@@ -148,7 +148,7 @@ async def call_spec_code(
         return await function.call(args, seconds=seconds, blame=blame, what=what)
     bare = _bare(function)
     if not is_async(bare):
-        call = Call(function, args, what, blame)
+        call = CodeCall(function, args, what, blame)
         workers.threads.start(call)
         await _wait(workers, workers.threads, call, seconds)
         return _result(call)
@@ -160,19 +160,19 @@ async def call_spec_code(
     again = effects != "external" and scope is not None and not scope.last
     for tries in range(1 + REPEATS):
         if bound and scope is not None:
-            guest = scope.guest = scope.guest or workers.guests.choose(scope)
-            if guest.retired:
-                raise LoopReplacedError(what, guest.blocker, blame, repeatable=again)
+            code_loop = scope.code_loop = scope.code_loop or workers.code_loops.choose(scope)
+            if code_loop.retired:
+                raise LoopReplacedError(what, code_loop.blocker, blame, repeatable=again)
         else:
-            guest = workers.guests.choose(scope, tries)
-        call = Call(function, args, what, blame)
-        guest.start(call)
-        await _wait(workers, guest, call, seconds)
+            code_loop = workers.code_loops.choose(scope, tries)
+        call = CodeCall(function, args, what, blame)
+        code_loop.start(call)
+        await _wait(workers, code_loop, call, seconds)
         if not call.lost:
             return _result(call)
         if bound or effects == "external":
-            raise LoopReplacedError(what, guest.blocker, blame, repeatable=again)
-    raise LoopReplacedError(what, guest.blocker, blame, repeatable=False)
+            raise LoopReplacedError(what, code_loop.blocker, blame, repeatable=again)
+    raise LoopReplacedError(what, code_loop.blocker, blame, repeatable=False)
 
 
 async def _here(
@@ -198,10 +198,10 @@ async def _here(
         _fail(what, blame, error)
 
 
-async def _wait(workers: Workers, place: Threads | GuestLoop, call: Call, seconds: float | None) -> None:
+async def _wait(workers: Workers, place: Threads | CodeLoop, call: CodeCall, seconds: float | None) -> None:
     """Wait until a call has a result or is lost; abandon it after its deadline."""
     deadline = workers.within(seconds)
-    before = workers.lag.begin(call.loop)
+    before = workers.delay.begin(call.loop)
     extended = False
     try:
         while True:
@@ -215,7 +215,7 @@ async def _wait(workers: Workers, place: Threads | GuestLoop, call: Call, second
             except TimeoutError:
                 assert seconds is not None  # or there is no deadline
             left = place.remaining(call, seconds)
-            if left <= 0 and not extended and workers.lag.since(before) > STARVED_SHARE * seconds:
+            if left <= 0 and not extended and workers.delay.since(before) > STARVED_SHARE * seconds:
                 left, extended = seconds, True
             if not call.delivered and left > 0:  # it waited for a thread or a blocked loop, or its deadline is extended
                 deadline = Deadlines(left).begin()
@@ -224,10 +224,10 @@ async def _wait(workers: Workers, place: Threads | GuestLoop, call: Call, second
             else:
                 raise _late(call.what, call.blame, seconds) from None
     finally:
-        workers.lag.end()
+        workers.delay.end()
 
 
-def _result(call: Call) -> Any:
+def _result(call: CodeCall) -> Any:
     """Return the value of a finished call, or raise its failure."""
     assert call.result is not None
     value, error = call.result

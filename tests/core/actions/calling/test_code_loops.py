@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from slow_cases import slow_after, slow_but, slow_but_each
 
-from engine.actions.calling import code_loop as guest_module
-from engine.actions.calling.code_call import SCOPE, Call, EpisodeScope, LoopReplacedError
-from engine.actions.calling.code_loop import GuestLoop
-from engine.actions.calling.code_loops import MAX_LOOPS, GuestLoops
+from engine.actions.calling import code_loop as code_loop_module
+from engine.actions.calling.code_call import SCOPE, CodeCall, EpisodeScope, LoopReplacedError
+from engine.actions.calling.code_loop import CodeLoop
+from engine.actions.calling.code_loops import MAX_LOOPS, CodeLoops
 from engine.actions.calling.interrupt import Interrupter
 from engine.actions.calling.workers import Workers, call_spec_code
 from engine.errors import SpecCodeError
@@ -130,16 +130,16 @@ async def test_an_object_whose_loop_is_gone_is_not_called_on_another(
     neighbour.loops.append(asyncio.get_running_loop())  # so that its calls end
     options: dict[str, Any] = {"seconds": 600.0, "blame": "user", "what": "user"}
     assert await call_spec_code(workers, neighbour.ask, **options) == 2
-    guest = scope.guest
-    assert guest is not None
+    code_loop = scope.code_loop
+    assert code_loop is not None
     begun = threading.Event()
     begun.set()
     await block(workers, release, begun)
-    while not guest.retired:  # noqa: ASYNC110
+    while not code_loop.retired:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     with pytest.raises(LoopReplacedError) as caught:
         await call_spec_code(workers, neighbour.ask, **options)
-    assert caught.value.blocker is guest.blocker is not None
+    assert caught.value.blocker is code_loop.blocker is not None
     assert caught.value.repeatable
     assert len(neighbour.loops) == 2
 
@@ -172,7 +172,7 @@ async def test_what_a_call_left_behind_is_attributed_to_it(
 async def test_what_no_call_is_known_for_is_blamed_on_nobody_else(
     workers: Workers, release: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guest_module, "UNKNOWN_SECONDS", 0.0)
+    monkeypatch.setattr(code_loop_module, "UNKNOWN_SECONDS", 0.0)
     neighbour = Neighbour()
     call = task(workers, neighbour.ask, "good/0")
     assert await asyncio.to_thread(neighbour.waits.wait, 60)
@@ -210,30 +210,30 @@ async def test_the_time_for_which_others_block_the_loop_does_not_count(
 
 
 async def test_the_time_for_which_a_call_blocks_its_loop_itself_counts() -> None:
-    guest = GuestLoop(lambda guest: None, Interrupter())
-    own, other = (Call(asyncio.sleep, (0,), "c", "tool") for _ in range(2))
+    code_loop = CodeLoop(lambda code_loop: None, Interrupter())
+    own, other = (CodeCall(asyncio.sleep, (0,), "c", "tool") for _ in range(2))
     own.began = other.began = 0.0
-    guest.blocked, own.own = 5.0, 5.0
-    assert guest.remaining(other, 1.0) - guest.remaining(own, 1.0) == pytest.approx(5.0, abs=0.1)
-    guest.close()
+    code_loop.blocked, own.own = 5.0, 5.0
+    assert code_loop.remaining(other, 1.0) - code_loop.remaining(own, 1.0) == pytest.approx(5.0, abs=0.1)
+    code_loop.close()
 
 
 async def test_a_call_that_has_finished_is_not_lost_with_its_loop() -> None:
-    guest = GuestLoop(lambda guest: None, Interrupter())
-    finished, running = (Call(asyncio.sleep, (0,), "c", "tool") for _ in range(2))
-    guest._calls = {finished: None, running: None}
+    code_loop = CodeLoop(lambda code_loop: None, Interrupter())
+    finished, running = (CodeCall(asyncio.sleep, (0,), "c", "tool") for _ in range(2))
+    code_loop._calls = {finished: None, running: None}
     assert finished.take()
-    guest.close()
-    assert guest.drop() == 1
+    code_loop.close()
+    assert code_loop.drop() == 1
     assert (finished.delivered, finished.lost) == (True, False)
     assert (running.delivered, running.lost) == (False, True)
 
 
 async def test_the_number_of_loops_grows_with_each_replacement() -> None:
-    guests, counts = GuestLoops(Interrupter()), []
+    code_loops, counts = CodeLoops(Interrupter()), []
     for _ in range(5):
-        counts.append(guests._most)
-        guests._replace(guests.choose(EpisodeScope("e/0")))
+        counts.append(code_loops._most)
+        code_loops._replace(code_loops.choose(EpisodeScope("e/0")))
     assert counts == [1, 4, 16, 64, MAX_LOOPS]
-    assert len({id(guests.choose(EpisodeScope(f"{n}/0"))) for n in range(40)}) > 8, "episodes are spread over them"
-    guests.close()
+    assert len({id(code_loops.choose(EpisodeScope(f"{n}/0"))) for n in range(40)}) > 8, "episodes are spread over them"
+    code_loops.close()

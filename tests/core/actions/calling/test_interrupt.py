@@ -218,7 +218,7 @@ async def test_an_exception_is_raised_in_the_code_of_its_call_and_nowhere_else(
     await until(lambda: not workers.interrupter._threads)
     workers.close()
     await until(
-        lambda: not [t for t in set(threading.enumerate()) - before if t.name in ("episode-worker", "guest-loop")]
+        lambda: not [t for t in set(threading.enumerate()) - before if t.name in ("episode-worker", "code-loop")]
     )
     assert not died
     assert workers.interrupter.ended > 0

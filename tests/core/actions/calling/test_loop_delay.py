@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from engine.actions.calling import workers as module
-from engine.actions.calling.loop_delay import TICK, Lag
+from engine.actions.calling.loop_delay import TICK, LoopDelay
 from engine.actions.calling.workers import STARVED_SHARE, Workers, call_spec_code
 from engine.deadline import Deadlines
 from engine.errors import SpecCodeError
@@ -45,7 +45,7 @@ class HandClock:
 
 
 def test_lag_is_what_the_timer_is_late() -> None:
-    clock, lag = HandClock(), Lag()
+    clock, lag = HandClock(), LoopDelay()
     loop = cast("asyncio.AbstractEventLoop", clock)
     before = lag.begin(loop)
     assert [when for when, _ in clock.timers] == [TICK]
@@ -60,7 +60,7 @@ def test_lag_is_what_the_timer_is_late() -> None:
 
 
 def test_the_timer_runs_only_while_there_are_calls() -> None:
-    clock, lag = HandClock(), Lag()
+    clock, lag = HandClock(), LoopDelay()
     loop = cast("asyncio.AbstractEventLoop", clock)
     lag.begin(loop)
     lag.begin(loop)
@@ -95,7 +95,7 @@ async def test_it_is_given_once_and_from_a_share_of_the_deadline_on(
 
     monkeypatch.setattr(module, "Deadlines", Counted)
     monkeypatch.setattr(workers.threads, "remaining", lambda call, seconds: -1.0)  # whenever its thread began
-    monkeypatch.setattr(workers.lag, "since", lambda before: share * STARVED_SHARE * seconds)
+    monkeypatch.setattr(workers.delay, "since", lambda before: share * STARVED_SHARE * seconds)
     with pytest.raises(SpecCodeError, match=r"did not answer within 0\.02 s"):
         await call_spec_code(workers, release.wait, seconds=seconds, blame="user", what="user")
     assert deadlines == [seconds] * times

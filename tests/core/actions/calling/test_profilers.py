@@ -12,7 +12,7 @@ import pytest
 
 CALLS = '''
 import asyncio, threading, time
-from engine.actions import interrupt
+from engine.actions.calling import interrupt
 from engine.actions.calling.workers import Workers, call_spec_code
 from engine.errors import SpecCodeError
 
