@@ -56,8 +56,8 @@ async def through_serve(loaded: Any, folder: Path, groups: int, samples: int) ->
     """(Wall seconds of the client, CPU seconds of this process) of all groups."""
     from engine.agents.server import server_of_loop
     from engine.backends.registry import open_backend
+    from engine.plugins.serve.groups import GroupService
     from engine.runner.runner import Runner
-    from engine.serve.groups import GroupService
     from engine.spec.tasks import load_tasks
     from engine.store import RunHeader, RunStore
     from engine.tokens.loading import load_format

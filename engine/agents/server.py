@@ -85,7 +85,7 @@ class Answerer(Protocol):
 
 
 class Router(Protocol):
-    """The routes of a service on the same port, such as `engine.serve.http.JsonService`."""
+    """The routes of a service on the same port, such as `engine.plugins.serve.http.JsonService`."""
 
     async def answer(self, head: Head, connection: Connection) -> bool:
         """Answer a request; False: it has no such route, and has read and sent nothing.

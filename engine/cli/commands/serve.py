@@ -70,7 +70,7 @@ def serve(
     from engine.drivers.leases import FILE as LEASES
     from engine.errors import EngineError, StoreError
     from engine.logs import configure_logging
-    from engine.serve.groups import refuse_unserved
+    from engine.plugins.serve.groups import refuse_unserved
     from engine.validate.drivers import refuse_many, refuse_serving
 
     if api and (trainer, token_file, ahead) != (None, None, None):
@@ -155,11 +155,11 @@ async def _serve(
     from engine.cli.reports.progress import ticking
     from engine.cli.reports.report import Panel, print_summary
     from engine.cli.stopping import stop_on_signals
+    from engine.plugins.serve.episodes import EpisodeService
+    from engine.plugins.serve.groups import GroupService
     from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
     from engine.runner.runner import Runner
-    from engine.serve.episodes import EpisodeService
-    from engine.serve.groups import GroupService
     from engine.store.private import private_file
     from engine.store.shards import shards_of
     from engine.store.store import RunStore

@@ -15,7 +15,7 @@ from slow_cases import slow_but, slow_but_each
 from engine.agents.wire.requests import ApiError
 from engine.errors import GuardError
 from engine.machine.guards import Guard
-from engine.serve.http import ServiceError
+from engine.plugins.serve.http import ServiceError
 from engine.terminal import MAX_LINE, brief
 from engine.tokens.toolcalls import FORMATS
 

@@ -42,7 +42,7 @@ STANDARD_LIBRARY_ONLY = (
 OTHER_RECORDS = (
     *(
         "engine/agents/wire/fields.py",
-        "engine/serve/",
+        "engine/plugins/serve/",
         "engine/tokens/vision.py",
     ),
     *("engine/train/", "engine/validate/"),

@@ -22,9 +22,9 @@ from engine.agents.server import server_of_loop
 from engine.backends.registry import open_backend
 from engine.client import Group, GroupClient
 from engine.environments.color_square import problems
+from engine.plugins.serve.groups import GroupService
 from engine.runner.runner import Runner
 from engine.schemas.model import ModelSpec
-from engine.serve.groups import GroupService
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore, list_runs

@@ -18,9 +18,9 @@ from stopping import Resumed, content
 from engine.agents.served import ServedPrograms
 from engine.agents.server import server_of_loop
 from engine.backends.registry import open_backend
+from engine.plugins.serve.episodes import EpisodeService
 from engine.runner.runner import Runner
 from engine.schemas.trajectory import Trajectory
-from engine.serve.episodes import EpisodeService
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore, list_runs
 

@@ -17,9 +17,9 @@ from serve_kit import ROOT, TOKEN, ask, content, read, serving, unpacked, writte
 
 from engine.client import ServeError, Sums
 from engine.errors import StoreError, TrainError
-from engine.serve.groups import refuse_unserved
-from engine.serve.http import Call
-from engine.serve.wire import wire_schema
+from engine.plugins.serve.groups import refuse_unserved
+from engine.plugins.serve.http import Call
+from engine.plugins.serve.wire import wire_schema
 from engine.spec.load import load_spec
 from engine.store import RunStore, list_runs
 from engine.store.rows.export import export_rows
@@ -213,7 +213,7 @@ async def test_a_full_disk_refuses_a_request_before_anything_runs(
 
     async with serving(written(tmp_path)) as (service, address):
         with monkeypatch.context() as patched:
-            patched.setattr("engine.serve.request_log.os.fsync", full)
+            patched.setattr("engine.plugins.serve.request_log.os.fsync", full)
             status, error = await ask(address, "/groups", {"id": "one"})
         assert (status, error["code"]) == (507, "not_stored")
         assert "is the disk full?" in error["message"]
@@ -222,7 +222,7 @@ async def test_a_full_disk_refuses_a_request_before_anything_runs(
 
 
 def test_a_damaged_log_names_its_line(tmp_path: Path) -> None:
-    from engine.serve.request_log import RequestLog
+    from engine.plugins.serve.request_log import RequestLog
 
     (tmp_path / "requests.jsonl").write_bytes(b'{"version":2}\n{"cancelled":"a"}\n{"vers')
     log = RequestLog(tmp_path)

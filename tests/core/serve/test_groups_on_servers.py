@@ -13,9 +13,9 @@ from serve_kit import TOKEN, ask, read, serving
 from sglang_cluster import FakeSGLang
 from written_specs import save_spec
 
+from engine.plugins.serve.groups import GroupService
+from engine.plugins.serve.http import Call
 from engine.schemas.model import ModelSpec
-from engine.serve.groups import GroupService
-from engine.serve.http import Call
 from engine.tokens.loading import load_format
 
 SPEC: dict[str, Any] = {

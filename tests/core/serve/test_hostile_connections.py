@@ -279,7 +279,7 @@ import asyncio, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 80))
 from engine.agents import admission
 from engine.agents.server import server_of_loop
-from engine.serve.http import JsonService
+from engine.plugins.serve.http import JsonService
 if sys.argv[1] == "none left":  # what else the process has open may take the rest
     admission.raise_descriptors = lambda: 1 << 16
 async def main():

@@ -9,7 +9,7 @@ from one_deleted import ROOT, copy_without, engine, python
 USERS = (
     "engine.cli.validate.command",
     "engine.cli.validate.examine",
-    "engine.serve.groups",
+    "engine.plugins.serve.groups",
     "engine.cli.commands.schema",
 )
 

@@ -1,4 +1,4 @@
-"""Runs the groups of requests, each with the sampling of its request: `engine.serve.groups` answers the requests.
+"""Runs the groups of requests, each with the sampling of its request: `engine.plugins.serve.groups` answers the requests.
 
 Invariants:
 - An episode that is finished is read from the store; nothing finished is run again.
@@ -18,20 +18,20 @@ import msgspec
 import orjson
 
 from engine.errors import first_of
+from engine.plugins.serve.http import ServiceError
 from engine.runner.runner import Runner
 from engine.schemas.base import Struct
 from engine.schemas.generation import SamplingParams
 from engine.schemas.train import TrainSpec
-from engine.serve.http import ServiceError
 from engine.store.store import episode_id_of
 from engine.train.batches import GroupBuilder, without_signal
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend
     from engine.drivers.rollouts import DriverRollouts
+    from engine.plugins.serve.request_log import GroupRequest, RequestLog
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
-    from engine.serve.request_log import GroupRequest, RequestLog
     from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader
     from engine.store.rows.row import TrainingRow

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from engine.errors import BackendError, EngineError, StoreError, TrainError, first_of
+from engine.plugins.serve.group_runs import GroupRuns, ReadyGroup, overridden
+from engine.plugins.serve.http import Answer, Call, JsonService, ServiceError, Stream
+from engine.plugins.serve.request_log import GroupRequest, RequestLog
+from engine.plugins.serve.wire import ARROW, ArrowWriter, JsonWriter, WireWriter
 from engine.schemas.train import TrainSpec
-from engine.serve.group_runs import GroupRuns, ReadyGroup, overridden
-from engine.serve.http import Answer, Call, JsonService, ServiceError, Stream
-from engine.serve.request_log import GroupRequest, RequestLog
-from engine.serve.wire import ARROW, ArrowWriter, JsonWriter, WireWriter
 from engine.storable import words_of
 from engine.validate import check_spec
 from engine.validate.trainers import TrainerError, trainer_of

@@ -19,7 +19,7 @@ from engine.agents.rewards import PATH as REWARD_PATH
 from engine.agents.rewards import read_end
 from engine.agents.served import ServedProgram, ServedPrograms
 from engine.errors import EngineError, SpecCodeError
-from engine.serve.http import Answer, Call, JsonService, ServiceError
+from engine.plugins.serve.http import Answer, Call, JsonService, ServiceError
 from engine.store.store import episode_id_of
 
 if TYPE_CHECKING:
