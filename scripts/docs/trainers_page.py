@@ -26,7 +26,7 @@ _RAN = """
 ## What ran, and what was read
 
 *ran*: the trainer's own code with the engine's, on a CPU. *scripted*: the same, but a script replies in place of the trainer's model servers. *read*: only the source was read.
-The trainers without a line were only read. The client of [`engine serve`](serve.md) ran alone, in an environment without the engine (`tests/core/serve/test_groups.py`), and inside none of
+The trainers without a line were only read. The client of [`engine serve`](serve.md) ran alone, in an environment without the engine (`tests/plugins/serve/test_groups.py`), and inside none of
 these trainers.
 
     pip install -c constraints.txt -e '.[dev,train]'
