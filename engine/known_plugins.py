@@ -51,6 +51,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "commands": ("test",),
         "schemas": ("scenarios",),
     },
+    "serve": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("serve",)},
     "traces": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("traces",)},
     "trainers": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),

@@ -119,7 +119,6 @@ def _register() -> None:
     from engine.cli.graph import graph
     from engine.cli.options import with_options
     from engine.cli.validate.command import validate
-    from engine.plugins.serve.command import serve
 
     for command in (
         new,
@@ -127,7 +126,6 @@ def _register() -> None:
         explain,
         graph,
         run,
-        serve,
         train,
         show,
         with_options("export", export),

@@ -155,7 +155,7 @@ async def _serve(
     from engine.cli.reports.progress import ticking
     from engine.cli.reports.report import Panel, print_summary
     from engine.cli.stopping import stop_on_signals
-    from engine.plugins.serve.episodes import EpisodeService
+    from engine.plugins.serve.episodes import ServedEpisodes
     from engine.plugins.serve.groups import GroupService
     from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
@@ -201,7 +201,7 @@ async def _serve(
                         runner.summary.add(trajectory)
                         runner.live.before += 1
                     given = token or secrets.token_urlsafe(24)
-                    episodes: EpisodeService | GroupService
+                    episodes: ServedEpisodes | GroupService
                     if groups is not None:
                         most, ahead = groups
                         episodes = GroupService(
@@ -220,7 +220,7 @@ async def _serve(
                     else:
                         assert programs is not None
                         assert isinstance(runner, Runner)
-                        episodes = EpisodeService(runner, programs, tasks, store, given, halt)
+                        episodes = ServedEpisodes(runner, programs, tasks, store, given, halt)
                     server = server_of_loop()
                     address = await server.listen(host, port, episodes.service)
                     try:
@@ -243,7 +243,7 @@ async def _serve(
                             nullcontext() if quiet else ticking(panel.line, echo),
                         ):
                             await stop.wait()
-                        if isinstance(episodes, EpisodeService) and episodes.open_ids:
+                        if isinstance(episodes, ServedEpisodes) and episodes.open_ids:
                             shown = ", ".join(episodes.open_ids[:10]) + (", …" if len(episodes.open_ids) > 10 else "")
                             echo(f"Open, so they begin again when they are opened: {shown}")
                     finally:

@@ -44,7 +44,7 @@ class _Open:
     work: asyncio.Task[Trajectory | None]
 
 
-class EpisodeService:
+class ServedEpisodes:
     """Opens and ends the episodes of one run. Use it inside `runner.serving()`.
 
     Args:

@@ -1,4 +1,4 @@
-"""A long input is named by its place, and is not repeated: on the command line, in files, to a model and over HTTP."""
+"""A long input is named by its place, and is not repeated: on the command line, in files, and to a model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import pytest
 from command_line import engine_here
 from slow_cases import slow_but, slow_but_each
 
-from engine.agents.wire.requests import ApiError
 from engine.errors import GuardError
 from engine.machine.guards import Guard
-from engine.plugins.serve.http import ServiceError
 from engine.terminal import MAX_LINE, brief
 from engine.tokens.toolcalls import FORMATS
 
@@ -125,15 +123,6 @@ def test_the_place_in_a_long_filter_has_its_context(tmp_path: Path) -> None:
         assert f"column {long.index('nowhere') + 1}: " in out + err
         assert "turns.user, nowhere.at, turns.user" in out + err
         has_no_long_part(out + err)
-
-
-@pytest.mark.parametrize("fault", [ServiceError, ApiError])
-def test_an_answer_over_http_does_not_repeat_a_long_body(fault: Any) -> None:
-    words = f"`model` is {LONG['word']!r}; write `policy`"
-    made = ServiceError(400, words, "bad") if fault is ServiceError else ApiError(words)
-    assert made.message.startswith("`model` is 'xxx")
-    assert made.message.endswith("xxx'; write `policy`")
-    has_no_long_part(made.message)
 
 
 @pytest.mark.parametrize(

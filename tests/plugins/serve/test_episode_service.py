@@ -18,7 +18,7 @@ from stopping import Resumed, content
 from engine.agents.served import ServedPrograms
 from engine.agents.server import server_of_loop
 from engine.backends.registry import open_backend
-from engine.plugins.serve.episodes import EpisodeService
+from engine.plugins.serve.episodes import ServedEpisodes
 from engine.runner.runner import Runner
 from engine.schemas.trajectory import Trajectory
 from engine.spec.tasks import load_tasks
@@ -51,7 +51,7 @@ def http(method: str, url: str, body: Any = None, token: str = TOKEN) -> tuple[i
 class Client:
     """A program elsewhere; every call runs in a thread, as its process would."""
 
-    def __init__(self, address: str, service: EpisodeService) -> None:
+    def __init__(self, address: str, service: ServedEpisodes) -> None:
         self.address, self.service = address, service
 
     async def call(
@@ -93,7 +93,7 @@ async def serving(spec: Resumed, out: Path) -> AsyncIterator[Client]:
     try:
         async with runner.serving():
             await store.plan(tasks, spec.loaded.spec.rollout.samples_per_task)
-            service = EpisodeService(runner, programs, tasks, store, TOKEN, halted.append)
+            service = ServedEpisodes(runner, programs, tasks, store, TOKEN, halted.append)
             address = await server_of_loop().listen("127.0.0.1", 0, service.service)
             try:
                 yield Client(address, service)
