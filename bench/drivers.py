@@ -83,21 +83,21 @@ class Measured:
 async def run_once(spec: Path, out: Path) -> Measured:
     """One run with Ray, also for one driver, so that all are measured alike."""
     from engine.drivers.run import Fleet, run_drivers
-    from engine.runner.stats import Live, Summary
+    from engine.runner.stats import RunCounters, RunSummary
     from engine.spec.load import load_spec
     from engine.spec.tasks import load_tasks
     from engine.store import RunHeader, RunStore
 
     loaded = load_spec(spec)
     tasks = load_tasks(loaded)
-    fleet = Fleet(Live(total=len(tasks) * SAMPLES), Summary())
+    fleet = Fleet(RunCounters(total=len(tasks) * SAMPLES), RunSummary())
     store = RunStore.create(out, RunHeader.of(loaded))
     seen: list[tuple[float, int, int, float]] = []
 
     async def watch() -> None:
         while True:
             busy = sum(bool(report["states"]) for report in fleet.reports.values())
-            point = (time.perf_counter(), fleet.live.turns, busy, fleet.coordinator_cpu)
+            point = (time.perf_counter(), fleet.counters.turns, busy, fleet.coordinator_cpu)
             if not seen or seen[-1][1] != point[1]:
                 seen.append(point)
             await asyncio.sleep(0.1)

@@ -35,7 +35,7 @@ from engine.drivers.session import (
 )
 from engine.errors import StoreError
 from engine.runner.failure_causes import Causes, Verdict, places
-from engine.runner.stats import Live, Summary
+from engine.runner.stats import RunCounters, RunSummary
 from engine.store.store import RunStore, episode_id_of
 
 if TYPE_CHECKING:
@@ -138,12 +138,12 @@ class EpisodeDriver:
         await self._ready.wait()
         if weights is not None:
             self._backend.follow(weights)
-        episode_id, faults = episode_id_of(task.id, sample), list[str]()
+        episode_id = episode_id_of(task.id, sample)
         if episode_id in self._finished:
-            return pickle.dumps((self._store.trajectory(episode_id), faults))
+            return pickle.dumps((self._store.trajectory(episode_id), []))
         work = self._episodes.get(episode_id)
         if work is None:
-            work = asyncio.create_task(self._runner.episode_or_none(task, sample, faults, attempt), name=episode_id)
+            work = asyncio.create_task(self._runner.episode(task, sample, attempt), name=episode_id)
             self._episodes[episode_id] = work
         try:
             trajectory = await asyncio.shield(work)
@@ -154,6 +154,7 @@ class EpisodeDriver:
                 self._episodes.pop(episode_id, None)
         if trajectory is not None:
             self._finished.add(episode_id)
+        faults = [fault for fault in self._runner.faults if fault.startswith(f"{episode_id}: ")]
         return pickle.dumps((trajectory, faults))
 
     async def cancel(self, episode_id: str) -> None:
@@ -202,12 +203,13 @@ class DriverRollouts:
 
         if shards_of(store.folder) is None:
             create_shards(store.folder, store.header)
-        self.live = Live(total=0)
-        self.summary = Summary(causes=Causes(places(loaded, [])), mix=tuple(loaded.spec.tasks.mix or ()))
-        self._verdict = None if keep_going else Verdict(lambda: self.live.total)
+        self.counters = RunCounters(total=0)
+        self.faults: list[str] = []
+        self.summary = RunSummary(causes=Causes(places(loaded, [])), mix=tuple(loaded.spec.tasks.mix or ()))
+        self._verdict = None if keep_going else Verdict(lambda: self.counters.total)
         self._setup = Setup.of(loaded, store.header, store.folder, keep_going=keep_going)
         self._weights = weights
-        self._fleet = Fleet(self.live, Summary())
+        self._fleet = Fleet(self.counters, RunSummary())
         self._begun = ShardedRun(store.folder).begun()
         self._homes = {episode_id.rpartition("/")[0]: store for episode_id, (store, _) in self._begun.items()}
         """Task id -> the store that has unfinished episodes of its group."""
@@ -302,7 +304,7 @@ class DriverRollouts:
 
     async def _watch(self) -> None:
         """Keep the counters up to date."""
-        before = self.live.before
+        before = self.counters.before
         while True:
             calls = [asyncio.ensure_future(actor.report.remote()) for actor in self._actors]
             done, late = await asyncio.wait(calls, timeout=POLL)
@@ -318,7 +320,7 @@ class DriverRollouts:
                 ignorant = [slot for (slot, _), report in reports.items() if report["whole"] is None]
                 told = (self._actors[slot].render_whole.remote(whole) for slot in ignorant)
                 await asyncio.gather(*told, return_exceptions=True)
-            self.live.before = before
+            self.counters.before = before
             await asyncio.sleep(POLL)
 
     async def follow(self, weights: ServerWeights) -> None:
@@ -352,11 +354,11 @@ class DriverRollouts:
         store, attempt = self._begun.get(episode_id, (str(slot), 0))
         return slot, attempt if store == str(slot) else attempt + 1
 
-    async def episode_or_none(self, task: Task, sample: int, faults: list[str]) -> Trajectory | None:
-        """Run one episode on the driver of its group, as `Runner.episode_or_none`. Cancelling the call ends the episode there.
+    async def episode(self, task: Task, sample: int, attempt: int = 0) -> Trajectory | None:
+        """Run one episode on the driver of its group, as `Runner.episode`. Cancelling the call ends the episode there.
 
         Raises:
-            EngineError: as `Runner.episode_or_none`, or a driver cannot work.
+            EngineError: as `Runner.episode`, or a driver cannot work.
         """
         import ray.exceptions as lost
 
@@ -377,7 +379,7 @@ class DriverRollouts:
                 except (lost.RayActorError, lost.WorkerCrashedError):
                     await asyncio.sleep(PAUSE)
                     continue
-                faults += found
+                self.faults += found
                 ended: Trajectory | None = trajectory
                 return ended
         except asyncio.CancelledError:

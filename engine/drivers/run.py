@@ -20,7 +20,7 @@ from engine.drivers.session import STORES, Done, Report, Setup
 from engine.errors import EngineError, StoreError
 from engine.runner.failure_causes import Causes, places
 from engine.runner.runner import RunResult
-from engine.runner.stats import Live, Summary
+from engine.runner.stats import RunCounters, RunSummary
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
@@ -45,8 +45,8 @@ MAX_DEATHS = 8
 class Fleet:
     """The state of all drivers: what the panel of the command shows."""
 
-    live: Live
-    summary: Summary
+    counters: RunCounters
+    summary: RunSummary
     reports: dict[int, Report] = field(default_factory=dict)
     """The newest report of each driver, by its number."""
     deaths: Counter[int] = field(default_factory=Counter)
@@ -66,8 +66,8 @@ class Fleet:
         """
         self.deaths[slot] += 1
         deaths, finished = self._useless.get(slot, (0, -1))
-        deaths = deaths + 1 if self.live.finished == finished else 1
-        self._useless[slot] = deaths, self.live.finished
+        deaths = deaths + 1 if self.counters.finished == finished else 1
+        self._useless[slot] = deaths, self.counters.finished
         if deaths > MAX_DEATHS:
             raise EngineError(
                 f"driver {slot} died {deaths} times while no episode was finished: {error}; its log is in Ray's folder "
@@ -83,7 +83,7 @@ class Fleet:
         for (slot, _), report in self._by_life.items():
             newest[slot] = report
         self.reports = dict(sorted(newest.items()))
-        live, lives = self.live, list(self._by_life.values())
+        live, lives = self.counters, list(self._by_life.values())
         for name in ("tokens", "turns", "finished", "finished_turns"):
             setattr(live, name, sum(report[name] for report in lives))
         for name in ("failures", "limits"):
@@ -198,14 +198,14 @@ def prepare_leases(folder: Path, tasks: TaskList, drivers: int, samples: int) ->
         leases.close()
 
 
-def summary_of(folder: Path, loaded: LoadedSpec, tasks: TaskList, ended: Sequence[Done]) -> Summary:
+def summary_of(folder: Path, loaded: LoadedSpec, tasks: TaskList, ended: Sequence[Done]) -> RunSummary:
     """Add up the drivers' summaries; where these are not exactly the episodes that readers list, these episodes are read instead.
 
     They differ if an episode was finished in two stores, or in that of a host that is lost, from which its shards are left.
     """
     from engine.store.sharded import ShardedRun
 
-    found = Summary(causes=Causes(places(loaded, tasks)), mix=tuple(loaded.spec.tasks.mix or ()))
+    found = RunSummary(causes=Causes(places(loaded, tasks)), mix=tuple(loaded.spec.tasks.mix or ()))
     merged = ShardedRun(folder)
     if merged.finished_by_store() == Counter({done.store: done.summary.episodes for done in ended}):
         for done in ended:

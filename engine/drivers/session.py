@@ -24,7 +24,7 @@ from engine.schemas.sections import SectionOwner
 
 if TYPE_CHECKING:
     from engine.runner.runner import Runner
-    from engine.runner.stats import Live, Summary
+    from engine.runner.stats import RunCounters, RunSummary
     from engine.schemas.episode import EpisodeSpec
     from engine.spec.load import LoadedSpec
     from engine.store.header import RunHeader
@@ -96,7 +96,7 @@ class Done(Struct, frozen=True, kw_only=True):
     """How a driver ended."""
 
     store: str
-    summary: Summary
+    summary: RunSummary
     faults: list[str]
     stopped: EngineError | None
     spent: float
@@ -242,7 +242,7 @@ async def _session(setup: Setup, slot: int, coordinator: Coordinating) -> Done |
             await backend.start()
             serving = asyncio.create_task(feed.serve(), name="leases")
             try:
-                result = await _both(runner.run_given(feed, stop), serving)
+                result = await _both(runner.run(feed, stop), serving)
             finally:
                 serving.cancel()
                 await asyncio.gather(serving, return_exceptions=True)
@@ -305,7 +305,7 @@ def _publisher(setup: Setup, store: RunStore, name: str) -> Callable[[list[str]]
 
 def report_of(runner: Runner, store: str, incarnation: str) -> Report:
     """What a driver says of itself: its counts since it began, and the sums of its store."""
-    live: Live = runner.live
+    live: RunCounters = runner.counters
     summary = runner.summary
     return {
         "store": store,

@@ -138,17 +138,15 @@ class Executor:
         self._clocks.add(clock)
         return clock
 
-    async def run_failed(
-        self, episode: Episode, objects: EpisodeObjects, journal: Journal | MemoryJournal, error: EngineError
-    ) -> None:
-        """Run an episode whose objects could not be built: its current state fails, and the episode continues. See `run`."""
+    async def fail(self, episode: Episode, journal: Journal | MemoryJournal, error: EngineError) -> bool:
+        """Let the current state fail before its action begins. Returns whether that ends the episode; else `run` continues it."""
         record = FailureRecord(failure=episode.failure_of(error), built=False)
         entry, encoded = self._fed(episode, record, time.time(), 0.0)
         if entry.dest in self._compiled.ends:
             journal.hold(entry, encoded)
-            return
+            return True
         await journal.append(entry, encoded)
-        await self.run(episode, objects, journal)
+        return False
 
     def _fed(self, episode: Episode, record: Record, at: float, seconds: float) -> tuple[JournalEntry, EncodedRecord]:
         """Feed a record and return its journal entry, which is still to be written."""

@@ -32,7 +32,7 @@ class CrashedError(EngineError):
     blame = "engine"
 
 
-class Suspects:
+class CrashIsolation:
     """Admits episodes by their number of crashes.
 
     Args:

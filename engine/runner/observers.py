@@ -15,7 +15,7 @@ from engine.schemas.sections import written
 
 if TYPE_CHECKING:
     from engine.runner.runner import RunResult
-    from engine.runner.stats import Live, Summary
+    from engine.runner.stats import RunCounters, RunSummary
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class RunObserver(Protocol):
     """Watches a run, an evaluation or a service."""
 
-    def watch(self, live: Live, summary: Summary, busy: Callable[[], bool]) -> AbstractContextManager[object]:
+    def watch(self, live: RunCounters, summary: RunSummary, busy: Callable[[], bool]) -> AbstractContextManager[object]:
         """Watch the counters while episodes run; `busy` says whether one runs."""
         ...
 
@@ -94,7 +94,7 @@ class RunObservers:
 
     observers = RunObservers(loaded, store)
     async with observers.of_errors():
-        with observers.watch(runner.live, runner.summary):
+        with observers.watch(runner.counters, runner.summary):
             result = await runner.run()
     await observers.of_result(result)
     """
@@ -114,7 +114,7 @@ class RunObservers:
             raise
 
     @contextmanager
-    def watch(self, live: Live, summary: Summary, busy: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    def watch(self, live: RunCounters, summary: RunSummary, busy: Callable[[], bool] = lambda: True) -> Iterator[None]:
         """Watch the counters while the block runs."""
         with ExitStack() as stack:
             for observer in self._observers:

@@ -1,12 +1,11 @@
 """Runs many episodes: a bounded number at a time, each independent of the others, all stored.
 
-Read it from the top: `run` runs what is not finished; `episode` runs one episode and decides whether it is repeated;
-`execute` is one attempt at it, from its journal to the commit of its end.
+Read it from the top: `run` runs the episodes of a source; `episode` runs one episode, again from its journal where that is needed.
 
 Invariants:
 - A failed episode stops no other episode. Only a failure of the store stops the run: no turn is sampled
   after a turn that cannot be stored.
-- A generation slot is held while a generation is requested, and at no other time (`actions/generate.py`).
+- A generation slot is held while a generation is requested, and at no other time.
 - A lost server fails no episode: requests wait for it, and that time counts against no deadline or time limit.
 - After a cancellation the store has everything that was finished; a resume does the rest and repeats nothing.
 """
@@ -14,11 +13,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import gc
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
@@ -32,14 +32,13 @@ from engine.episode.compiled import compile_spec
 from engine.episode.episode import never_built, until_end
 from engine.episode.executor import Executor, RestartNeededError
 from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
-from engine.runner.crash_isolation import Suspects
-from engine.runner.crew import rare_collections, run_crew
+from engine.runner.crash_isolation import CrashIsolation
 from engine.runner.failure_causes import Causes, Verdict, places
 from engine.runner.guarded import EpisodeGuard
 from engine.runner.observers import episode_observers
 from engine.runner.services import open_services
-from engine.runner.source import Episodes, InOrder, unfinished
-from engine.runner.stats import Live, Summary
+from engine.runner.source import EpisodeSource, InOrder, unfinished_episodes
+from engine.runner.stats import RunCounters, RunSummary
 from engine.storable import words_of
 from engine.store.images import stored_images
 from engine.store.store import episode_id_of
@@ -50,6 +49,7 @@ from engine.validate.drivers import refuse_many
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine.actions.action import EpisodeObjects
     from engine.agents.program import ProgramBodies
     from engine.backends.backend import Backend
     from engine.episode.episode import Episode
@@ -72,13 +72,56 @@ MAX_LOSSES = 12
 class RunResult:
     """The outcome of a run."""
 
-    summary: Summary
+    summary: RunSummary
     interrupted: bool = False
     """Whether the run was cancelled, so that some episodes are not done."""
     faults: list[str] = field(default_factory=list)
     """Episodes that could not be finished because of an error in the engine."""
     stopped: EngineError | None = None
     """Why the run stopped by itself: no server for too long, or all first episodes failed with one cause."""
+
+
+class EpisodeRunner(Protocol):
+    """Runs single episodes: a `Runner`, or what gives them to runners in other processes."""
+
+    counters: RunCounters
+    faults: list[str]
+    """Episodes that could not be finished because of an error in the engine, and why."""
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Start what episodes need, and close it when the block ends."""
+
+    async def episode(self, task: Task, sample: int, attempt: int = 0) -> Trajectory | None:
+        """See `Runner.episode`."""
+
+    def count(self, trajectory: Trajectory) -> None:
+        """See `Runner.count`."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One attempt at an episode, and why there was another one before it."""
+
+    task: Task
+    sample: int
+    journal: Journal
+    alone: bool
+    """Run the spec's code in a worker process; see `engine.runner.crash_isolation`."""
+    given_up: EngineError | None
+    """The episode fails with this error before anything runs."""
+    losses: int = 0
+    """How often other code blocked the event loop of its objects; beyond `MAX_LOSSES` it fails at the end of its journal."""
+    lost: LoopReplacedError | None = None
+    """The newest loss."""
+    anew: bool = False
+    """Whether it began anew already."""
+    objects: EpisodeObjects | None = None
+    episode: Episode | None = None
+
+    @property
+    def last(self) -> bool:
+        """Whether no other attempt follows: this one only fails."""
+        return self.given_up is not None or self.losses > MAX_LOSSES
 
 
 class Runner:
@@ -116,14 +159,14 @@ class Runner:
         spec = loaded.spec
         self.spec = spec
         self.tasks = tasks
-        self.summary = Summary(causes=Causes(places(loaded, tasks)), mix=tuple(loaded.spec.tasks.mix or ()))
-        self.live = Live(total=len(tasks) * spec.rollout.samples_per_task)
-        self._verdict = None if keep_going else Verdict(lambda: self.live.total)
+        self.summary = RunSummary(causes=Causes(places(loaded, tasks)), mix=tuple(loaded.spec.tasks.mix or ()))
+        self.counters = RunCounters(total=len(tasks) * spec.rollout.samples_per_task)
+        self._verdict = None if keep_going else Verdict(lambda: self.counters.total)
         self._backend = backend
         self._store = store
         self._workers = Workers()
         self._clocks = PausableClocks()
-        self._suspects = Suspects(store.crashes())
+        self._isolation = CrashIsolation(store.crashes())
         slots = asyncio.Semaphore(spec.rollout.concurrency)
         self._compiled = compile_spec(loaded, format, self._workers, context=backend.context)
         self._roles = RoleModels(loaded, format, backend, slots, training=training)
@@ -139,57 +182,72 @@ class Runner:
         self._services = open_services(loaded, folder or store.folder)
         images = ImageStorer(format, store, stored_images(store), spec)
         self._executor = Executor(
-            self._compiled, watch=self.live.watch, store_images=images.store_images, clocks=self._clocks
+            self._compiled, watch=self.counters.watch, store_images=images.store_images, clocks=self._clocks
         )
         self._tool_schemas = ToolSchemas(store.folder)
         self._observers = episode_observers(loaded, store)
         self.guard = EpisodeGuard(format, loaded, store.folder) if backend.declared.exact_ids else None
         """Judges ended episodes; None where no row is trained on, because its exact ids are not known."""
         self._elsewhere = programs
-        self._faults: list[str] = []
+        self.faults: list[str] = []
+        """Episodes that could not be finished because of an error in the engine, and why."""
         self._stopped: EngineError | None = None
         self._halt = asyncio.Event()
         """Set if an error stops the whole run."""
         self.role_stats: dict[str, Any] = {}
         """After the run: counts of the backends of model-played users and judges."""
 
-    async def run(self, *, stop: asyncio.Event | None = None) -> RunResult:
-        """Run all episodes that are not finished in the store. Setting `stop` ends the run early and cleanly.
+    async def run(self, source: EpisodeSource | None = None, stop: asyncio.Event | None = None) -> RunResult:
+        """Run the episodes that `source` gives. Setting `stop` ends the run early and cleanly.
 
-        After a run that stops by itself (`RunResult.stopped`), a resume runs the unfinished episodes.
+        The summary has those that are in the store already. After a run that stops by itself (`RunResult.stopped`), a resume runs the
+        unfinished episodes.
+
+        Args:
+            source: Gives the episodes. None: those of the run's tasks that are not finished in the store.
+            stop: Ends the run.
 
         Raises:
             EngineError: a model that plays a user or judges is not available.
             StoreError: a record cannot be stored.
         """
         async with self.serving():
-            samples = self.spec.rollout.samples_per_task
-            await self._store.plan(self.tasks, samples)
+            if source is None:
+                await self._store.plan(self.tasks, self.spec.rollout.samples_per_task)
             for trajectory in self._store.trajectories():
                 self.summary.add(trajectory)
-                self.live.before += 1
-            rest = unfinished(self.tasks, samples, self._store.finished(), self._suspects)
-            await self._run_all(InOrder(rest), stop)
-        interrupted = stop is not None and stop.is_set() and self.summary.episodes < self.live.total
-        return RunResult(self.summary, interrupted, self._faults, self._stopped)
+            self.counters.before = self.summary.episodes
+            episodes = source or self._unfinished()
+            alive = self.spec.rollout.live_episodes or 2 * self.spec.rollout.concurrency
+            stops = [self._halt] if stop is None else [stop, self._halt]
+            await run_workers(lambda: self._run_next(episodes), min(alive, self.counters.total or 1), stops)
+        unfinished = source is not None or self.summary.episodes < self.counters.total
+        interrupted = stop is not None and stop.is_set() and unfinished
+        return RunResult(self.summary, interrupted, self.faults, self._stopped)
 
-    async def run_given(self, episodes: Episodes, stop: asyncio.Event) -> RunResult:
-        """Run the episodes that `episodes` gives, until it gives no more. Setting `stop` ends the run early and cleanly.
+    def _unfinished(self) -> EpisodeSource:
+        """The episodes of the run's tasks that are not finished in the store."""
+        samples = self.spec.rollout.samples_per_task
+        return InOrder(unfinished_episodes(self.tasks, samples, self._store.finished(), self._isolation))
 
-        The summary has those that are in the store already.
+    async def _run_next(self, source: EpisodeSource) -> None:
+        """Run one episode after another, until none is left."""
+        while (chosen := await source.next()) is not None:
+            task, sample, attempt = chosen
+            try:
+                trajectory = await self.episode(task, sample, attempt)
+                if trajectory is not None:
+                    self.count(trajectory)
+            except StoreError:
+                raise
+            except EngineError as error:  # it stops the run
+                self._stopped = self._stopped or error
+                if not error.drains:
+                    self._halt.set()
+                return
+            source.ended(task, sample, finished=trajectory is not None)
 
-        Raises:
-            EngineError: as `run`.
-            StoreError: a record cannot be stored.
-        """
-        async with self.serving():
-            for trajectory in self._store.trajectories():
-                self.summary.add(trajectory)
-            self.live.before = self.summary.episodes
-            await self._run_all(episodes, stop)
-        return RunResult(self.summary, stop.is_set(), self._faults, self._stopped)
-
-    async def episode(self, task: Task, sample: int, attempt: int = 0) -> Trajectory:
+    async def episode(self, task: Task, sample: int, attempt: int = 0) -> Trajectory | None:
         """Run one episode from the end of its journal to its end. Call it only inside `serving`.
 
         Args:
@@ -197,120 +255,127 @@ class Runner:
             sample: Index of the episode in its group.
             attempt: Number of its first attempt in this store, if it is new here.
 
+        Returns:
+            What is stored. None: the engine itself failed in it, and `faults` says why.
+
         Raises:
             StoreError: the episode is done already, or a record cannot be stored.
-            OutageError: no server replied for too long; the journal has what the episode did.
-            ReplayError: the episode must begin anew, but shares turns with a fork of its run.
+            EngineError: it stops the run (`stops_run`): no server replied for too long; the journal has what the episode did.
         """
         episode_id = episode_id_of(task.id, sample)
-        async with self._suspects.admitted(episode_id) as alone:
-            journal = await self._store.begin(task, sample, attempt=attempt)
-            given_up = self._suspects.given_up(episode_id)
-            if given_up is not None and not self._compiled.has_ended(until_end(journal.entries)):
-                await journal.restart()
-                SCOPE.set(EpisodeScope(episode_id, last=True))
-                return await self.execute(task, sample, journal, given_up=given_up)
-            try:
-                return await self._execute_on_new_loops(task, sample, journal, alone=alone)
-            except RestartNeededError as error:
-                shared = self._shared(episode_id)
-                if shared and len(journal.entries) <= len(shared):
-                    raise ReplayError(f"{error}; so it cannot share turns with a fork of its run") from error
-                log.warning("episode begins anew", reason=str(error))
-                await journal.restart(len(shared))
-                return await self._execute_on_new_loops(task, sample, journal, alone=alone)
-
-    async def episode_or_none(self, task: Task, sample: int, faults: list[str], attempt: int = 0) -> Trajectory | None:
-        """Run one episode, as `episode`. Returns None, and adds the reason to `faults`, if the engine itself failed in it.
-
-        Raises:
-            StoreError: as `episode`.
-            EngineError: it stops the run (`stops_run`).
-        """
         try:
-            return await self.episode(task, sample, attempt)
+            async with self._isolation.admitted(episode_id) as alone:
+                attempt_ = await self._begin(task, sample, attempt, alone=alone)
+                while True:
+                    try:
+                        episode, objects, ended = await self._open(attempt_)
+                        if not ended:
+                            await self._executor.run(episode, objects, attempt_.journal)
+                        return await self._finish(episode, attempt_.journal)
+                    except (RestartNeededError, LoopReplacedError) as error:
+                        stopped = error
+                    finally:
+                        await self._close(attempt_)
+                    await self._prepare_another(attempt_, stopped)
         except StoreError:
             raise
         except Exception as error:
             if isinstance(error, EngineError) and error.stops_run:
                 raise
-            log.exception("an episode could not be finished", episode=episode_id_of(task.id, sample))
-            faults.append(f"{episode_id_of(task.id, sample)}: {words_of(error)}")
+            log.exception("an episode could not be finished", episode=episode_id)
+            self.faults.append(f"{episode_id}: {words_of(error)}")
             return None
 
-    async def execute(
-        self,
-        task: Task,
-        sample: int,
-        journal: Journal,
-        *,
-        alone: bool = False,
-        given_up: EngineError | None = None,
-        lost: LoopReplacedError | None = None,
-    ) -> Trajectory:
-        """Run one attempt of an episode, from the end of its journal to its end. An episode that has ended is only written.
+    async def _begin(self, task: Task, sample: int, attempt: int, *, alone: bool) -> _Attempt:
+        """Open the journal of an episode. One at which the engine died too often begins anew, and fails."""
+        journal = await self._store.begin(task, sample, attempt=attempt)
+        given_up = self._isolation.given_up(journal.episode_id)
+        if given_up is not None and self._compiled.has_ended(until_end(journal.entries)):
+            given_up = None
+        if given_up is not None:
+            await journal.restart()
+        return _Attempt(task, sample, journal, alone, given_up)
 
-        Args:
-            task: The episode's task.
-            sample: Index of the episode in its group.
-            journal: The journal of this attempt.
-            alone: Run the spec's code in a worker process; see `engine.runner.crash_isolation`.
-            given_up: Fail with this error before anything runs.
-            lost: Fail with this error at the end of the journal, and call nothing again.
+    async def _open(self, attempt: _Attempt) -> tuple[Episode, EpisodeObjects, bool]:
+        """Build an episode and its objects, and bring it to the end of its journal.
+
+        Returns:
+            The episode, its objects, and whether it has ended, so that only its result is still to be written.
 
         Raises:
             RestartNeededError: the journal cannot be resumed; the episode must begin anew.
             LoopReplacedError: other code blocked the loop of its objects; it can be resumed from its journal.
             ReplayError: the episode has ended, but cannot be rebuilt.
-            StoreError: a record cannot be stored.
         """
+        journal, builder = attempt.journal, self._object_builder
         entries = until_end(journal.entries)
         ended = self._compiled.has_ended(entries)
-        objects, broken = self._object_builder.none(), given_up
+        SCOPE.set(EpisodeScope(journal.episode_id, attempt.losses, last=attempt.last))
+        objects, broken = builder.none(), attempt.given_up
         if broken is None and not never_built(entries):
             try:
-                objects = await self._object_builder.open(task, alone=alone and not ended)
+                objects = await builder.open(attempt.task, alone=attempt.alone and not ended)
             except EngineError as error:
-                if isinstance(error, LoopReplacedError) and error.repeatable:
-                    raise
-                if ended:
-                    raise ReplayError(f"it has ended, but its objects cannot be built to finish it: {error}") from error
-                if entries:
-                    raise RestartNeededError(
-                        f"its environment, tools or user can no longer be built: {error}"
-                    ) from error
-                broken = error
+                broken = _of_objects(error, entries, ended=ended)
+        attempt.objects = objects
         tools = objects.toolbox.schemas if objects.toolbox else []
-        episode = self._compiled.episode(task, sample, tools)
+        episode = attempt.episode = self._compiled.episode(attempt.task, attempt.sample, tools)
         if broken is None:
             self._tool_schemas.note(episode.id, tools)
-        self.live.enter(episode.state)
-        try:
-            if broken is not None:
-                await self._executor.run_failed(episode, objects, journal, broken)
-            elif lost is not None:
-                await self._executor.restore(episode, objects, entries, call=False)
-                await self._executor.run_failed(episode, objects, journal, lost)
-            else:
-                await self._executor.restore(episode, objects, entries)
-                if not ended:
-                    await self._executor.run(episode, objects, journal)
-            trajectory = await self._finish(episode, journal)
-            self.live.end(trajectory)
-            return trajectory
-        finally:
-            self.live.leave(episode.state)
-            await self._object_builder.close(objects)
-            self._backend.release(episode.id)
-            self._roles.release(episode.id)
+        self.counters.enter(episode.state)
+        if broken is None:
+            await self._executor.restore(episode, objects, entries, call=not attempt.last)
+        failure = broken or (attempt.lost if attempt.last else None)
+        if failure is not None and not ended:
+            ended = await self._executor.fail(episode, journal, failure)
+        return episode, objects, ended
+
+    async def _close(self, attempt: _Attempt) -> None:
+        """Close what an attempt opened."""
+        if (episode := attempt.episode) is not None:
+            self.counters.leave(episode.state)
+        if attempt.objects is not None:
+            await self._object_builder.close(attempt.objects)
+            self._backend.release(attempt.journal.episode_id)
+            self._roles.release(attempt.journal.episode_id)
             for service in self._services:
-                service.release(episode.id)
+                service.release(attempt.journal.episode_id)
+        attempt.objects = attempt.episode = None
+
+    async def _prepare_another(self, attempt: _Attempt, error: RestartNeededError | LoopReplacedError) -> None:
+        """Prepare another attempt: from the journal if other code blocked the event loop of the episode's objects, else anew.
+
+        An episode that cannot be restored after such a loss, or that loses its loop `MAX_LOSSES` times, fails instead.
+
+        Raises:
+            ReplayError: there is no other attempt.
+        """
+        if attempt.last:
+            raise error
+        if isinstance(error, LoopReplacedError):
+            log.debug("episode is resumed from its journal", episode=attempt.journal.episode_id, reason=str(error))
+            attempt.lost = error
+            attempt.losses += 1
+            await attempt.journal.reread()
+        elif attempt.lost is not None:
+            attempt.losses = 1 + MAX_LOSSES
+        elif attempt.anew:
+            raise error
+        else:
+            shared = self._shared(attempt.journal.episode_id)
+            if shared and len(attempt.journal.entries) <= len(shared):
+                raise ReplayError(f"{error}; so it cannot share turns with a fork of its run") from error
+            log.warning("episode begins anew", reason=str(error))
+            await attempt.journal.restart(len(shared))
+            attempt.anew = True
 
     async def _finish(self, episode: Episode, journal: Journal) -> Trajectory:
         """Have an ended episode judged, store its result, and tell the observers, also if this is cancelled meanwhile."""
         make = partial(episode.trajectory, self._store.run_id, exact=self.guard is not None)
         try:
-            return await journal.finish(make, None if self.guard is None else partial(self.guard.judged, episode))
+            trajectory = await journal.finish(make, None if self.guard is None else partial(self.guard.judged, episode))
+            self.counters.end(trajectory)
+            return trajectory
         finally:
             if journal.trajectory is not None:
                 for observer in self._observers:
@@ -353,7 +418,7 @@ class Runner:
         await self._roles.start()
         own = self._backend.outage
         outages = [*([own] if own is not None else []), *self._roles.outages]
-        self.live.outages = outages
+        self.counters.outages = outages
         for outage in outages:
             outage.clocks.add(self._clocks)
         async with AsyncExitStack() as ending:  # one that cannot be closed leaves none of the others open
@@ -374,53 +439,74 @@ class Runner:
         self.role_stats = self._roles.stats()
         await self._roles.close()
 
-    async def _run_all(self, episodes: Episodes, stop: asyncio.Event | None) -> None:
-        """Run episodes, a bounded number at a time, until none is left or `stop` or `_halt` is set."""
-        alive = self.spec.rollout.live_episodes or 2 * self.spec.rollout.concurrency
-        count = min(alive, self.live.total or 1)
-        stops = [self._halt] if stop is None else [stop, self._halt]
-        await run_crew(lambda: self._run_next(episodes), count, stops)
-
-    async def _run_next(self, episodes: Episodes) -> None:
-        """Run one episode after another, until none is left."""
-        while (given := await episodes.next()) is not None:
-            task, sample, attempt = given
-            try:
-                trajectory = await self.episode_or_none(task, sample, self._faults, attempt)
-                if trajectory is not None:
-                    self.count(trajectory)
-            except StoreError:
-                raise
-            except EngineError as error:  # it stops the run
-                self._stopped = self._stopped or error
-                if not error.drains:
-                    self._halt.set()
-                return
-            episodes.ended(task, sample, finished=trajectory is not None)
-
     def _shared(self, episode_id: str) -> Sequence[JournalEntry]:
         """Return the entries that the episode shares with the run from which this one was forked."""
         fork = self._store.header.fork
         return shared_entries(self._store.journal(episode_id, 0), fork.turn) if fork is not None else []
 
-    async def _execute_on_new_loops(self, task: Task, sample: int, journal: Journal, *, alone: bool) -> Trajectory:
-        """Call `execute`, and again from the journal if other code blocked the event loop that the episode's objects are bound to.
 
-        An episode that cannot be restored, or that loses its loop `MAX_LOSSES` times, fails instead.
-        """
-        episode_id = episode_id_of(task.id, sample)
-        lost: LoopReplacedError | None = None
-        for losses in range(1 + MAX_LOSSES):
-            SCOPE.set(EpisodeScope(episode_id, losses))
-            try:
-                return await self.execute(task, sample, journal, alone=alone)
-            except RestartNeededError:
-                if lost is None:
-                    raise
-                break
-            except LoopReplacedError as error:
-                log.debug("episode is resumed from its journal", episode=episode_id, reason=str(error))
-                lost = error
-                await journal.reread()
-        SCOPE.set(EpisodeScope(episode_id, 1 + MAX_LOSSES, last=True))
-        return await self.execute(task, sample, journal, alone=alone, lost=lost)
+def _of_objects(error: EngineError, entries: Sequence[JournalEntry], *, ended: bool) -> EngineError:
+    """The error with which an episode fails whose objects cannot be built. Raises: as `Runner._open`."""
+    if isinstance(error, LoopReplacedError) and error.repeatable:
+        raise error
+    if ended:
+        raise ReplayError(f"it has ended, but its objects cannot be built to finish it: {error}") from error
+    if entries:
+        raise RestartNeededError(f"its environment, tools or user can no longer be built: {error}") from error
+    return error
+
+
+async def run_workers(
+    work: Callable[[], Coroutine[Any, Any, None]], count: int, stops: Sequence[asyncio.Event]
+) -> None:
+    """Run `work` in a number of tasks until all of them have ended. An event of `stops` cancels them.
+
+    Args:
+        work: Called once for each task.
+        count: Number of tasks.
+        stops: Events that end the work early.
+
+    Raises:
+        BaseException: the first error of a task, after all of them have ended; a cancellation by `stops` is none.
+    """
+    workers = [asyncio.create_task(work(), name=f"episodes-{n}") for n in range(count)]
+    watchers = [asyncio.create_task(_cancel_on(event, workers)) for event in stops]
+    try:
+        finished = await asyncio.gather(*workers, return_exceptions=True)
+    except asyncio.CancelledError:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        raise
+    finally:
+        for watcher in watchers:
+            watcher.cancel()
+    for fault in finished:
+        if isinstance(fault, BaseException) and not isinstance(fault, asyncio.CancelledError):
+            raise fault
+
+
+async def _cancel_on(event: asyncio.Event, workers: Sequence[asyncio.Task[None]]) -> None:
+    await event.wait()
+    for worker in workers:
+        worker.cancel()
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Collect garbage rarely while many episodes are running.
+
+    An episode's objects are freed by their reference counts. The cyclic collector only visits the live ones, at a cost that
+    grows with their number. Objects that the caller has frozen stay frozen: nothing else is frozen then.
+    """
+    before = gc.get_threshold()
+    frozen_by_caller = gc.get_freeze_count() > 1_000  # Python 3.12 freezes a few hundred when it starts
+    if not frozen_by_caller:
+        gc.freeze()
+    gc.set_threshold(50_000, 50, 1_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        if not frozen_by_caller:
+            gc.unfreeze()

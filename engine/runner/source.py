@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from engine.runner.crash_isolation import APART, Suspects
+from engine.runner.crash_isolation import APART, CrashIsolation
 from engine.store.episode_rows import episode_id_of
 
 if TYPE_CHECKING:
     from engine.schemas.environment import Task
 
 
-class Episodes(Protocol):
+class EpisodeSource(Protocol):
     """Gives a runner its episodes, one after another."""
 
     async def next(self) -> tuple[Task, int, int] | None:
@@ -30,21 +30,23 @@ class InOrder:
 
     async def next(self) -> tuple[Task, int, int] | None:
         """Return the next one."""
-        found = next(self._episodes, None)
-        return None if found is None else (*found, 0)
+        episode = next(self._episodes, None)
+        return None if episode is None else (*episode, 0)
 
     def ended(self, task: Task, sample: int, *, finished: bool) -> None:
         """Nothing depends on it."""
 
 
-def unfinished(tasks: Sequence[Task], samples: int, done: set[str], suspects: Suspects) -> Iterator[tuple[Task, int]]:
+def unfinished_episodes(
+    tasks: Sequence[Task], samples: int, done: set[str], isolation: CrashIsolation
+) -> Iterator[tuple[Task, int]]:
     """Yield the unfinished episodes, task by task; last those that may have killed the engine, fewest crashes first.
 
     Args:
         tasks: The tasks of the run.
         samples: Episodes of a task.
         done: Ids of the episodes that are finished.
-        suspects: How often the engine crashed while each episode ran.
+        isolation: How often the engine crashed while each episode ran.
     """
     last: list[tuple[int, Task, int]] = []
     for task in tasks:
@@ -52,7 +54,7 @@ def unfinished(tasks: Sequence[Task], samples: int, done: set[str], suspects: Su
             episode_id = episode_id_of(task.id, sample)
             if episode_id in done:
                 continue
-            if (crashes := suspects.crashes(episode_id)) >= APART:
+            if (crashes := isolation.crashes(episode_id)) >= APART:
                 last.append((crashes, task, sample))
             else:
                 yield task, sample

@@ -1,6 +1,6 @@
 """Statistics of a run: live counters, and a summary of finished episodes.
 
-`Live` counts running episodes; `Summary` adds up finished trajectories and needs nothing else, so
+`RunCounters` counts running episodes; `RunSummary` adds up finished trajectories and needs nothing else, so
 a stored run can be summarised again at any time.
 """
 
@@ -35,7 +35,7 @@ def label(outcome: Outcome) -> str:
 
 
 @dataclass(slots=True)
-class Live:
+class RunCounters:
     """Counters of a running run."""
 
     total: int
@@ -148,7 +148,7 @@ class SourceSums:
 
 
 @dataclass(slots=True)
-class Summary:
+class RunSummary:
     """Sums over finished episodes."""
 
     episodes: int = 0
@@ -222,7 +222,7 @@ class Summary:
             self.seconds[state] += seconds
         return self.causes.add(trajectory)
 
-    def merge(self, other: Summary) -> None:
+    def merge(self, other: RunSummary) -> None:
         """Add the sums of other episodes of the same spec."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))

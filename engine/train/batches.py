@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import TrainError
-from engine.runner.stats import Summary, label
+from engine.runner.stats import RunSummary, label
 from engine.schemas.base import Struct
 from engine.schemas.train import OverlongPenalty
 from engine.store.rows.build import RowBuilder
@@ -124,7 +124,7 @@ class Batch:
             mix: Names of the sources of `tasks.mix`; each has its own figures.
         """
         groups = [*self.used, *self.left_out]
-        summary = Summary(mix=mix)
+        summary = RunSummary(mix=mix)
         for group in groups:
             for trajectory in group.trajectories:
                 summary.add(trajectory)

@@ -37,7 +37,7 @@ from engine.train.stopping import unless_stopped
 if TYPE_CHECKING:
     from engine.backends.backend import Backend
     from engine.runner.services import Cost
-    from engine.runner.stats import Live
+    from engine.runner.stats import RunCounters
     from engine.spec.load import LoadedSpec
     from engine.store.rows.row import TrainingRow
     from engine.store.upkeep.compact import Compacted
@@ -101,7 +101,7 @@ class TrainingLoop(ABC):
         process_group: ProcessGroup | None = None,
         on_step: StepCallback | None = None,
         phase: Callable[[str], None] | None = None,
-        watch: Callable[[Live], None] | None = None,
+        watch: Callable[[RunCounters], None] | None = None,
         keep_going: bool = False,
     ) -> None:
         self.loaded = loaded

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.runner.stats import Summary
+from engine.runner.stats import RunSummary
 from engine.train.batches import ZERO_ADVANTAGE, whitened_advantages
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _episodes(batch: Batch) -> list[Trajectory]:
 def _reason(batch: Batch) -> str:
     """Why the advantages of a batch are 0, with what to do."""
     trajectories = _episodes(batch)
-    summary = Summary()
+    summary = RunSummary()
     for trajectory in trajectories:
         summary.add(trajectory)
     events = Counter(turn.event for trajectory in trajectories for turn in trajectory.turns)

@@ -26,13 +26,14 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from engine.errors import TrainError
 from engine.train.batches import Batch, Group, GroupBuilder
 from engine.train.groups import ConsumedGroups
 
 if TYPE_CHECKING:
+    from engine.runner.runner import EpisodeRunner
     from engine.schemas.environment import Task
     from engine.schemas.train import TrainSpec
     from engine.schemas.trajectory import Trajectory
@@ -132,13 +133,6 @@ class _EndedEpisode:
     regenerated_tokens: int = 0
 
 
-class EpisodeRunner(Protocol):
-    """Runs single episodes: `engine.runner.runner.Runner`, or `engine.drivers.rollouts.DriverRollouts`."""
-
-    async def episode_or_none(self, task: Task, sample: int, faults: list[str]) -> Trajectory | None:
-        """See `Runner.episode_or_none`."""
-
-
 class BatchCollector:
     """Collects batches of groups. Use it inside `runner.serving()`, and close it.
 
@@ -199,7 +193,6 @@ class BatchCollector:
         self._running: list[_RunningGroup] = []
         self._batch: Batch | None = None
         self._collected = 0
-        self.faults: list[str] = []
 
     @property
     def _ordered(self) -> bool:
@@ -277,7 +270,7 @@ class BatchCollector:
         async with self._live_episodes:
             begun = stored is not None and stored.begun(task.id, sample)
             continues = stored is not None and begun and stored.continues(task.id, sample)
-            trajectory = await self._runner.episode_or_none(task, sample, self.faults)
+            trajectory = await self._runner.episode(task, sample)
         if trajectory is None:
             return None
         if self._progress is not None:

@@ -42,7 +42,7 @@ from engine.validate.drivers import refuse_training
 if TYPE_CHECKING:
     from engine.drivers.rollouts import DriverRollouts
     from engine.runner.services import Cost
-    from engine.runner.stats import Live
+    from engine.runner.stats import RunCounters
     from engine.schemas.trajectory import Trajectory
     from engine.store import RunStore
 
@@ -96,7 +96,7 @@ class Trainer(TrainingLoop):
         finally:
             await self._backend.close()
 
-    _live: Live | None = None
+    _live: RunCounters | None = None
     _episodes: Runner | DriverRollouts | None = None
 
     @property
@@ -112,11 +112,11 @@ class Trainer(TrainingLoop):
         await self._open_state()
         try:
             runner = self._runner(store)
-            self._live = runner.live
+            self._live = runner.counters
             self._episodes = runner
-            runner.live.total = self.train.steps * self.train.tasks_per_step * self.spec.rollout.samples_per_task
+            runner.counters.total = self.train.steps * self.train.tasks_per_step * self.spec.rollout.samples_per_task
             if self._watch is not None:
-                self._watch(runner.live)
+                self._watch(runner.counters)
             result = TrainResult(self._state.step)
             reader = await asyncio.to_thread(folders.open_reader, store)
             async with runner.serving(), self._saving(result):
@@ -175,7 +175,7 @@ class Trainer(TrainingLoop):
                 self._difficulty.add(record.solved)
         await self._write_missing_lines(repeater.records, stop)
         collector = self._collector(runner, rows, stored)
-        result.faults = collector.faults
+        result.faults = runner.faults
         try:
             await self._steps(result, collector, stop)
         except EngineError as error:
@@ -301,7 +301,7 @@ class Trainer(TrainingLoop):
             values |= await self._learn_batch(batch, values)
         elif not any(group.rows for group in batch.left_out):
             self._record(batch, values, step_made=False)  # marks the groups as consumed
-            raise batch.no_data(collector.faults)
+            raise batch.no_data(self._episodes.faults if self._episodes else [])
         else:
             values["updates"] = 0.0
         self._record(batch, values, updates=self._learner.updates if batch.used else 0)

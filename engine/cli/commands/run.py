@@ -310,7 +310,7 @@ async def drive(
                 if again:
                     console.print(f"{len(await store.begin_again(again))} failed episodes are run again")
                 began = time.perf_counter()
-                with observers.watch(runner.live, runner.summary):
+                with observers.watch(runner.counters, runner.summary):
                     result = await _with_progress(runner, stop, console, quiet=quiet)
             finally:
                 await backend.close()
@@ -322,7 +322,7 @@ async def drive(
     except OSError as error:
         echo(f"the backend's counts could not be written: {error}")
     if summary:
-        print_summary(console, result.summary, seconds=time.perf_counter() - began, tokens=runner.live.tokens)
+        print_summary(console, result.summary, seconds=time.perf_counter() - began, tokens=runner.counters.tokens)
     if cost := runner.cost:
         most = "" if cost.most is None else f" of at most {cost.most:.6g}"
         console.print(f"Cost of the run: {cost.spent:.6g}{most}, with users, judges and unfinished episodes")
@@ -354,7 +354,7 @@ async def _with_progress(runner: Runner, stop: asyncio.Event, console: Console, 
     from engine.cli.reports.progress import ticking
     from engine.cli.reports.report import Panel
 
-    panel = Panel(runner.live, runner.summary)
+    panel = Panel(runner.counters, runner.summary)
     if quiet:
         return await runner.run(stop=stop)
     if console.is_terminal:

@@ -15,7 +15,7 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.runner.stats import Live
+    from engine.runner.stats import RunCounters
     from engine.spec.load import LoadedSpec
     from engine.train.distributed import ProcessGroup
     from engine.train.loop import TrainResult
@@ -224,7 +224,7 @@ async def _train(
     train = train_spec_of(loaded)
     panel = TrainPanel(train.steps)
 
-    def watch(live: Live) -> None:
+    def watch(live: RunCounters) -> None:
         panel.live = live
 
     trainer = (Trainer if train.samples_episodes else SftTrainer)(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.runner.stats import Live
+    from engine.runner.stats import RunCounters
 
 _CAUSES = 3
 """Maximum number of causes and limits on a line."""
@@ -27,17 +27,17 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def speed(live: Live) -> str:
+def speed(live: RunCounters) -> str:
     """Turns so far, turns and tokens a second."""
     return f"{live.turns} turns · {live.turns_per_second:.1f} turns/s · {live.tokens_per_second:.0f} tokens/s"
 
 
-def running(live: Live) -> list[tuple[str, int]]:
+def running(live: RunCounters) -> list[tuple[str, int]]:
     """The number of running episodes by state."""
     return [(state, count) for state, count in dict(live.states).items() if count > 0]
 
 
-def endings(live: Live) -> list[str]:
+def endings(live: RunCounters) -> list[str]:
     """Failures by cause, and the share of finished episodes that each limit ended; empty if there are none."""
     # Copies: a thread may call this while the run counts.
     failures, limits = Counter(dict(live.failures)), Counter(dict(live.limits))

@@ -13,7 +13,7 @@ from engine.cli.reports.episode_report import reasons_in_words
 from engine.cli.reports.progress import duration, endings, running, speed
 
 if TYPE_CHECKING:
-    from engine.runner.stats import Live, Summary
+    from engine.runner.stats import RunCounters, RunSummary
     from engine.store.reader import RunReader
 
 
@@ -40,7 +40,7 @@ def dropped_words(store: RunReader) -> str:
 class Panel:
     """The live panel; rich renders it at each refresh."""
 
-    def __init__(self, live: Live, summary: Summary) -> None:
+    def __init__(self, live: RunCounters, summary: RunSummary) -> None:
         self._live = live
         self._summary = summary
 
@@ -78,14 +78,14 @@ class Panel:
         ]
 
 
-def _outcomes(summary: Summary) -> Table:
+def _outcomes(summary: RunSummary) -> Table:
     table = Table("outcome", "episodes", "share", title="Outcomes", title_justify="left")
     for name, count in summary.outcomes.most_common():
         table.add_row(name, str(count), share(count, summary.episodes))
     return table
 
 
-def _causes(summary: Summary) -> Table:
+def _causes(summary: RunSummary) -> Table:
     table = Table("episodes", "cause", "message of the first one", title="Failures by cause", title_justify="left")
     for cause, count in summary.causes.most_common():
         message = summary.causes.first[cause].message
@@ -94,21 +94,21 @@ def _causes(summary: Summary) -> Table:
     return table
 
 
-def _turns(summary: Summary) -> Table:
+def _turns(summary: RunSummary) -> Table:
     table = Table("turn", "episodes", "mean reward", title="Rewards by turn", title_justify="left")
     for index, (total, reached) in enumerate(summary.turn_rewards):
         table.add_row(str(index), f"{reached:.0f}", f"{total / reached:+.3f}" if reached else "–")
     return table
 
 
-def _transitions(summary: Summary) -> Table:
+def _transitions(summary: RunSummary) -> Table:
     table = Table("from", "event", "to", "taken", title="Transitions", title_justify="left")
     for (source, event, dest), count in summary.transitions.most_common():
         table.add_row(source, event, dest, str(count))
     return table
 
 
-def sources_table(summary: Summary) -> Table:
+def sources_table(summary: RunSummary) -> Table:
     """Episodes, mean reward and part of solved episodes of each source of a mix of tasks."""
     table = Table(
         "source", "episodes", "share", "mean reward", "solved", title="Sources of the tasks", title_justify="left"
@@ -121,7 +121,7 @@ def sources_table(summary: Summary) -> Table:
     return table
 
 
-def _times(summary: Summary) -> Table:
+def _times(summary: RunSummary) -> Table:
     table = Table("state", "seconds", "share", title="Time by state (summed over episodes)", title_justify="left")
     whole = sum(summary.seconds.values())
     for state, seconds in sorted(summary.seconds.items(), key=lambda item: -item[1]):
@@ -134,7 +134,7 @@ def _times(summary: Summary) -> Table:
 
 
 def print_summary(
-    console: Console, summary: Summary, *, seconds: float | None = None, tokens: int | None = None
+    console: Console, summary: RunSummary, *, seconds: float | None = None, tokens: int | None = None
 ) -> None:
     """Print the summary of a run.
 

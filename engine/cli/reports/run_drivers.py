@@ -66,7 +66,7 @@ class DriversPanel(Panel):
     """The panel of a run, with one line for each driver."""
 
     def __init__(self, fleet: Fleet) -> None:
-        super().__init__(fleet.live, fleet.summary)
+        super().__init__(fleet.counters, fleet.summary)
         self._fleet = fleet
 
     def line(self) -> str:
@@ -137,7 +137,7 @@ async def drive_many(
     from engine.masking import mask_credentials
     from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
-    from engine.runner.stats import Live, Summary
+    from engine.runner.stats import RunCounters, RunSummary
     from engine.store.private import private_file
     from engine.tokens.loading import load_format
 
@@ -148,7 +148,7 @@ async def drive_many(
     if fitting is not tasks:
         chosen = {task.id for task in fitting}
         kept = np.asarray([at for at, task in enumerate(tasks) if task.id in chosen])
-    fleet = Fleet(Live(total=len(fitting) * rollout.samples_per_task), Summary())
+    fleet = Fleet(RunCounters(total=len(fitting) * rollout.samples_per_task), RunSummary())
     stop = asyncio.Event()
     observers = RunObservers(loaded, store)
 
@@ -157,12 +157,12 @@ async def drive_many(
             f"{loaded.spec.name}: {len(fitting)} tasks × {rollout.samples_per_task} samples on {loaded.spec.backend.kind}, "
             f"{rollout.drivers} drivers asked to begin after {time.perf_counter() - began:.1f} s",
         )
-        fleet.live.began = time.perf_counter()
+        fleet.counters.began = time.perf_counter()
 
     with stop_on_signals(stop, f"To finish it: engine run --resume {store.folder}"):
         async with observers.of_errors():
             work = run_drivers(loaded, fitting, kept, store, fleet, stop=stop, keep_going=keep_going, ready=ready)
-            with observers.watch(fleet.live, fleet.summary):
+            with observers.watch(fleet.counters, fleet.summary):
                 panel = DriversPanel(fleet)
                 if quiet:
                     found = await work
@@ -178,9 +178,9 @@ async def drive_many(
         await observers.of_result(found.result)
     report = private_file(store.folder / "backend.json")
     report.write_text(mask_credentials(json.dumps({"drivers": found.told}, indent=2, default=str)) + "\n")
-    store.close("interrupted" if found.result.summary.episodes < fleet.live.total else "done")
+    store.close("interrupted" if found.result.summary.episodes < fleet.counters.total else "done")
     if summary:
-        print_summary(console, found.result.summary, seconds=fleet.live.seconds, tokens=fleet.live.tokens)
+        print_summary(console, found.result.summary, seconds=fleet.counters.seconds, tokens=fleet.counters.tokens)
         console.print(drivers_table(fleet))
     if found.spent:
         console.print(f"Cost of the run: {found.spent:.6g}, with users, judges and unfinished episodes")

@@ -17,7 +17,7 @@ from rich.text import Text
 from engine.cli.reports.progress import duration, endings, running, speed, ticking
 
 if TYPE_CHECKING:
-    from engine.runner.stats import Live
+    from engine.runner.stats import RunCounters
 
 BARS = "▁▂▃▄▅▆▇█"
 _ETA_STEPS = 10
@@ -61,7 +61,7 @@ class TrainPanel:
         panel.update(1, {"reward/mean": 0.4, "time/rollout": 8.1})
     """
 
-    def __init__(self, steps: int, live: Live | None = None) -> None:
+    def __init__(self, steps: int, live: RunCounters | None = None) -> None:
         """
         Args:
             steps: Steps of the training.

@@ -11,7 +11,7 @@ from engine.plugins.notices.watch import Watch
 
 if TYPE_CHECKING:
     from engine.runner.runner import RunResult
-    from engine.runner.stats import Live, Summary
+    from engine.runner.stats import RunCounters, RunSummary
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore
 
@@ -32,7 +32,7 @@ class RunNotices:
         """Send `failed`."""
         await self._notifier.notify("failed", reason=f"{type(error).__name__}: {error}")
 
-    def watch(self, live: Live, summary: Summary, busy: Callable[[], bool]) -> Watch:
+    def watch(self, live: RunCounters, summary: RunSummary, busy: Callable[[], bool]) -> Watch:
         """The thread that sends `stalled` and `budget` while episodes run, by their counts.
 
         Args:
@@ -68,7 +68,7 @@ class RunNotices:
             await self._notifier.notify("finished", reason=_sentence(result.summary), **counts)
 
 
-def _counts(summary: Summary) -> dict[str, Any]:
+def _counts(summary: RunSummary) -> dict[str, Any]:
     return {
         "episodes": summary.episodes,
         "solved": summary.solved,
@@ -77,7 +77,7 @@ def _counts(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _sentence(summary: Summary) -> str:
+def _sentence(summary: RunSummary) -> str:
     failed = f", {summary.causes.failures} failed" if summary.causes.failures else ""
     return f"{summary.episodes} episodes, {summary.solved} solved{failed}, mean reward {summary.mean_reward:.3f}"
 

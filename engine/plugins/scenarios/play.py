@@ -111,10 +111,8 @@ class _ScenarioEpisode:
                 script_objects(objects, self._scenario, self._workers)
             tools = objects.toolbox.schemas if objects.toolbox else []
             episode = self._compiled.episode(task, self._scenario.sample, tools)
-            if broken is None:
+            if broken is None or not await self._executor.fail(episode, self._journal, broken):
                 await self._executor.run(episode, objects, self._journal)
-            else:
-                await self._executor.run_failed(episode, objects, self._journal, broken)
             trajectory = episode.trajectory("scenario", exact=True)
         finally:
             await self._builder.close(objects)

@@ -199,7 +199,7 @@ async def _serve(
                         await store.plan(tasks, loaded.spec.rollout.samples_per_task)
                     for trajectory in reader.trajectories():
                         runner.summary.add(trajectory)
-                        runner.live.before += 1
+                        runner.counters.before += 1
                     given = token or secrets.token_urlsafe(24)
                     episodes: ServedEpisodes | GroupService
                     if groups is not None:
@@ -237,9 +237,9 @@ async def _serve(
                         elif not token:
                             echo(f"Token (set {TOKEN} for one of your own): {given}")
                         echo(f"Serving {loaded.spec.name} at {address}; Ctrl-C ends it.")
-                        panel = Panel(runner.live, runner.summary)
+                        panel = Panel(runner.counters, runner.summary)
                         with (
-                            observers.watch(runner.live, runner.summary, lambda: episodes.busy),
+                            observers.watch(runner.counters, runner.summary, lambda: episodes.busy),
                             nullcontext() if quiet else ticking(panel.line, echo),
                         ):
                             await stop.wait()
@@ -253,5 +253,5 @@ async def _serve(
                 await backend.close()
             if broken:
                 raise broken[0]
-    print_summary(console, runner.summary, seconds=runner.live.seconds, tokens=runner.live.tokens)
-    return episodes.faults
+    print_summary(console, runner.summary, seconds=runner.counters.seconds, tokens=runner.counters.tokens)
+    return runner.faults

@@ -82,8 +82,6 @@ class ServedEpisodes:
         self._first = 0
         """Position of the first task that may have a free sample."""
         self._closing = False
-        self.faults: list[str] = []
-        """Episodes that could not be finished because of an error in the engine."""
         self.service = JsonService(token, self._health)
         self.service.add("POST", "/episodes", self._post)
         self.service.add("POST", "/episodes/{id}/end", self._post_end, self._key)
@@ -139,7 +137,7 @@ class ServedEpisodes:
                 self._open[episode] = opened
                 return Answer(_shown(episode, opened, call.host), 201)
         _, ended = self._ended.get(episode, (None, {}))
-        why = ended.get("failure") or {"message": "; ".join(self.faults[-1:]) or "the service is ending"}
+        why = ended.get("failure") or {"message": "; ".join(self._runner.faults[-1:]) or "the service is ending"}
         raise ServiceError(500, f"{episode} ended before its program could begin: {why['message']}", "not_opened")
 
     async def _post_end(self, call: Call) -> Answer:
@@ -190,7 +188,7 @@ class ServedEpisodes:
         """Run one episode to its end, and note its result."""
         episode = episode_id_of(task.id, sample)
         try:
-            trajectory = await self._runner.episode_or_none(task, sample, self.faults)
+            trajectory = await self._runner.episode(task, sample)
             if trajectory is not None:
                 self._runner.count(trajectory)
                 self._done.add(episode)

@@ -95,7 +95,6 @@ class GroupRuns:
         """The ids of the finished episodes."""
         self.places = {task.id: place for place, task in enumerate(tasks)}
         """The position of each task by id."""
-        self.faults: list[str] = []
         """Episodes that could not be finished because of an error in the engine."""
         self._live = asyncio.Semaphore(self.capacity)
         self._rows = GroupBuilder(loaded.spec, train, loaded.base)
@@ -147,7 +146,8 @@ class GroupRuns:
                     keep_going=True,
                     training=True,
                 )
-                runner.live, runner.summary = self._runner.live, self._runner.summary
+                runner.counters, runner.summary = self._runner.counters, self._runner.summary
+                runner.faults = self._runner.faults
                 await self._services.enter_async_context(runner.serving())
                 self._runners[key] = runner
             return self._runners[key]
@@ -223,7 +223,7 @@ class GroupRuns:
         async with self._live:
             self.running += 1
             try:
-                trajectory = await runner.episode_or_none(task, sample, self.faults)
+                trajectory = await runner.episode(task, sample)
             finally:
                 self.running -= 1
         if trajectory is not None:

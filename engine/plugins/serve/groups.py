@@ -133,11 +133,6 @@ class GroupService:
         self.service.add("POST", "/cancel", self._cancel)
 
     @property
-    def faults(self) -> list[str]:
-        """Episodes that could not be finished because of an error in the engine."""
-        return self._runs.faults
-
-    @property
     def busy(self) -> bool:
         """Whether an episode runs."""
         return self._runs.running > 0

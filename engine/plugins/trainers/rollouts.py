@@ -128,6 +128,7 @@ class TrainerRollouts:
             known, number = (name, int(use)) if name in self._tasks and use.isdecimal() else (task_id, 0)
             self._uses[known] = max(self._uses.get(known, 0), number + self._use_step)
         self._runner = Runner(self.loaded, [], self.format, backend, store, keep_going=self._keep_going, training=True)
+        self._runner.faults = self.faults
         rollout = self.spec.rollout
         self._alive = asyncio.Semaphore(rollout.live_episodes or 2 * rollout.concurrency)
         await self._services.enter_async_context(self._runner.serving())
@@ -144,7 +145,7 @@ class TrainerRollouts:
         Raises:
             TrainError: kind `train_setup`: there is no such task, or a bonus function returned an invalid value.
             LedgerError: the credit method cannot be computed.
-            EngineError: as `Runner.episode_or_none`.
+            EngineError: as `Runner.episode`.
         """
         return await self._group(self._used(task_id), samples, version, number)
 
@@ -191,7 +192,7 @@ class TrainerRollouts:
         return task.model_copy(update={"id": f"{task_id}~{use}"}) if use else task
 
     async def _group(self, task: Task, samples: int, version: int, number: int) -> Group:
-        self._runner.live.total += samples
+        self._runner.counters.total += samples
         try:
             async with asyncio.TaskGroup() as running:
                 works = [running.create_task(self._episode(task, sample)) for sample in range(samples)]
@@ -203,7 +204,7 @@ class TrainerRollouts:
     async def _episode(self, task: Task, sample: int) -> Trajectory | None:
         """Run an episode. Returns None if the engine itself failed; the other episodes continue."""
         async with self._alive:
-            trajectory = await self._runner.episode_or_none(task, sample, self.faults)
+            trajectory = await self._runner.episode(task, sample)
         if trajectory is not None:
             self._runner.count(trajectory)
         return trajectory

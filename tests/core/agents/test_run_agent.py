@@ -12,7 +12,7 @@ from slow_cases import slow_but_each
 from stopping import Resumed, content
 from waiting import process_runs, until
 
-from engine.runner.stats import Summary
+from engine.runner.stats import RunSummary
 
 CALL = {"text": "Let me add.", "tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
 LOOP = """
@@ -123,7 +123,7 @@ reward()
 """
     played = await play(tmp_path, tiny_tokenizer_dir, program, ["a", "b", "c", "d"])
     assert played.reasons == ["", "sibling", "sibling"]
-    summary = Summary()
+    summary = RunSummary()
     for _ in range(2):
         summary.add(played.trajectory)
     assert (summary.branches, dict(summary.branch_reasons)) == (6, {"sibling": 4})

@@ -16,7 +16,7 @@ from engine.cli.reports.progress import duration, endings, pauses, ticking
 from engine.cli.reports.report import Panel
 from engine.cli.reports.train_panel import TrainPanel
 from engine.runner import stats
-from engine.runner.stats import Live, Summary
+from engine.runner.stats import RunCounters, RunSummary
 from engine.schemas.trajectory import Failure, Outcome, Trajectory
 
 
@@ -46,7 +46,7 @@ def failure(kind: str, blame: str) -> Failure:
 
 
 def test_before_the_first_episode_ends_the_line_has_turns(clock: Clock) -> None:
-    live, summary = Live(total=128, began=clock.now), Summary()
+    live, summary = RunCounters(total=128, began=clock.now), RunSummary()
     live.states.update({"GENERATING": 60, "AWAITING_TOOL": 4})
     live.turns, live.tokens = 42, 1_000
     clock.now += 21
@@ -56,7 +56,7 @@ def test_before_the_first_episode_ends_the_line_has_turns(clock: Clock) -> None:
 
 
 def test_the_line_has_remaining_time_failures_and_limits(clock: Clock) -> None:
-    live, summary = Live(total=20, before=2, began=clock.now), Summary()
+    live, summary = RunCounters(total=20, before=2, began=clock.now), RunSummary()
     for made in (
         ended(4), ended(2, limit="assistant_turns"), ended(4, failure=failure("tool_timeout", "tool")), ended(2, limit="assistant_turns"),
     ):  # fmt: skip
@@ -98,7 +98,7 @@ def test_the_line_has_remaining_time_failures_and_limits(clock: Clock) -> None:
 def test_the_remaining_time_counts_the_turns_that_are_left(
     clock: Clock, total: int, turns: list[int], made: int, running: int, eta: float | None
 ) -> None:
-    live = Live(total=total, began=clock.now)
+    live = RunCounters(total=total, began=clock.now)
     live.states["GENERATING"] = running
     for count in turns:
         live.end(ended(count))
@@ -108,7 +108,7 @@ def test_the_remaining_time_counts_the_turns_that_are_left(
 
 
 def test_many_causes_are_cut() -> None:
-    live = Live(total=9)
+    live = RunCounters(total=9)
     for kind in "abcd":
         live.end(ended(1, failure=failure(kind, "user")))
     live.end(ended(1, failure=failure("c", "user")))
@@ -143,7 +143,7 @@ def test_a_training_says_what_runs_between_two_steps(clock: Clock) -> None:
     panel = TrainPanel(steps=4)
     assert panel.progress() is None
     panel.phase("rollout")
-    panel.live = Live(total=64, began=clock.now)
+    panel.live = RunCounters(total=64, began=clock.now)
     panel.live.end(ended(2, limit="context"))
     panel.live.states["GENERATING"] = 7
     panel.live.turns = 30

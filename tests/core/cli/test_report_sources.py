@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from engine.cli.reports.report import print_summary
-from engine.runner.stats import Summary
+from engine.runner.stats import RunSummary
 from engine.schemas.trajectory import Outcome, Trajectory
 
 
@@ -20,7 +20,7 @@ def ended(task_id: str, reward: float) -> Trajectory:
 
 
 def test_the_summary_counts_each_source() -> None:
-    summary = Summary(mix=("easy", "hard", "unused"))
+    summary = RunSummary(mix=("easy", "hard", "unused"))
     for task, reward in (("easy:0", 1.0), ("easy:a:1", 0.5), ("hard:0", 0.0)):
         summary.add(ended(task, reward))
     text = io.StringIO()

@@ -8,7 +8,7 @@ import math
 from rich.console import Console
 
 from engine.cli.reports.train_panel import TrainPanel, shown, spark
-from engine.runner.stats import Live
+from engine.runner.stats import RunCounters
 
 VALUES = {
     "reward/mean": 0.5, "reward/turn/1": -0.25, "reward/turn/0": 0.75, "eval/reward": 0.625, "loss": 0.0123,
@@ -57,7 +57,7 @@ def test_quiet_shows_nothing() -> None:
 
 
 def test_the_table_has_every_part() -> None:
-    live = Live(total=8)
+    live = RunCounters(total=8)
     live.states.update({"GENERATING": 3, "AWAITING_TOOL": 1, "DONE": 0})
     panel = TrainPanel(steps=10, live=live)
     panel.phase("update")

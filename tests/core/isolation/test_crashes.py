@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from slow_cases import slow_but
 
-from engine.runner.crash_isolation import APART, BY_ITSELF, GIVEN_UP, Suspects
+from engine.runner.crash_isolation import APART, BY_ITSELF, GIVEN_UP, CrashIsolation
 from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore, find_run
 
@@ -138,20 +138,24 @@ def test_an_interruption_is_no_crash_and_kill_9_is_one(
 
 
 async def test_the_more_suspect_an_episode_is_the_more_it_is_kept_apart() -> None:
-    suspects = Suspects({"a": APART, "b": BY_ITSELF, "c": GIVEN_UP, "d": 1})
-    assert suspects.given_up("c") is not None
-    assert suspects.given_up("b") is None
-    async with suspects.admitted("healthy") as alone, suspects.admitted("a") as apart, suspects.admitted("d") as once:
+    isolation = CrashIsolation({"a": APART, "b": BY_ITSELF, "c": GIVEN_UP, "d": 1})
+    assert isolation.given_up("c") is not None
+    assert isolation.given_up("b") is None
+    async with (
+        isolation.admitted("healthy") as alone,
+        isolation.admitted("a") as apart,
+        isolation.admitted("d") as once,
+    ):
         assert (alone, apart, once) == (False, True, False)
 
 
 async def test_nothing_is_in_flight_beside_an_episode_that_runs_by_itself() -> None:
-    suspects = Suspects({"b": BY_ITSELF})
+    isolation = CrashIsolation({"b": BY_ITSELF})
     flying: set[str] = set()
     seen: list[set[str]] = []
 
     async def fly(name: str) -> None:
-        async with suspects.admitted(name):
+        async with isolation.admitted(name):
             flying.add(name)
             seen.append(set(flying))
             for _ in range(5):

@@ -13,14 +13,14 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import StoreError, TrainError
-from engine.runner.runner import Runner
+from engine.errors import EngineError, StoreError, TrainError
 from engine.schemas.credit import read_credit
 from engine.schemas.environment import Task
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.reward import Posting
 from engine.schemas.train import TrainSpec
 from engine.schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory, Turn
+from engine.storable import words_of
 from engine.train.batches import Batch, Group, GroupBuilder, whitened_advantages
 from engine.train.rollouts import BatchCollector, TaskOrder
 
@@ -65,11 +65,19 @@ class FakeRunner:
         self.max_live_episodes = 0
         self.most_alive = 0
         self.begun: list[str] = []
+        self.faults: list[str] = []
         self.cancelled: list[str] = []
 
-    episode_or_none: Any = Runner.episode_or_none
+    async def episode(self, task: Task, sample: int, attempt: int = 0) -> Trajectory | None:
+        try:
+            return await self._trajectory(task, sample)
+        except EngineError:
+            raise
+        except RuntimeError as error:
+            self.faults.append(f"{task.id}/{sample}: {words_of(error)}")
+            return None
 
-    async def episode(self, task: Task, sample: int, attempt: int = 0) -> Trajectory:
+    async def _trajectory(self, task: Task, sample: int) -> Trajectory:
         self.begun.append(f"{task.id}/{sample}")
         version = self.version
         self.max_live_episodes += 1
@@ -260,7 +268,7 @@ async def test_the_engines_own_fault_stops_no_other_and_the_stores_stops_all() -
     rollouts = collector_of(fake, samples=3)
     batch = await rollouts.batch()
     assert len(batch.rows) == 4
-    assert rollouts.faults == ["t0/0: RuntimeError: boom", "t1/0: RuntimeError: boom"]
+    assert fake.faults == ["t0/0: RuntimeError: boom", "t1/0: RuntimeError: boom"]
     full = collector_of(FakeRunner(lambda *_: StoreError("disk full"), lambda *_: 1))
     with pytest.raises(StoreError, match="disk full"):
         await full.batch()

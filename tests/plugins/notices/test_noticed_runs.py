@@ -14,7 +14,7 @@ from command_line import engine_here
 from written_specs import save_spec
 
 from engine.plugins.notices.run import RunNotices
-from engine.runner.stats import Live, Summary
+from engine.runner.stats import RunCounters, RunSummary
 from engine.spec.load import load_spec
 from engine.store.header import RunHeader
 from engine.store.store import RunStore
@@ -121,7 +121,7 @@ def test_a_run_without_running_episodes_does_not_stall(noticed: Noticed) -> None
     with RunStore.create(noticed.folder / "runs", RunHeader.of(loaded)) as store:
         notices = RunNotices(loaded, store)
     for busy in (True, False):
-        watch = notices.watch(Live(total=1), Summary(), lambda busy=busy: busy)  # type: ignore[misc]
+        watch = notices.watch(RunCounters(total=1), RunSummary(), lambda busy=busy: busy)  # type: ignore[misc]
         watch.check()
         watch._last -= 1e9
         watch.check()

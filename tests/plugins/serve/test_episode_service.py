@@ -103,7 +103,7 @@ async def serving(spec: Resumed, out: Path) -> AsyncIterator[Client]:
     finally:
         await backend.close()
         store.close()
-    assert (halted, service.faults) == ([], [])
+    assert (halted, runner.faults) == ([], [])
 
 
 def write_served(folder: Path, tokenizer: Path, replies: Any, **changes: Any) -> Path:

@@ -64,9 +64,9 @@ async def test_a_repeated_request_gets_the_same_groups_and_runs_nothing_again(tm
     path = written(tmp_path)
     async with serving(path) as (service, address):
         first = await read(address, "one", count=3, samples=2)
-        tokens = service._runs._runner.live.tokens
+        tokens = service._runs._runner.counters.tokens
         assert content(await read(address, "one", count=3, samples=2)) == content(first)
-        assert service._runs._runner.live.tokens == tokens
+        assert service._runs._runner.counters.tokens == tokens
         ids = [group.task_id for group in first]
         follow = await read(address, "two", tasks=[ids[0], ids[0]], samples=2)
         assert [group.task_id for group in follow] == [f"{ids[0]}~1", f"{ids[0]}~2"]
@@ -74,7 +74,7 @@ async def test_a_repeated_request_gets_the_same_groups_and_runs_nothing_again(tm
         assert (status, error["code"]) == (409, "other_request")
     async with serving(path) as (service, address):  # another launch
         assert content(await read(address, "one", count=3, samples=2)) == content(first)
-        assert service._runs._runner.live.tokens == 0
+        assert service._runs._runner.counters.tokens == 0
         _, lines = await ask(
             address, "/groups", {"id": "one", "count": 3, "samples": 2, "tasks": "next", "skip": [0, 2]}
         )

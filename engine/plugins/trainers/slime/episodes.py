@@ -77,7 +77,7 @@ class Episodes(TrainerRollouts):
 
         Raises:
             TrainError: kind `train_setup`: there is no such task.
-            EngineError: as `Runner.episode_or_none`.
+            EngineError: as `Runner.episode`.
         """
         if not isinstance(sample.prompt, str):
             raise TrainError(
@@ -87,7 +87,7 @@ class Episodes(TrainerRollouts):
         task = self._task(sample, evaluation)
         number = self._numbers[task.id]
         self._numbers[task.id] += 1
-        self._runner.live.total += 1
+        self._runner.counters.total += 1
         trajectory = await self._episode(task, number)
         return samples_of(sample, trajectory, self.format.decode, self.format.vision)
 

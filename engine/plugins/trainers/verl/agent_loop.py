@@ -88,7 +88,7 @@ class EngineAgentLoop:
         Raises:
             TrainError: kind `train_setup`: a setting, the spec or the row of the data set does not fit; kind `untrainable`: the episode cannot be
                 trained on; kind `handover`: verl would not carry its rows. verl counts the prompt as failed.
-            EngineError: as `TrainerRollouts.start` and `Runner.episode_or_none`.
+            EngineError: as `TrainerRollouts.start` and `Runner.episode`.
         """
         episodes = await asyncio.to_thread(LoopEpisodes.of, *self._key, self._config, self._client)
         own, asked = episodes.spec.sampling.temperature, sampling_params.get("temperature")
@@ -205,7 +205,7 @@ class LoopEpisodes(TrainerRollouts):
 
     async def _rows_of(self, columns: Mapping[str, Any], refuse: Callable[[list[TrainingRow], str], None]) -> _Ended:
         task, number, prompt = self._place(columns)
-        self._runner.live.total += 1
+        self._runner.counters.total += 1
         usable = None
         try:
             trajectory = await self._episode(task, number)
