@@ -1,0 +1,9 @@
+"""Looking at stored runs and trainings: `engine show` and `engine compare`."""
+
+from engine.plugin import Plugin
+
+PLUGIN = Plugin(
+    name="show",
+    about="Shows and compares the episodes of runs and trainings in a terminal",
+    commands={},
+)
