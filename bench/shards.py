@@ -134,8 +134,8 @@ def opened(folder: Path) -> Any:
 
 def listing(folder: Path) -> Any:
     """The list of its episodes."""
+    from engine.plugins.show.listing.listing import Listing
     from engine.store import find_run
-    from engine.store.listing.listing import Listing
 
     return Listing.open([find_run(str(folder / "shards"))])
 
@@ -278,8 +278,8 @@ def run_one(name: str, folder: Path) -> None:
     else:
         import pyarrow.parquet  # noqa: F401
 
+        import engine.plugins.show.listing.listing  # noqa: F401
         import engine.store
-        import engine.store.listing.listing  # noqa: F401
     before = peak_memory()
     began, cpu = time.perf_counter(), time.process_time()
     found = work(folder)

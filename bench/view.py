@@ -96,7 +96,7 @@ def main() -> None:
     shutil.rmtree(cache, ignore_errors=True)
     os.environ["EPISODE_ENGINE_CACHE"] = str(cache)
 
-    from engine.store.listing.listing import Listing
+    from engine.plugins.show.listing.listing import Listing
 
     run = list_runs(folder)[0]
     expression = "outcome.reward < 0.5 && turns.assistant > 3 && int(task.answer) > 20"

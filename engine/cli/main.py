@@ -102,7 +102,6 @@ _EXAMPLES = (
 
 def _register() -> None:
     from engine.cli.commands.compact import compact
-    from engine.cli.commands.compare import compare
     from engine.cli.commands.eval import evaluate
     from engine.cli.commands.explain import explain
     from engine.cli.commands.export import export
@@ -113,12 +112,13 @@ def _register() -> None:
     from engine.cli.commands.rescore import rescore
     from engine.cli.commands.run import run
     from engine.cli.commands.schema import schema
-    from engine.cli.commands.show import show
     from engine.cli.commands.template import template
     from engine.cli.commands.train import train
     from engine.cli.graph import graph
     from engine.cli.options import with_options
     from engine.cli.validate.command import validate
+    from engine.plugins.show.command import show
+    from engine.plugins.show.compare_command import compare
 
     for command in (
         new,

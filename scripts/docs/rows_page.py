@@ -57,7 +57,7 @@ _SHAPES = {**dict.fromkeys(_BY_TOKEN, "[tokens]"), "turn_rewards": "[turns]", "r
 
 
 def _sft() -> str:
-    from engine.store.listing.finished import EPISODE, OUTCOME, TURN
+    from engine.store.episode_filter import EPISODE, OUTCOME, TURN
     from engine.store.sft_rows import SFT_MEANINGS
 
     lines = ["| column | meaning |", "|---|---|"]

@@ -241,7 +241,7 @@ def _without_effect(
 
 
 def _filter(store: RunReader, expression: str | None) -> Callable[[Trajectory], bool] | None:
-    from engine.store.listing.finished import EpisodeFilter
+    from engine.store.episode_filter import EpisodeFilter
 
     return EpisodeFilter(store, expression) if expression is not None else None
 
@@ -252,8 +252,8 @@ def _export_sft(
     from engine.cli.console import make_console
     from engine.cli.reports.report import dropped_words
     from engine.errors import EngineError
+    from engine.store.episode_filter import TURN_VARIABLES, EpisodeFilter
     from engine.store.find import find_run
-    from engine.store.listing.finished import TURN_VARIABLES, EpisodeFilter
     from engine.store.loader import vision_of, with_image_files
     from engine.store.rows.export import write_jsonl
     from engine.store.sft_rows import SftSelection, sft_rows

@@ -9,8 +9,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from engine.cli.reports.episode_report import reasons_in_words
 from engine.cli.reports.progress import duration, endings, running, speed
+from engine.plugins.show.episode_report import reasons_in_words
 
 if TYPE_CHECKING:
     from engine.runner.stats import RunCounters, RunSummary

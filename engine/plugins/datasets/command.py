@@ -117,8 +117,8 @@ def export_dataset(form: str, run: str, runs: Path, out: Path | None, given: Map
     from engine.errors import EngineError
     from engine.plugins.datasets.contents import TABLES, Source
     from engine.plugins.datasets.tables import image_bytes, image_paths, write_table
+    from engine.store.episode_filter import TURN_VARIABLES, EpisodeFilter
     from engine.store.find import find_run
-    from engine.store.listing.finished import TURN_VARIABLES, EpisodeFilter
     from engine.store.store import RunStore
     from engine.tokens.loading import load_format
 

@@ -49,8 +49,8 @@ def view(
     """
     from engine.errors import EngineError
     from engine.logs import configure_logging
-    from engine.store.listing.listing import Listing
-    from engine.store.listing.sources import find
+    from engine.plugins.show.listing.listing import Listing
+    from engine.plugins.show.listing.sources import find
 
     configure_logging()
     try:
@@ -68,7 +68,7 @@ def view(
 
 
 def _serve(listing: object, port: int, browser: bool) -> None:
-    from engine.store.listing.listing import Listing
+    from engine.plugins.show.listing.listing import Listing
 
     assert isinstance(listing, Listing)
     try:
@@ -88,9 +88,9 @@ def _serve(listing: object, port: int, browser: bool) -> None:
 
 
 def _export(listing: object, file: Path, filter: str | None, text: str | None, max_size: str) -> None:
+    from engine.plugins.show.listing.listing import Listing
     from engine.plugins.view.single_file import write_file
     from engine.schemas.base import parse_bytes
-    from engine.store.listing.listing import Listing
 
     assert isinstance(listing, Listing)
     try:
@@ -110,8 +110,8 @@ def _newest(out: Path) -> list[Path]:
         StoreError: there are none.
     """
     from engine.errors import EngineError, StoreError
+    from engine.plugins.show.listing.sources import open_stores
     from engine.store.find import list_runs
-    from engine.store.listing.sources import open_stores
     from engine.store.training import trainings
 
     found = sorted({*list_runs(out), *trainings(out)}, key=lambda folder: folder.stat().st_mtime, reverse=True)

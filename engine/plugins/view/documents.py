@@ -22,18 +22,18 @@ from engine import plugin
 from engine.actions.facts import events_of
 from engine.errors import EngineError, StoreError
 from engine.machine.machine import resolved_machine
+from engine.plugins.show.listing.episode import episode_document
+from engine.plugins.show.listing.texts import texts_of
+from engine.plugins.show.listing.tokens import sampled_columns, token_columns
+from engine.plugins.show.listing.training import Training
+from engine.plugins.show.run_comparison import compare_runs
 from engine.plugins.view.group import group_document
-from engine.runner.compare import compare_runs
-from engine.store.listing.episode import episode_document
-from engine.store.listing.texts import texts_of
-from engine.store.listing.tokens import sampled_columns, token_columns
-from engine.store.listing.training import Training
 from engine.store.rows.export import training_rows
 from engine.store.rows.row import columns_of
 
 if TYPE_CHECKING:
+    from engine.plugins.show.listing.listing import Listing
     from engine.store.images import StoredImage
-    from engine.store.listing.listing import Listing
 
 Document = dict[str, Any] | list[Any]
 _SHOWN_IMAGES = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp", "image/bmp"})

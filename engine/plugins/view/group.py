@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from engine.store.listing.episode import common_start
-from engine.store.listing.texts import texts_of
+from engine.plugins.show.listing.episode import common_start
+from engine.plugins.show.listing.texts import texts_of
 from engine.store.sft_rows import reply_numbers
 
 if TYPE_CHECKING:
+    from engine.plugins.show.listing.rows import Row
     from engine.schemas.trajectory import Trajectory, Turn
-    from engine.store.listing.rows import Row
     from engine.store.reader import RunReader
 
 _AROUND = 12

@@ -16,7 +16,7 @@ from engine.plugins.view.documents import Documents
 from engine.plugins.view.web import make_app, new_token
 
 if TYPE_CHECKING:
-    from engine.store.listing.listing import Listing
+    from engine.plugins.show.listing.listing import Listing
 
 log = structlog.get_logger(__name__)
 

@@ -17,10 +17,10 @@ from typing import Any
 import orjson
 
 from engine.errors import EngineError, StoreError
+from engine.plugins.show.listing.listing import Listing
+from engine.plugins.show.listing.rows import Row
 from engine.plugins.view import assets
 from engine.plugins.view.documents import Documents
-from engine.store.listing.listing import Listing
-from engine.store.listing.rows import Row
 from engine.store.private import whole_file
 
 _ESCAPES = ((b"<", b"\\u003c"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))

@@ -10,7 +10,7 @@ import typer
 from agent_kit import most_at_once, play
 from typer.testing import CliRunner
 
-from engine.cli.commands.show import show
+from engine.plugins.show.command import show
 from engine.store import list_runs
 
 app = typer.Typer()

@@ -14,11 +14,11 @@ from command_line import trajectories_of
 from typer.testing import CliRunner, Result
 from written_specs import save_spec, scripted_spec
 
-from engine.cli.commands.compare import compare
 from engine.cli.commands.eval import evaluate
 from engine.cli.commands.export import export
 from engine.cli.commands.rescore import rescore
-from engine.cli.commands.show import show
+from engine.plugins.show.command import show
+from engine.plugins.show.compare_command import compare
 from engine.store import RunStore, list_runs
 
 SPEC_CODE = Path(__file__).parent.parent / "runner"

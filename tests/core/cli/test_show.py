@@ -10,8 +10,8 @@ import typer
 from journals import write_entries, write_result
 from typer.testing import CliRunner, Result
 
-from engine.cli.commands.show import show
-from engine.cli.reports.ledger_report import moves
+from engine.plugins.show.command import show
+from engine.plugins.show.ledger_report import moves
 from engine.rewards.ledger import Ledger
 from engine.schemas.environment import Reset, Task, UserTurn
 from engine.schemas.generation import FinishReason, Generation

@@ -21,7 +21,7 @@ from written_specs import scripted_spec
 
 from engine.backends.registry import open_backend
 from engine.cli.console import SafeConsole
-from engine.cli.reports.episode_report import print_finished
+from engine.plugins.show.episode_report import print_finished
 from engine.runner.replay import Replayer
 from engine.runner.runner import Runner
 from engine.spec.load import load_spec

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from listing_kit import ended, fill, new_run
 
-from engine.runner.compare import compare_runs
+from engine.plugins.show.run_comparison import compare_runs
 from engine.runner.evaluate import compare
 from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore

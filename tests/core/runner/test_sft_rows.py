@@ -15,7 +15,7 @@ from training_rows import sft_columns
 
 from engine.errors import StoreError
 from engine.schemas.message import Message
-from engine.store.listing.finished import EPISODE_VARIABLES, TURN_VARIABLES, EpisodeFilter
+from engine.store.episode_filter import EPISODE_VARIABLES, TURN_VARIABLES, EpisodeFilter
 from engine.store.sft_rows import SftSelection
 
 

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from engine import known_plugins, plugin
-from engine.cli.reports.episode_report import what_happened
+from engine.plugins.show.episode_report import what_happened
 from engine.schemas.base import adapter
 from engine.schemas.journal import FailureRecord, RecordBase, StepRecord, UnreadRecord
 from engine.schemas.open_union import OneOf

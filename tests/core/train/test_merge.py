@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 from written_specs import save_spec
 
-from engine.cli.commands.compare import compare
 from engine.cli.commands.eval import evaluate
 from engine.errors import TrainError
+from engine.plugins.show.compare_command import compare
 from engine.train.merge import merged, trained_model
 
 

@@ -23,7 +23,7 @@ from vision_code import MACHINE, Screens
 from engine.backends.local.vision import VisionModel, place_images
 from engine.backends.registry import open_backend
 from engine.cli.main import app
-from engine.cli.reports.episode_report import what_happened
+from engine.plugins.show.episode_report import what_happened
 from engine.runner.replay import Replayer
 from engine.runner.runner import Runner
 from engine.spec.tasks import load_tasks

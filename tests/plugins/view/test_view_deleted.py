@@ -7,10 +7,10 @@ from pathlib import Path
 from one_deleted import ROOT, copy_without, engine, python
 
 USERS = (
-    "engine.cli.commands.show",
-    "engine.cli.reports.show_list",
-    "engine.cli.commands.compare",
-    "engine.store.listing.listing",
+    "engine.plugins.show.command",
+    "engine.plugins.show.show_list",
+    "engine.plugins.show.compare_command",
+    "engine.plugins.show.listing.listing",
 )
 
 

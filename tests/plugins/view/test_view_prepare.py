@@ -8,10 +8,10 @@ from threading import Thread
 import pytest
 from listing_kit import fill, new_run
 
+from engine.plugins.show.listing.index import Index
+from engine.plugins.show.listing.listing import Listing
 from engine.plugins.view import documents as module
 from engine.plugins.view.documents import Documents
-from engine.store.listing.index import Index
-from engine.store.listing.listing import Listing
 
 
 @pytest.mark.parametrize("first", ["page", "episode"])
@@ -47,7 +47,7 @@ async def test_the_tokenizer_is_loaded_even_if_nothing_is_asked(
 
 async def test_preparing_reads_each_episode_once_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("index", "listing"):
-        monkeypatch.setattr(f"engine.store.listing.{name}.CHUNK", 3)
+        monkeypatch.setattr(f"engine.plugins.show.listing.{name}.CHUNK", 3)
     with new_run(tmp_path) as store:
         await fill(store, 5, 2)
     index = Index(None)

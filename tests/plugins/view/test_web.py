@@ -12,10 +12,10 @@ import pytest
 from listing_kit import fill, new_run
 from slow_cases import slow_after
 
+from engine.plugins.show.listing.listing import Listing
 from engine.plugins.view import assets
 from engine.plugins.view.documents import NAMES, Documents
 from engine.plugins.view.web import HEADERS, make_app
-from engine.store.listing.listing import Listing
 
 TOKEN = "a-token"
 HOST = "127.0.0.1:8123"

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from journals import write_entries, write_result
 from store_kit import make_entry, make_header, make_task, make_trajectory
 
+from engine.plugins.show.listing.episode import branch_heads, episode_document, moves, plain
+from engine.plugins.show.listing.tokens import sampled_columns, token_columns
 from engine.schemas.journal import ScoreRecord
 from engine.schemas.reward import Posting, RewardEvent
 from engine.schemas.trajectory import Branch, Span
 from engine.store import RunStore
-from engine.store.listing.episode import branch_heads, episode_document, moves, plain
-from engine.store.listing.tokens import sampled_columns, token_columns
 
 
 def posting(seq: int, turn: int, delta: float, op: str = "transfer", name: str = "reward") -> Posting:

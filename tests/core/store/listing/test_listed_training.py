@@ -11,9 +11,9 @@ import pytest
 from listing_kit import TRAINING, batch_record, fill, make_training, new_run
 
 from engine.errors import StoreError
-from engine.store.listing.listing import Listing
-from engine.store.listing.sources import find
-from engine.store.listing.training import Training
+from engine.plugins.show.listing.listing import Listing
+from engine.plugins.show.listing.sources import find
+from engine.plugins.show.listing.training import Training
 from engine.train.batch_log import BatchLog
 
 

@@ -16,14 +16,14 @@ from slow_cases import slow_but_each
 from store_kit import make_entry, make_task, make_trajectory
 
 from engine.errors import StoreError
+from engine.plugins.show.listing import index as view_index
+from engine.plugins.show.listing.filters import RUN
+from engine.plugins.show.listing.heads import read_head
+from engine.plugins.show.listing.listing import SORTS, Listing
+from engine.plugins.show.listing.sources import find
 from engine.schemas.journal import ScoreRecord
 from engine.store import RunStore, codec
-from engine.store.listing import index as view_index
-from engine.store.listing.filters import RUN
-from engine.store.listing.finished import END_VALUES, EpisodeFilter, end_values
-from engine.store.listing.heads import read_head
-from engine.store.listing.listing import SORTS, Listing
-from engine.store.listing.sources import find
+from engine.store.episode_filter import END_VALUES, EpisodeFilter, end_values
 
 
 @pytest.fixture(scope="module")

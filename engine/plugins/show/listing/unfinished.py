@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
+from engine.plugins.show.listing.texts import texts_of
 from engine.schemas.journal import (
     AgentRecord,
     GenerationRecord,
@@ -23,7 +24,6 @@ from engine.schemas.message import Message, ToolCall
 from engine.schemas.trajectory import Outcome, Trajectory, Turn
 from engine.spec.conversation import conversation_of
 from engine.spec.template import fill
-from engine.store.listing.texts import texts_of
 
 if TYPE_CHECKING:
     from engine.schemas.generation import Generation

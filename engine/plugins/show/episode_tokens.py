@@ -19,7 +19,7 @@ def token_documents(store: RunReader, episode_id: str, *, finished: bool) -> lis
     Raises:
         StoreError: a record is damaged.
     """
-    from engine.store.listing.episode import plain
+    from engine.plugins.show.listing.episode import plain
 
     return [
         {name: plain(value.tolist()) if hasattr(value, "tolist") else plain(value) for name, value in columns.items()}
@@ -28,7 +28,7 @@ def token_documents(store: RunReader, episode_id: str, *, finished: bool) -> lis
 
 
 def _columns(store: RunReader, episode_id: str, *, finished: bool) -> list[dict[str, Any]]:
-    from engine.store.listing.tokens import sampled_columns, token_columns
+    from engine.plugins.show.listing.tokens import sampled_columns, token_columns
 
     if not finished:
         return [sampled_columns(store, episode_id)]

@@ -14,7 +14,7 @@ from engine.terminal import echo, echo_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.runner.compare import RunComparison
+    from engine.plugins.show.run_comparison import RunComparison
 
 _TASKS = 8
 """Maximum number of tasks that are named as better, and as worse."""
@@ -40,7 +40,7 @@ def compare(
     from engine.cli.console import make_console
     from engine.errors import EngineError, StoreError
     from engine.logs import configure_logging
-    from engine.runner.compare import compare_runs
+    from engine.plugins.show.run_comparison import compare_runs
     from engine.store import RunStore, find_run
 
     configure_logging()

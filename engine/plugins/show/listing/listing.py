@@ -4,7 +4,7 @@
         page = listing.page('outcome.reward < 0.5 && task.level == "hard"', "sorry", "reward", False, 0, 50)
         listing.causes()
 
-Stores may be running: every method reads their newest state. Stores are only read (`engine.store.listing.index` has the side file).
+Stores may be running: every method reads their newest state. Stores are only read (`engine.plugins.show.listing.index` has the side file).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 from pydantic_core import from_json
 
 from engine.errors import StoreError
+from engine.plugins.show.listing.filters import Matching, checked, matching, needs_details
+from engine.plugins.show.listing.index import CHUNK, Index
+from engine.plugins.show.listing.rows import EPISODE, Cause, Neighbours, Page, Row, Totals, row_of
+from engine.plugins.show.listing.sources import Source, open_stores
 from engine.store.codec import damaged
-from engine.store.listing.filters import Matching, checked, matching, needs_details
-from engine.store.listing.index import CHUNK, Index
-from engine.store.listing.rows import EPISODE, Cause, Neighbours, Page, Row, Totals, row_of
-from engine.store.listing.sources import Source, open_stores
 from engine.store.reader import RunReader
 from engine.store.reading import decoding
 
@@ -76,7 +76,7 @@ class Listing:
 
     @classmethod
     def open(cls, paths: Iterable[Path | str]) -> Listing:
-        """Open the stores of runs and trainings (`engine.store.listing.sources.find` gives their folders).
+        """Open the stores of runs and trainings (`engine.plugins.show.listing.sources.find` gives their folders).
 
         Raises:
             StoreError: one cannot be read, or there are none.

@@ -18,11 +18,11 @@ from pydantic_core import from_json
 from engine.errors import GuardError, StoreError
 from engine.machine.guards import Guard
 from engine.machine.variables import BOOL, INT, STRING, Member, Variable
+from engine.plugins.show.listing.heads import EpisodeHead, read_head
+from engine.plugins.show.listing.index import DAMAGED, VARIABLES, WHOLE, Index
+from engine.plugins.show.listing.sources import Source
 from engine.store.codec import damaged
-from engine.store.listing.finished import EPISODE_VARIABLES, compile_filter, feedback_value, stored_limits
-from engine.store.listing.heads import EpisodeHead, read_head
-from engine.store.listing.index import DAMAGED, VARIABLES, WHOLE, Index
-from engine.store.listing.sources import Source
+from engine.store.episode_filter import EPISODE_VARIABLES, compile_filter, feedback_value, stored_limits
 from engine.store.reader import RunReader
 from engine.store.reading import decoding, reading
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from engine.store.listing.listing import Listing
-    from engine.store.listing.rows import Page, Row, Totals
+    from engine.plugins.show.listing.listing import Listing
+    from engine.plugins.show.listing.rows import Page, Row, Totals
 
 _NAMES = 3
 """Maximum number of rewards that have a column of their own."""
@@ -48,8 +48,8 @@ def show_list(folder: Path, chosen: Selection, *, json: bool) -> None:
         StoreError: it cannot be read, or the filter or the sort key is not valid.
     """
     from engine.cli.console import make_console
-    from engine.store.listing.listing import Listing
-    from engine.store.listing.sources import is_training
+    from engine.plugins.show.listing.listing import Listing
+    from engine.plugins.show.listing.sources import is_training
 
     if chosen.score is not None and (chosen.filter or chosen.sort or json):
         wrong_usage("--filter, --sort and --json use the run's own rewards; leave out --score")
@@ -86,7 +86,7 @@ def show_list(folder: Path, chosen: Selection, *, json: bool) -> None:
 
 def _rescored(listing: Listing, page: Page, chosen: Selection) -> tuple[Page, Totals]:
     """The same episodes with the results of a score; those that the score does not have are left out."""
-    from engine.store.listing.rows import Totals, outcome_word
+    from engine.plugins.show.listing.rows import Totals, outcome_word
 
     (source, *_) = listing.sources
     results = {each.id: each for each in listing.store(source.key).episodes(chosen.score)}
@@ -116,8 +116,8 @@ def _rescored(listing: Listing, page: Page, chosen: Selection) -> tuple[Page, To
 def _head(console: Console, folder: Path, listing: Listing, chosen: Selection) -> None:
     from rich.text import Text
 
-    from engine.store.listing.sources import is_training
-    from engine.store.listing.training import Training
+    from engine.plugins.show.listing.sources import is_training
+    from engine.plugins.show.listing.training import Training
 
     source = listing.sources[0]
     place = f" · {source.status} · {listing.store(source.key).shards_only or folder}" + (

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from engine.cli.reports.ledger_report import ledger_table, moves, print_moves
+from engine.plugins.show.ledger_report import ledger_table, moves, print_moves
 from engine.store.codec import json_of
 from engine.terminal import visible
 
@@ -232,7 +232,7 @@ def print_unfinished(
     from rich.table import Table
     from rich.text import Text
 
-    from engine.store.listing.unfinished import partial_episode
+    from engine.plugins.show.listing.unfinished import partial_episode
 
     told = f"{status(row, store.status)} · {_count(len(journal), 'step')} so far"
     if attempt is not None:

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from engine.plugins.show.listing.advantages import Advantages
+from engine.plugins.show.listing.unfinished import partial_episode
 from engine.rewards.ledger import SealedLedger
 from engine.schemas.journal import (
     AgentRecord,
@@ -31,8 +33,6 @@ from engine.schemas.journal import (
     UserRecord,
 )
 from engine.schemas.message import ImagePart, Message
-from engine.store.listing.advantages import Advantages
-from engine.store.listing.unfinished import partial_episode
 from engine.store.sft_rows import reply_numbers, shown_messages
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from engine.plugins.show.listing.heads import heads
 from engine.runner.evaluate import Sample, by_task, collect, compare
 from engine.schemas.base import Struct
 from engine.store.header import differences
-from engine.store.listing.heads import heads
 from engine.store.reader import RunReader
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.errors import StoreError
+from engine.plugins.show.listing.advantages import Advantages
+from engine.plugins.show.listing.texts import texts_of
 from engine.schemas.journal import GenerationRecord
-from engine.store.listing.advantages import Advantages
-from engine.store.listing.texts import texts_of
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Branch

@@ -73,7 +73,7 @@ def show(
     """
     from engine.errors import EngineError
     from engine.logs import configure_logging
-    from engine.store.listing.sources import find
+    from engine.plugins.show.listing.sources import find
 
     configure_logging()
     try:
@@ -81,7 +81,7 @@ def show(
         if episode is None:
             if tokens or attempt is not None:
                 wrong_usage("--tokens and --attempt need an EPISODE")
-            from engine.cli.reports.show_list import Selection, show_list
+            from engine.plugins.show.show_list import Selection, show_list
 
             selection = Selection(filter, text, sort, limit, failed, score)
             show_list(folder, selection, json=json)
@@ -97,11 +97,11 @@ def show(
 
 def _show_episode(folder: Path, name: str, score: str | None, *, tokens: bool, attempt: int | None, json: bool) -> None:
     from engine.cli.console import make_console
-    from engine.cli.reports.episode_report import print_finished, print_unfinished
-    from engine.cli.reports.episode_tokens import print_tokens, token_documents
     from engine.errors import StoreError
-    from engine.store.listing.episode import episode_document
-    from engine.store.listing.sources import episodes_of
+    from engine.plugins.show.episode_report import print_finished, print_unfinished
+    from engine.plugins.show.episode_tokens import print_tokens, token_documents
+    from engine.plugins.show.listing.episode import episode_document
+    from engine.plugins.show.listing.sources import episodes_of
     from engine.store.store import RunStore
 
     with RunStore.open(episodes_of(folder), readonly=True) as store:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import StoreError
+from engine.plugins.show.listing.logs import lines_of
+from engine.plugins.show.listing.sources import Source, is_training, open_stores
 from engine.schemas.base import Struct
 from engine.store.header import RunHeader
-from engine.store.listing.logs import lines_of
-from engine.store.listing.sources import Source, is_training, open_stores
 from engine.store.training import BATCHES, METRICS, read_header
 
 _OF_A_LINE = frozenset({"step", "time"})
