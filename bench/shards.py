@@ -278,8 +278,6 @@ def run_one(name: str, folder: Path) -> None:
     else:
         import pyarrow.parquet  # noqa: F401
 
-        import engine.plugins.show.listing.listing  # noqa: F401
-        import engine.store
     before = peak_memory()
     began, cpu = time.perf_counter(), time.process_time()
     found = work(folder)

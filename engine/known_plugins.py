@@ -52,6 +52,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "schemas": ("scenarios",),
     },
     "serve": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("serve",)},
+    "show": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("show", "compare")},
     "traces": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("traces",)},
     "trainers": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),

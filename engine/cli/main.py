@@ -117,8 +117,6 @@ def _register() -> None:
     from engine.cli.graph import graph
     from engine.cli.options import with_options
     from engine.cli.validate.command import validate
-    from engine.plugins.show.command import show
-    from engine.plugins.show.compare_command import compare
 
     for command in (
         new,
@@ -127,7 +125,6 @@ def _register() -> None:
         graph,
         run,
         train,
-        show,
         with_options("export", export),
         replay,
         schema,
@@ -136,7 +133,6 @@ def _register() -> None:
     ):
         app.command(command.__name__)(command)
     app.command("eval")(evaluate)
-    app.command("compare")(compare)
     app.command("compact")(compact)
     app.command("rescore")(rescore)
     app.command("plugins")(plugins)

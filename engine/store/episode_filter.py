@@ -4,7 +4,7 @@
     keep(trajectory)
 
 The language is that of guards (`engine.machine.guards`), over the same variables with their values at the end of the episode,
-`outcome` and `episode`; in `--turns` also `turn`. `engine.plugins.show.listing.listing` evaluates the same expressions over stored summaries.
+`outcome` and `episode`; in `--turns` also `turn`. Lists of episodes evaluate the same expressions over stored summaries.
 """
 
 from __future__ import annotations

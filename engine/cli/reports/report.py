@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
@@ -10,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.cli.reports.progress import duration, endings, running, speed
-from engine.plugins.show.episode_report import reasons_in_words
 
 if TYPE_CHECKING:
     from engine.runner.stats import RunCounters, RunSummary
@@ -35,6 +35,11 @@ def dropped_words(store: RunReader) -> str:
     """How many episodes have no content left; empty if none was dropped."""
     dropped = store.dropped()
     return dropped.words(len(store.statuses())) if dropped.episodes else ""
+
+
+def reasons_in_words(reasons: Mapping[str, int]) -> str:
+    """How many rows began for which reason, to follow the number of rows; empty if each episode is one row."""
+    return f" ({', '.join(f'{count} {reason}' for reason, count in reasons.items())})" if reasons else ""
 
 
 class Panel:

@@ -5,5 +5,8 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="show",
     about="Shows and compares the episodes of runs and trainings in a terminal",
-    commands={},
+    commands={
+        "show": "engine.plugins.show.command:show",
+        "compare": "engine.plugins.show.compare_command:compare",
+    },
 )

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from engine.cli.reports.report import reasons_in_words
 from engine.plugins.show.ledger_report import ledger_table, moves, print_moves
 from engine.store.codec import json_of
 from engine.terminal import visible
@@ -115,11 +116,6 @@ def _rest(outcome: Outcome, trajectory: Trajectory, row: EpisodeRow) -> str:
 
 def _count(number: int, thing: str, things: str = "") -> str:
     return f"{number} {thing if number == 1 else things or f'{thing}s'}"
-
-
-def reasons_in_words(reasons: Mapping[str, int]) -> str:
-    """How many rows began for which reason, to follow the number of rows; empty if each episode is one row."""
-    return f" ({', '.join(f'{count} {reason}' for reason, count in reasons.items())})" if reasons else ""
 
 
 def _print_values(console: Console, title: str, values: Mapping[str, Any]) -> None:

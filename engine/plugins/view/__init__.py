@@ -5,5 +5,6 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="view",
     about="Shows runs and trainings in a browser: episodes, tokens, rewards, curves",
+    needs=("show",),
     commands={"view": "engine.plugins.view.command:view"},
 )
