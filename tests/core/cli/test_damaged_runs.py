@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from installed_commands import installed_of
 from typer.testing import CliRunner
 from written_specs import save_spec, scripted_spec
 
@@ -110,7 +111,7 @@ READ_BY = {
 def commands(run: Path, folder: Path) -> dict[str, list[str]]:
     """Every command that opens a run."""
     spec = str(folder / "one.yaml")
-    return {
+    lines = {
         "show": ["show", str(run)],
         "show one": ["show", str(run), "a"],
         "export": ["export", str(run), "--out", str(folder / "rows.jsonl")],
@@ -120,6 +121,7 @@ def commands(run: Path, folder: Path) -> dict[str, list[str]]:
         "compare": ["compare", str(run), str(run)],
         "run": ["run", "--resume", str(run), "-q"],
     }
+    return installed_of(lines)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`engine eval`, `engine compare`, `engine rescore` as a user meets them."""
+"""`engine eval`, `engine compare` and `engine rescore` as a user meets them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import typer
 import yaml
 from command_line import trajectories_of
+from installed_commands import needs_command
 from typer.testing import CliRunner, Result
 from written_specs import save_spec, scripted_spec
 
 from engine.cli.commands.eval import evaluate
 from engine.cli.commands.export import export
 from engine.cli.commands.rescore import rescore
-from engine.plugins.show.command import show
-from engine.plugins.show.compare_command import compare
+from engine.cli.main import app
 from engine.store import RunStore, list_runs
 
 SPEC_CODE = Path(__file__).parent.parent / "runner"
@@ -46,6 +46,11 @@ def spec(tmp_path: Path, tiny_tokenizer_dir: Path) -> Path:
 def call(command: Any, *words: str | Path) -> Result:
     app = typer.Typer()
     app.command()(command)
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def command(*words: str | Path) -> Result:
+    """Run a command by its name: it may be a plugin's."""
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
@@ -91,16 +96,17 @@ def test_samples_model_and_limit_are_the_command_lines(spec: Path, tiny_tokenize
         assert [row.id for row in store.episodes()] == ["t0/0", "t0/1", "t0/2"]
 
 
+@needs_command("compare")
 def test_two_runs_are_held_against_each_other(spec: Path) -> None:
     assert call(evaluate, spec, "-q").exit_code == 0
     assert call(evaluate, spec, "-q", "--set", "backend.replies=[It is 42.]", "--limit", "2").exit_code == 0
     first, second = sorted(runs(), key=lambda folder: RunStore.open(folder, readonly=True).header.created)
-    told = json.loads(call(compare, first, second, "--format", "json").stdout)
+    told = json.loads(command("compare", first, second, "--format", "json").stdout)
     assert (told["first"], told["second"]) == (first.name, second.name)
     assert (told["tasks"], told["only_first"], told["only_second"], told["masked"]) == (2, 1, 0, [0, 0])
     assert told["differences"]["turns"] == {"first": 2.0, "second": 1.0, "difference": -1.0, "low": None, "high": None}
     assert told["differences"]["reward"]["difference"] == pytest.approx(0.1)
-    text = call(compare, first, second).output
+    text = command("compare", first, second).output
     assert "2 tasks, paired: 2 better, 0 worse, 0 same; left out: 1 tasks only in the first" in text.splitlines()
     assert "better: t1 +0.100, t0 +0.100" in text.splitlines()
     assert [line.split()[1:6:2] for line in text.splitlines() if "backend.replies" in line] != []
@@ -108,11 +114,11 @@ def test_two_runs_are_held_against_each_other(spec: Path) -> None:
     assert told["verdicts"] == {"better": 2, "worse": 0, "same": 0}
     assert [pair["task"] for pair in told["by_task"]] == ["t0", "t1"]
     assert text.splitlines()[-1].startswith("warning: only 2 tasks: intervals are wide")
-    assert call(compare, first, "nothing").exit_code == 2
+    assert command("compare", first, "nothing").exit_code == 2
 
 
-def test_a_run_is_scored_again_shown_and_exported(spec: Path) -> None:
-    assert call(evaluate, spec, "-q").exit_code == 0
+def save_moved(spec: Path) -> None:
+    """The spec, with a part of the last turn's reward moved to the first, as `moved.yaml`."""
     other = yaml.safe_load(spec.read_text()) | {
         "rewards": {
             "reassign": [
@@ -127,15 +133,15 @@ def test_a_run_is_scored_again_shown_and_exported(spec: Path) -> None:
         }
     }
     Path("moved.yaml").write_text(yaml.safe_dump(other))
+
+
+def test_a_run_is_scored_again_and_exported(spec: Path) -> None:
+    assert call(evaluate, spec, "-q").exit_code == 0
+    save_moved(spec)
     result = call(rescore, "latest", "--spec", "moved.yaml", "--label", "moved")
     assert result.output.splitlines()[0] == (
         "6 episodes scored as `moved`: 6 changed, 0 failed · mean reward +0.900 -> +0.900"
     )
-    table = call(show, "latest").output
-    assert "Other scores: --score moved" in table
-    told = call(show, "latest", "t0/0", "--score", "moved").output
-    assert "correct +0.250, reward -0.100" in told
-    assert "correct +0.250" not in call(show, "latest", "t0/0").output
     call(export, "latest", "--score", "moved", "--out", "rows.jsonl")
     row = json.loads(Path("rows.jsonl").read_text().splitlines()[0])
     assert row["turn_rewards"] == [pytest.approx(0.15), 0.75]
@@ -145,6 +151,16 @@ def test_a_run_is_scored_again_shown_and_exported(spec: Path) -> None:
         "there is a score `moved` already; give this one another --label, or --replace that one\n",
     )
     assert call(export, "latest", "--score", "moveed").stderr.endswith("has no score `moveed`: it has moved\n")
+
+
+@needs_command("show")
+def test_a_score_is_shown(spec: Path) -> None:
+    assert call(evaluate, spec, "-q").exit_code == 0
+    save_moved(spec)
+    assert call(rescore, "latest", "--spec", "moved.yaml", "--label", "moved").exit_code == 0
+    assert "Other scores: --score moved" in command("show", "latest").output
+    assert "correct +0.250, reward -0.100" in command("show", "latest", "t0/0", "--score", "moved").output
+    assert "correct +0.250" not in command("show", "latest", "t0/0").output
 
 
 def test_a_critics_values_come_from_a_file(spec: Path) -> None:

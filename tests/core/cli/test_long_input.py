@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from command_line import engine_here
+from installed_commands import installed
 from slow_cases import slow_but, slow_but_each
 
 from engine.errors import GuardError
@@ -117,7 +118,7 @@ def test_the_place_in_a_long_filter_has_its_context(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text(TASKS)
     assert engine_here("run", "spec.yaml", cwd=tmp_path)[0] == 0
     long = f"[{', '.join(['turns.user'] * 150)}, nowhere.at, {', '.join(['turns.user'] * 150)}].size() > 1"
-    for command in (("show", "latest"), ("export", "latest", "--out", "rows.jsonl")):
+    for command in installed([("show", "latest"), ("export", "latest", "--out", "rows.jsonl")]):
         code, out, err = engine_here(*command, "--filter", long, cwd=tmp_path)
         assert code
         assert f"column {long.index('nowhere') + 1}: " in out + err

@@ -206,7 +206,7 @@ def test_nobody_there_at_the_start_stores_nothing(
     assert "cannot be reached" in err
     assert "Run: " not in out
     assert [entry.name for entry in (tmp_path / "runs").iterdir()] == [first.name]
-    code, out, _ = engine_here("show", "latest", cwd=tmp_path)
+    code, out, _ = engine_here("export", "latest", cwd=tmp_path)
     assert code == 0
     assert first.name in out
 

@@ -184,7 +184,7 @@ def test_kill_9_many_times_loses_no_finished_turn(tmp_path: Path, tiny_tokenizer
 def test_help_teaches(tmp_path: Path) -> None:
     code, out, _ = engine_here("--help", cwd=tmp_path)
     assert code == 0
-    for command in ("new", "validate", "graph", "run", "show", "export", "replay", "schema", "models"):
+    for command in ("new", "validate", "graph", "run", "export", "replay", "schema", "models"):
         assert f" {command} " in out
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import code_for_tests as spec_code
 import pytest
 from chat_kit import COUNTING, PLAIN, make_tokenizer
+from installed_commands import needs_command
 from stopping import Resumed
 from typer.testing import CliRunner
 
@@ -144,7 +145,7 @@ async def test_a_resume_renders_whole_from_its_first_prompt_and_repairs_what_was
 
 
 @pytest.mark.usefixtures("blind")
-async def test_export_and_show_name_the_reason(hostile: Any, run_spec: Any, tmp_path: Path) -> None:
+async def test_export_names_the_reason(hostile: Any, run_spec: Any, tmp_path: Path) -> None:
     ran = await run_spec(hostile(REMINDED))
     folder = str(ran.store.folder)
     told = CliRunner().invoke(app, ["export", folder, "-o", str(tmp_path / "rows.jsonl")])
@@ -155,11 +156,17 @@ async def test_export_and_show_name_the_reason(hostile: Any, run_spec: Any, tmp_
         None,
         None,
     ]
-    told = CliRunner().invoke(app, ["show", folder])
-    assert "1 × bridge_differs (engine): branch 0, token " in told.output
-    told = CliRunner().invoke(app, ["show", folder, "a/0"])
-    assert "not trainable" in told.output
-    assert "Failed in DONE at turn 2: bridge_differs" in told.output
+
+
+@needs_command("show")
+@pytest.mark.usefixtures("blind")
+async def test_show_names_the_reason(hostile: Any, run_spec: Any) -> None:
+    folder = str((await run_spec(hostile(REMINDED))).store.folder)
+    listed = CliRunner().invoke(app, ["show", folder])
+    assert "1 × bridge_differs (engine): branch 0, token " in listed.output
+    shown = CliRunner().invoke(app, ["show", folder, "a/0"])
+    assert "not trainable" in shown.output
+    assert "Failed in DONE at turn 2: bridge_differs" in shown.output
 
 
 def ways(store: RunStore) -> list[bool]:

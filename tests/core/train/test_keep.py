@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
+from installed_commands import installed
 from msgspec.structs import force_setattr
 from trainings import begin_training, metric_lines, policy_weights
 from typer.testing import CliRunner
@@ -260,19 +261,20 @@ def test_the_command_says_what_would_go_and_then_drops_it(train_spec: Any, tmp_p
     # the other commands say it
     words = "16 of 24 episodes were dropped to save space"
     rows = str(tmp_path / "rows.jsonl")
-    for arguments in (
+    lines = (
         ["show", str(trainer.folder)],
         ["show", str(trainer.folder), "--filter", "outcome.reward > -9.0 && turns.assistant > 0"],
         ["export", store_folder, "-o", rows],
         ["export", store_folder, "--format", "sft", "-o", str(tmp_path / "sft.jsonl")],
         ["replay", store_folder],
         ["rescore", store_folder, "--spec", str(tmp_path / "spec.yaml"), "--label", "same"],
-    ):
+    )
+    for arguments in installed(lines):
         told = CliRunner().invoke(app, arguments)
         assert told.exit_code == 0, (arguments, told.output)
         assert words in " ".join(told.output.split()), (arguments, told.output)
     assert len(Path(rows).read_text().splitlines()) == 8
-    for arguments in (["show", str(trainer.folder), gone], ["replay", store_folder, gone]):
+    for arguments in installed((["show", str(trainer.folder), gone], ["replay", store_folder, gone])):
         told = CliRunner().invoke(app, arguments)
         assert told.exit_code in (1, 2)
         assert f"the content of {gone} was dropped on" in " ".join(told.output.split()), told.output

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import typer
+from installed_commands import installed, needs_command
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 from written_specs import save_spec
 
 from engine.cli.commands.eval import evaluate
+from engine.cli.main import app as main
 from engine.errors import TrainError
-from engine.plugins.show.compare_command import compare
 from engine.train.merge import merged, trained_model
 
 
@@ -150,16 +151,18 @@ def test_an_adapter_is_evaluated_as_the_whole_model_that_it_makes(
                 [message.text for message in next(store.trajectories()).messages if message.role == "assistant"]
             )
     assert said[0] != said[1]  # greedy: other weights
-    held = json.loads(call(compare, told[0]["run"], told[1]["run"], "--format", "json").stdout)
-    assert (held["tasks"], held["masked"]) == (2, [0, 0])
+    for words in installed([["compare", told[0]["run"], told[1]["run"], "--format", "json"]]):
+        held = json.loads(CliRunner().invoke(main, words).stdout)
+        assert (held["tasks"], held["masked"]) == (2, [0, 0])
 
 
+@needs_command("compare")
 def test_of_two_trainings_the_newest_evaluations_are_compared(spec: Path, tmp_path: Path) -> None:
     for training, name in (("a", "step-000000"), ("a", "step-000010"), ("b", "step-000010")):
         folder = json.loads(call(evaluate, spec, "--format", "json", "--limit", "1").stdout)["run"]
         (tmp_path / training / "evals").mkdir(parents=True, exist_ok=True)
         shutil.move(folder, tmp_path / training / "evals" / name)
-    result = call(compare, "a", "b", "--format", "json")
+    result = CliRunner().invoke(main, ["compare", "a", "b", "--format", "json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["differences"]["pass@4"]["difference"] == 0.0
 
