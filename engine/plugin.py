@@ -91,6 +91,8 @@ class Plugin:
     """`train.loss.kind` -> its config class, a `Loss`."""
     actions: Entries = field(default_factory=dict)
     """Action of a state -> its `engine.actions.action_facts:ActionFacts`."""
+    presets: Entries = field(default_factory=dict)
+    """Value of `machine` or `machine.preset` -> its `engine.machine.preset:Preset`."""
     limits: Entries = field(default_factory=dict)
     """Limit of an episode -> its `engine.limit:Limit`. Its value is a key of an inline section of `limits`."""
     records: Entries = field(default_factory=dict)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from engine.schemas.base import Contract, Seconds
+from engine.schemas.open_union import NameOf
 
 
 class StateSpec(Contract):
@@ -47,13 +48,17 @@ class TransitionSpec(Contract):
         return [self.source] if isinstance(self.source, str) else list(self.source)
 
 
-Preset = Literal["single_turn", "tools", "tools_and_user", "retry_with_feedback", "step", "tools_and_step", "agent"]
+CORE_PRESETS = ("single_turn", "tools", "tools_and_user", "retry_with_feedback", "step", "tools_and_step", "agent")
+"""The presets of the core, by name."""
+PresetName = Annotated[str, NameOf(point="presets", core=CORE_PRESETS)]
 
 
 class MachineSpec(Contract):
     """The state machine: a preset, a preset with changes, or your own."""
 
-    preset: Preset | None = None
+    PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"preset": "presets"}
+
+    preset: PresetName | None = None
     """The preset to begin with; the states below are added, and the transitions below are tried first."""
     initial: str | None = Field(default=None, min_length=1)
     """The first state. Default: that of the preset."""

@@ -92,9 +92,11 @@ def open_union(annotation: Any) -> OneOf[Any] | None:
 
 
 def open_name(annotation: Any) -> NameOf | None:
-    """The name of a point that an annotation is; None if it is none."""
-    marks = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    return next((mark for mark in marks if isinstance(mark, NameOf)), None)
+    """The name of a point that an annotation is, or None in addition; None if it is none."""
+    if get_origin(annotation) is Annotated:
+        return next((mark for mark in get_args(annotation)[1:] if isinstance(mark, NameOf)), None)
+    others = [member for member in get_args(annotation) if member is not type(None)]
+    return open_name(others[0]) if len(others) == 1 and len(get_args(annotation)) == 2 else None
 
 
 def annotation_of(info: FieldInfo) -> Any:

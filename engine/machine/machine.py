@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError, GuardError, SpecError
 from engine.machine.guards import Guard
-from engine.machine.presets import ANY, PRESETS
+from engine.machine.preset import ANY
+from engine.machine.presets import PRESETS
 from engine.plugin import load
 from engine.schemas.base import Struct
 from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
@@ -222,7 +223,7 @@ def resolve_machine(machine: MachineSpec) -> ResolvedMachine:
     first. A transition of the preset that can never be taken (an unconditional one precedes it, or its source is now final)
     is left out. Names are not checked: a transition may name a state that does not exist.
     """
-    preset = PRESETS[machine.preset] if machine.preset is not None else None
+    preset = PRESETS[machine.preset].machine if machine.preset is not None else None
     states = {**(preset.states if preset else {}), **machine.states}
     initial = machine.initial or (preset.initial if preset else None)
     assert initial is not None  # MachineSpec validates this

@@ -11,7 +11,8 @@ from engine.actions.facts import ACTIONS
 from engine.limit import ALWAYS, OVERFLOW, UNBOUNDED
 from engine.limits import COUNTERS, EPISODE_SECONDS, FIELDS, limits_of
 from engine.machine.machine import ResolvedMachine, ResolvedTransition, resolved_machine
-from engine.machine.presets import ANY, PRESETS
+from engine.machine.preset import ANY
+from engine.machine.presets import PRESETS
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.machine import StateSpec
 from engine.spec.text.diagnostic import DataPath
@@ -29,7 +30,7 @@ MAX_WORK = 200_000
 """Work units of one rule."""
 MAX_READ = 100_000
 """Maximum number of characters of all conditions that are analysed."""
-PRESETS_STATES = frozenset(name for preset in PRESETS.values() for name in preset.states)
+PRESETS_STATES = frozenset(name for preset in PRESETS.values() for name in preset.machine.states)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from engine.actions.facts import ACTIONS
 from engine.limit import ALWAYS, LIMIT
 from engine.limits import LIMITS
 from engine.machine.machine import resolve_machine
-from engine.machine.presets import ABOUT
+from engine.machine.presets import PRESETS
 from engine.machine.variables import VARIABLES
 from engine.schemas.base import Bytes, Seconds
 from engine.schemas.descriptions import description_of
@@ -206,11 +206,11 @@ def _presets() -> str:
         "",
     ]
     lines += ["| preset | the episode | a reply that was cut off (`truncated`) |", "|---|---|---|"]
-    for name, about in ABOUT.items():
+    for name, preset in PRESETS.items():
         machine = resolve_machine(MachineSpec(preset=name))
         dest = machine.leaving("GENERATING", "truncated")[0].dest
         ends = "ends the episode" if dest in machine.final else f"goes to `{dest}`, like every reply without a call"
-        lines.append(f"| `{name}` | {about} | {ends} |")
+        lines.append(f"| `{name}` | {preset.about} | {ends} |")
     lines += [
         "",
         "A cut-off reply that ends the episode is judged only by the `score` of the environment and by `rewards.scorer`. If a wrong answer",
