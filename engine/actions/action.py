@@ -1,4 +1,4 @@
-"""The base classes of actions, and the objects of an episode that they call.
+"""The base class of actions, and the objects of an episode that they call.
 
 `perform` does the I/O, may wait, and changes nothing of the episode that `apply` would have to
 know. `apply` is pure: the same record always leads to the same event. A replay calls `apply` alone.
@@ -7,9 +7,10 @@ know. `apply` is pure: the same record always leads to the same event. A replay 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine.actions.facts import ACTIONS
 from engine.errors import LedgerError
@@ -80,15 +81,35 @@ class EpisodeObjects:
         return self.roles.model(*path)
 
 
-class Action(Protocol):
-    """The action of a state."""
+class Action(ABC):
+    """The action of a state. A subclass that ships with the engine or a plugin sets the `name` that specs use, by which its
+    events (`engine.actions.facts`) and limits (`engine.limits`) are looked up.
 
-    events: tuple[str, ...]
+    Args:
+        loaded: The spec.
+        state: The state that has the action.
+        template: The policy's chat format.
+        code: Runs the spec's code.
+    """
+
+    name: ClassVar[str] = ""
+    events: tuple[str, ...] = ()
     """The events with which it may end, other than `limit` and `failed`."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in vars(cls):
+            cls.events = ACTIONS[cls.name].events or ()
+
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
+        self._loaded, self._template, self._code = loaded, template, code
+        self.state = state
+        self.bounds = bounds_of(str(state.action), loaded.spec)
+        """The limits on it and their values, in the order in which they are checked."""
+
     def limit(self, episode: Episode) -> tuple[str, float] | None:
-        """Return the limit that stops the action now, and the count that was reached; None if it may start."""
-        ...
+        """Return the first limit that is reached, and its count; None if it may start."""
+        return first_reached(episode, self.bounds) if self.bounds else None
 
     def prepare(self, episode: Episode) -> Awaitable[object] | None:
         """Return work that `limit` needs first and that would block the event loop; None if there is none."""
@@ -98,66 +119,21 @@ class Action(Protocol):
         """Return the limit that leaves no room for the action, and the count; asked only in states that handle `overflow`."""
         return None
 
-    async def perform(self, episode: Episode, objects: EpisodeObjects) -> Record:
+    @abstractmethod
+    def perform(self, episode: Episode, objects: EpisodeObjects) -> Awaitable[Record]:
         """Do the I/O of the action. Raises an `EngineError` if it fails."""
-        ...
 
+    @abstractmethod
     def apply(self, episode: Episode, record: Any) -> str:
         """Apply the record to the episode, and return the event."""
-        ...
 
     def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
         """Return whether it may start before the previous record is durable, because it has no effect outside the engine."""
         return False
 
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
-        """Return the effects of the code that it would call now: `pure`, `replayable` or `external`."""
-        ...
-
-
-class LimitedAction(Action):
-    """An action whose limits are found by its name in `engine.limits`."""
-
-    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
-        """Read what the action needs of the spec.
-
-        Args:
-            loaded: The spec.
-            state: The state that has the action.
-            template: The policy's chat format.
-            code: Runs the spec's code.
-        """
-        self._loaded, self._template, self._code = loaded, template, code
-        self.state = state
-        self.action = str(state.action)
-        """Its name in the spec."""
-        self.bounds = bounds_of(self.action, loaded.spec)
-        """The limits on it and their values, in the order in which they are checked."""
-
-    def limit(self, episode: Episode, bounds: Sequence[tuple[Limit, float]] | None = None) -> tuple[str, float] | None:
-        """Return the first limit that is reached, and its count. `bounds`: in place of the spec's."""
-        for limit, most in self.bounds if bounds is None else bounds:
-            assert limit.count is not None  # `bounds_of` returns only counted limits
-            count = limit.count(episode)
-            if count > most or (count == most and not limit.inclusive):
-                return limit.name, count
-        return None
-
-
-class BuiltInAction(LimitedAction):
-    """An action that ships with the engine. Its events are in `engine.actions.facts`, its limits in `engine.limits`.
-
-    A subclass sets the `name` that specs use.
-    """
-
-    name: ClassVar[str]
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.events = ACTIONS[cls.name].events or ()
-
-    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
-        """Return `pure`, for actions whose record is enough: nothing is called again."""
+        """Return the effects of the code that it would call now: `pure`, `replayable` or `external`. `pure`: its record is
+        enough, and nothing is called again."""
         return "pure"
 
 
@@ -165,6 +141,16 @@ def bounds_of(action: str, spec: EpisodeSpec, user: UserSpec | None = None) -> l
     """Return the counted limits on an action and their values, in the order in which they are checked."""
     values = ((limit, limit.value(spec, user)) for limit in limits_of(action) if limit.count is not None)
     return [(limit, value) for limit, value in values if value is not None]
+
+
+def first_reached(episode: Episode, bounds: Sequence[tuple[Limit, float]]) -> tuple[str, float] | None:
+    """Return the first of some limits that an episode has reached, and its count."""
+    for limit, most in bounds:
+        assert limit.count is not None  # `bounds_of` returns only counted limits
+        count = limit.count(episode)
+        if count > most or (count == most and not limit.inclusive):
+            return limit.name, count
+    return None
 
 
 def post_rewards(episode: Episode, rewards: list[Any], source: str) -> None:

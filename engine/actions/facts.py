@@ -55,7 +55,7 @@ def _scoring(spec: EpisodeSpec, state: StateSpec) -> float:
 
 _CORE: Mapping[str, ActionFacts] = {
     "reset": ActionFacts(
-        use="engine.actions.reset:ResetAction",
+        use="engine.actions.spec_code:ResetAction",
         does="Begin the environment and the conversation.",
         events=("ready",),
         seconds=_environment,
@@ -70,7 +70,7 @@ _CORE: Mapping[str, ActionFacts] = {
         overflows=True,
     ),
     "call_tools": ActionFacts(
-        use="engine.actions.call_tools:CallToolsAction",
+        use="engine.actions.spec_code:CallToolsAction",
         does="Carry out the calls of the newest reply.",
         events=("results",),
         seconds=_tools,
@@ -78,14 +78,14 @@ _CORE: Mapping[str, ActionFacts] = {
         answers_calls=True,
     ),
     "ask_user": ActionFacts(
-        use="engine.actions.ask_user:AskUserAction",
+        use="engine.actions.spec_code:AskUserAction",
         does="Ask the user for an answer.",
         events=("feedback", "satisfied"),
         seconds=_users,
         speaks="user",
     ),
     "score": ActionFacts(
-        use="engine.actions.score:ScoreAction",
+        use="engine.actions.spec_code:ScoreAction",
         does="Ask the environment and the scorer for the last rewards.",
         events=(),
         seconds=_scoring,
@@ -97,7 +97,7 @@ _CORE: Mapping[str, ActionFacts] = {
         seconds=_agent,
     ),
     "step": ActionFacts(
-        use="engine.actions.custom:EnvironmentStep",
+        use="engine.actions.spec_code:EnvironmentStep",
         does="Ask the environment for a step.",
         events=None,
         seconds=_environment,

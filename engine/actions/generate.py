@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.action import BuiltInAction, EpisodeObjects
+from engine.actions.action import Action, EpisodeObjects, first_reached
 from engine.actions.room import rooms_of
 from engine.episode.episode import Episode, NewestReply
 from engine.errors import BackendError
-from engine.limit import Limit
 from engine.rewards.state_key import compile_state_key
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.journal import GenerationRecord
@@ -31,7 +30,7 @@ LONG_TEXT = 1 << 16
 _TOKENIZING = ThreadPoolExecutor(1, "tokenize")
 
 
-class GenerateAction(BuiltInAction):
+class GenerateAction(Action):
     """Send the prompt's token ids to the backend, and append the reply's token ids to the tape."""
 
     name = "generate"
@@ -54,11 +53,11 @@ class GenerateAction(BuiltInAction):
         self._most_images = min(spec.limits.images or inf, spec.model.max_images or inf)
         self._rooms = rooms_of(spec, template)
 
-    def limit(self, episode: Episode, bounds: Sequence[tuple[Limit, float]] | None = None) -> tuple[str, float] | None:
+    def limit(self, episode: Episode) -> tuple[str, float] | None:
         """Return the first limit that is reached, and its count; tokens of a text that is certainly too long are estimated from below."""
         least = self._too_long(episode)
         if least is None:
-            return super().limit(episode, bounds)
+            return first_reached(episode, self.bounds)
         for limit, most in self.bounds:
             assert limit.count is not None  # `bounds_of` returns only counted limits
             count = least if limit.unit == "tokens" else limit.count(episode)

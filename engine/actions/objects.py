@@ -13,9 +13,9 @@ import structlog
 
 from engine import plugin
 from engine.actions.action import EpisodeObjects
-from engine.actions.call_tools import CallToolsAction
 from engine.actions.calling.workers import call_spec_code
 from engine.actions.llm_user import ModelUser
+from engine.actions.spec_code import CallToolsAction
 from engine.actions.tool_servers import ToolServers
 from engine.actions.toolbox import BoundTool, Toolbox, bind_tool
 from engine.errors import EngineError, SpecCodeError

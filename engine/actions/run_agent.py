@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from engine.actions.action import BuiltInAction, EpisodeObjects, post_rewards
+from engine.actions.action import Action, EpisodeObjects, post_rewards
 from engine.actions.agent_run import AgentRun, AgentStarter, only_source, require_reward
 from engine.actions.ahead import AheadSampler
 from engine.actions.generate import GenerateAction
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine.tokens.template import ChatTemplate
 
 
-class RunAgentAction(BuiltInAction):
+class RunAgentAction(Action):
     """Give the program the newest reply, and wait for its next request or its end."""
 
     name = "run_agent"
@@ -50,7 +50,7 @@ class RunAgentAction(BuiltInAction):
             )
         self._spec = spec.agent
         self._starter = AgentStarter(loaded, template, code)
-        self._generate = GenerateAction(loaded, StateSpec(action="generate"), template, code)  # type: ignore[abstract]  # `events` are set by BuiltInAction
+        self._generate = GenerateAction(loaded, StateSpec(action="generate"), template, code)
         self._only_source = only_source(spec)
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> AgentRecord:

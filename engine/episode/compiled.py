@@ -16,8 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from engine import plugin
-from engine.actions.custom import OwnAction
 from engine.actions.facts import ACTIONS
+from engine.actions.spec_code import OwnAction
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.limit import OVERFLOW

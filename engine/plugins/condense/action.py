@@ -7,17 +7,13 @@ nothing again. A thread that would not be shorter is not used (event `unchanged`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from engine.actions.action import BuiltInAction, EpisodeObjects
-from engine.actions.calling.workers import call_spec_code
+from engine.actions.action import Action, EpisodeObjects
 from engine.actions.images import in_memory
+from engine.actions.spec_code import SpecCodeAction, SpecFunction
 from engine.episode.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
-from engine.isolation.pool import RemoteFunction
-from engine.isolation.remote import Origin, function_in
 from engine.plugins.condense.chunks import Chunk, block_text, chunks_of, history_of, history_text, replaced
 from engine.plugins.condense.keywords import keywords
 from engine.plugins.condense.record import CondenseRecord
@@ -37,7 +33,6 @@ from engine.schemas.environment import Step
 from engine.schemas.journal import StepRecord
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Block, Condensation
-from engine.spec.code.entry import load_entry
 from engine.spec.template import fill, own_spans
 from engine.tokens.conversation import Conversation
 
@@ -48,7 +43,7 @@ if TYPE_CHECKING:
     from engine.tokens.template import ChatTemplate
 
 
-class CondenseAction(BuiltInAction):
+class CondenseAction(SpecCodeAction):
     """Put shorter texts in the place of the oldest chunks, until the prompt is short enough."""
 
     name = "condense"
@@ -63,19 +58,10 @@ class CondenseAction(BuiltInAction):
         self._spec = CondenseSpec.or_default(loaded.spec)
         spec = loaded.spec
         self._room = min((value for value in (spec.limits.episode_tokens, spec.model.context) if value), default=None)
-        self._own: Callable[..., Any] | None = None
-        self._origin: Origin | None = None
-        if isinstance(self._spec.condenser, OwnCondenserSpec):
-            self._load(self._spec.condenser, loaded, code)
-
-    def _load(self, own: OwnCondenserSpec, loaded: LoadedSpec, code: Workers) -> None:
-        self._origin = Origin(own.use, loaded.base, own.with_, "function")
-        isolation = loaded.spec.isolation_of(own.isolation)
-        if isolation.mode == "process":
-            code.isolation.describe(own.use, loaded.base, isolation)
-            self._own = RemoteFunction(self._origin, code.isolation.pool(isolation, functions=True), "text")
-        else:
-            self._own = partial(load_entry(own.use, loaded.base), **own.with_)
+        condenser = self._spec.condenser
+        self._function: SpecFunction | None = None
+        if isinstance(condenser, OwnCondenserSpec):
+            self._function = SpecFunction(loaded, code, condenser.use, condenser.with_, condenser.isolation, "text")
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> CondenseRecord:
         """Return the shorter thread; a record without a thread if nothing is shorter.
@@ -199,25 +185,17 @@ class CondenseAction(BuiltInAction):
         return "" if reply.cut else reply.text, reply.tokens
 
     async def _by_own(self, own: OwnCondenserSpec, text: str, episode: Episode, objects: EpisodeObjects) -> str:
-        assert self._own is not None
-        assert self._origin is not None
-        function = self._own if objects.cell is None else function_in(objects.cell, self._origin, "text")
-        answer = await call_spec_code(
-            self._code,
-            function,
+        assert self._function is not None
+        answer = await self.ask(
+            self._function.of(objects),
             text,
             own.tokens,
             episode.view(),
+            gives=str,
             seconds=own.timeout,
             blame="environment",
             what=f"`{own.use}`",
         )
-        if not isinstance(answer, str):
-            raise SpecCodeError(
-                f"`{own.use}` returned {type(answer).__name__}; a condenser must return a text",
-                blame="environment",
-                kind="environment_bad_reply",
-            )
         return answer if self._count(answer) <= own.tokens else ""
 
     def _target(self, before: int) -> int:
@@ -264,10 +242,10 @@ class CondenseAction(BuiltInAction):
 
     def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
         """Return whether it calls no code outside of the engine."""
-        return self._own is None
+        return self._function is None
 
 
-class AskSummaryAction(BuiltInAction):
+class AskSummaryAction(Action):
     """Add the message that asks the policy for a summary of its history."""
 
     name = "ask_summary"

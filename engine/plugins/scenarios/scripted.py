@@ -16,8 +16,7 @@ from pydantic import BaseModel
 
 from engine.actions.action import Action
 from engine.actions.calling.workers import call_spec_code, on_main_loop
-from engine.actions.custom import StepAction
-from engine.actions.score import ScoreAction
+from engine.actions.spec_code import ScoreAction, StepAction
 from engine.actions.toolbox import BoundTool, Toolbox
 from engine.errors import SpecCodeError
 from engine.isolation.remote import RemoteTool
@@ -226,24 +225,21 @@ class ScriptedStepAction(StepAction):
         super().__init__(real._loaded, real.state, real._template, real._code)
         self.events = real.events
         self._real = real
-        self._what = real._what
-        self._blame = real._blame
-        self._seconds = real._seconds
-        self._effects = real._effects
+        self.what, self.blame = real.what, real.blame
+        self.seconds, self.declared = real.seconds, real.declared
         self._answers = iter(answers)
 
-    def _target(self, objects: EpisodeObjects) -> Callable[..., Any]:
+    def target(self, objects: EpisodeObjects) -> Callable[..., Any]:
+        """Return the next scripted answer, or the real code."""
         answer = next(self._answers, None)
-        return self._real._target(objects) if answer is None else partial(self._say, answer)
+        return self._real.target(objects) if answer is None else partial(self._say, answer)
 
     def _say(self, answer: ScriptedStep, view: Any) -> Any:
-        return _faulted(answer, self._blame, self._what) if answer.faulty else _as(Step, answer)
+        return _faulted(answer, self.blame, self.what) if answer.faulty else _as(Step, answer)
 
 
 class ScriptedScoreAction(ScoreAction):
     """`score` with a scripted answer in place of the spec's scorer. The environment's `score` is asked as in a run."""
-
-    events = ()
 
     def __init__(self, real: ScoreAction, answer: ScriptedScore) -> None:
         vars(self).update(vars(real))
@@ -252,7 +248,10 @@ class ScriptedScoreAction(ScoreAction):
     async def final(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
         """Return the scripted rewards."""
         source = "score" if self._judge is None else "judge"
-        return ScoreRecord(rewards=await self._ask(self._say, episode.view(), "the scorer", source, SCORER_SECONDS))
+        rewards = await self.ask_rewards(
+            self._say, episode.view(), source=source, seconds=SCORER_SECONDS, what="the scorer"
+        )
+        return ScoreRecord(rewards=rewards)
 
     def _say(self, view: EpisodeView) -> Any:
         answer = self._answer

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.actions.action import BuiltInAction, EpisodeObjects, post_rewards
+from engine.actions.action import Action, EpisodeObjects, post_rewards
 from engine.actions.calling.workers import call_spec_code
 from engine.episode.episode import Episode
 from engine.schemas.message import Message
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.tokens.template import ChatTemplate
 
 
-class CheckSumsAction(BuiltInAction):
+class CheckSumsAction(Action):
     """Ends with `right`, `wrong`, or `unchecked` if the reply has no sum that can be worked out."""
 
     name = ACTION

@@ -235,4 +235,4 @@ async def test_a_condenser_that_answers_badly_fails_its_episode(play_book: Any) 
     )
     failure = ran.only.outcome.failure
     assert (failure.kind, failure.blame) == ("environment_bad_reply", "environment")
-    assert "`book:numbers` returned int; a condenser must return a text" in failure.message
+    assert "`book:numbers` returned int; it must return a text" in failure.message

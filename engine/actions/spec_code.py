@@ -1,0 +1,560 @@
+"""The actions that call code of the spec: its environment, tools, users, scorer and own actions.
+
+An answer becomes a record only after its type was checked, so `apply` needs no check; a call of code has a deadline, a blame and
+effects (`SpecCodeAction.ask`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from engine.actions.action import Action, EpisodeObjects, bounds_of, first_reached, post_rewards
+from engine.actions.action_facts import OWN_ACTION_SECONDS
+from engine.actions.agent_run import only_source, require_reward
+from engine.actions.calling.workers import call_spec_code
+from engine.actions.facts import SCORERS
+from engine.actions.judge import Judge
+from engine.agents.echo import EchoIndex
+from engine.agents.threads import AgentThreads
+from engine.episode.episode import Episode
+from engine.errors import SpecCodeError
+from engine.isolation.pool import RemoteFunction
+from engine.isolation.remote import Origin, function_in
+from engine.schemas.environment import EpisodeView, Reset, Step, UserTurn
+from engine.schemas.journal import ResetRecord, ScoreRecord, StepRecord, ToolsRecord, UserRecord
+from engine.schemas.message import ContentPart, Message, TextPart
+from engine.schemas.reward import RewardEvent
+from engine.spec.code.entry import load_entry
+from engine.spec.conversation import conversation_of
+from engine.spec.template import fill, fill_words, found_image, image_folders, own_spans
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from engine.actions.calling.workers import Workers
+    from engine.schemas.entry import Effects, IsolationSpec
+    from engine.schemas.machine import StateSpec
+    from engine.schemas.trajectory import Blame
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.template import ChatTemplate
+
+A = TypeVar("A")
+_A_LIST = "a list of RewardEvent"
+_WANTED: Mapping[type, str] = {Reset: "a Reset", Step: "a Step", UserTurn: "a UserTurn", list: _A_LIST, str: "a text"}
+
+
+class SpecFunction:
+    """A function of the spec, such as a scorer, loaded once per run.
+
+    Args:
+        loaded: The spec.
+        code: Runs the spec's code.
+        use: Its entry point.
+        with_: Its first keyword arguments.
+        isolation: Its own key `isolation`.
+        answer: What it returns: `rewards`, `step` or `text`.
+
+    Raises:
+        EngineError: it cannot be imported.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedSpec,
+        code: Workers,
+        use: str,
+        with_: Mapping[str, Any],
+        isolation: IsolationSpec | None,
+        answer: str,
+    ) -> None:
+        self._origin = Origin(use, loaded.base, with_, "function")
+        self._answer = answer
+        place = loaded.spec.isolation_of(isolation)
+        self._function: Callable[..., Any]
+        if place.mode == "process":
+            described = code.isolation.describe(use, loaded.base, place)
+            self.events: Sequence[str] = described.events or ()
+            self.effects: Effects = described.effects
+            self._function = RemoteFunction(self._origin, code.isolation.pool(place, functions=True), answer)
+        else:
+            function = load_entry(use, loaded.base)
+            self.events, self.effects = getattr(function, "events", ()), getattr(function, "effects", "pure")
+            self._function = partial(function, **with_) if with_ else function
+
+    def of(self, objects: EpisodeObjects) -> Callable[..., Any]:
+        """Return what is called for an episode: the function, or the one in the episode's only worker."""
+        return self._function if objects.cell is None else function_in(objects.cell, self._origin, self._answer)
+
+
+class SpecCodeAction(Action):
+    """An action that calls code of the spec."""
+
+    async def ask(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        gives: type[A],
+        seconds: float | None,
+        blame: Blame,
+        what: str,
+        effects: Effects = "pure",
+    ) -> A:
+        """Call code of the spec, and check the type of its answer.
+
+        Raises:
+            SpecCodeError: it failed, or its answer is of another type.
+        """
+        answer = await call_spec_code(
+            self._code, function, *args, seconds=seconds, blame=blame, what=what, effects=effects
+        )
+        if not isinstance(answer, gives):
+            raise _bad_reply(f"{what} returned {type(answer).__name__}; it must return {_WANTED[gives]}", blame)
+        return answer
+
+    async def ask_rewards(
+        self,
+        function: Callable[..., Any],
+        view: EpisodeView,
+        *,
+        source: str,
+        seconds: float,
+        what: str,
+        effects: Effects = "pure",
+    ) -> list[RewardEvent]:
+        """Ask for the rewards of an episode; those without a source get the given one. Raises as `ask`."""
+        rewards = await self.ask(
+            function, view, gives=list, seconds=seconds, blame="environment", what=what, effects=effects
+        )
+        for reward in rewards:
+            if not isinstance(reward, RewardEvent):
+                words = f"{what} returned a list with {type(reward).__name__}; it must return {_A_LIST}"
+                raise _bad_reply(words, "environment")
+        return [item if item.source else item.model_copy(update={"source": source}) for item in rewards]
+
+
+def _bad_reply(words: str, blame: Blame) -> SpecCodeError:
+    return SpecCodeError(words, blame=blame, kind=f"{blame}_bad_reply")
+
+
+class ResetAction(SpecCodeAction):
+    """Reset the environment, then begin the conversation with the spec's prompt and the environment's messages."""
+
+    name = "reset"
+
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
+        super().__init__(loaded, state, template, code)
+        spec = loaded.spec
+        self._environment = spec.environment
+        self._row_source = spec.conversation
+        self._agent = spec.agent is not None
+        self._stop_texts = tuple(template.decode([stop]) for stop in template.stop_token_ids)
+        self._folders = image_folders(spec.tasks.files, loaded.base)
+        self._pictured = any(not isinstance(message.content, str) for message in spec.messages)
+
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> ResetRecord:
+        """Return the environment's `Reset`; an empty one if the spec has no environment.
+
+        Raises:
+            SpecCodeError: the environment failed, or returned no `Reset`.
+        """
+        prompt = self._prompt(episode) if self._pictured or self._row_source is not None else None
+        if prompt is not None and not self._pictured and all(isinstance(message.content, str) for message in prompt):
+            prompt = None  # spec and task alone determine it
+        if (environment := self._environment) is None:
+            return ResetRecord(reset=Reset(), prompt=prompt)
+        reset = await self.ask(
+            objects.environment.reset,
+            episode.task,
+            episode.seed,
+            gives=Reset,
+            seconds=environment.timeout,
+            blame="environment",
+            what=f"`{environment.use}`.reset",
+            effects=environment.effects,
+        )
+        return ResetRecord(reset=reset, prompt=prompt)
+
+    def _prompt(self, episode: Episode) -> list[Message]:
+        """Return the first messages: the task's own conversation, or the spec's prompt filled in with the task's fields."""
+        fields = episode.task.fields
+        if self._row_source is not None:
+            return [self._located(message) for message in conversation_of(fields, self._row_source)]
+        return [
+            Message(
+                role=message.role,
+                content=fill(message.content, fields)
+                if isinstance(message.content, str)
+                else fill_words(message.content, fields, self._loaded.base),
+            )
+            for message in self._loaded.spec.messages
+        ]
+
+    def _located(self, message: Message) -> Message:
+        """Return a message whose images have absolute paths."""
+        if isinstance(message.content, str):
+            return message
+        parts: list[ContentPart] = [
+            part
+            if isinstance(part, TextPart)
+            else part.model_copy(update={"image": found_image(part.image, self._folders)})
+            for part in message.content
+        ]
+        return replace(message, content=parts)
+
+    def apply(self, episode: Episode, record: ResetRecord) -> str:
+        """Begin the conversation."""
+        fields = episode.task.fields
+        prompt = self._prompt(episode) if record.prompt is None else record.prompt
+        episode.facts.update(record.reset.facts)
+        if self._agent:  # its requests are the conversation
+            episode.agent = AgentThreads([*prompt, *record.reset.messages], EchoIndex(self._stop_texts))
+            return "ready"
+        intended = [own_spans(message.content, fields) for message in self._loaded.spec.messages]
+        episode.conversation.open([*prompt, *record.reset.messages], intended)
+        return "ready"
+
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
+        """Return the environment's effects."""
+        return self._environment.effects if self._environment else "pure"
+
+
+class CallToolsAction(SpecCodeAction):
+    """Execute the newest turn's calls in parallel, and add the results in the order of the calls.
+
+    Calls beyond the limit `tool_calls` inside one turn get an error result.
+    """
+
+    name = "call_tools"
+
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
+        super().__init__(loaded, state, template, code)
+        self._most = loaded.spec.limits.tool_calls
+
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> ToolsRecord:
+        """Return one result per attempted call.
+
+        Raises:
+            SpecCodeError: the spec has no tools.
+        """
+        if objects.toolbox is None:
+            raise SpecCodeError("tools are called, but the spec has none", blame="spec", kind="no_tools")
+        attempts = episode.reply.attempts
+        left = self._most - episode.counts.tool_calls if self._most is not None else len(attempts)
+        results = await objects.toolbox.call_all(attempts, episode.turn, episode.view, budget=left)
+        return ToolsRecord(results=results)
+
+    def apply(self, episode: Episode, record: ToolsRecord) -> str:
+        """Add the results to the conversation, and write their rewards and facts. A fact `solved: true` marks the outcome as solved."""
+        for result in record.results:
+            if result.error not in ("malformed", "limit"):
+                episode.counts.tool_calls += 1
+            if result.error is not None:
+                episode.counts.tool_errors += 1
+            episode.facts.update(result.facts)
+            if result.rewards:
+                rewards = [_of_call(event, result.call_id) for event in result.rewards]
+                post_rewards(episode, rewards, f"tool:{result.name}")
+            episode.solved = episode.solved or result.facts.get("solved") is True
+        episode.conversation.add(
+            [
+                Message(role="tool", content=result.content, tool_call_id=result.call_id, name=result.name)
+                for result in record.results
+            ]
+        )
+        return "results"
+
+    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
+        """Return whether every called tool is pure: such calls can be repeated without any effect."""
+        return self.effects(episode, objects) == "pure"
+
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
+        """Return the strongest effects of the called tools."""
+        called = {objects.toolbox.effects(call.name) for call in episode.reply.calls} if objects.toolbox else set()
+        if "external" in called:
+            return "external"
+        return "replayable" if "replayable" in called else "pure"
+
+
+def _of_call(event: RewardEvent, call_id: str) -> RewardEvent:
+    """The event with the tool's own call in place of `this`."""
+    changed = {
+        key: part.model_copy(update={"call": call_id})
+        for key, part in (("part", event.part), ("to_part", event.to_part))
+        if part is not None and part.call == "this"
+    }
+    return event.model_copy(update=changed) if changed else event
+
+
+class AskUserAction(SpecCodeAction):
+    """Ask the user; if the newest reply cannot be parsed, answer in the user's place with an error text."""
+
+    name = "ask_user"
+
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
+        super().__init__(loaded, state, template, code)
+        self._users = loaded.spec.users_by_name
+        self._recover = loaded.spec.recover
+        self._bounds_with = {name: bounds_of(self.name, loaded.spec, user) for name, user in self._users.items()}
+
+    def limit(self, episode: Episode) -> tuple[str, float] | None:
+        """Return the first limit that is reached: of the spec, then of the episode's user."""
+        return first_reached(episode, self._bounds_with.get(episode.task.user or "", self.bounds))
+
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> UserRecord:
+        """Return the user's answer, or the engine's own answer to a reply that cannot be parsed.
+
+        Raises:
+            SpecCodeError: the spec has no user, or the user failed or returned an invalid answer.
+        """
+        if episode.reply.malformed:
+            return UserRecord(turn=UserTurn(content=self._malformed(episode)), canned=True)
+        user = self._users.get(objects.user_name)
+        if user is None:
+            raise SpecCodeError("the user is asked, but the spec has none", blame="spec", kind="no_user")
+        who = f"`{user.use}`.respond" if user.use else "the model that plays the user"
+        turn = await self.ask(
+            objects.user.respond,
+            episode.view(),
+            gives=UserTurn,
+            seconds=None if user.model_played else user.seconds,  # the deadline of a model begins with its request
+            blame="user",
+            what=who,
+            effects=user.effects,
+        )
+        if not isinstance(turn.content, str | list):  # built without validation
+            kind = type(turn.content).__name__
+            raise _bad_reply(f"{who} returned content of type {kind}; it must be a string or a list of parts", "user")
+        if not turn.satisfied and not turn.content:
+            raise _bad_reply(
+                f"{who} returned neither content nor `satisfied`; the policy would be shown nothing", "user"
+            )
+        return UserRecord(turn=self._in_the_specs_words(turn, episode))
+
+    def _malformed(self, episode: Episode) -> list[ContentPart]:
+        attempts = episode.reply.malformed
+        fields = {
+            "problem": " ".join(attempt.problem for attempt in attempts),
+            "raw": "\n".join(attempt.raw for attempt in attempts),
+            "task": episode.task.fields,
+        }
+        return fill_words(self._recover.malformed, fields, self._loaded.base)
+
+    def _in_the_specs_words(self, turn: UserTurn, episode: Episode) -> UserTurn:
+        """Return the turn with the spec's text for the problem of the reply, if there is one."""
+        words = getattr(self._recover, turn.recover) if turn.recover and not turn.satisfied else None
+        if words is None:
+            return turn
+        content = fill_words(words, {**turn.fields, "task": episode.task.fields}, self._loaded.base)
+        return turn.model_copy(update={"content": content})
+
+    def apply(self, episode: Episode, record: UserRecord) -> str:
+        """Add the user's message to the conversation, and write its rewards and facts."""
+        turn = record.turn
+        episode.counts.user_turns += 1
+        episode.counts.user_tokens += turn.tokens
+        episode.feedback = {
+            **turn.facts,
+            "solved": turn.solved,
+            "satisfied": turn.satisfied,
+            "malformed": record.canned,
+        }
+        episode.facts.update(turn.facts)
+        episode.solved = episode.solved or turn.solved
+        if turn.content:
+            episode.conversation.add([Message(role="user", content=turn.content)])
+        post_rewards(episode, turn.rewards, "user")
+        return "satisfied" if turn.satisfied else "feedback"
+
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
+        """Return the user's effects; `pure` if the reply cannot be parsed, because the user is not called."""
+        user = self._users.get(objects.user_name)
+        return "pure" if episode.reply.malformed or user is None else user.effects
+
+
+class StepAction(SpecCodeAction):
+    """Call code that returns a `Step`, which names the next event."""
+
+    what: str
+    blame: Blame
+    seconds: float
+    declared: Effects = "replayable"
+    """Its declared effects."""
+
+    def target(self, objects: EpisodeObjects) -> Callable[..., Any]:
+        """Return what is called for an episode."""
+        raise NotImplementedError
+
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> StepRecord:
+        """Return the answer, after checking that its event is declared and that it has no message of role assistant.
+
+        Raises:
+            SpecCodeError: it failed, or returned no `Step`, an undeclared event, or a message of role assistant.
+        """
+        step = await self.ask(
+            self.target(objects),
+            episode.view(),
+            gives=Step,
+            seconds=self.seconds,
+            blame=self.blame,
+            what=self.what,
+            effects=self.declared,
+        )
+        if step.event not in self.events:
+            words = f"{self.what} returned the event `{step.event}`; it declares {', '.join(self.events)}"
+            raise _bad_reply(words, self.blame)
+        if any(message.role == "assistant" for message in step.messages):
+            words = f"{self.what} returned a message of role assistant; only the model's replies have this role"
+            raise _bad_reply(words, self.blame)
+        return StepRecord(step=step)
+
+    def apply(self, episode: Episode, record: StepRecord) -> str:
+        """Add its messages to the conversation, and write its rewards and facts."""
+        episode.facts.update(record.step.facts)
+        if record.step.messages:
+            episode.conversation.add(list(record.step.messages))
+        post_rewards(episode, record.step.rewards, "environment")
+        episode.solved = episode.solved or bool(episode.facts.get("solved"))
+        return record.step.event
+
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
+        """Return the declared effects."""
+        return self.declared
+
+
+class EnvironmentStep(StepAction):
+    """`step`: calls the environment's `step`.
+
+    Raises:
+        SpecCodeError: the spec has no environment.
+    """
+
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
+        environment = loaded.spec.environment
+        if environment is None:
+            raise SpecCodeError(
+                "a state's action is `step`, but the spec has no environment", blame="spec", kind="no_environment"
+            )
+        super().__init__(loaded, state, template, code)
+        isolation = loaded.spec.environment_isolation
+        use = environment.entry.use
+        if isolation.mode == "process":
+            events = code.isolation.describe(use, loaded.base, isolation).events
+        else:
+            events = load_entry(use, loaded.base).events
+        self.events = tuple(events or ())
+        self.blame, self.what = "environment", f"`{environment.use}`.step"
+        self.seconds, self.declared = environment.timeout, environment.effects
+
+    def target(self, objects: EpisodeObjects) -> Callable[..., Any]:
+        """Return the environment's `step`."""
+        step: Callable[..., Any] = objects.environment.step
+        return step
+
+
+class OwnAction(StepAction):
+    """A spec's own action, by entry point.
+
+    Raises:
+        SpecCodeError: the function declares no events.
+    """
+
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
+        assert state.action is not None
+        self._function = SpecFunction(loaded, code, state.action, state.with_, None, "step")
+        if not self._function.events:
+            raise SpecCodeError(
+                f'`{state.action}` declares no events; decorate it with `@action("done", …)` from engine.schemas.environment',
+                blame="spec",
+                kind="bad_action",
+            )
+        super().__init__(loaded, state, template, code)
+        self.events = tuple(self._function.events)
+        self.blame, self.what = "spec", f"`{state.action}`"
+        self.seconds, self.declared = state.timeout or OWN_ACTION_SECONDS, self._function.effects
+
+    def target(self, objects: EpisodeObjects) -> Callable[..., Any]:
+        """Return the function."""
+        return self._function.of(objects)
+
+
+class ScoreAction(SpecCodeAction):
+    """Call the environment's `score` and the spec's scorer, if they exist."""
+
+    name = "score"
+
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
+        super().__init__(loaded, state, template, code)
+        self._environment = loaded.spec.environment
+        self._only_program = only_source(loaded.spec)
+        self._spec = scorer = loaded.spec.rewards.scorer
+        self._judge = Judge(scorer) if scorer is not None and scorer.model_played else None
+        self._scorer: SpecFunction | None = None
+        if scorer is not None and scorer.use is not None:
+            use = SCORERS.get(scorer.use, scorer.use)
+            self._scorer = SpecFunction(loaded, code, use, scorer.with_, scorer.isolation, "rewards")
+
+    async def perform(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
+        """Return their rewards, in that order."""
+        rewards: list[RewardEvent] = []
+        if objects.agent is not None:
+            rewards = await objects.agent.final_rewards()  # a program must not change what is scored
+        if episode.turn < 0:
+            return ScoreRecord(rewards=[])  # no turn to reward
+        score = getattr(objects.environment, "score", None)
+        if callable(score):
+            assert self._environment is not None
+            rewards += await self.ask_rewards(
+                score,
+                episode.view(),
+                source="environment",
+                seconds=self._environment.timeout,
+                what=f"`{self._environment.use}`.score",
+                effects=self._environment.effects,
+            )
+        final = await self.final(episode, objects)
+        return ScoreRecord(rewards=[*rewards, *final.rewards], replies=final.replies)
+
+    async def final(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
+        """Return the rewards of the spec's scorer, or of its judge; none if it has neither."""
+        rewards: list[RewardEvent] = []
+        replies: list[str] = []
+        if self._scorer is not None:
+            assert self._spec is not None
+            rewards += await self.ask_rewards(
+                self._scorer.of(objects),
+                graded(episode.view()),
+                source="score",
+                seconds=self._spec.seconds,
+                what=f"`{self._spec.use}`",
+            )
+        if self._judge is not None:
+            model = objects.model("rewards", "scorer")
+            for judgement in await self._judge.score(graded(episode.view()), model):
+                rewards.append(judgement.reward)
+                replies.append(judgement.said)
+        return ScoreRecord(rewards=rewards, replies=replies)
+
+    def apply(self, episode: Episode, record: ScoreRecord) -> str:
+        """Write the rewards.
+
+        Raises:
+            SpecCodeError: A limit ended an episode to which only its program gives rewards, and it gave none.
+        """
+        post_rewards(episode, record.rewards, "score")
+        if self._only_program and episode.turn >= 0 and episode.failure is None:
+            require_reward(episode, f"the episode ended by {episode.limit or episode.event}")
+        return ""
+
+    def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
+        """Return the environment's effects, if it has a `score`."""
+        asked = episode.turn >= 0 and callable(getattr(objects.environment, "score", None))
+        return self._environment.effects if self._environment is not None and asked else "pure"
+
+
+def graded(view: EpisodeView) -> EpisodeView:
+    """Return the view of a grader, whose messages are only the episode's assistant turns."""
+    replies = [message for message in view.messages if message.role == "assistant"]
+    return replace(view, messages=replies[len(replies) - (view.turn + 1) :])
