@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import BackendError
-from engine.schemas.base import Struct
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
@@ -20,14 +19,6 @@ if TYPE_CHECKING:
     from engine.schemas.backend import BackendBase
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
-
-
-class ServerWeights(Struct, frozen=True, kw_only=True):
-    """The weights that a trainer has given to servers."""
-
-    version: int
-    prefixes: str | None = None
-    """Name of the weights that computed the cached prefixes that requests may use; None: all of them."""
 
 
 class Backend(ABC):
@@ -84,13 +75,6 @@ class Backend(ABC):
     def spread(self, number: int) -> None:  # noqa: B027
         """Prefer other servers than the other processes of the run, which have other numbers. Called before `start`."""
 
-    def server_weights(self, version: int) -> ServerWeights:
-        """What other processes that use the same servers `follow`, after this one has pushed `version`."""
-        return ServerWeights(version=version)
-
-    def follow(self, weights: ServerWeights) -> None:  # noqa: B027
-        """Let a trainer in another process give the servers their weights: requests sent from now on are not answered with older ones."""
-
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one reply. Cancelling the call aborts the work.
@@ -107,20 +91,6 @@ class Backend(ABC):
         Raises:
             OutageError: No server can be reached.
             BackendError: A server refuses it (kind `bad_sampling`).
-        """
-
-    async def lend_memory(self) -> None:  # noqa: B027
-        """Release the GPU memory of the servers to a trainer on the same GPUs. No request may be running. New weights take it back.
-
-        Raises:
-            BackendError: A server still works on requests, or refuses; all servers have their memory then.
-        """
-
-    async def take_memory_back(self) -> None:  # noqa: B027
-        """Take back what `lend_memory` released and no new weights have taken back.
-
-        Raises:
-            BackendError: A server refuses.
         """
 
     def release(self, episode_id: str) -> None:  # noqa: B027

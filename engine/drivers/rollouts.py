@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.backends.weight_target import weight_target
 from engine.drivers.actors import PAUSE, engine_error
 from engine.drivers.cluster import cluster
 from engine.drivers.run import POLL, STOP_SECONDS, Fleet
@@ -39,7 +40,8 @@ from engine.runner.stats import RunCounters, RunSummary
 from engine.store.store import RunStore, episode_id_of
 
 if TYPE_CHECKING:
-    from engine.backends.backend import Backend, ServerWeights
+    from engine.backends.backend import Backend
+    from engine.backends.weight_target import ServerWeights
     from engine.runner.runner import Runner
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
@@ -103,7 +105,7 @@ class EpisodeDriver:
             backend.logs = store.folder / "servers"
             backend.spread(slot)
             if weights is not None:
-                backend.follow(weights)
+                weight_target(backend).follow(weights)
             runner = Runner(loaded, [], chat_format, backend, store, keep_going=True, training=True)
             self._runner, self._store, self._backend, self._slot = runner, store, backend, slot
             self._finished = store.finished()
@@ -137,7 +139,7 @@ class EpisodeDriver:
         """
         await self._ready.wait()
         if weights is not None:
-            self._backend.follow(weights)
+            weight_target(self._backend).follow(weights)
         episode_id = episode_id_of(task.id, sample)
         if episode_id in self._finished:
             return pickle.dumps((self._store.trajectory(episode_id), []))
@@ -167,7 +169,7 @@ class EpisodeDriver:
     async def follow(self, weights: ServerWeights) -> None:
         """Take in what the servers have."""
         await self._ready.wait()
-        self._backend.follow(weights)
+        weight_target(self._backend).follow(weights)
 
     async def render_whole(self, reason: str) -> None:
         """Render every prompt whole from now on, because another driver found a row with a wrong bridge."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from engine.backends.registry import open_backend
+from engine.backends.weight_target import weight_target
 from engine.errors import EngineError, StoreError, TrainError
 from engine.runner.overlong import fitting_tasks
 from engine.runner.runner import Runner
@@ -132,7 +133,10 @@ class Trainer(TrainingLoop):
             from engine.drivers.rollouts import DriverRollouts
 
             self._drivers = DriverRollouts(
-                self.loaded, store, self._backend.server_weights(self._state.version), keep_going=self._keep_going
+                self.loaded,
+                store,
+                weight_target(self._backend).server_weights(self._state.version),
+                keep_going=self._keep_going,
             )
             return self._drivers
         return Runner(
@@ -150,7 +154,7 @@ class Trainer(TrainingLoop):
         """Send the current weights to the backend, once; drivers, which sample from the same servers, are told the version."""
         await super()._push_weights()
         if self._drivers is not None:
-            await self._drivers.follow(self._backend.server_weights(self._state.version))
+            await self._drivers.follow(weight_target(self._backend).server_weights(self._state.version))
 
     async def _run_saved(
         self, result: TrainResult, runner: Runner | DriverRollouts, stored: StoredEpisodes, stop: asyncio.Event | None
@@ -185,7 +189,7 @@ class Trainer(TrainingLoop):
         finally:
             await collector.close()
             if self.train.colocate:
-                await self._backend.take_memory_back()
+                await weight_target(self._backend).take_memory_back()
 
     def _collector(self, runner: Runner | DriverRollouts, rows: GroupBuilder, stored: StoredEpisodes) -> BatchCollector:
         rollout = self.spec.rollout
@@ -348,12 +352,12 @@ class Trainer(TrainingLoop):
             yield
             return
         with self._timed("release"):
-            await self._backend.lend_memory()
+            await weight_target(self._backend).lend_memory()
         try:
             yield
         except BaseException:
             free_cached_memory()
-            await self._backend.take_memory_back()
+            await weight_target(self._backend).take_memory_back()
             raise
         free_cached_memory()
 

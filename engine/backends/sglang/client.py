@@ -11,7 +11,6 @@ import numpy as np
 import structlog
 from msgspec.structs import asdict, replace
 
-from engine.backends.backend import ServerWeights
 from engine.backends.http.keys import key_headers, read_key
 from engine.backends.servers.backend import ServersBackend, servers_of
 from engine.backends.servers.launched import LaunchedServers, launched_servers
@@ -24,6 +23,7 @@ from engine.backends.sglang.images import refuse_family
 from engine.backends.sglang.reply_body import DEFAULT_VERSION, decode
 from engine.backends.sglang.request_body import Encoder
 from engine.backends.sglang.routing import layout_of
+from engine.backends.weight_target import ServerWeights
 from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.base import Struct
@@ -225,19 +225,19 @@ class SGLangBackend(ServersBackend):
             await self.encoder.scale_images(request)
 
     def server_weights(self, version: int) -> ServerWeights:
-        """See `Backend.server_weights`."""
+        """See `WeightTarget.server_weights`."""
         return ServerWeights(version=version, prefixes=self.control.prefixes)
 
     def follow(self, weights: ServerWeights) -> None:
-        """See `Backend.follow`."""
+        """See `WeightTarget.follow`."""
         self.control.follow(weights)
 
     async def lend_memory(self) -> None:
-        """See `Backend.lend_memory`."""
+        """See `WeightTarget.lend_memory`."""
         await self.control.memory.release()
 
     async def take_memory_back(self) -> None:
-        """See `Backend.take_memory_back`."""
+        """See `WeightTarget.take_memory_back`."""
         await self.control.memory.resume()
 
     def stats(self) -> dict[str, Any]:

@@ -1,0 +1,72 @@
+"""What a trainer does to the servers of a backend: it says which weights they have, and takes their GPU memory in turn with them.
+
+Invariant: the trainer alone gives servers weights; after `follow(weights)` no request is answered with older ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from engine.schemas.base import Struct
+
+if TYPE_CHECKING:
+    from engine.backends.backend import Backend
+
+
+class ServerWeights(Struct, frozen=True, kw_only=True):
+    """The weights that a trainer has given to servers."""
+
+    version: int
+    prefixes: str | None = None
+    """Name of the weights that computed the cached prefixes that requests may use; None: all of them."""
+
+
+@runtime_checkable
+class WeightTarget(Protocol):
+    """A backend whose servers get weights from a trainer."""
+
+    def server_weights(self, version: int) -> ServerWeights:
+        """What other processes that use the same servers `follow`, after this one has pushed `version`."""
+        ...
+
+    def follow(self, weights: ServerWeights) -> None:
+        """Let a trainer in another process give the servers their weights: requests sent from now on are not answered with older ones."""
+        ...
+
+    async def lend_memory(self) -> None:
+        """Release the GPU memory of the servers to a trainer on the same GPUs. No request may be running. New weights take it back.
+
+        Raises:
+            BackendError: A server still works on requests, or refuses; all servers have their memory then.
+        """
+        ...
+
+    async def take_memory_back(self) -> None:
+        """Take back what `lend_memory` released and no new weights have taken back.
+
+        Raises:
+            BackendError: A server refuses.
+        """
+        ...
+
+
+class NoServers:
+    """The `WeightTarget` of a backend without such servers."""
+
+    def server_weights(self, version: int) -> ServerWeights:
+        """Say the version alone."""
+        return ServerWeights(version=version)
+
+    def follow(self, weights: ServerWeights) -> None:
+        """Nothing samples with these weights."""
+
+    async def lend_memory(self) -> None:
+        """There is none."""
+
+    async def take_memory_back(self) -> None:
+        """There is none."""
+
+
+def weight_target(backend: Backend) -> WeightTarget:
+    """The backend, if a trainer gives its servers weights; else a target that does nothing."""
+    return backend if isinstance(backend, WeightTarget) else NoServers()
