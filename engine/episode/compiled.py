@@ -23,7 +23,7 @@ from engine.errors import SpecCodeError
 from engine.limit import OVERFLOW
 from engine.limits import limit_values
 from engine.machine.machine import Machine, resolved_machine
-from engine.rewards.rules import compile_rules
+from engine.rewards.ledger import Rules
 from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class CompiledSpec:
         self.machine = machine
         self.actions = actions
         """By state; states without an action are left out."""
-        self.rules = compile_rules(spec.rewards.reassign)
+        self.rules = Rules(spec.rewards.reassign)
         self.limit_values = limit_values(spec.limits)
         """The `limits` variable of guards."""
         self.makes_room = frozenset(state for state in machine.states if machine.resolved.leaving(state, OVERFLOW))

@@ -22,8 +22,7 @@ import structlog
 from engine.errors import EngineError, LedgerError, ReplayError
 from engine.limit import FAILED, LIMIT, OVERFLOW
 from engine.limits import LIMITS, EpisodeCounts
-from engine.rewards.address import TurnPart
-from engine.rewards.ledger import Ledger
+from engine.rewards.ledger import Ledger, TurnPart
 from engine.schemas.environment import EpisodeView, Task
 from engine.schemas.journal import FailureRecord, LimitRecord, UnreadRecord
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
@@ -34,7 +33,7 @@ from engine.store.store import episode_id_of
 if TYPE_CHECKING:
     from engine.agents.threads import AgentThreads
     from engine.machine.machine import Machine
-    from engine.rewards.rules import Rules
+    from engine.rewards.ledger import Rules
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.journal import JournalEntry, Record
     from engine.schemas.reward import PartAddress
@@ -317,7 +316,7 @@ class Episode:
             if self.solved and self.solved_turn is None:
                 self.solved_turn = self.turn
             if state in compiled.rules.states and not isinstance(record, GAVE_UP):
-                compiled.rules.apply(state, self.ledger, self.turn, self.guard_values, self.locate)
+                compiled.rules.apply(self)
         except EngineError as error:
             event = self._failed(self.failure_of(error))
         except Exception as error:  # noqa: BLE001  (an error of the engine must not end the other episodes)

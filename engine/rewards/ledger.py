@@ -1,31 +1,32 @@
-"""The ledger of one episode: append-only postings of rewards to turns, each with its source and cause.
+"""The rewards of one episode. Invariant: a posting is never changed; a transfer conserves the sum; an event is applied whole or not at all.
 
-Invariants:
-- A posting is never changed or removed; what a turn holds is computed from its postings.
-- A transfer is written as pairs of postings, -x and +x of the same x, and sums are exact, so a transfer does not change the
-  sum over turns.
-- An event is applied completely or not at all.
-- Addresses are resolved when the event is written: `last` is the newest turn at that time.
+    ledger.post(RewardEvent(turn="last", value=1.0, cause="right answer", source="user"), at_turn=2)
+    rules.apply(episode)                        # the spec's `rewards.reassign`, after the action of a state
+
+- What a turn holds is computed from its postings. Sums are exact, and a transfer is pairs of postings, -x and +x of the same x.
+- Addresses are resolved when an event is written: `last` is the newest turn at that time.
 - A reward of a part of a turn is in an account of its own, and in the sum of the turn. An event for the whole turn leaves it
   alone, except `set`, which replaces all that the turn holds under the name.
+- Rules are applied in the order in which they are written, and each sees the effects of the earlier ones. One that cannot be
+  applied is an error and is never skipped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.errors import LedgerError
-from engine.rewards.accounts import Account
-from engine.rewards.address import Locate, TurnPart, resolve_address, resolve_part
+from engine.errors import GuardError, LedgerError
+from engine.machine.guards import Guard
 from engine.schemas.base import Struct
-from engine.schemas.reward import Posting, RewardEvent
+from engine.schemas.reward import PartAddress, Posting, RewardEvent, TurnAddress
 
 if TYPE_CHECKING:
+    from engine.schemas.reward_spec import ReassignRule
     from engine.schemas.trajectory import Blame
 
 REWARD = "reward"
@@ -48,14 +49,47 @@ def blame_of(source: str) -> Blame:
     return _BLAME.get(source.partition(":")[0], "spec")
 
 
-class _Change(Struct, frozen=True, kw_only=True):
-    """One posting before it is written."""
+class TurnPart(Struct, frozen=True, kw_only=True):
+    """A part of one turn: its tokens [start, end), counted from the first sampled token of the turn."""
 
-    turn: int
-    name: str
-    value: float
-    """The amount to add; for `set`, the new amount."""
-    part: TurnPart | None = None
+    start: int
+    end: int
+    call: int | None = None
+    """Number of the tool call that it is; None: it is no call."""
+
+
+Locate = Callable[[int, PartAddress], TurnPart]
+"""Finds the tokens of a part of a turn. Raises LedgerError if the turn has no such part."""
+
+_Place = tuple[int, str, TurnPart | None]
+"""(turn, name, part): where an account is; part None is the turn as a whole."""
+
+
+class Account:
+    """The sum of one reward of one turn: exact, and rounded only when it is read.
+
+    The partials are Shewchuk's non-overlapping floats (Discrete & Computational Geometry 18, 1997, fig. 7), as in `math.fsum`.
+    Their sum is exact, so the order of postings does not matter.
+    """
+
+    __slots__ = ("held", "partials")
+
+    def __init__(self, partials: Sequence[float] = (0.0,)) -> None:
+        self.partials = list(partials)
+        self.held = math.fsum(partials)
+
+    def plus(self, delta: float) -> Account:
+        """The account after one more posting."""
+        partials = []
+        for partial in self.partials:
+            high, low = (delta, partial) if abs(delta) >= abs(partial) else (partial, delta)
+            delta = high + low
+            rest = low - (delta - high)
+            if rest:
+                partials.append(rest)
+        if delta or not partials:
+            partials.append(delta)
+        return Account(partials)
 
 
 class PartReward(Struct, frozen=True, kw_only=True):
@@ -88,31 +122,11 @@ class SealedLedger(Struct, frozen=True, kw_only=True, eq=False):
         """The episode's reward: the sum over turns and names."""
         return math.fsum(self.totals)
 
-    def without_parts(self, turn: int) -> SealedLedger:
-        """The ledger without the rewards of the parts of a turn."""
-        taken = [each for each in self.parts if each.turn == turn]
-        matrix = dict(self.matrix)
-        for each in taken:
-            row = matrix[each.name].copy()
-            row[turn] -= each.value
-            matrix[each.name] = row
-        totals = self.totals.copy()
-        if taken:
-            totals[turn] = math.fsum(row[turn] for row in matrix.values())
-        kept = tuple(each for each in self.parts if each.turn != turn)
-        return SealedLedger(
-            turns=self.turns, names=self.names, matrix=matrix, totals=totals, postings=self.postings, parts=kept
-        )
-
     @classmethod
     def from_postings(cls, postings: Iterable[Posting], turns: int) -> SealedLedger:
-        """Rebuild a ledger from stored postings.
+        """Rebuild a ledger from all stored postings, oldest first; `turns`: assistant turns of the episode.
 
         The amount of a (turn, name) is the sum of the deltas since its last `set`, whose `after` is the start.
-
-        Args:
-            postings: All postings, oldest first.
-            turns: Assistant turns of the episode.
 
         Raises:
             LedgerError: a posting names a turn that the episode does not have.
@@ -152,7 +166,7 @@ class Ledger:
 
         Args:
             event: The amount to add, set or transfer.
-            at_turn: The newest assistant turn, from 0.
+            at_turn: The newest assistant turn, from 0; -1 before the first.
             locate: Finds the tokens of a part of a turn, for events that address one.
 
         Returns:
@@ -167,44 +181,37 @@ class Ledger:
                 raise LedgerError(
                     "the ledger is sealed: the episode is over. Write rewards before or in the final state"
                 )
-            changes = (
-                self._transfers(event, at_turn, locate)
-                if event.op == "transfer"
-                else self._writes(event, at_turn, locate)
-            )
+            changes = (self._transfers if event.op == "transfer" else self._writes)(event, at_turn, locate)
             return self._write(changes, event, at_turn)
         except LedgerError as error:
             who = event.source or "a reward event"
             raise LedgerError(f"{who}: {error}", blame=blame_of(event.source)) from None
 
-    def _writes(self, event: RewardEvent, at_turn: int, locate: Locate | None) -> list[_Change]:
-        """`add` and `set`."""
+    def _writes(self, event: RewardEvent, at_turn: int, locate: Locate | None) -> list[tuple[_Place, float]]:
+        """`add` and `set`: each place with the amount to add, or the new amount."""
         name = REWARD if event.name is None else event.name
         assert event.value is not None  # RewardEvent holds to it
         turns = resolve_address(event.turn, at_turn, event.discount)
-        part = resolve_part(event.part, turns[0][0], locate)
-        return [_Change(turn=turn, name=name, value=event.value * weight, part=part) for turn, weight in turns]
+        part = _resolve_part(event.part, turns[0][0], locate)
+        return [((turn, name, part), event.value * weight) for turn, weight in turns]
 
-    def _transfers(self, event: RewardEvent, at_turn: int, locate: Locate | None) -> list[_Change]:
+    def _transfers(self, event: RewardEvent, at_turn: int, locate: Locate | None) -> list[tuple[_Place, float]]:
         """`transfer`: from each payer to each receiver, in pairs whose sum is 0."""
         assert event.to is not None  # RewardEvent holds to it
         payers = resolve_address(event.turn, at_turn, event.discount)
         receivers = resolve_address(event.to, at_turn, event.discount)
-        paying = resolve_part(event.part, payers[0][0], locate)
-        receiving = resolve_part(event.to_part, receivers[0][0], locate)
+        paying = _resolve_part(event.part, payers[0][0], locate)
+        receiving = _resolve_part(event.to_part, receivers[0][0], locate)
         if paying == receiving and [turn for turn, _ in payers] == [turn for turn, _ in receivers] and len(payers) == 1:
             turn = payers[0][0]
             raise LedgerError(f"a transfer from turn {turn} to itself (`{event.turn}` to `{event.to}`); name two turns")
-        whole = math.fsum(weight for _, weight in receivers)
-        changes: list[_Change] = []
+        weights = math.fsum(weight for _, weight in receivers)
+        changes: list[tuple[_Place, float]] = []
         for payer, name, amount in self._payments(event, payers, paying):
             for receiver, weight in receivers:
                 if (receiver, receiving) != (payer, paying):  # a payment to itself changes nothing
-                    moved = amount * (weight / whole)
-                    changes += [
-                        _Change(turn=payer, name=name, value=0.0 - moved, part=paying),
-                        _Change(turn=receiver, name=name, value=moved, part=receiving),
-                    ]
+                    moved = amount * (weight / weights)
+                    changes += [((payer, name, paying), 0.0 - moved), ((receiver, name, receiving), moved)]
         return changes
 
     def _payments(
@@ -216,94 +223,91 @@ class Ledger:
         """
         payments: list[tuple[int, str, float]] = []
         for turn, weight in payers:
-            held = self._of(turn, part)
+            accounts = self._of(turn, part)
             if event.share is None:
                 assert event.value is not None  # RewardEvent holds to it
-                if event.name is None and len(held) > 1:
+                if event.name is None and len(accounts) > 1:
+                    names = _listed(accounts)
                     raise LedgerError(
-                        f"a transfer of {event.value} without a `name`, and turn {turn} holds {_listed(held)}; say which"
+                        f"a transfer of {event.value} without a `name`, and turn {turn} holds {names}; say which"
                     )
-                names = (
-                    held if event.name is None else {event.name: None} if self._ever(event.name, payers, part) else {}
-                )
-                payments += [(turn, name, event.value * weight) for name in names]
+                if event.name is None:
+                    payments += [(turn, name, event.value * weight) for name in accounts]
+                elif any(event.name in self._of(payer, part) for payer, _ in payers):
+                    payments.append((turn, event.name, event.value * weight))
                 continue
             share = event.share if event.turn == "all" else event.share * weight
             if share > 1.0:
                 raise LedgerError(f"`share` {event.share} times its discount is {share}: more than turn {turn} holds")
-            names_held = [event.name] if event.name in held else held if event.name is None else []
-            for name in names_held:
-                # A share of 1 moves the exact sum; its rounded value would leave a remainder.
-                amounts = held[name].partials if share == 1.0 else [share * held[name].held]
-                payments += [(turn, name, amount) for amount in amounts]
+            for name, account in accounts.items():
+                if event.name in (None, name):
+                    # A share of 1 moves the exact sum; its rounded value would leave a remainder.
+                    amounts = account.partials if share == 1.0 else [share * account.held]
+                    payments += [(turn, name, amount) for amount in amounts]
         if not payments:
-            who = f"turn {payers[0][0]}" if len(payers) == 1 else "no turn"
-            verb = "has never held" if len(payers) == 1 else "has ever held"
-            others = {name: None for turn, _ in payers for name in self._of(turn, part)}
-            what = "a reward" if event.name is None else f"`{event.name}`"
-            there = f"; it holds {_listed(others)}" if others else ""
-            raise LedgerError(f"{who} {verb} {what}{there}. Add to it before it pays, or transfer another")
+            raise LedgerError(self._nothing_to_pay(event, payers, part))
         return payments
+
+    def _nothing_to_pay(self, event: RewardEvent, payers: list[tuple[int, float]], part: TurnPart | None) -> str:
+        who = f"turn {payers[0][0]} has never held" if len(payers) == 1 else "no turn has ever held"
+        others = {name: None for turn, _ in payers for name in self._of(turn, part)}
+        what = "a reward" if event.name is None else f"`{event.name}`"
+        holds = f"; it holds {_listed(others)}" if others else ""
+        return f"{who} {what}{holds}. Add to it before it pays, or transfer another"
 
     def _of(self, turn: int, part: TurnPart | None) -> dict[str, Account]:
         """The accounts of a turn as a whole, or of one of its parts, by name."""
         if part is None:
             return self._accounts.get(turn, {})
-        return {name: account for (name, own), account in self._parts.get(turn, {}).items() if own == part}
+        return {name: account for (name, of), account in self._parts.get(turn, {}).items() if of == part}
 
-    def _ever(self, name: str, payers: list[tuple[int, float]], part: TurnPart | None) -> bool:
-        return any(name in self._of(turn, part) for turn, _ in payers)
-
-    def _write(self, changes: list[_Change], event: RewardEvent, at_turn: int) -> list[Posting]:
+    def _write(self, changes: list[tuple[_Place, float]], event: RewardEvent, at_turn: int) -> list[Posting]:
         """Write all postings of an event, or none."""
-        after: dict[tuple[int, str, TurnPart | None], Account] = {}
+        after: dict[_Place, Account] = {}
         postings: list[Posting] = []
-        for change in changes:
-            key = (change.turn, change.name, change.part)
-            before = after.get(key) or self._account(*key)
-            if not abs(change.value) <= LARGEST or not abs(before.held + change.value) <= LARGEST:
-                raise LedgerError(f"{change.value} on top of {before.held} is beyond {LARGEST}; check the value")
+        sets = event.op == "set"
+        for place, value in changes:
+            turn, name, part = place
+            before = after.get(place) or self._account(place)
+            if not abs(value) <= LARGEST or not abs(before.held + value) <= LARGEST:
+                raise LedgerError(f"{value} on top of {before.held} is beyond {LARGEST}; check the value")
             # After a set the sum is exactly the given value, however its delta was rounded.
-            account = Account([change.value]) if event.op == "set" else before.plus(change.value)
-            after[key] = account
+            account = after[place] = Account([value]) if sets else before.plus(value)
+            replaced = self._held(turn, name) if sets and part is None else before.held
             postings.append(
                 Posting(
                     seq=len(self._postings) + len(postings),
-                    turn=change.turn,
-                    name=change.name,
-                    delta=self._set_delta(change, before) if event.op == "set" else change.value,
+                    turn=turn,
+                    name=name,
+                    delta=value - replaced if sets else value,
                     after=account.held,
                     at_turn=at_turn,
                     op=event.op,
                     cause=event.cause,
                     source=event.source,
-                    start=None if change.part is None else change.part.start,
-                    end=None if change.part is None else change.part.end,
-                    call=None if change.part is None else change.part.call,
+                    start=None if part is None else part.start,
+                    end=None if part is None else part.end,
+                    call=None if part is None else part.call,
                 )
             )
-        for (turn, name, part), account in after.items():
-            self._put(turn, name, part, account, replaces=event.op == "set")
+        for place, account in after.items():
+            self._put(place, account, replaces=sets)
         self._postings += postings
         return postings
 
-    def _account(self, turn: int, name: str, part: TurnPart | None) -> Account:
+    def _account(self, place: _Place) -> Account:
+        turn, name, part = place
         if part is None:
             return self._accounts.get(turn, {}).get(name) or Account()
         return self._parts.get(turn, {}).get((name, part)) or Account()
 
-    def _set_delta(self, change: _Change, before: Account) -> float:
-        """What a `set` adds to what the turn holds under the name: without a part it replaces the rewards of parts too."""
-        if change.part is None and change.turn in self._parts:
-            return change.value - self._held(change.turn, change.name)
-        return change.value - before.held
-
-    def _put(self, turn: int, name: str, part: TurnPart | None, account: Account, *, replaces: bool) -> None:
+    def _put(self, place: _Place, account: Account, *, replaces: bool) -> None:
+        turn, name, part = place
         accounts = self._accounts.setdefault(turn, {})
         if part is None:
             accounts[name] = account
             if replaces and turn in self._parts:
-                self._parts[turn] = {key: held for key, held in self._parts[turn].items() if key[0] != name}
+                self._parts[turn] = {key: of for key, of in self._parts[turn].items() if key[0] != name}
         else:
             accounts.setdefault(name, Account())
             self._parts.setdefault(turn, {})[name, part] = account
@@ -311,11 +315,12 @@ class Ledger:
 
     def restore(self, posting: Posting) -> None:
         """Append a posting of another ledger."""
-        whole = posting.start is None or posting.end is None
-        part = None if whole else TurnPart(start=posting.start or 0, end=posting.end or 0, call=posting.call)
-        before = self._account(posting.turn, posting.name, part)
-        account = Account([posting.after]) if posting.op == "set" else before.plus(posting.delta)
-        self._put(posting.turn, posting.name, part, account, replaces=posting.op == "set")
+        part = None
+        if posting.start is not None and posting.end is not None:
+            part = TurnPart(start=posting.start, end=posting.end, call=posting.call)
+        place, sets = (posting.turn, posting.name, part), posting.op == "set"
+        account = Account([posting.after]) if sets else self._account(place).plus(posting.delta)
+        self._put(place, account, replaces=sets)
         self._postings.append(posting)
 
     def _held(self, turn: int, name: str) -> float:
@@ -323,7 +328,7 @@ class Ledger:
         held = account.held if account else 0.0
         if turn not in self._parts:
             return held
-        return math.fsum([held, *(of.held for (own, _), of in self._parts[turn].items() if own == name)])
+        return math.fsum([held, *(of.held for (named, _), of in self._parts[turn].items() if named == name)])
 
     @property
     def rewarded(self) -> Collection[int]:
@@ -344,8 +349,8 @@ class Ledger:
         """The sum over names for a turn, computed when it is read, so that writing does not depend on the number of names."""
         total = self._totals.get(turn)
         if total is None:
-            held = [each.held for each in self._accounts.get(turn, {}).values()]
-            held += [each.held for each in self._parts.get(turn, {}).values()]
+            held = [account.held for account in self._accounts.get(turn, {}).values()]
+            held += [account.held for account in self._parts.get(turn, {}).values()]
             total = self._totals[turn] = math.fsum(held)
         return total
 
@@ -360,10 +365,7 @@ class Ledger:
         return tuple(dict.fromkeys(posting.name for posting in self._postings))
 
     def seal(self, turns: int) -> SealedLedger:
-        """Close the ledger: nothing can be posted afterwards.
-
-        Args:
-            turns: Assistant turns of the episode.
+        """Close the ledger of an episode of so many assistant turns: nothing can be posted afterwards.
 
         Raises:
             LedgerError: a later turn has a reward.
@@ -372,22 +374,128 @@ class Ledger:
         if beyond:
             raise LedgerError(f"turn {min(beyond)} holds a reward, but the episode took {turns} turns", blame="engine")
         self._sealed = True
-        matrix = {name: _frozen([self._held(turn, name) for turn in range(turns)]) for name in self._names()}
         return SealedLedger(
             turns=turns,
             names=self._names(),
-            matrix=matrix,
+            matrix={name: _frozen([self._held(turn, name) for turn in range(turns)]) for name in self._names()},
             totals=_frozen(self.totals(turns)),
             postings=tuple(self._postings),
-            parts=self._part_rewards(),
+            parts=tuple(
+                PartReward(turn=turn, part=part, name=name, value=account.held)
+                for turn, accounts in sorted(self._parts.items())
+                for (name, part), account in accounts.items()
+            ),
         )
 
-    def _part_rewards(self) -> tuple[PartReward, ...]:
-        return tuple(
-            PartReward(turn=turn, part=part, name=name, value=account.held)
-            for turn, accounts in sorted(self._parts.items())
-            for (name, part), account in accounts.items()
+
+class RuleTarget(Protocol):
+    """What rules read and write: an episode."""
+
+    state: str
+    turn: int
+    """The newest assistant turn; -1 before the first."""
+    ledger: Ledger
+
+    def guard_values(self, names: frozenset[str]) -> Mapping[str, Any]: ...  # as they are after the earlier rules
+    def locate(self, turn: int, part: PartAddress) -> TurnPart: ...
+
+
+class Rules:
+    """The spec's `rewards.reassign`, compiled: it writes rewards after the action of a state. Shared by all episodes.
+
+    The postings of rule n, counted from 0, have the source `rule:<n>`, and the cause `rule <n>` unless the rule has one.
+
+    Raises:
+        GuardError: a `when` is not valid CEL.
+    """
+
+    __slots__ = ("_at", "states")
+
+    def __init__(self, rules: Sequence[ReassignRule]) -> None:
+        self._at: dict[str, list[tuple[str, Guard | None, RewardEvent]]] = {}
+        """State -> (where the rule stands in the spec, its condition, its event)."""
+        for index, rule in enumerate(rules):
+            guard = Guard(rule.when) if rule.when is not None else None
+            self._at.setdefault(rule.at, []).append((f"rewards.reassign[{index}]", guard, _event(rule, index)))
+        self.states = frozenset(self._at)
+        """States that have rules."""
+
+    def apply(self, target: RuleTarget) -> list[Posting]:
+        """Apply the rules of the target's state, after its action; the postings that they wrote, in order.
+
+        Raises:
+            LedgerError: a rule cannot be applied; blamed on the spec. The postings of earlier rules stay.
+            GuardError: a rule's `when` fails on these values.
+        """
+        postings: list[Posting] = []
+        for where, guard, event in self._at.get(target.state, ()):
+            try:
+                if guard is None or guard.evaluate(target.guard_values(guard.names)):
+                    postings += target.ledger.post(event, target.turn, target.locate)
+            except GuardError as error:
+                raise GuardError(f"{where}: {error}") from error
+            except LedgerError as error:
+                raise LedgerError(f"{where} at {target.state}: {error}", blame=error.blame) from error
+        return postings
+
+
+def _event(rule: ReassignRule, index: int) -> RewardEvent:
+    """The event of a rule: for a transfer `from` pays and `to` receives, otherwise `to` is written."""
+    transfer = rule.op == "transfer"
+    assert not transfer or rule.from_ is not None  # ReassignRule holds to it
+    return RewardEvent(
+        turn=rule.from_ if rule.from_ is not None else rule.to,
+        to=rule.to if transfer else None,
+        name=rule.name,
+        op=rule.op,
+        value=rule.value,
+        share=rule.share,
+        part=rule.part,
+        to_part=rule.to_part,
+        discount=rule.discount,
+        cause=rule.cause or f"rule {index}",
+        source=f"rule:{index}",
+    )
+
+
+def resolve_address(address: TurnAddress, at_turn: int, discount: float = 1.0) -> list[tuple[int, float]]:
+    """The turns of an address, each with its weight, where `at_turn` is the newest turn.
+
+    Returns:
+        (turn, weight), oldest first: 1 for a single turn, 1 / turns for `all`, `discount ** distance` from the newest for `each`.
+
+    Raises:
+        LedgerError: there is no such turn yet, or a power of `discount` is not finite.
+    """
+    turns = at_turn + 1
+    if address == "all":
+        weights = [(turn, 1.0 / turns) for turn in range(turns)]
+    elif address == "each":
+        try:
+            weights = [(turn, discount ** (at_turn - turn)) for turn in range(turns)]
+        except OverflowError:
+            message = f"`discount: {discount}` to the power of {at_turn} is not finite; use a smaller one"
+            raise LedgerError(message) from None
+    else:
+        named = {"first": 0, "second": 1, "previous": at_turn - 1, "last": at_turn}
+        turn = address if isinstance(address, int) else named[address]
+        weights = [(turn, 1.0)] if 0 <= turn < turns else []
+    if not weights:
+        there = "no turn yet" if turns == 0 else "only turn 0" if turns == 1 else f"only turns 0 to {at_turn}"
+        raise LedgerError(
+            f"there is no turn `{address}`: {there}. "
+            "Write to a turn that is there, or let the rule wait (`when: turns.assistant > 1`)"
         )
+    return weights
+
+
+def _resolve_part(address: PartAddress | None, turn: int, locate: Locate | None) -> TurnPart | None:
+    """The tokens of a part of a turn; None for the turn as a whole."""
+    if address is None:
+        return None
+    if locate is None:
+        raise LedgerError("a part of a turn was addressed, and the tokens of the turn are not known here")
+    return locate(turn, address)
 
 
 def _frozen(values: Sequence[float]) -> npt.NDArray[np.float64]:

@@ -14,13 +14,14 @@ both the k-th of the turn's other parts. If a part is the whole turn, and the me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from engine.rewards.address import TurnPart
 from engine.rewards.credit.base import Member, Values, compare
+from engine.rewards.ledger import SealedLedger, TurnPart
 from engine.schemas.credit import CreditMethod
 
 ByToken = list[list[Values]]
@@ -37,31 +38,46 @@ def credit_parts(
         group: The members.
         tokens_of: The method for rewards of whole turns.
     """
-    found = tokens_of(group)
-    for turn in sorted({each.turn for member in group for each in member.ledger.parts}):
-        without = tokens_of([replace(member, ledger=member.ledger.without_parts(turn)) for member in group])
-        held = [_parts_of(member, turn) for member in group]
-        keys = sorted({key for parts in held for key in parts})
-        values = np.array([[parts[key][1] if key in parts else 0.0 for key in keys] for parts in held])
-        own = values if spec.comparison is None else compare(spec.comparison, values)
-        for number, parts in enumerate(held):
-            if turn >= len(found[number]):
+    credited = tokens_of(group)
+    for turn in sorted({reward.turn for member in group for reward in member.ledger.parts}):
+        without = tokens_of([replace(member, ledger=without_parts(member.ledger, turn)) for member in group])
+        parts_of = [_parts_of(member, turn) for member in group]
+        keys = sorted({key for parts in parts_of for key in parts})
+        values = np.array([[parts[key][1] if key in parts else 0.0 for key in keys] for parts in parts_of])
+        compared = values if spec.comparison is None else compare(spec.comparison, values)
+        for number, parts in enumerate(parts_of):
+            if turn >= len(credited[number]):
                 continue
             tokens = np.array(without[number][turn], np.float64)
             for column, key in enumerate(keys):
                 if key in parts:
                     part = parts[key][0]
-                    tokens[part.start : part.end] += own[number, column]
-            found[number][turn] = tokens
-    return found
+                    tokens[part.start : part.end] += compared[number, column]
+            credited[number][turn] = tokens
+    return credited
+
+
+def without_parts(ledger: SealedLedger, turn: int) -> SealedLedger:
+    """The ledger without the rewards of the parts of a turn."""
+    removed = [reward for reward in ledger.parts if reward.turn == turn]
+    matrix = dict(ledger.matrix)
+    for reward in removed:
+        row = matrix[reward.name].copy()
+        row[turn] -= reward.value
+        matrix[reward.name] = row
+    totals = ledger.totals.copy()
+    if removed:
+        totals[turn] = math.fsum(row[turn] for row in matrix.values())
+    parts = tuple(reward for reward in ledger.parts if reward.turn != turn)
+    return replace(ledger, matrix=matrix, totals=totals, parts=parts)
 
 
 def _parts_of(member: Member, turn: int) -> dict[tuple[int, int], tuple[TurnPart, float]]:
     """The parts of a turn with what they hold, by (0, number of the call) or (1, rank among the other parts)."""
     sums: dict[TurnPart, float] = {}
-    for each in member.ledger.parts:
-        if each.turn == turn:
-            sums[each.part] = sums.get(each.part, 0.0) + each.value
+    for reward in member.ledger.parts:
+        if reward.turn == turn:
+            sums[reward.part] = sums.get(reward.part, 0.0) + reward.value
     others = sorted((part for part in sums if part.call is None), key=lambda part: (part.start, part.end))
     return {
         (1, others.index(part)) if part.call is None else (0, part.call): (part, value) for part, value in sums.items()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import LedgerError
-from engine.rewards.address import resolve_address
+from engine.rewards.ledger import resolve_address
 
 
 @pytest.mark.parametrize(

@@ -8,31 +8,41 @@ from typing import Any
 import pytest
 
 from engine.errors import GuardError, LedgerError
-from engine.rewards.ledger import Ledger
-from engine.rewards.rules import Rules, compile_rules
-from engine.schemas.reward import RewardEvent
+from engine.rewards.ledger import Ledger, Rules, TurnPart
+from engine.schemas.reward import PartAddress, RewardEvent
 from engine.schemas.reward_spec import ReassignRule
 
 USER = "AWAITING_USER_FEEDBACK"
 
 
 def rules(*written: dict[str, Any]) -> Rules:
-    return compile_rules([ReassignRule.model_validate({"at": USER, **rule}) for rule in written])
+    return Rules([ReassignRule.model_validate({"at": USER, **rule}) for rule in written])
 
 
-def reader(ledger: Ledger, turns: int, **facts: Any) -> Any:
-    """The variables of an episode whose ledger this is."""
+class Target:
+    """What rules see of an episode whose ledger this is."""
 
-    def context(names: frozenset[str]) -> Mapping[str, Any]:
-        totals = ledger.totals(turns)
-        whole = {
+    def __init__(self, ledger: Ledger, turns: int, state: str = USER, **facts: Any) -> None:
+        self.ledger = ledger
+        self.turn = turns - 1
+        self.state = state
+        self.facts = {"solved": False, "satisfied": False, "malformed": False} | facts
+        self.asked: list[frozenset[str]] = []
+
+    def guard_values(self, names: frozenset[str]) -> Mapping[str, Any]:
+        self.asked.append(names)
+        turns = self.turn + 1
+        totals = self.ledger.totals(turns)
+        values = {
             "rewards": {"total": sum(totals), "last": totals[-1], "previous": totals[-2] if turns > 1 else 0.0},
             "turns": {"assistant": turns, "user": 1},
-            "feedback": {"solved": False, "satisfied": False, "malformed": False} | facts,
+            "feedback": self.facts,
         }
-        return {name: whole[name] for name in names}
+        return {name: values[name] for name in names}
 
-    return context
+    def locate(self, turn: int, part: PartAddress) -> TurnPart:
+        assert part.tokens is not None
+        return TurnPart(start=part.tokens[0], end=part.tokens[1])
 
 
 def paid(*amounts: float) -> Ledger:
@@ -47,7 +57,7 @@ SHARE = {"when": "feedback.solved && turns.assistant > 1", "from": "last", "to":
 
 def test_a_rule_pays_the_turn_that_led_to_the_answer() -> None:
     ledger = paid(0.0, 1.0)
-    written = rules(SHARE).apply(USER, ledger, 1, reader(ledger, 2, solved=True))
+    written = rules(SHARE).apply(Target(ledger, 2, solved=True))
     assert [(p.turn, p.delta, p.cause, p.source) for p in written] == [
         (1, -0.25, "rule 0", "rule:0"),
         (0, 0.25, "rule 0", "rule:0"),
@@ -58,7 +68,7 @@ def test_a_rule_pays_the_turn_that_led_to_the_answer() -> None:
 @pytest.mark.parametrize(("state", "turns", "solved"), [("DONE", 2, True), (USER, 1, True), (USER, 2, False)])
 def test_a_rule_waits_for_its_state_and_its_condition(state: str, turns: int, solved: bool) -> None:
     ledger = paid(*[1.0] * turns)
-    assert rules(SHARE).apply(state, ledger, turns - 1, reader(ledger, turns, solved=solved)) == []
+    assert rules(SHARE).apply(Target(ledger, turns, state, solved=solved)) == []
     assert ledger.totals(turns) == [1.0] * turns
 
 
@@ -69,7 +79,7 @@ def test_each_rule_sees_what_the_ones_before_it_did() -> None:
         {"when": "rewards.last == 2.0", "op": "add", "to": "last", "name": "bonus", "value": 0.5, "cause": "both"},
         {"when": "rewards.last == 1.0", "op": "set", "to": "all", "value": 9.0},
         {"when": "rewards.total > 2.0", "from": "last", "to": "first", "value": 0.25, "name": "bonus"},
-    ).apply(USER, ledger, 1, reader(ledger, 2))
+    ).apply(Target(ledger, 2))
     assert [(p.op, p.turn, p.name, p.delta, p.source, p.cause) for p in written] == [
         ("add", 1, "reward", 1.0, "rule:0", "rule 0"),
         ("add", 1, "bonus", 0.5, "rule:1", "both"),
@@ -80,7 +90,7 @@ def test_each_rule_sees_what_the_ones_before_it_did() -> None:
 
 def test_a_discount_reaches_back() -> None:
     ledger = paid(0.0, 0.0, 0.0)
-    rules({"op": "add", "to": "each", "value": 8.0, "discount": 0.5}).apply(USER, ledger, 2, reader(ledger, 3))
+    rules({"op": "add", "to": "each", "value": 8.0, "discount": 0.5}).apply(Target(ledger, 3))
     assert ledger.totals(3) == [2.0, 4.0, 8.0]
 
 
@@ -88,7 +98,7 @@ def test_a_rule_that_cannot_be_carried_out_is_the_specs_failure() -> None:
     ledger = paid(1.0)
     with pytest.raises(LedgerError) as caught:
         rules({"op": "add", "value": 1.0}, {"from": "last", "to": "previous", "share": 0.5, "cause": "earned"}).apply(
-            USER, ledger, 0, reader(ledger, 1)
+            Target(ledger, 1)
         )
     assert str(caught.value) == (
         "rewards.reassign[1] at AWAITING_USER_FEEDBACK: rule:1: there is no turn `previous`: only turn 0. "
@@ -101,7 +111,7 @@ def test_a_rule_that_cannot_be_carried_out_is_the_specs_failure() -> None:
 def test_a_condition_that_cannot_be_told_names_its_rule() -> None:
     ledger = paid(1.0)
     with pytest.raises(GuardError) as caught:
-        rules({"op": "add", "value": 1.0, "when": "feedback.helpful"}).apply(USER, ledger, 0, reader(ledger, 1))
+        rules({"op": "add", "value": 1.0, "when": "feedback.helpful"}).apply(Target(ledger, 1))
     assert str(caught.value) == (
         "rewards.reassign[0]: guard `feedback.helpful`: `feedback.helpful` does not exist; "
         "write `has(feedback.helpful) && feedback.helpful`"
@@ -114,15 +124,12 @@ def test_a_when_that_is_not_cel_is_refused() -> None:
 
 
 def test_only_the_variables_that_a_rule_reads_are_asked_for() -> None:
-    asked: list[frozenset[str]] = []
+    target = Target(paid(1.0), 1)
+    rules({"op": "add", "value": 1.0}, {"op": "add", "value": 1.0, "when": "turns.user > 0"}).apply(target)
+    assert target.asked == [frozenset({"turns"})]
+    assert target.ledger.totals(1) == [3.0]
 
-    def context(names: frozenset[str]) -> Mapping[str, Any]:
-        asked.append(names)
-        return {"turns": {"user": 1}}
 
-    ledger = paid(1.0)
-    rules({"op": "add", "value": 1.0}, {"op": "add", "value": 1.0, "when": "turns.user > 0"}).apply(
-        USER, ledger, 0, context
-    )
-    assert asked == [frozenset({"turns"})]
-    assert ledger.totals(1) == [3.0]
+def test_a_rule_of_a_part_asks_the_target_for_its_tokens() -> None:
+    written = rules({"op": "add", "to": "last", "value": 1.0, "part": {"tokens": [2, 5]}}).apply(Target(paid(0.0), 1))
+    assert [(p.turn, p.delta, p.start, p.end) for p in written] == [(0, 1.0, 2, 5)]

@@ -12,9 +12,8 @@ import pytest
 from credit_kit import sealed
 
 from engine.errors import LedgerError
-from engine.rewards.address import TurnPart
 from engine.rewards.credit import Member, credit, credit_tokens
-from engine.rewards.ledger import PartReward
+from engine.rewards.ledger import PartReward, TurnPart
 from engine.schemas.credit import read_credit
 
 Turns = list[list[float]]
