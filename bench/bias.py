@@ -41,9 +41,9 @@ from engine.schemas.credit import ComparedCredit, CreditSpec, EntryCredit, read_
 from engine.schemas.loss import LOSSES
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
+from engine.train.loss_tokens import Tokens
 from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective
-from engine.train.tokens import Tokens
 
 STOP, RIGHT = 0.6, 0.3
 """Probabilities of stopping after turn 1, and of being right in turn 2."""

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from engine.schemas.train import Level, RolloutCorrectionSpec
+from engine.train.loss_tokens import Tokens
 from engine.train.ratios import bounded_exp, group_mean, log_ratio
-from engine.train.tokens import Tokens
 
 
 class CorrectionWeights(NamedTuple):

@@ -16,8 +16,8 @@ import torch
 from engine.errors import TrainError
 from engine.train.credited_rows import value_weights
 from engine.train.loss_columns import LossColumns
+from engine.train.loss_tokens import ValueTokens
 from engine.train.metric_sums import MetricSums
-from engine.train.tokens import ValueTokens
 from engine.train.value_loss import value_objective
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from engine.train.critic_update import value_tokens
+from engine.train.loss_tokens import Tokens
 from engine.train.packing import Pack
-from engine.train.tokens import Tokens
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec

@@ -26,6 +26,7 @@ from engine.train.distributed import ProcessGroup, SingleProcessGroup
 from engine.train.gather import gather_tokens
 from engine.train.kl import LEAST_LOGPROB
 from engine.train.loss_columns import LossColumns, minibatches
+from engine.train.loss_tokens import Tokens
 from engine.train.loss_weights import mean_episode_length, token_loss_weights
 from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums
@@ -35,7 +36,6 @@ from engine.train.packing import Pack, pack_rows
 from engine.train.schedule import learning_rate
 from engine.train.state_parts import StatePart, part_folder
 from engine.train.tensor_files import read_tensors, stored_names, write_tensors
-from engine.train.tokens import Tokens
 from engine.train.value_loss import value_objective
 
 if TYPE_CHECKING:

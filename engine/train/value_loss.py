@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.schemas.critic import CriticBase
+from engine.train.loss_tokens import ValueTokens
 from engine.train.metric_sums import MetricSums
-from engine.train.tokens import ValueTokens
 
 
 def value_losses(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:

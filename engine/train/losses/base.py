@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from engine.schemas.loss import Loss
+from engine.train.loss_tokens import Tokens
 from engine.train.ratios import bounded_exp, group_mean, log_ratio
-from engine.train.tokens import Tokens
 
 Spec = TypeVar("Spec", bound=Loss)
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from engine.schemas.loss import CispoLoss
+from engine.train.loss_tokens import Tokens
 from engine.train.losses.base import PolicyLoss
 from engine.train.ratios import floored
-from engine.train.tokens import Tokens
 
 
 class ClippedWeight(PolicyLoss[CispoLoss]):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.schemas.loss import ClippedLoss
+from engine.train.loss_tokens import Tokens
 from engine.train.losses.base import PolicyLoss
-from engine.train.tokens import Tokens
 
 
 class ClippedSurrogate(PolicyLoss[ClippedLoss]):

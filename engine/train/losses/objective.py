@@ -8,10 +8,10 @@ from torch import Tensor
 from engine.schemas.train import TrainSpec
 from engine.train.corrections import correction_weights
 from engine.train.kl import token_kl
+from engine.train.loss_tokens import Tokens
 from engine.train.losses.base import implementation, loss_ratio
 from engine.train.metric_sums import MetricSums
 from engine.train.ratios import bounded_exp, bounded_k3, log_ratio
-from engine.train.tokens import Tokens
 
 
 def objective(spec: TrainSpec, tokens: Tokens) -> tuple[Tensor, MetricSums]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.schemas.loss import ReinforceLoss
+from engine.train.loss_tokens import Tokens
 from engine.train.losses.base import PolicyLoss
 from engine.train.ratios import floored
-from engine.train.tokens import Tokens
 
 
 class Reinforce(PolicyLoss[ReinforceLoss]):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from engine.schemas.loss import SapoLoss
+from engine.train.loss_tokens import Tokens
 from engine.train.losses.base import PolicyLoss
-from engine.train.tokens import Tokens
 
 
 class SmoothGate(PolicyLoss[SapoLoss]):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from engine.train.loss_tokens import Tokens
 from engine.train.losses.base import PolicyLoss
-from engine.train.tokens import Tokens
 from tilt_loss.spec import TiltLoss
 
 

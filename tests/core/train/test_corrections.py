@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from engine.schemas.loss import PpoLoss, ReinforceLoss
 from engine.schemas.train import RolloutCorrectionSpec, TrainSpec
 from engine.train.corrections import correction_weights, effective_sample_fraction, proximal_sampler_ratio
+from engine.train.loss_tokens import Tokens
 from engine.train.losses import objective
-from engine.train.tokens import Tokens
 
 RATIOS = [4.0, 1.0, 0.25, 2.0, 8.0, 1.0]
 """proximal / sampler of six tokens: rows of 4 and 2, turns of 2, 2 and 2."""

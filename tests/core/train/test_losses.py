@@ -16,11 +16,11 @@ from pydantic import TypeAdapter
 
 from engine.schemas.loss import LossSpec
 from engine.schemas.train import TrainSpec
+from engine.train.loss_tokens import Tokens
 from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective, policy_loss
 from engine.train.metric_sums import MetricSums
 from engine.train.ratios import FLOOR, LIMIT
-from engine.train.tokens import Tokens
 
 KINDS = ["grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "reinforce", "ppo"]
 CLIPPED = ["grpo", "bnpo", "dr_grpo", "dapo", "ppo"]

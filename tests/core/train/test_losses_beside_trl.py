@@ -13,9 +13,9 @@ from pydantic import TypeAdapter
 
 from engine.schemas.loss import LossSpec
 from engine.schemas.train import KlSpec, RolloutCorrectionSpec, TrainSpec
+from engine.train.loss_tokens import Tokens
 from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective
-from engine.train.tokens import Tokens
 
 pytestmark = pytest.mark.slow  # importing trl takes seconds
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.schemas.critic import ProbeCritic
-from engine.train.tokens import ValueTokens
+from engine.train.loss_tokens import ValueTokens
 from engine.train.value_loss import value_losses, value_objective
 
 numbers = st.floats(-4, 4, allow_nan=False).map(lambda x: round(x, 3))
