@@ -41,7 +41,7 @@ from engine.schemas.credit import ComparedCredit, CreditSpec, EntryCredit, read_
 from engine.schemas.loss import LOSSES
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
-from engine.train.loss_tokens import Tokens
+from engine.train.loss_tokens import LossTokens
 from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective
 
@@ -152,7 +152,7 @@ def weights(loss: str, lengths: tuple[int, ...], step_groups: int) -> list[np.nd
 
     Args:
         loss: The loss of `train.loss`, as JSON.
-        lengths: Tokens of the group's episodes.
+        lengths: LossTokens of the group's episodes.
         step_groups: Groups of the step.
     """
     spec = TrainSpec.model_validate({"loss": json.loads(loss)}).loss
@@ -194,7 +194,7 @@ def gradient(sampled: Sampled, loss: Any, *, step_groups: int = 1, policy: Pair 
 
     logits = torch.logit(torch.tensor(policy, dtype=torch.float64)).requires_grad_()
     old = logprobs(torch.logit(torch.tensor([STOP, RIGHT], dtype=torch.float64)))
-    tokens = Tokens(
+    tokens = LossTokens(
         logprobs=logprobs(logits),
         proximal=old,
         sampler=old,

@@ -46,6 +46,8 @@ MOVED: dict[str, str] = {
     "engine.train.folder": "engine.store.training",
     "engine.train.plan": "engine.plugins.plan.plan",
     "engine.train.sinks": "engine.plugins.report.trackers",
+    "engine.train.tokens": "engine.train.loss_tokens",
+    "engine.train.tokens:Tokens": "engine.train.loss_tokens:LossTokens",
     "engine.view": "engine.plugins.view",
     "engine.view.advantages": "engine.plugins.show.listing.advantages",
     "engine.view.compare": "engine.plugins.show.run_comparison",

@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from engine.schemas.base import Struct
 from engine.schemas.train import OverlongPenalty
 from engine.store.rows.build import RowBuilder
 from engine.store.rows.row import columns_of
+from engine.train.loss_columns import ZERO_ADVANTAGE
 from engine.train.overlong import cut_by, cut_turns, mask_turns, most_reply_tokens, penalized
 
 if TYPE_CHECKING:
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
     from engine.store.rows.columns import Columns
     from engine.store.rows.row import Floats, TrainingRow
-
-ZERO_ADVANTAGE = 1e-9
-"""Advantages below this value count as 0: they are rounding errors of equal rewards."""
 
 
 class Group(Struct, frozen=True, eq=False):
@@ -288,28 +286,3 @@ def _bonus(bonus: BonusSpec, function: Callable[..., Any], row: TrainingRow, col
 def without_signal(rows: Sequence[TrainingRow]) -> bool:
     """Whether every advantage is 0."""
     return not any(np.abs(row.advantages).max(initial=0.0) > ZERO_ADVANTAGE for row in rows)
-
-
-def whitened_advantages(advantages: Sequence[Floats]) -> list[Floats]:
-    """Whiten the advantages of the rows of a batch to mean 0 and standard deviation 1 over their trained tokens.
-
-    REINFORCE++ (arXiv 2501.03262, section 3.2). If all advantages are equal, only the mean is subtracted.
-
-    Args:
-        advantages: For each row, float32 [n], as the result.
-    """
-    if not any(len(of_row) for of_row in advantages):
-        return list(advantages)
-    flat = np.concatenate(advantages).astype(np.float64)
-    mean, spread = flat.mean(), flat.std()
-    scale = 1.0 / spread if spread > ZERO_ADVANTAGE else 1.0
-    return [((of_row - mean) * scale).astype(np.float32) for of_row in advantages]
-
-
-def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine metrics of several updates: the maximum for names that end in `max`, else the mean over the updates that have it."""
-    names = dict.fromkeys(name for of_update in metrics for name in of_update)
-    of_name = {name: [of_update[name] for of_update in metrics if name in of_update] for name in names}
-    return {
-        name: max(values) if name.endswith("max") else sum(values) / len(values) for name, values in of_name.items()
-    }

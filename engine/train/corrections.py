@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from engine.schemas.train import Level, RolloutCorrectionSpec
-from engine.train.loss_tokens import Tokens
+from engine.train.loss_tokens import LossTokens
 from engine.train.ratios import bounded_exp, group_mean, log_ratio
 
 
@@ -39,7 +39,7 @@ class CorrectionWeights(NamedTuple):
     """bool [n]: true for tokens that `mask` dropped."""
 
 
-def correction_weights(spec: RolloutCorrectionSpec, tokens: Tokens) -> CorrectionWeights:
+def correction_weights(spec: RolloutCorrectionSpec, tokens: LossTokens) -> CorrectionWeights:
     """Compute the weight of each token, [n]; 1 for all tokens with `kind: none`."""
     ratio = proximal_sampler_ratio(spec.level, tokens)
     if spec.kind == "none":
@@ -50,7 +50,7 @@ def correction_weights(spec: RolloutCorrectionSpec, tokens: Tokens) -> Correctio
     return CorrectionWeights(ratio.masked_fill(masked, 0.0), masked)
 
 
-def proximal_sampler_ratio(level: Level, tokens: Tokens) -> Tensor:
+def proximal_sampler_ratio(level: Level, tokens: LossTokens) -> Tensor:
     """proximal / sampler, [n], detached, at the given level."""
     with torch.no_grad():
         logs = log_ratio(tokens.proximal, tokens.sampler)

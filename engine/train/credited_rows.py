@@ -1,6 +1,6 @@
 """Rows whose credit is computed in the trainer, with a critic's values or with KL penalties: advantages, and the targets of the values.
 
-Pure functions of rows, values, penalties and the credit method.
+Invariant: the columns depend on rows, values, penalties and the credit method alone.
 """
 
 from __future__ import annotations
@@ -16,21 +16,17 @@ from engine.train.loss_columns import LossColumns
 
 if TYPE_CHECKING:
     from engine.schemas.credit import CreditMethod
-    from engine.store.rows.row import RowCredit, TrainingRow
+    from engine.store.rows.row import Floats, RowCredit, TrainingRow
 
-
-def with_last_state(row: TrainingRow) -> TrainingRow:
-    """The row, and for a row that was cut one more place, after its last token: the value before it is that of the last state."""
-    if row.credit is None or not row.credit.cut:
-        return row
-    return replace(row, places=np.append(row.places, len(row.branch.input_ids)))
+PENALTIES = "penalties"
+"""Column of what each trained token pays, float64 [n], where the credit is computed again with values as well."""
 
 
 def credited_columns(
     rows: Sequence[TrainingRow],
     credit: CreditMethod,
     *,
-    values: Sequence[Values] | None = None,
+    values: Sequence[Values | Floats] | None = None,
     penalties: Sequence[Values] | None = None,
     by_turn: bool = False,
     targets: CreditMethod | None = None,
@@ -96,7 +92,7 @@ class _Turns:
     def __init__(
         self,
         rows: Sequence[TrainingRow],
-        values: Sequence[Values] | None,
+        values: Sequence[Values | Floats] | None,
         penalties: Sequence[Values] | None,
         by_turn: bool,
     ) -> None:
@@ -126,7 +122,7 @@ class _Turns:
             else np.concatenate([np.zeros(0), *self._by_turns(penalties, len(sizes))]),
         )
 
-    def _by_turns(self, numbers: Sequence[Values], turns: int) -> list[Values]:
+    def _by_turns(self, numbers: Sequence[Values | Floats], turns: int) -> list[Values]:
         """Numbers of the trained tokens of each row, as float64 [trained tokens] for each turn."""
         by_turn = [np.zeros(0)] * turns
         for turn_ids, of_row in zip(self._turn_ids, numbers, strict=True):
@@ -151,27 +147,3 @@ class _Turns:
             placed = np.zeros(len(turn_ids), np.float32) if bonuses is None else bonuses
             extra = {} if self._values is None else {"values": values, "returns": returns, "has_value": has_value}
             yield LossColumns(row=row, advantages=(placed + of_row).astype(np.float32), extra=extra)
-
-
-def value_weights(columns: Sequence[LossColumns]) -> list[Values]:
-    """Factor of each trained token in the value loss of a mini-batch: the mean over all trained values. float64 [trained tokens]."""
-    count = max(1.0, sum(float(of_row.extra["has_value"].sum()) for of_row in columns))
-    return [of_row.extra["has_value"] / count for of_row in columns]
-
-
-def value_metrics(columns: Sequence[LossColumns]) -> dict[str, float]:
-    """Mean value, mean target and explained variance before the first update: 1 - Var(target - value) / Var(target).
-
-    The explained variance is 1 for exact values and 0 for a constant; it is left out if all targets are equal.
-    """
-    trained = [of_row.extra["has_value"] > 0 for of_row in columns]
-    values, returns = (
-        np.concatenate([of_row.extra[name][mask] for of_row, mask in zip(columns, trained, strict=True)])
-        for name in ("values", "returns")
-    )
-    if not len(values):
-        return {}
-    metrics = {"critic/value_mean": float(values.mean()), "critic/return_mean": float(returns.mean())}
-    if (spread := float(returns.var())) > 1e-12:
-        metrics["critic/explained_variance"] = 1.0 - float((returns - values).var()) / spread
-    return metrics

@@ -16,24 +16,34 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from engine.errors import TrainError
+from engine.train.auxiliary import AuxiliaryObjective, Forward
+from engine.train.credited_rows import PENALTIES, credited_columns
 from engine.train.moments import load_moments, moments
 from engine.train.optimizers import MasterWeights
 from engine.train.policy import enable_gradient_checkpointing
 from engine.train.state_parts import StatePart
 from engine.train.tensor_files import read_tensors, stored_names
+from engine.train.value_loss import ValueTokens, value_metrics, value_objective
 
 if TYPE_CHECKING:
     from engine.schemas.credit import CreditMethod
     from engine.schemas.critic import CriticSpec, ProbeCritic
+    from engine.store.rows.row import Floats, TrainingRow
     from engine.train.distributed import ProcessGroup
+    from engine.train.learner import Learner
+    from engine.train.loss_columns import LossColumns
+    from engine.train.metric_sums import MetricSums
     from engine.train.packed_model import PackedModel
     from engine.train.packing import Pack
     from engine.train.policy import Policy
@@ -69,7 +79,7 @@ class ProbeHead(LinearHead):
         return super().forward(self.first(states.detach().float()))
 
 
-class Critic:
+class Critic(AuxiliaryObjective):
     """A critic and its optimizer.
 
     Args:
@@ -87,6 +97,11 @@ class Critic:
         TrainError: kind `train_setup`: the credit method reads no values.
     """
 
+    diverged = (
+        "the critic's loss or its gradient's norm is not finite: the update was not applied. Lower `train.critic.lr` or "
+        "`train.critic.update_epochs`, or look at critic/loss in metrics.jsonl"
+    )
+
     def __init__(
         self,
         spec: CriticSpec,
@@ -103,6 +118,7 @@ class Critic:
         if not credit.needs_values:
             raise TrainError("`train.critic` is set, and the credit method reads no values", kind="train_setup")
         self.spec = spec
+        self.epochs = spec.update_epochs
         self.credit = credit
         self.target_credit = credit if spec.lam is None else _with_lambda(credit, spec.lam)
         """The method that computes the targets of the values."""
@@ -110,6 +126,7 @@ class Critic:
         """Whether a turn has one value."""
         self._process_group = process_group
         self._model = model
+        self.reads_states = model is None
         size = (model or policy.net).hidden_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -143,45 +160,67 @@ class Critic:
         """The critic's own weights, those that are not trained included."""
         return list((self.head if self._model is None else self._model.model).parameters())
 
-    @property
-    def reads_policy(self) -> bool:
-        """Whether values come from the policy's hidden states, and so from its forward pass."""
-        return self._model is None
+    def holds_policy(self, step: int) -> bool:
+        """See `AuxiliaryObjective`."""
+        return step < self.spec.warmup_steps
 
-    def own_values(self, pack: Pack, policy: Policy) -> torch.Tensor:
-        """The values before the pack's trained tokens, float32 [n], with a graph to the critic's own weights only.
+    def columns(
+        self, columns: Sequence[LossColumns], learner: Learner, step: int
+    ) -> tuple[Sequence[LossColumns], Mapping[str, float]]:
+        """See `AuxiliaryObjective`: values, their targets and the advantages that follow from them."""
+        rows = [of_row.row for of_row in columns]
+        credited = credited_columns(
+            rows,
+            self.credit,
+            values=self.values_of(columns, learner),
+            penalties=[of_row.extra[PENALTIES] for of_row in columns]
+            if columns and PENALTIES in columns[0].extra
+            else None,
+            by_turn=self.by_turn,
+            targets=self.target_credit,
+        )
+        return credited, value_metrics(credited)
 
-        Args:
-            pack: The pack.
-            policy: The policy, whose states a `probe` and a `head` read.
-        """
+    def values_of(self, columns: Sequence[LossColumns], learner: Learner) -> list[Floats]:
+        """The values before the trained tokens of each row, and that of its last state if it was cut; float32."""
+        rows = [replace(of_row, row=with_last_state(of_row.row)) for of_row in columns]
         if self._model is not None:
-            return self.values(pack)
-        found: torch.Tensor = self.head(policy.states(pack))
-        return found
+            return learner.per_token(rows, self.values)
+        return learner.per_token(rows, lambda pack: self.head(learner.policy.states(pack)))
+
+    def loss(self, pack: Pack, forward: Forward) -> tuple[torch.Tensor, MetricSums]:
+        """See `AuxiliaryObjective`."""
+        values = self.values(pack) if forward.states is None else self.head(forward.states)
+        loss, metrics = value_objective(self.spec, ValueTokens.of(values, pack, forward.columns))
+        return self.spec.loss_factor * loss, metrics
 
     def values(self, pack: Pack) -> torch.Tensor:
         """The values of a `network` before the pack's trained tokens, float32 [n]. With a graph if gradients are enabled."""
         assert self._model is not None
         return self._model.values(pack, self.head)
 
-    def clip_gradients(self) -> float:
-        """Sum the gradients over processes and clip them. Returns the norm before clipping."""
+    def clip_gradients(self) -> dict[str, float]:
+        """See `AuxiliaryObjective`."""
         parameters = list(self.parameters.values())
-        if self.reads_policy:
+        if self.reads_states:
             self._process_group.sum_gradients(parameters)
-        return self._process_group.clip_grad_norm(parameters, self.spec.max_grad_norm or math.inf)
+        norm = self._process_group.clip_grad_norm(parameters, self.spec.max_grad_norm or math.inf)
+        return {"critic/grad_norm": norm}
 
     def update(self) -> None:
-        """Make a step of the optimizer with the gradients that are there."""
+        """See `AuxiliaryObjective`."""
         self.optimizer.step()
         self.masters.publish()
 
+    def zero_gradients(self) -> None:
+        """See `AuxiliaryObjective`."""
+        self.optimizer.zero_grad(set_to_none=True)
+
     # --- checkpoints ----------------------------------------------------------------------------------------
 
-    def state_part(self) -> StatePart:
-        """Weights and AdamW's state, as a part of a checkpoint."""
-        return StatePart(1, self._tensors, self._load)
+    def state_parts(self) -> dict[str, StatePart]:
+        """See `AuxiliaryObjective`: weights and AdamW's state."""
+        return {"critic": StatePart(1, self._tensors, self._load)}
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return {f"{_WEIGHT}{name}": each for name, each in self.masters.tensors().items()}
@@ -207,6 +246,13 @@ class Critic:
         read_tensors(own, folder, self._process_group)
         self.masters.publish()
         load_moments(folder, self.optimizer, self.parameters, self._process_group)
+
+
+def with_last_state(row: TrainingRow) -> TrainingRow:
+    """The row, and for a row that was cut one more place, after its last token: the value before it is that of the last state."""
+    if row.credit is None or not row.credit.cut:
+        return row
+    return replace(row, places=np.append(row.places, len(row.branch.input_ids)))
 
 
 def _with_lambda(credit: CreditMethod, lam: float) -> CreditMethod:

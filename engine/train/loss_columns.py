@@ -10,6 +10,9 @@ import numpy as np
 from engine.schemas.base import Struct
 from engine.store.rows.row import Doubles, Floats, TrainingRow
 
+ZERO_ADVANTAGE = 1e-9
+"""Advantages below this value count as 0: they are rounding errors of equal rewards."""
+
 
 class LossColumns(Struct, frozen=True, kw_only=True):
     """A row with what its loss reads. n: the number of `row.places`."""
@@ -22,8 +25,8 @@ class LossColumns(Struct, frozen=True, kw_only=True):
     weights: Doubles = msgspec.field(default_factory=lambda: np.zeros(0))
     """Loss weights, which depend on the mini-batch: float64 [n]."""
     extra: Mapping[str, Doubles] = msgspec.field(default_factory=dict)
-    """Columns of other objectives by name, float64 [n] each. Of a critic: `values`, their targets `returns`, `has_value`, which is 1.0 on
-    tokens before which a value is trained, and `value_weights`."""
+    """Columns of other objectives by name, float64 [n] each. Of a critic: `values`, their targets `returns` and `has_value`, which is 1.0 on
+    tokens before which a value is trained. `penalties`: see `credited_rows.py`."""
 
     @classmethod
     def of(cls, row: TrainingRow) -> LossColumns:
@@ -42,3 +45,19 @@ def minibatches(columns: Sequence[LossColumns], count: int, seed: tuple[int, int
     order = np.random.default_rng(seed).permutation(len(tasks))
     parts = [part for part in np.array_split(order, count) if len(part)]
     return [[of_row for place in part for of_row in by_task[tasks[place]]] for part in parts]
+
+
+def whitened_advantages(advantages: Sequence[Floats]) -> list[Floats]:
+    """Whiten the advantages of the rows of a batch to mean 0 and standard deviation 1 over their trained tokens.
+
+    REINFORCE++ (arXiv 2501.03262, section 3.2). If all advantages are equal, only the mean is subtracted.
+
+    Args:
+        advantages: For each row, float32 [n], as the result.
+    """
+    if not any(len(of_row) for of_row in advantages):
+        return list(advantages)
+    flat = np.concatenate(advantages).astype(np.float64)
+    mean, spread = flat.mean(), flat.std()
+    scale = 1.0 / spread if spread > ZERO_ADVANTAGE else 1.0
+    return [((of_row - mean) * scale).astype(np.float32) for of_row in advantages]

@@ -12,7 +12,7 @@ squares). The result does not depend on how the tokens were split.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +73,15 @@ class MetricSums:
         peaks = {name: peak for name, (peak,) in _numbers(kept.maxima)}
         effective = {name: effective_sample_fraction(*found) for name, found in _numbers(kept.weights) if found[0]}
         return means | peaks | effective
+
+
+def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Combine metrics of several updates: the maximum for names that end in `max`, else the mean over the updates that have it."""
+    names = dict.fromkeys(name for of_update in metrics for name in of_update)
+    of_name = {name: [of_update[name] for of_update in metrics if name in of_update] for name in names}
+    return {
+        name: max(values) if name.endswith("max") else sum(values) / len(values) for name, values in of_name.items()
+    }
 
 
 def _numbers(tensors: dict[str, Tensor]) -> Iterable[tuple[str, list[float]]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.runner.stats import RunSummary
-from engine.train.batches import ZERO_ADVANTAGE, whitened_advantages
+from engine.train.loss_columns import ZERO_ADVANTAGE, whitened_advantages
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec

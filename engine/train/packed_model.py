@@ -150,17 +150,17 @@ class PackedModel:
         found: torch.Tensor = self._run(lambda: head(self._sources_of(pack)))
         return found
 
-    def logprobs_and_values(
-        self, pack: Pack, head: ValueHead, *, entropy: bool
+    def logprobs_and_states(
+        self, pack: Pack, *, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """What `logprobs` and `values` return, [n] each, from one forward pass."""
+        """What `logprobs` and `states` return, from one forward pass."""
 
         def compute() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
             states = self._states(pack)
-            return *self._logprobs(pack, states, entropy=entropy), head(states[pack.sources.to(self.device)])
+            return *self._logprobs(pack, states, entropy=entropy), states[pack.sources.to(self.device)]
 
-        found: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] = self._run(compute)
-        return found
+        passed: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] = self._run(compute)
+        return passed
 
     def _logprobs_of(self, pack: Pack, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self._logprobs(pack, self._states(pack), entropy=entropy)

@@ -14,7 +14,7 @@ from engine.errors import TrainError
 from engine.schemas.train import TrainSpec
 from engine.train import files
 from engine.train.distributed import ProcessGroup
-from engine.train.packed_model import PackedModel, ValueHead
+from engine.train.packed_model import PackedModel
 from engine.train.packing import Pack
 from engine.train.tensor_files import read_tensors, stored_names
 
@@ -167,22 +167,18 @@ class Policy:
             self._adapter.dropout(torch.is_grad_enabled())
         return self.net.logprobs(pack, entropy=entropy)
 
-    def forward_with_values(
-        self, pack: Pack, head: ValueHead, *, entropy: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """What `forward` returns, and the values [n] of a critic on the policy's hidden states, from one forward pass."""
+    def forward_with_states(
+        self, pack: Pack, *, entropy: bool, states: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """What `forward` returns, and the hidden states [n, H] before the trained tokens, with their graph, if `states` are asked for."""
+        if not states:
+            return *self.forward(pack, entropy=entropy), None
         if self._adapter is not None:
             self._adapter.dropout(torch.is_grad_enabled())
-        return self.net.logprobs_and_values(pack, head, entropy=entropy)
-
-    def values(self, pack: Pack, head: ValueHead) -> torch.Tensor:
-        """The values of a critic on the policy's hidden states before the pack's trained tokens, float32 [n]."""
-        if self._adapter is not None:
-            self._adapter.dropout(torch.is_grad_enabled())
-        return self.net.values(pack, head)
+        return self.net.logprobs_and_states(pack, entropy=entropy)
 
     def states(self, pack: Pack) -> torch.Tensor:
-        """The hidden states before the pack's trained tokens, [n, H], as `values` reads them; without graph and dropout."""
+        """The hidden states before the pack's trained tokens, [n, H], without graph and dropout."""
         if self._adapter is not None:
             self._adapter.dropout(False)
         with torch.no_grad():

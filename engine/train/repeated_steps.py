@@ -68,7 +68,7 @@ class StepRepeater:
             if record.used:
                 if "loss/length" not in record.metrics:
                     learner.use_longest_episode()  # an older engine made the step
-                told = learner.step(rows, state.step, None, record.rate, record.updates)
+                told = learner.step(rows, state.step, rate=record.rate, most_updates=record.updates)
                 _compare(record, told["loss"])
             state.step, state.version = record.step, record.version
             state.groups.add(record.numbers)

@@ -106,7 +106,7 @@ def learner_of(loaded: LoadedSpec, format: ChatTemplate, process_group: ProcessG
         process_group=process_group,
         replay_experts=spec.backend.asks_experts and train.samples_episodes,
     )
-    critic = None
+    objectives = []
     if train.critic is not None:
         critic = Critic(
             train.critic,
@@ -118,8 +118,11 @@ def learner_of(loaded: LoadedSpec, format: ChatTemplate, process_group: ProcessG
             gradient_checkpointing=train.memory.gradient_checkpointing,
             offload=train.memory.offload == "all",
         )
+        objectives.append(critic)
     length = spec.limits.tokens_per_episode
-    return Learner(policy, train, episode_tokens=length, process_group=process_group, critic=critic, credit=credit)
+    return Learner(
+        policy, train, episode_tokens=length, process_group=process_group, objectives=objectives, credit=credit
+    )
 
 
 def critic_model(loaded: LoadedSpec, train: TrainSpec, format: ChatTemplate, policy: Policy) -> PackedModel:

@@ -1,13 +1,61 @@
-"""The loss of a critic: squared errors of its values, clipped as PPO clips its policy."""
+"""The loss of a critic: squared errors of its values, clipped as PPO clips its policy, and their metrics.
+
+Invariant: the loss of an update is the mean over all of its trained values, however its rows are cut into micro-batches.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from engine.schemas.base import Struct
 from engine.schemas.critic import CriticBase
-from engine.train.loss_tokens import ValueTokens
 from engine.train.metric_sums import MetricSums
+
+if TYPE_CHECKING:
+    from engine.rewards.credit import Values
+    from engine.train.loss_columns import LossColumns
+    from engine.train.packing import Pack
+
+
+class ValueTokens(Struct, frozen=True, eq=False, kw_only=True):
+    """Tensors [n] of the value loss, in the order of a pack's trained tokens."""
+
+    values: Tensor
+    """A critic's values before the tokens, with their graph."""
+    old: Tensor
+    """The values before the batch's first update."""
+    returns: Tensor
+    """The targets of the values."""
+    weights: Tensor
+    """Factor of each token in the value loss: 0 where no value is trained."""
+
+    @classmethod
+    def of(cls, values: Tensor, pack: Pack, columns: Sequence[LossColumns]) -> ValueTokens:
+        """The tokens of a pack.
+
+        Args:
+            values: The critic's values before the pack's trained tokens, [n], with their graph.
+            pack: The pack.
+            columns: Those of the whole update, with `values`, `returns` and `has_value`.
+        """
+        count = max(1.0, sum(float(of_row.extra["has_value"].sum()) for of_row in columns))
+
+        def column(of_rows: Sequence[Values]) -> Tensor:
+            flat = np.concatenate(of_rows) if of_rows else np.zeros(0)
+            return torch.as_tensor(flat, dtype=torch.float32).to(values.device)
+
+        packed = [columns[number].extra for number in pack.rows]
+        return cls(
+            values=values,
+            old=column([of_row["values"] for of_row in packed]),
+            returns=column([of_row["returns"] for of_row in packed]),
+            weights=column([of_row["has_value"] / count for of_row in packed]),
+        )
 
 
 def value_losses(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
@@ -48,3 +96,21 @@ def value_objective(spec: CriticBase, tokens: ValueTokens) -> tuple[Tensor, Metr
     metrics.mean("critic/loss", losses[trained])
     metrics.mean("critic/clip_fraction", clipped[trained])
     return (tokens.weights * losses).sum(), metrics
+
+
+def value_metrics(columns: Sequence[LossColumns]) -> dict[str, float]:
+    """Mean value, mean target and explained variance before the first update: 1 - Var(target - value) / Var(target).
+
+    The explained variance is 1 for exact values and 0 for a constant; it is left out if all targets are equal.
+    """
+    trained = [of_row.extra["has_value"] > 0 for of_row in columns]
+    values, returns = (
+        np.concatenate([of_row.extra[name][mask] for of_row, mask in zip(columns, trained, strict=True)])
+        for name in ("values", "returns")
+    )
+    if not len(values):
+        return {}
+    metrics = {"critic/value_mean": float(values.mean()), "critic/return_mean": float(returns.mean())}
+    if (spread := float(returns.var())) > 1e-12:
+        metrics["critic/explained_variance"] = 1.0 - float((returns - values).var()) / spread
+    return metrics

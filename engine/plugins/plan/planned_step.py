@@ -139,11 +139,10 @@ def _step(
     held.reset_peak()
     _set_gradients([*trained, *own])  # of the micro-batches before
     before, values = held.now, None
-    if critic is not None and critic.reads_policy:
-        logprobs, entropy, values = policy.forward_with_values(pack, critic.head, entropy=True)
-    else:
-        logprobs, entropy = policy.forward(pack, entropy=True)
-        values = None if critic is None else critic.values(pack)
+    reads_states = critic is not None and critic.reads_states
+    logprobs, entropy, states = policy.forward_with_states(pack, entropy=True, states=reads_states)
+    if critic is not None:
+        values = critic.values(pack) if states is None else critic.head(states)
     activations = held.now - before
     if train.kl.in_loss:
         policy.reference(pack)
@@ -152,7 +151,7 @@ def _step(
     if values is not None:
         whole = whole + values.sum()
     whole.backward()  # type: ignore[no-untyped-call]
-    del logprobs, entropy, values, whole
+    del logprobs, entropy, states, values, whole
     for each in reversed(updated):
         each.step()
     return StepBytes(

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from engine.errors import TrainError
 from engine.schemas.base import Struct
-from engine.train.batches import whitened_advantages
+from engine.train.loss_columns import whitened_advantages
 
 if TYPE_CHECKING:
     from engine.plugins.trainers.pixels import Pixels

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from engine.schemas.loss import Loss
-from engine.train.loss_tokens import Tokens
+from engine.train.loss_tokens import LossTokens
 from engine.train.ratios import bounded_exp, group_mean, log_ratio
 
 Spec = TypeVar("Spec", bound=Loss)
@@ -26,7 +26,7 @@ class PolicyLoss(ABC, Generic[Spec]):
         self.spec = spec
 
     @abstractmethod
-    def token_losses(self, tokens: Tokens, ratio: Tensor) -> Tensor:
+    def token_losses(self, tokens: LossTokens, ratio: Tensor) -> Tensor:
         """Each token's loss, [n], with its graph, without loss weight and without rollout correction.
 
         Args:
@@ -51,12 +51,12 @@ def implementation(spec: Loss) -> PolicyLoss[Any]:
     return found
 
 
-def policy_loss(spec: Loss, tokens: Tokens) -> Tensor:
+def policy_loss(spec: Loss, tokens: LossTokens) -> Tensor:
     """Each token's policy loss, [n], with its graph, without loss weight and without rollout correction."""
     return implementation(spec).token_losses(tokens, loss_ratio(spec, tokens))
 
 
-def loss_ratio(spec: Loss, tokens: Tokens) -> Tensor:
+def loss_ratio(spec: Loss, tokens: LossTokens) -> Tensor:
     """current / proximal, [n], with its graph, at the level that the loss declares.
 
     At the level of a sequence it is GSPO's s_t = sg[s] * current_t / sg[current_t], with s the geometric mean of r over the

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.schemas.loss import CispoLoss
-from engine.train.loss_tokens import Tokens
+from engine.train.loss_tokens import LossTokens
 from engine.train.losses.base import PolicyLoss
 from engine.train.ratios import floored
 
@@ -14,7 +14,7 @@ from engine.train.ratios import floored
 class ClippedWeight(PolicyLoss[CispoLoss]):
     """-sg[clip(r, 1 - low, 1 + high)] A log current: MiniMax-M1 (arXiv 2506.13585, equations 4 and 5). Every token has a gradient."""
 
-    def token_losses(self, tokens: Tokens, ratio: Tensor) -> Tensor:
+    def token_losses(self, tokens: LossTokens, ratio: Tensor) -> Tensor:
         low, high = self.ratio_bounds(tokens.advantages)
         return -ratio.clamp(low, high).detach() * tokens.advantages * floored(tokens.logprobs)
 

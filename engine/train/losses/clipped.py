@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.schemas.loss import ClippedLoss
-from engine.train.loss_tokens import Tokens
+from engine.train.loss_tokens import LossTokens
 from engine.train.losses.base import PolicyLoss
 
 
@@ -19,7 +19,7 @@ class ClippedSurrogate(PolicyLoss[ClippedLoss]):
     gradient uses its own advantage.
     """
 
-    def token_losses(self, tokens: Tokens, ratio: Tensor) -> Tensor:
+    def token_losses(self, tokens: LossTokens, ratio: Tensor) -> Tensor:
         low, high = self.ratio_bounds(tokens.advantages)
         return -ratio.clamp(low, high) * tokens.advantages
 

@@ -8,13 +8,13 @@ from torch import Tensor
 from engine.schemas.train import TrainSpec
 from engine.train.corrections import correction_weights
 from engine.train.kl import token_kl
-from engine.train.loss_tokens import Tokens
+from engine.train.loss_tokens import LossTokens
 from engine.train.losses.base import implementation, loss_ratio
 from engine.train.metric_sums import MetricSums
 from engine.train.ratios import bounded_exp, bounded_k3, log_ratio
 
 
-def objective(spec: TrainSpec, tokens: Tokens) -> tuple[Tensor, MetricSums]:
+def objective(spec: TrainSpec, tokens: LossTokens) -> tuple[Tensor, MetricSums]:
     """Compute the contribution of a micro-batch to the loss of the step, and its metrics.
 
         sum of loss weight * (correction weight * policy loss + kl.coefficient * KL - entropy coefficient * entropy)
@@ -48,18 +48,18 @@ def objective(spec: TrainSpec, tokens: Tokens) -> tuple[Tensor, MetricSums]:
         if spec.kl.in_loss:
             per_token = per_token + spec.kl.coefficient * kl
     elif spec.kl.in_loss:
-        raise ValueError("`kl.coefficient` is set: `Tokens.reference` must hold the reference's log-probs")
+        raise ValueError("`kl.coefficient` is set: `LossTokens.reference` must hold the reference's log-probs")
     if tokens.entropy is not None:
         metrics.mean("policy/entropy", tokens.entropy)
         if spec.entropy_coefficient:
             per_token = per_token - spec.entropy_coefficient * tokens.entropy
     elif spec.entropy_coefficient:
-        raise ValueError("`entropy_coefficient` is set: `Tokens.entropy` must hold the entropies")
+        raise ValueError("`entropy_coefficient` is set: `LossTokens.entropy` must hold the entropies")
     return (tokens.loss_weights * per_token).sum(), metrics
 
 
 @torch.no_grad()
-def _metric_sums(spec: TrainSpec, tokens: Tokens) -> MetricSums:
+def _metric_sums(spec: TrainSpec, tokens: LossTokens) -> MetricSums:
     """Metrics that need neither the loss, correction weights, reference log-probs nor entropies.
 
     approx_kl is the k3 estimate of KL(proximal || current). ess is the effective sample size of current / sampler. sampler/diff compares the sampler's

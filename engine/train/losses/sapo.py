@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.schemas.loss import SapoLoss
-from engine.train.loss_tokens import Tokens
+from engine.train.loss_tokens import LossTokens
 from engine.train.losses.base import PolicyLoss
 
 
@@ -16,7 +16,7 @@ class SmoothGate(PolicyLoss[SapoLoss]):
     The slope of f is 1 at r = 1 and decreases smoothly on both sides.
     """
 
-    def token_losses(self, tokens: Tokens, ratio: Tensor) -> Tensor:
+    def token_losses(self, tokens: LossTokens, ratio: Tensor) -> Tensor:
         positive = torch.full_like(tokens.advantages, self.spec.temperature_positive)
         tau = torch.where(tokens.advantages > 0, positive, self.spec.temperature_negative)
         return -tokens.advantages * (torch.sigmoid(tau * (ratio - 1)) * 4 / tau)

@@ -107,7 +107,7 @@ def save_model_with_experts(folder: Path) -> None:
 
 def rows_for(learner: Learner) -> list[TrainingRow]:
     """The rows that a learner trains on."""
-    rows = rows_of() if learner.critic is None and not learner._spec.kl.in_reward else with_groups(rows_of())
+    rows = rows_of() if not learner.objectives else with_groups(rows_of())
     if not learner.policy.net.replays_experts:
         return rows
     rng = np.random.default_rng(2)
@@ -172,7 +172,13 @@ def learner_of(process_group: ProcessGroup, folder: Path, kind: str) -> Learner:
         critic = Critic(spec.critic, credit, policy, process_group, model=own)
         for group in critic.optimizer.param_groups:
             group["eps"] = 1e-3
-    return Learner(policy, spec, process_group=process_group, critic=critic, credit=TurnReturnCredit())
+    return Learner(
+        policy,
+        spec,
+        process_group=process_group,
+        objectives=[critic] if critic is not None else [],
+        credit=TurnReturnCredit(),
+    )
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.schemas.loss import PpoLoss, ReinforceLoss
 from engine.schemas.train import RolloutCorrectionSpec, TrainSpec
 from engine.train.corrections import correction_weights, effective_sample_fraction, proximal_sampler_ratio
-from engine.train.loss_tokens import Tokens
+from engine.train.loss_tokens import LossTokens
 from engine.train.losses import objective
 
 RATIOS = [4.0, 1.0, 0.25, 2.0, 8.0, 1.0]
@@ -22,11 +22,11 @@ RATIOS = [4.0, 1.0, 0.25, 2.0, 8.0, 1.0]
 
 def tokens_of(
     ratios: list[float], *, rows: list[int] | None = None, turns: list[int] | None = None, requires_grad: bool = False
-) -> Tokens:
+) -> LossTokens:
     size = len(ratios)
     sampler = torch.full([size], -3.0, dtype=torch.float64)
     proximal = sampler + torch.tensor(ratios, dtype=torch.float64).log()
-    return Tokens(
+    return LossTokens(
         logprobs=proximal.clone().requires_grad_(requires_grad),
         proximal=proximal,
         sampler=sampler,
@@ -37,7 +37,7 @@ def tokens_of(
     )
 
 
-def six() -> Tokens:
+def six() -> LossTokens:
     return tokens_of(RATIOS, rows=[5, 5, 5, 5, 2, 2], turns=[0, 0, 1, 1, 9, 9])
 
 

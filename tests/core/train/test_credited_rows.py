@@ -15,7 +15,9 @@ from engine.rewards.ledger import Ledger, PartReward, SealedLedger, TurnPart
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
 from engine.store.rows.row import TrainingRow
-from engine.train.credited_rows import credited_columns, value_metrics, value_weights, with_last_state
+from engine.train.credited_rows import credited_columns
+from engine.train.critic import with_last_state
+from engine.train.value_loss import value_metrics
 
 
 def sealed(*rewards: float) -> SealedLedger:
@@ -131,7 +133,7 @@ def test_the_turns_of_an_episode_are_in_several_branches_and_rows_keep_their_ord
         [0, 0, 4.5, 4.0],
         [0, 3],
     ]
-    assert [each.tolist() for each in value_weights(found)] == [[0.2], [0.2], [0.2, 0.2], [0.2]]
+    assert [each.extra["has_value"].tolist() for each in found] == [[1], [1], [1, 1], [1]]
 
 
 def test_bonuses_stay_in_the_advantages() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_critic_training import learner_of, sealed
+from test_critic_training import critic_of, learner_of, sealed, values_of
 from training_rows import row_of
 
 from engine.rewards.credit import Member, credit_tokens
@@ -101,11 +101,10 @@ def test_a_critic_learns_the_values(
     rows = rows_of()
     steps = 300 // critic.get("update_epochs", 1)
     for step in range(steps):
-        assert learner.critic is not None
-        for group in learner.critic.optimizer.param_groups:  # a decaying rate: the values settle
+        for group in critic_of(learner).optimizer.param_groups:  # a decaying rate: the values settle
             group["lr"] = critic["lr"] * (1 - step / steps)
         told = learner.step(rows, step)
-    found = learner._values(rows)
+    found = values_of(learner, rows)
     for said, values in zip(EPISODES, found, strict=True):
         assert values.tolist() == pytest.approx([value(turn, gamma) for turn in range(len(said))], abs=0.01)
     exact = [np.array([value(turn, gamma) for turn in range(len(said))]) for said in EPISODES]

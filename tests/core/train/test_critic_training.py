@@ -25,12 +25,16 @@ from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
 from engine.store import training as folders
-from engine.store.rows.row import RowCredit, TrainingRow
+from engine.store.rows.row import Floats, RowCredit, TrainingRow
+from engine.train.auxiliary import Forward
 from engine.train.checkpoint import Checkpoints, State, checkpoints_of
 from engine.train.critic import Critic
 from engine.train.distributed import SingleProcessGroup
 from engine.train.learner import Learner
+from engine.train.loss_columns import LossColumns
+from engine.train.metric_sums import MetricSums
 from engine.train.metrics import read_metrics
+from engine.train.packing import Pack
 from engine.train.policy import Policy, open_model
 from engine.train.trainer import Trainer
 
@@ -70,12 +74,33 @@ def learner_of(folder: Path, critic: dict[str, Any], credit: dict[str, Any] | No
     model = open_model(folder, spec, temperature=1.0, vocab=None, vision=None) if spec.critic.own_model else None
     method, again = read_credit(credit or {"method": "gae"}), spec.memory.gradient_checkpointing
     made = Critic(spec.critic, method, policy, group, seed=spec.seed, model=model, gradient_checkpointing=again)
-    return Learner(policy, spec, episode_tokens=64, process_group=group, critic=made)
+    return Learner(policy, spec, episode_tokens=64, process_group=group, objectives=[made])
+
+
+def critic_of(learner: Learner) -> Critic:
+    (critic,) = learner.objectives
+    assert isinstance(critic, Critic)
+    return critic
+
+
+def values_of(learner: Learner, rows: list[TrainingRow]) -> list[Floats]:
+    return critic_of(learner).values_of([LossColumns.of(row) for row in rows], learner)
+
+
+def values_in(learner: Learner, rows: list[TrainingRow]) -> torch.Tensor:
+    """The values of rows that are one pack, with their graph."""
+    ((pack, _),) = learner.packs([LossColumns.of(row) for row in rows])
+    critic = critic_of(learner)
+    if not critic.reads_states:
+        return critic.values(pack)
+    states = learner.policy.forward_with_states(pack, entropy=False, states=True)[2]
+    assert states is not None
+    values: torch.Tensor = critic.head(states)
+    return values
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    assert learner.critic is not None
-    own = {f"critic.{name}": each.detach().clone() for name, each in learner.critic.parameters.items()}
+    own = {f"critic.{name}": each.detach().clone() for name, each in critic_of(learner).parameters.items()}
     return own | {name: tensor.clone() for name, tensor in learner.policy.state().items()}
 
 
@@ -147,7 +172,7 @@ def test_a_step_that_stopped_in_a_pass_of_the_critic_is_repeated_up_to_there(mos
     critic = KINDS["probe"] | {"update_epochs": 2}
     told = [learner_of(tiny_model_dir, critic, minibatches=2) for _ in range(2)]
     for learner in told:
-        assert learner.step(rows, 0, None, None, most)["updates"] == most
+        assert learner.step(rows, 0, most_updates=most)["updates"] == most
     one, other = (weights(learner) for learner in told)
     assert all(torch.equal(one[name], other[name]) for name in one)
     whole = learner_of(tiny_model_dir, critic, minibatches=2)
@@ -161,15 +186,21 @@ def test_a_pass_of_the_critic_that_is_not_finite_changes_nothing(
     """The policy's update of the batch stays; the critic keeps its last finite weights."""
     learner = learner_of(tiny_model_dir, KINDS["probe"] | {"update_epochs": 3})
     rows = valued(make_rows())
-    learner.step(rows, 0, None, None, 1)
-    critic = learner.critic
-    assert critic is not None
+    learner.step(rows, 0, most_updates=1)
     before = weights(learner)
-    real = critic.own_values
-    monkeypatch.setattr(critic, "own_values", lambda *args: real(*args) * torch.inf)
+    real = Critic.loss
+    alone: list[bool] = []
+
+    def loss(critic: Critic, pack: Pack, forward: Forward) -> tuple[torch.Tensor, MetricSums]:
+        value_loss, metrics = real(critic, pack, forward)
+        assert forward.states is not None
+        alone.append(not forward.states.requires_grad)
+        return (value_loss * torch.inf if alone[-1] else value_loss), metrics
+
+    monkeypatch.setattr(Critic, "loss", loss)
     with pytest.raises(TrainError, match=r"Lower `train.critic.lr` or `train.critic.update_epochs`") as caught:
         learner.step(rows, 1)
-    assert (caught.value.kind, learner.updates) == ("diverged", 1)
+    assert (caught.value.kind, learner.updates, alone) == ("diverged", 1, [False, True])
     after = weights(learner)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in after.values())
     assert any(not torch.equal(before[name], after[name]) for name in before)
@@ -193,11 +224,7 @@ def test_a_critic_learns_and_only_a_head_changes_the_policy(kind: str, tiny_mode
     assert told[-1]["critic/explained_variance"] > 0.1
     assert told[0]["critic/return_mean"] == pytest.approx(told[-1]["critic/return_mean"], abs=1e-6)  # lam 1: returns
 
-    (pack,) = learner._packs(rows)
-    critic = learner.critic
-    assert critic is not None
-    values = learner.policy.values(pack, critic.head) if critic.reads_policy else critic.values(pack)
-    values.sum().backward()  # type: ignore[no-untyped-call]
+    values_in(learner, rows).sum().backward()  # type: ignore[no-untyped-call]
     assert any(each.grad is not None and bool(each.grad.any()) for each in learner._parameters) == (kind == "head")
 
 
@@ -207,15 +234,14 @@ def test_values_of_cut_episodes_are_those_of_the_last_state(kind: str, tiny_mode
     learner = learner_of(tiny_model_dir, KINDS[kind] | {"warmup_steps": 9})
     rows = valued(make_rows(groups=1))
     learner.step(rows, 0)
-    cut = learner._values([with_credit(row, cut=True) for row in rows])
-    whole = learner._values(rows)
+    cut = values_of(learner, [with_credit(row, cut=True) for row in rows])
+    whole = values_of(learner, rows)
     for row, one, other in zip(rows, cut, whole, strict=True):
         assert len(one) == len(other) + 1
         np.testing.assert_allclose(one[:-1], other, atol=1e-5)
-        assert learner.critic is not None
         longer = with_branch(row, input_ids=np.append(row.branch.input_ids, 17))
         longer = replace(longer, places=np.append(row.places, len(row.branch.input_ids)))
-        np.testing.assert_allclose(learner._values([longer])[0][-1], one[-1], atol=1e-5)
+        np.testing.assert_allclose(values_of(learner, [longer])[0][-1], one[-1], atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", slow_but(KINDS, "network"))
@@ -249,9 +275,7 @@ def test_with_lora_the_head_is_whole_and_the_trunk_moves_by_its_adapter(kind: st
     moved = {name for name, tensor in weights(learner).items() if not torch.equal(before[name], tensor)}
     assert {"critic.last.weight", "critic.last.bias"} <= moved
     assert any(".lora_" in name for name in moved)
-    (pack,) = learner._packs(rows)
-    assert learner.critic is not None
-    learner.policy.values(pack, learner.critic.head).sum().backward()  # type: ignore[no-untyped-call]
+    values_in(learner, rows).sum().backward()  # type: ignore[no-untyped-call]
     reached = [
         name for name, each in learner.policy.model.named_parameters() if each.grad is not None and each.grad.any()
     ]
@@ -281,7 +305,7 @@ def test_half_precision_and_gradient_checkpointing(kind: str, precision: str, ti
     assert told[0]["critic/loss"] == pytest.approx(exact["critic/loss"], rel=1e-6)  # values are 0 at first
     assert told[0]["critic/return_mean"] == pytest.approx(exact["critic/return_mean"], abs=1e-6)
     assert told[2]["critic/value_mean"] != 0
-    assert all(values.dtype == np.float32 for values in learner._values(rows))
+    assert all(values.dtype == np.float32 for values in values_of(learner, rows))
 
 
 def test_a_method_without_values_has_no_critic(tiny_model_dir: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.schemas.loss import LOSSES as OPEN
 from engine.schemas.loss import Denominator, Loss
 from engine.schemas.train import TrainSpec
-from engine.train.loss_tokens import Tokens
+from engine.train.loss_tokens import LossTokens
 from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import PolicyLoss, loss_ratio, objective
 from engine.train.losses.base import implementation
@@ -21,10 +21,10 @@ from engine.train.losses.base import implementation
 LOSSES = OPEN.members()
 
 
-def tokens_of(ratios: list[float], rows: list[int]) -> Tokens:
+def tokens_of(ratios: list[float], rows: list[int]) -> LossTokens:
     size = len(ratios)
     old = torch.full([size], -2.0, dtype=torch.float64)
-    return Tokens(
+    return LossTokens(
         logprobs=(old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_(),
         proximal=old,
         sampler=old.clone(),
@@ -74,7 +74,7 @@ class LinearLoss(Loss):
 
 
 class Linear(PolicyLoss[LinearLoss]):
-    def token_losses(self, tokens: Tokens, ratio: Tensor) -> Tensor:
+    def token_losses(self, tokens: LossTokens, ratio: Tensor) -> Tensor:
         return -ratio * tokens.advantages
 
 

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from engine.schemas.loss import LossSpec
 from engine.schemas.train import TrainSpec
-from engine.train.loss_tokens import Tokens
+from engine.train.loss_tokens import LossTokens
 from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective, policy_loss
 from engine.train.metric_sums import MetricSums
@@ -33,12 +33,12 @@ def loss_spec(kind: str, **options: Any) -> LossSpec:
 
 def tokens_of(
     ratios: Sequence[float], advantages: Sequence[float], *, rows: Sequence[int] | None = None, old: float = -2.0
-) -> Tokens:
+) -> LossTokens:
     """float64, the proximal and the sampler's log-probs `old`, loss_weights 1."""
     size = len(ratios)
     proximal = torch.full([size], old, dtype=torch.float64)
     groups = torch.tensor(rows if rows is not None else [0] * size, dtype=torch.int64)
-    return Tokens(
+    return LossTokens(
         logprobs=(proximal + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_(),
         proximal=proximal,
         sampler=proximal.clone(),
@@ -49,7 +49,7 @@ def tokens_of(
     )
 
 
-def value_and_slope(loss: LossSpec, tokens: Tokens) -> tuple[list[float], list[float]]:
+def value_and_slope(loss: LossSpec, tokens: LossTokens) -> tuple[list[float], list[float]]:
     """Each token's loss, and the gradient of their sum by each log-prob."""
     found = policy_loss(loss, tokens)
     (slope,) = torch.autograd.grad(found.sum(), tokens.logprobs)
@@ -228,7 +228,7 @@ def test_the_entropy_bonus_has_a_gradient() -> None:
     ("asked", "named"), [({"kl": {"coefficient": 0.1}}, "reference"), ({"entropy_coefficient": 0.1}, "entropy")]
 )
 def test_what_is_missing_is_named(asked: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=rf"`Tokens\.{named}`"):
+    with pytest.raises(ValueError, match=rf"`LossTokens\.{named}`"):
         objective(TrainSpec.model_validate(asked), tokens_of([1.0], [1.0]))
 
 
@@ -265,7 +265,7 @@ def test_the_samplers_log_probs_are_compared_with_the_trainers_own() -> None:
     assert found["sampler/diff_max"] == pytest.approx(3 + math.log(1.5))
 
 
-def random_step(seed: int, lengths: Sequence[int]) -> Tokens:
+def random_step(seed: int, lengths: Sequence[int]) -> LossTokens:
     rng = torch.Generator().manual_seed(seed)
     size = sum(lengths)
 
@@ -275,7 +275,7 @@ def random_step(seed: int, lengths: Sequence[int]) -> Tokens:
     sampler = -3 + drawn(0.5)
     proximal = sampler + drawn(0.2)
     rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return Tokens(
+    return LossTokens(
         logprobs=(proximal + drawn(0.3)).requires_grad_(),
         proximal=proximal,
         sampler=sampler,
@@ -288,9 +288,9 @@ def random_step(seed: int, lengths: Sequence[int]) -> Tokens:
     )
 
 
-def part_of(tokens: Tokens, kept: torch.Tensor) -> Tokens:
-    found = {each.name: getattr(tokens, each.name) for each in fields(tokens)}
-    return Tokens(**{name: None if value is None else value[kept] for name, value in found.items()})
+def part_of(tokens: LossTokens, kept: torch.Tensor) -> LossTokens:
+    found = {each.name: getattr(tokens, each.name) for each in fields(LossTokens)}
+    return LossTokens(**{name: None if value is None else value[kept] for name, value in found.items()})
 
 
 @given(
@@ -348,10 +348,17 @@ def test_extreme_log_probs_give_numbers(
     """In float32, with no bound on correction weights that matters: loss, gradient and metrics are finite."""
     columns = torch.tensor(found, dtype=torch.float32).reshape(-1, 5).T
     logprobs = columns[0].clone().requires_grad_()
-    tokens = Tokens(
-        logprobs, columns[1], columns[2], columns[4], torch.full_like(columns[4], 0.1), torch.zeros(len(found)).long(),
-        torch.arange(len(found)) // 2, reference=columns[3], entropy=torch.zeros(len(found)),
-    )  # fmt: skip
+    tokens = LossTokens(
+        logprobs=logprobs,
+        proximal=columns[1],
+        sampler=columns[2],
+        advantages=columns[4],
+        loss_weights=torch.full_like(columns[4], 0.1),
+        rows=torch.zeros(len(found)).long(),
+        turns=torch.arange(len(found)) // 2,
+        reference=columns[3],
+        entropy=torch.zeros(len(found)),
+    )
     options = {"kind": correction, "level": level, "high": 1e30 if wide else 2.0}
     for estimator in ("k1", "k2", "k3"):
         spec = TrainSpec.model_validate(

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from engine.schemas.loss import LossSpec
 from engine.schemas.train import KlSpec, RolloutCorrectionSpec, TrainSpec
-from engine.train.loss_tokens import Tokens
+from engine.train.loss_tokens import LossTokens
 from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective
 
@@ -100,8 +100,15 @@ def ours(
     loss: LossSpec = TypeAdapter(LossSpec).validate_python(options)
     loss_weights = np.concatenate(token_loss_weights(loss, LENGTHS, list("abcd"), length=16))
     rows = torch.arange(len(LENGTHS))[:, None].expand_as(MASK)[MASK]
-    tokens = Tokens(
-        logprobs[MASK], OLD[MASK], OLD[MASK], advantages[MASK], torch.tensor(loss_weights), rows, rows, REFERENCE[MASK]
+    tokens = LossTokens(
+        logprobs=logprobs[MASK],
+        proximal=OLD[MASK],
+        sampler=OLD[MASK],
+        advantages=advantages[MASK],
+        loss_weights=torch.tensor(loss_weights),
+        rows=rows,
+        turns=rows,
+        reference=REFERENCE[MASK],
     )
     spec = TrainSpec(loss=loss, rollout_correction=RolloutCorrectionSpec(kind="none"), kl=KlSpec(coefficient=beta))
     return objective(spec, tokens)[0]

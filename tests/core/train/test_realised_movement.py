@@ -128,14 +128,14 @@ def test_a_critic_of_its_own_makes_it_too(model: Path) -> None:
     policy, net = Policy.load(model, spec, **settings), open_model(model, spec, **settings)
     assert spec.critic is not None
     critic = Critic(spec.critic, GaeCredit(), policy, SingleProcessGroup(), model=net)
-    before = {name: tensor.double() for name, tensor in critic.state_part().tensors().items()}
+    before = {name: tensor.double() for name, tensor in critic.state_parts()["critic"].tensors().items()}
     generator = torch.Generator().manual_seed(0)
     gradients = {name: torch.randn(each.shape, generator=generator) for name, each in critic.parameters.items()}
     for _ in range(3):
         for name, parameter in critic.parameters.items():
             parameter.grad = gradients[name].clone()
         critic.update()
-    tensors = critic.state_part().tensors()
+    tensors = critic.state_parts()["critic"].tensors()
     for name, gradient in gradients.items():  # a constant gradient: steps of lr, against its sign
         wanted = -3 * RATE * gradient.sign().double()
         assert realised(

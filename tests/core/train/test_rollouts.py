@@ -21,7 +21,8 @@ from engine.schemas.reward import Posting
 from engine.schemas.train import TrainSpec
 from engine.schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory, Turn
 from engine.storable import words_of
-from engine.train.batches import Batch, Group, GroupBuilder, whitened_advantages
+from engine.train.batches import Batch, Group, GroupBuilder
+from engine.train.loss_columns import whitened_advantages
 from engine.train.rollouts import BatchCollector, TaskOrder
 
 TASKS = [Task(id=f"t{number}", index=number, fields={}) for number in range(5)]

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.schemas.critic import ProbeCritic
-from engine.train.loss_tokens import ValueTokens
-from engine.train.value_loss import value_losses, value_objective
+from engine.train.value_loss import ValueTokens, value_losses, value_objective
 
 numbers = st.floats(-4, 4, allow_nan=False).map(lambda x: round(x, 3))
 
@@ -62,7 +61,9 @@ def test_the_gradient_is_that_of_finite_differences(
 
 def test_only_weighted_tokens_count_and_the_metrics_are_means_over_them() -> None:
     values = double(1.5, 0.0, 7.0).requires_grad_()
-    tokens = ValueTokens(values, double(1.0, 0.0, 7.0), double(3.0, 1.0, -50.0), double(0.5, 0.5, 0.0))
+    tokens = ValueTokens(
+        values=values, old=double(1.0, 0.0, 7.0), returns=double(3.0, 1.0, -50.0), weights=double(0.5, 0.5, 0.0)
+    )
     loss, metrics = value_objective(ProbeCritic(), tokens)
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss.item() == pytest.approx(0.5 * (0.5 * 1.8**2 + 0.5))
@@ -73,5 +74,5 @@ def test_only_weighted_tokens_count_and_the_metrics_are_means_over_them() -> Non
 
 def test_an_empty_micro_batch_is_zero() -> None:
     empty = double()
-    loss, metrics = value_objective(ProbeCritic(), ValueTokens(empty, empty, empty, empty))
+    loss, metrics = value_objective(ProbeCritic(), ValueTokens(values=empty, old=empty, returns=empty, weights=empty))
     assert (loss.item(), metrics.result()) == (0.0, {})

@@ -20,6 +20,7 @@ from engine.store.rows.row import RowCredit
 from engine.train.critic import Critic
 from engine.train.distributed import SingleProcessGroup
 from engine.train.learner import Learner
+from engine.train.loss_columns import LossColumns
 from engine.train.policy import Policy, open_model
 
 
@@ -45,16 +46,16 @@ async def test_values_of_rows_with_images(kind: str, make_spec: Any, run_spec: A
         own = open_model(folder, spec, temperature=1.0, vocab=None, vision=vision) if spec.critic.own_model else None
         critic = Critic(spec.critic, GaeCredit(), policy, SingleProcessGroup(), model=own)
         torch.nn.init.normal_(critic.head.last.weight, generator=torch.Generator().manual_seed(0))
-        learners.append(Learner(policy, spec, critic=critic))
+        learners.append(Learner(policy, spec, objectives=[critic]))
         told.append(learners[-1].step(rows, 0))
     # Eight images of three: three in the pass of each row, or three in one pass.
     assert [metrics.pop("images/encoded") for metrics in told] == [6 / 8, 3 / 8]
     assert told[0] == pytest.approx(told[1], rel=1e-3, abs=1e-5)
     whole = learners[1]
-    values = whole._values(rows)
+    values = critic.values_of([LossColumns.of(row) for row in rows], whole)
     assert len(values[0]) == len(rows[0].places) + 1
     other = [image.image for row in rows for image in row.branch.images][-1]
     first, *rest = rows[0].branch.images
     if first.image != other:  # of one size: only the pixels differ
         swapped = with_branch(rows[0], images=[replace(first, image=other), *rest])
-        assert not np.allclose(whole._values([swapped])[0], values[0], atol=1e-6)
+        assert not np.allclose(critic.values_of([LossColumns.of(swapped)], whole)[0], values[0], atol=1e-6)

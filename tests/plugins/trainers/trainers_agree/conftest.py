@@ -70,9 +70,9 @@ def record(folder: Path, model: Path, tasks: int) -> Recorded:
     seen: list[dict[str, Any]] = []
     update = Learner._update
 
-    def watched(self: Any, columns: Any, *rest: Any) -> Any:
+    def watched(self: Any, columns: Any, *others: Any, **rest: Any) -> Any:
         seen.extend(of.row.columns() | {"advantages": of.row.on_tokens(of.advantages)} for of in columns)
-        return update(self, columns, *rest)
+        return update(self, columns, *others, **rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "_update", watched)
