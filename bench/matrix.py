@@ -24,7 +24,7 @@ from exactness import SIGNS, all_cases, load_case, play, signs  # noqa: E402
 from exactness_scenarios import SCENARIOS  # noqa: E402
 
 from engine.errors import RenderError  # noqa: E402
-from engine.tokens.template_report import how_prompts_are_made  # noqa: E402
+from engine.plugins.templates.report import how_prompts_are_made  # noqa: E402
 
 HEAD = """\
 # What is exact, and where a branch begins

@@ -112,11 +112,11 @@ def _register() -> None:
     from engine.cli.commands.rescore import rescore
     from engine.cli.commands.run import run
     from engine.cli.commands.schema import schema
-    from engine.cli.commands.template import template
     from engine.cli.commands.train import train
     from engine.cli.graph import graph
     from engine.cli.options import with_options
     from engine.cli.validate.command import validate
+    from engine.plugins.templates.command import template
 
     for command in (
         new,

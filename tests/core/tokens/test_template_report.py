@@ -12,9 +12,9 @@ from exactness import SHIPPED, cases, load_case
 from typer.testing import CliRunner
 
 from engine.cli.main import app
+from engine.plugins.templates.report import branch_rule, masks, masks_or_why, parting, usual_turns
 from engine.tokens.bridge.kinds import ASSISTANT, REASONS, USER
 from engine.tokens.template import ChatTemplate
-from engine.tokens.template_report import branch_rule, masks, masks_or_why, parting, usual_turns
 
 
 def load(name: str, folder: Path, **model: Any) -> ChatTemplate:

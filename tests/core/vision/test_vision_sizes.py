@@ -21,8 +21,8 @@ from slow_cases import slow_but_each
 from vision_kit import BUILDERS
 from waiting import wait_until
 
-from engine.cli.commands.template import _images
 from engine.errors import ImageError
+from engine.plugins.templates.command import _images
 from engine.schemas.model import ModelSpec
 from engine.tokens.image_bank import ImageBank
 from engine.tokens.images import digest_of

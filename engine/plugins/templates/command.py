@@ -9,8 +9,8 @@ import typer
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine.plugins.templates.report import Piece, TurnRendering
     from engine.tokens.template import ChatTemplate
-    from engine.tokens.template_report import Piece, TurnRendering
     from engine.tokens.vision import Vision
 
 
@@ -39,10 +39,10 @@ def template(
     from pathlib import Path
 
     from engine.errors import EngineError
+    from engine.plugins.templates.report import plain
     from engine.schemas.model import ModelSpec
     from engine.terminal import echo
     from engine.tokens.loading import load_format
-    from engine.tokens.template_report import plain
 
     if history not in ("branch", "keep"):
         echo(f"error: --history {history}: write branch or keep", err=True)
@@ -139,10 +139,10 @@ def _images(vision: Vision) -> str:
 
 def describe(template: ChatTemplate, spec: Any) -> dict[str, Any]:
     """Return facts about a chat format, by name."""
+    from engine.plugins.templates.report import branch_rule, how_prompts_are_made, masks_or_why, usual_turns
     from engine.tokens.choosing import chosen_reader, failures
     from engine.tokens.jinja_template import JinjaTemplate
     from engine.tokens.patches import patches_of, template_hash
-    from engine.tokens.template_report import branch_rule, how_prompts_are_made, masks_or_why, usual_turns
 
     found: dict[str, Any] = {"renders": "the model's chat template" if template.name == "template" else template.name}
     if isinstance(template, JinjaTemplate):
