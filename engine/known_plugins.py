@@ -53,6 +53,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "serve": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("serve",)},
     "show": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("show", "compare")},
+    "templates": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("template",)},
     "traces": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("traces",)},
     "trainers": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),

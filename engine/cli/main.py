@@ -116,7 +116,6 @@ def _register() -> None:
     from engine.cli.graph import graph
     from engine.cli.options import with_options
     from engine.cli.validate.command import validate
-    from engine.plugins.templates.command import template
 
     for command in (
         new,
@@ -129,7 +128,6 @@ def _register() -> None:
         replay,
         schema,
         models,
-        template,
     ):
         app.command(command.__name__)(command)
     app.command("eval")(evaluate)

@@ -87,3 +87,9 @@ def test_the_command_prints_the_report(tokenizer_dirs: dict[str, Path], tmp_path
     assert out.read_text().startswith("{%- if tools %}")
     for words in (["--write", str(out)], ["--patches"], ["--history", "both"]):
         assert CliRunner().invoke(app, ["template", model, *words]).exit_code == 2
+
+
+def test_how_tokens_of_images_are_found_is_in_the_report() -> None:
+    result = CliRunner().invoke(app, ["template", "tiny-qwen2_5-vl", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["images"] == "tokens from the image's size"
