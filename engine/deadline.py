@@ -92,30 +92,61 @@ class _Timeout:
             self._left = None
 
 
+class Watched(Protocol):
+    """A call with a deadline."""
+
+    ends: float
+    """End of its time, by the loop's clock."""
+
+    def strike(self) -> None:
+        """End the call, because its time has ended. It is not watched any more."""
+        ...
+
+
 class Deadlines:
-    """Deadlines of one length, in one event loop at a time.
+    """Deadlines of one length, in one event loop at a time. One timer serves all calls.
 
         deadlines = Deadlines(30.0)
-        with deadlines.begin():
-            await something()           # TimeoutError after 30 seconds
+        deadlines.watch(call)                # call.strike() after 30 seconds
+        deadlines.calls.pop(call, None)      # the call has ended
+
+        with deadlines.begin():              # the same for code that waits
+            await something()                # TimeoutError after 30 seconds
 
     Args:
         seconds: Time limit of each call.
     """
 
+    __slots__ = ("_loop", "_still", "_timer", "calls", "seconds")
+
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._calls: dict[Deadline, None] = {}
-        """Running calls, the oldest first."""
+        self.calls: dict[Watched, None] = {}
+        """The watched calls, the oldest first."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._still: float | None = None
         """Time of the pause, by the loop's clock; None while the time runs."""
 
+    def watch(self, call: Watched) -> None:
+        """Begin the time of a call. It ends when the call is taken out of `calls`."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._timer = loop, None
+            self.calls.clear()
+        call.ends = (time.monotonic() if self._still is None else self._still) + self.seconds
+        self.calls[call] = None
+        if self._timer is None and self._still is None:
+            self._timer = loop.call_at(call.ends, self._ring)
+
+    def begin(self) -> Deadline:
+        """Return the deadline of a block of code; its time begins with the `with` block."""
+        return Deadline(self)
+
     def pause(self) -> None:
         """Pause the time of all calls, and of calls that begin later."""
         if self._still is None:
-            self._still = asyncio.get_running_loop().time()
+            self._still = time.monotonic()
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
@@ -124,46 +155,33 @@ class Deadlines:
         """Continue the time of all calls."""
         if self._still is None:
             return
+        stood, self._still = time.monotonic() - self._still, None
         loop = asyncio.get_running_loop()
-        stood, self._still = loop.time() - self._still, None
         if self._loop is not loop:
             return
-        for call in self._calls:
+        for call in self.calls:
             call.ends += stood
-        first = next(iter(self._calls), None)
+        first = next(iter(self.calls), None)
         if first is not None and self._timer is None:
             self._timer = loop.call_at(first.ends, self._ring)
-
-    def begin(self) -> Deadline:
-        """Return the deadline of one call; its time begins with the `with` block."""
-        return Deadline(self)
-
-    def _add(self, call: Deadline, loop: asyncio.AbstractEventLoop) -> None:
-        call.ends = (loop.time() if self._still is None else self._still) + self.seconds
-        if self._loop is not loop:
-            self._loop, self._timer = loop, None
-            self._calls.clear()
-        self._calls[call] = None
-        if self._timer is None and self._still is None:
-            self._timer = loop.call_at(call.ends, self._ring)
 
     def _ring(self) -> None:
         assert self._loop is not None
         now = self._loop.time()
         self._timer = None
         late = []
-        for call in self._calls:
+        for call in self.calls:
             if call.ends > now:
                 self._timer = self._loop.call_at(call.ends, self._ring)
                 break
             late.append(call)
         for call in late:
-            del self._calls[call]
+            del self.calls[call]
             call.strike()
 
 
 class Deadline:
-    """The deadline of one call: a context manager like `asyncio.timeout`.
+    """The deadline of a block of code: a context manager like `asyncio.timeout`.
 
     Raises:
         TimeoutError: At the end of the block, if the time ended inside it.
@@ -181,24 +199,23 @@ class Deadline:
         """Whether the time ended inside the block."""
 
     def strike(self) -> None:
-        """Cancel the call, because its time has ended."""
+        """Cancel the block, because its time has ended."""
         assert self._task is not None
         self.over = True
         self._task.cancel()
 
     def __enter__(self) -> Deadline:
-        loop = asyncio.get_running_loop()
-        task = asyncio.current_task(loop)
+        task = asyncio.current_task()
         if task is None:
             raise RuntimeError("a deadline needs a task to cancel")
         self._task = task
         self._before = task.cancelling()
-        self._group._add(self, loop)
+        self._group.watch(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         # The timer is not cancelled: a timer without effect costs less than one timer for each call.
-        self._group._calls.pop(self, None)
+        self._group.calls.pop(self, None)
         if self.over and self._task is not None:
             _end_block(self._task, self._before, kind, error)
 

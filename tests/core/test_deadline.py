@@ -26,7 +26,7 @@ async def test_a_call_that_is_late_ends_and_one_that_is_not_goes_on() -> None:
 
     calls = [call(0.0), call(9.0), call(0.01), later(0.03), later(9.0)]
     assert await asyncio.gather(*calls) == ["done", "late", "done", "done", "late"]
-    assert not deadlines._calls
+    assert not deadlines.calls
 
 
 async def test_one_timer_serves_all_calls() -> None:
@@ -88,3 +88,38 @@ def test_it_serves_one_event_loop_after_another() -> None:
         return False
 
     assert [asyncio.run(late()), asyncio.run(late())] == [True, True]
+
+
+class _Call:
+    """A watched call, which notes when it is struck."""
+
+    ends = 0.0
+
+    def __init__(self) -> None:
+        self.struck = asyncio.Event()
+
+    def strike(self) -> None:
+        self.struck.set()
+
+
+async def test_a_watched_call_is_struck_once_and_one_that_ended_is_not() -> None:
+    deadlines = Deadlines(0.02)
+    late, ended = _Call(), _Call()
+    deadlines.watch(late)
+    deadlines.watch(ended)
+    del deadlines.calls[ended]
+    await late.struck.wait()
+    assert not deadlines.calls
+    assert not ended.struck.is_set()
+
+
+async def test_a_paused_call_keeps_the_time_that_was_left() -> None:
+    deadlines, call = Deadlines(0.02), _Call()
+    deadlines.watch(call)
+    deadlines.pause()
+    before = call.ends
+    await asyncio.sleep(0.04)
+    assert not call.struck.is_set()
+    deadlines.resume()
+    assert call.ends >= before + 0.04
+    await call.struck.wait()
