@@ -6,7 +6,6 @@ know. `apply` is pure: the same record always leads to the same event. A replay 
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from engine.actions.role_models import RoleModel, RoleModels
     from engine.actions.toolbox import Toolbox
     from engine.agents.program import ProgramBodies
-    from engine.backends.backend import Backend
+    from engine.backends.backend import Sampler
     from engine.episode.episode import Episode
     from engine.isolation.remote import Cell
     from engine.schemas.episode import EpisodeSpec
@@ -59,21 +58,17 @@ class EpisodeObjects:
     """While a resume repeats a call: the record that the call gave before."""
     cell: Cell | None = None
     """The worker process of all code of the spec, if the episode runs alone."""
-    backend: Backend | None = None
+    sampler: Sampler | None = None
     """Samples the policy's replies; None where nothing is sampled."""
-    slots: asyncio.Semaphore | None = None
-    """The generation slots: one per generation that may run at once."""
     roles: RoleModels | None = None
     """The models that play users and judges."""
     programs: ProgramBodies | None = None
     """The agent programs that run elsewhere; None: the spec's own program is started."""
 
-    async def sample(self, request: GenerateRequest) -> Generation:
-        """Request a reply from the backend, when a generation slot is free."""
-        assert self.backend is not None  # where nothing is sampled, nothing is performed
-        assert self.slots is not None
-        async with self.slots:
-            return await self.backend.generate(request)
+    def sample(self, request: GenerateRequest) -> Awaitable[Generation]:
+        """Request a reply of the policy."""
+        assert self.sampler is not None  # where nothing is sampled, nothing is performed
+        return self.sampler.generate(request)
 
     def model(self, *path: str) -> RoleModel:
         """The model of the role declared at `path`. Raises: SpecCodeError: none plays it."""

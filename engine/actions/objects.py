@@ -29,12 +29,10 @@ from engine.spec.conversation import tools_of
 from engine.storable import words_of
 
 if TYPE_CHECKING:
-    import asyncio
-
     from engine.actions.calling.workers import Workers
     from engine.actions.role_models import RoleModels
     from engine.agents.program import ProgramBodies
-    from engine.backends.backend import Backend
+    from engine.backends.backend import Sampler
     from engine.machine.machine import Machine
     from engine.schemas.entry import Effects, Entry
     from engine.schemas.environment import Task
@@ -117,8 +115,7 @@ class ObjectBuilder:
         loaded: The spec.
         machine: Its machine.
         code: Runs the spec's code.
-        backend: The policy's backend; None where nothing is sampled.
-        slots: The generation slots of the policy.
+        sampler: Samples the policy's replies; None where nothing is sampled.
         roles: The models of users and judges; None where no role is played.
         programs: Agent programs that run elsewhere, instead of the spec's.
 
@@ -132,14 +129,13 @@ class ObjectBuilder:
         machine: Machine,
         code: Workers,
         *,
-        backend: Backend | None = None,
-        slots: asyncio.Semaphore | None = None,
+        sampler: Sampler | None = None,
         roles: RoleModels | None = None,
         programs: ProgramBodies | None = None,
     ) -> None:
         spec, base = loaded.spec, loaded.base
         self._loaded, self._code = loaded, code
-        self._bare = partial(EpisodeObjects, backend=backend, slots=slots, roles=roles, programs=programs)
+        self._bare = partial(EpisodeObjects, sampler=sampler, roles=roles, programs=programs)
 
         def factory(entry: Any, role: str, isolation: IsolationSpec | None) -> Factory:
             return Factory(entry, base, spec.isolation_of(isolation), code, role)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from engine.actions.role_weights import frozen_refusal, role_weights, shares_policy
+from engine.backends.slots import Slots
 from engine.errors import ContextOverflow, EngineError, SpecCodeError, TrainError
 from engine.schemas.backend import BackendBase, LocalBackendSpec
 from engine.schemas.base import Struct
@@ -59,7 +60,7 @@ class RoleBackend:
     """A backend that serves the models of roles."""
 
     backend: Backend
-    slots: asyncio.Semaphore
+    slots: Slots
     """One slot for each generation that may be in flight."""
     borrowed: bool
     """Whether it is the policy's backend, which the policy's owner opens and closes."""
@@ -208,7 +209,7 @@ class RoleModels:
         loaded: LoadedSpec,
         format: ChatTemplate,
         backend: Backend,
-        slots: asyncio.Semaphore,
+        slots: Slots,
         *,
         allowed: RoleBackends = "any",
         training: bool = False,
@@ -260,7 +261,7 @@ class RoleModels:
             from engine.backends.registry import open_backend  # `validate` reads the roles of a spec without backends
 
             backend = open_backend(section, template)
-            served = RoleBackend(backend, asyncio.Semaphore(self._loaded.spec.rollout.concurrency), borrowed=False)
+            served = RoleBackend(backend, Slots(self._loaded.spec.rollout.concurrency), borrowed=False)
             self._backends[key] = served  # before it starts, so that it is closed if the start fails
             await backend.start()
         return self._backends[key]

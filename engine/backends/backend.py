@@ -7,7 +7,8 @@ rewards or machines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import BackendError
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
@@ -16,9 +17,18 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.backends.http.outage import Outage
+    from engine.backends.slots import Slots
     from engine.schemas.backend import BackendBase
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
+
+
+class Sampler(Protocol):
+    """Samples replies for episodes: ids in; ids with log-probs, or a typed error, out."""
+
+    def generate(self, request: GenerateRequest) -> Awaitable[Generation]:
+        """See `Backend.generate`."""
+        ...
 
 
 class Backend(ABC):
@@ -85,6 +95,11 @@ class Backend(ABC):
             BackendError: No reply; `retryable` says whether another try may succeed.
         """
 
+    async def generate_in_slot(self, request: GenerateRequest, slots: Slots) -> Generation:
+        """`generate`, as soon as a slot is free, which is held until the reply is there."""
+        async with slots:
+            return await self.generate(request)
+
     async def check_sampling(self, sampling: SamplingParams) -> None:  # noqa: B027
         """Check that the started backend can sample in another way than the spec's. Capabilities of its kind are not checked here.
 
@@ -102,6 +117,19 @@ class Backend(ABC):
     def stats(self) -> dict[str, Any]:
         """Counts since the start; JSON values only."""
         return {}
+
+
+class SlotSampler:
+    """Samples from a backend, which holds one of the slots for each reply."""
+
+    __slots__ = ("_backend", "_slots")
+
+    def __init__(self, backend: Backend, slots: Slots) -> None:
+        self._backend, self._slots = backend, slots
+
+    def generate(self, request: GenerateRequest) -> Awaitable[Generation]:
+        """See `Backend.generate`."""
+        return self._backend.generate_in_slot(request, self._slots)
 
 
 def refuse_parameters(declared: BackendBase, sampling: SamplingParams) -> None:

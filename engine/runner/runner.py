@@ -27,6 +27,8 @@ from engine.actions.calling.workers import Workers
 from engine.actions.images import ImageStorer
 from engine.actions.objects import ObjectBuilder
 from engine.actions.role_models import RoleModels
+from engine.backends.backend import SlotSampler
+from engine.backends.slots import Slots
 from engine.deadline import PausableClocks
 from engine.episode.compiled import compile_spec
 from engine.episode.episode import never_built, until_end
@@ -167,15 +169,14 @@ class Runner:
         self._workers = Workers()
         self._clocks = PausableClocks()
         self._isolation = CrashIsolation(store.crashes())
-        slots = asyncio.Semaphore(spec.rollout.concurrency)
+        slots = Slots(spec.rollout.concurrency)
         self._compiled = compile_spec(loaded, format, self._workers, context=backend.context)
         self._roles = RoleModels(loaded, format, backend, slots, training=training)
         self._object_builder = ObjectBuilder(
             loaded,
             self._compiled.machine,
             self._workers,
-            backend=backend,
-            slots=slots,
+            sampler=SlotSampler(backend, slots),
             roles=self._roles,
             programs=programs,
         )

@@ -5,14 +5,15 @@ Invariant: the result depends only on the spec, the scenario and the tokenizer. 
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.actions.images import ImageStorer, MemoryImages
 from engine.actions.objects import ObjectBuilder
 from engine.actions.role_models import RoleModels
+from engine.backends.backend import SlotSampler
 from engine.backends.scripted import ScriptedBackend
+from engine.backends.slots import Slots
 from engine.episode.compiled import CompiledSpec, compile_spec
 from engine.episode.executor import Executor
 from engine.errors import EngineError
@@ -65,10 +66,10 @@ async def play(
     backend = ScriptedBackend(_script(scenario), template)
     await backend.start()
     # No scenario waits for a model.
-    slots = asyncio.Semaphore(1)
+    slots = Slots(1)
     compiled = compile_spec(loaded, template, workers, context=backend.context)
     roles = RoleModels(loaded, template, backend, slots, allowed="scripted")
-    builder = ObjectBuilder(loaded, compiled.machine, workers, backend=backend, slots=slots, roles=roles)
+    builder = ObjectBuilder(loaded, compiled.machine, workers, sampler=SlotSampler(backend, slots), roles=roles)
     scripted = _ScenarioEpisode(compiled, builder, workers, scenario)
     await roles.start()
     try:

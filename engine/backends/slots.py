@@ -1,0 +1,83 @@
+"""Generation slots: how many generations may be requested at once.
+
+Invariant: work that finds no free slot is started by the work that frees one, in the same call, in the order in which it came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Protocol
+
+
+class Work(Protocol):
+    """What holds a slot."""
+
+    def start(self) -> bool:
+        """Begin, because a slot is free. It must not raise. False: it is not needed any more, and holds none."""
+        ...
+
+
+class Slots:
+    """Generation slots.
+
+        slots.take(work)        # calls work.start(), now or when a slot is free
+        slots.end()             # the work has ended
+
+        async with slots:       # the same for code that waits
+            await something()
+
+    Args:
+        count: How many there are.
+    """
+
+    __slots__ = ("_waiting", "free")
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        """Number of slots that nothing holds."""
+        self._waiting: deque[Work] = deque()
+
+    def take(self, work: Work) -> None:
+        """Start work when a slot is free."""
+        if not self.free:
+            self._waiting.append(work)
+            return
+        self.free -= 1
+        if not work.start():
+            self.end()
+
+    def end(self) -> None:
+        """Give a slot to the work that has waited longest."""
+        while self._waiting:
+            if self._waiting.popleft().start():
+                return
+        self.free += 1
+
+    async def __aenter__(self) -> None:
+        turn = _Turn()
+        self.take(turn)
+        try:
+            await turn.began
+        except asyncio.CancelledError:
+            if not turn.began.cancelled():  # the slot was given already
+                self.end()
+            raise
+
+    async def __aexit__(self, *error: object) -> None:
+        self.end()
+
+
+class _Turn:
+    """A coroutine that waits for a slot."""
+
+    __slots__ = ("began",)
+
+    def __init__(self) -> None:
+        self.began = asyncio.get_running_loop().create_future()
+
+    def start(self) -> bool:
+        if self.began.done():
+            return False
+        self.began.set_result(None)
+        return True
