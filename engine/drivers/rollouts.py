@@ -1,7 +1,7 @@
 """The episodes of a training or a service on several drivers: its process gives each group to one of them, and gets its trajectories.
 
 Invariants:
-- That process alone decides when a group starts (`engine.train.rollouts`, `engine.plugins.serve.groups`), so its limits hold over all drivers.
+- That process alone decides when a group starts (`engine.runner.groups`, `engine.plugins.serve.groups`), so its limits hold over all drivers.
 - The trainer alone sends weights to the servers. Each episode is given out with the version that they have, and a driver refuses replies of
   a server that has older weights.
 - All episodes of a group run on one driver. A driver that died begins again from its journals, and what it was given is given to it again.

@@ -24,9 +24,9 @@ from engine.errors import TrainError
 from engine.store.training import BATCHES
 
 if TYPE_CHECKING:
-    from engine.train.batches import Batch
+    from engine.runner.batch import Batch
+    from engine.runner.task_order import TaskOrder
     from engine.train.difficulty import DifficultyFilter
-    from engine.train.rollouts import TaskOrder
 
 log = structlog.get_logger(__name__)
 

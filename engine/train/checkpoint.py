@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from engine.errors import TrainError
-from engine.train.groups import ConsumedGroups
+from engine.runner.task_order import ConsumedGroups
 
 if TYPE_CHECKING:
     from engine.train.learner import Learner

@@ -20,8 +20,8 @@ from engine.store.rows.build import member_of
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine.runner.batch import Group
     from engine.schemas.credit import CreditSpec
-    from engine.train.batches import Group
 
 TESTS = 3
 """Rewards of one kind that are tested before all of the kind count as unplaced."""

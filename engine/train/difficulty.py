@@ -16,9 +16,9 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from engine.runner.task_order import TaskOrder
     from engine.schemas.train import DifficultySpec
     from engine.schemas.trajectory import Trajectory
-    from engine.train.rollouts import TaskOrder
 
 MAX_SKIPPED = 4096
 """Most draws that are skipped one after the other."""

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from engine.runner.batch import ZERO_ADVANTAGE
 from engine.schemas.base import Struct
 from engine.store.rows.row import Doubles, Floats, TrainingRow
-
-ZERO_ADVANTAGE = 1e-9
-"""Advantages below this value count as 0: they are rounding errors of equal rewards."""
 
 
 class LossColumns(Struct, frozen=True, kw_only=True):

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.runner.batch import ZERO_ADVANTAGE
 from engine.runner.stats import RunSummary
-from engine.train.loss_columns import ZERO_ADVANTAGE, whitened_advantages
+from engine.train.loss_columns import whitened_advantages
 
 if TYPE_CHECKING:
+    from engine.runner.batch import Batch
     from engine.schemas.train import TrainSpec
     from engine.schemas.trajectory import Trajectory
-    from engine.train.batches import Batch
 
 STEPS = 3
 """Number of such steps in a row after which a training warns."""

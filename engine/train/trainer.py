@@ -18,13 +18,16 @@ import structlog
 from engine.backends.registry import open_backend
 from engine.backends.weight_target import weight_target
 from engine.errors import EngineError, StoreError, TrainError
+from engine.runner.batch import Batch
+from engine.runner.groups import GroupRunner, GroupSchedule
 from engine.runner.overlong import fitting_tasks
 from engine.runner.runner import Runner
+from engine.runner.task_order import TaskOrder
 from engine.spec.tasks import load_tasks
 from engine.store import training as folders
 from engine.tokens.loading import load_format
 from engine.train.batch_log import BatchRecord, check_tasks
-from engine.train.batches import Batch, GroupBuilder
+from engine.train.batches import GroupBuilder
 from engine.train.credit_reach import reach_of
 from engine.train.difficulty import DifficultyFilter
 from engine.train.keep import compact_training, plan_of
@@ -32,7 +35,6 @@ from engine.train.loop import TrainingLoop, TrainResult
 from engine.train.missing_signal import MissingSignal
 from engine.train.overlong import masked_metrics
 from engine.train.repeated_steps import StepRepeater, stored_rows
-from engine.train.rollouts import BatchCollector, TaskOrder
 from engine.train.setup import learner_of
 from engine.train.stopping import unless_stopped
 from engine.train.stored_groups import StoredEpisodes
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from engine.drivers.rollouts import DriverRollouts
     from engine.runner.services import Cost
     from engine.runner.stats import RunCounters
-    from engine.schemas.trajectory import Trajectory
     from engine.store import RunStore
 
 log = structlog.get_logger(__name__)
@@ -178,53 +179,48 @@ class Trainer(TrainingLoop):
             for record in repeater.records:
                 self._difficulty.add(record.solved)
         await self._write_missing_lines(repeater.records, stop)
-        collector = self._collector(runner, rows, stored)
+        schedule = self._schedule(runner, rows, stored)
         result.faults = runner.faults
         try:
-            await self._steps(result, collector, stop)
+            await self._steps(result, schedule, stop)
         except EngineError as error:
             if error.drains:
-                await unless_stopped(stop, collector.drain())
+                await unless_stopped(stop, schedule.drain())
             raise
         finally:
-            await collector.close()
+            await schedule.close()
             if self.train.colocate:
                 await weight_target(self._backend).take_memory_back()
 
-    def _collector(self, runner: Runner | DriverRollouts, rows: GroupBuilder, stored: StoredEpisodes) -> BatchCollector:
+    def _schedule(self, runner: Runner | DriverRollouts, rows: GroupBuilder, stored: StoredEpisodes) -> GroupSchedule:
         rollout = self.spec.rollout
-
-        def ended(trajectory: Trajectory) -> None:
-            self._observers.progressed()
-            runner.count(trajectory)
-
-        return BatchCollector(
-            runner,
+        most = rollout.live_episodes or 2 * rollout.concurrency
+        groups = GroupRunner(runner, rows, asyncio.Semaphore(most), stored, progress=self._observers.progressed)
+        return GroupSchedule(
+            groups,
             self._order,
-            rows,
             self.train,
             samples=rollout.samples_per_task,
             batches=self.train.steps - self._state.step,
-            max_live_episodes=rollout.live_episodes or 2 * rollout.concurrency,
+            max_live_episodes=most,
             version=self._state.version,
             consumed=self._state.groups,
             stored=stored,
             difficulty=self._difficulty,
-            progress=ended,
         )
 
-    async def _steps(self, result: TrainResult, collector: BatchCollector, stop: asyncio.Event | None) -> None:
+    async def _steps(self, result: TrainResult, schedule: GroupSchedule, stop: asyncio.Event | None) -> None:
         """Run steps up to the last one. `stop` ends the collection of a batch at once, but a running update is finished."""
         train, state = self.train, self._state
         missing = MissingSignal(train)
         while state.step < train.steps and not result.interrupted:
             began = time.perf_counter()
             with self._timed("rollout"):
-                batch = await unless_stopped(stop, collector.batch())
+                batch = await unless_stopped(stop, schedule.batch())
             if batch is None:
                 result.interrupted = True
                 return
-            values = await self._step(batch, collector)
+            values = await self._step(batch)
             if warning := missing.add(batch):
                 log.warning(warning, step=state.step)
                 await self._observers.lacks_signal(state.step, warning)
@@ -234,7 +230,7 @@ class Trainer(TrainingLoop):
                 with self._timed("sync"):
                     if batch.used:
                         await unless_stopped(stop, self._push_weights())
-                collector.batch_trained(state.version)
+                schedule.trained(state.version)
             if self._evaluator.due(state.step):
                 found = None if result.interrupted else await unless_stopped(stop, self._evaluate())
                 if found is None:  # the next launch evaluates this step and writes its line
@@ -284,7 +280,7 @@ class Trainer(TrainingLoop):
         except StoreError as error:
             log.warning("the run store could not be compacted; `engine compact` does it later", reason=str(error))
 
-    async def _step(self, batch: Batch, collector: BatchCollector) -> dict[str, float]:
+    async def _step(self, batch: Batch) -> dict[str, float]:
         """Train on a batch and write its metrics to the batch log. Returns the metrics."""
         values = batch.metrics(tuple(self.spec.tasks.mix or ()))
         reach = reach_of(self.spec.rewards.credit, [*batch.used, *batch.left_out], self.loaded.base)

@@ -19,12 +19,13 @@ import orjson
 
 from engine.errors import first_of
 from engine.plugins.serve.http import ServiceError
+from engine.runner.batch import without_signal
 from engine.runner.runner import Runner
 from engine.schemas.base import Struct
 from engine.schemas.generation import SamplingParams
 from engine.schemas.train import TrainSpec
 from engine.store.store import episode_id_of
-from engine.train.batches import GroupBuilder, without_signal
+from engine.train.batches import GroupBuilder
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend

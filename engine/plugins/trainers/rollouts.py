@@ -20,6 +20,8 @@ from engine.errors import TrainError, first_of
 from engine.plugins.trainers.capabilities import TRAINERS
 from engine.plugins.trainers.handover import final_rows
 from engine.plugins.trainers.pixels import Pixels
+from engine.runner.batch import Batch, Group
+from engine.runner.groups import GroupRequest, GroupRunner
 from engine.runner.overlong import fitting_tasks
 from engine.runner.runner import Runner
 from engine.schemas.train import TrainSpec
@@ -28,7 +30,7 @@ from engine.spec.tasks import load_tasks
 from engine.store.training import open_rollouts
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
-from engine.train.batches import Batch, Group, GroupBuilder
+from engine.train.batches import GroupBuilder
 from engine.validate import refuse_first_tasks
 from engine.validate.drivers import refuse_many
 
@@ -85,7 +87,7 @@ class TrainerRollouts:
         self._first_use, self._use_step = 0, 1
         self._services = AsyncExitStack()
         self._runner: Runner
-        self._alive: asyncio.Semaphore
+        self._group_runner: GroupRunner
         self.faults: list[str] = []
         """Episodes that the engine itself could not finish, newest last."""
 
@@ -130,7 +132,8 @@ class TrainerRollouts:
         self._runner = Runner(self.loaded, [], self.format, backend, store, keep_going=self._keep_going, training=True)
         self._runner.faults = self.faults
         rollout = self.spec.rollout
-        self._alive = asyncio.Semaphore(rollout.live_episodes or 2 * rollout.concurrency)
+        live = asyncio.Semaphore(rollout.live_episodes or 2 * rollout.concurrency)
+        self._group_runner = GroupRunner(self._runner, self._rows, live)
         await self._services.enter_async_context(self._runner.serving())
 
     async def close(self) -> None:
@@ -193,21 +196,12 @@ class TrainerRollouts:
 
     async def _group(self, task: Task, samples: int, version: int, number: int) -> Group:
         self._runner.counters.total += samples
-        try:
-            async with asyncio.TaskGroup() as running:
-                works = [running.create_task(self._episode(task, sample)) for sample in range(samples)]
-        except BaseExceptionGroup as several:
-            raise first_of(several) from None
-        ended = [each for work in works if (each := work.result()) is not None]
-        return self._rows.group(number, task.id, version, ended, samples=samples)
+        return await self._group_runner.group(GroupRequest(number=number, task=task, samples=samples, version=version))
 
     async def _episode(self, task: Task, sample: int) -> Trajectory | None:
-        """Run an episode. Returns None if the engine itself failed; the other episodes continue."""
-        async with self._alive:
-            trajectory = await self._runner.episode(task, sample)
-        if trajectory is not None:
-            self._runner.count(trajectory)
-        return trajectory
+        """Run an episode. Returns None if the engine itself failed."""
+        self._runner.counters.total += 1
+        return await self._group_runner.episode(task, sample)
 
 
 def refuse_lost(loaded: LoadedSpec, trainer: str) -> None:

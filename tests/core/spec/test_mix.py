@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import SpecError
+from engine.runner.task_order import TaskOrder
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.rows.mix import DRAWS, Draws, mixed_tasks, phase
 from engine.spec.rows.text_rows import JsonlRows
 from engine.spec.tasks import count_tasks, load_tasks
-from engine.train.rollouts import TaskOrder
 from engine.validate import check_spec
 
 pytestmark = pytest.mark.usefixtures("in_folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ from test_surviving import EXACT, Killed, kill_at, lines, sampled, trained
 from trainings import begin_training, policy_weights, resume_training
 
 from engine.errors import SpecError
+from engine.runner.groups import GroupRunner, GroupSchedule
 from engine.runner.runner import Runner
+from engine.runner.task_order import TaskOrder
 from engine.schemas.train import DifficultySpec
 from engine.spec.load import load_spec
 from engine.train.batch_log import BatchLog, BatchRecord
 from engine.train.batches import GroupBuilder
 from engine.train.difficulty import DifficultyFilter
 from engine.train.metrics import read_metrics
-from engine.train.rollouts import BatchCollector, TaskOrder
 
 
 def filter_of(**spec: Any) -> DifficultyFilter:
@@ -75,14 +77,13 @@ async def test_batches_are_full_and_every_draw_is_accounted_for(
     order = TaskOrder(TASKS, shuffle=False, seed=0)
     found = DifficultyFilter(DifficultySpec(window=2, keep=keep), order, seed=1)
     fake: Any = FakeRunner(lambda task, sample: float(sample < 2 * solved[int(task[1])]), lambda task, sample: 1)
-    collector = BatchCollector(
-        fake, order, GroupBuilder(spec, wanted, None), wanted, samples=2, max_live_episodes=100, difficulty=found
-    )
+    groups = GroupRunner(fake, GroupBuilder(spec, wanted, None), asyncio.Semaphore(100))
+    schedule = GroupSchedule(groups, order, wanted, samples=2, max_live_episodes=100, difficulty=found)
     seen: Counter[int] = Counter()
     tasks: list[str] = []
     forced = 0
     for step in range(12):
-        batch = await collector.batch()
+        batch = await schedule.batch()
         assert len(batch.used) == 2
         record = BatchRecord.of(batch, order, step=step, version=step, metrics={}, difficulty=found)
         seen.update(record.numbers)
@@ -91,8 +92,8 @@ async def test_batches_are_full_and_every_draw_is_accounted_for(
             forced += batch.forced
         found.add(record.solved)
         fake.version += 1
-        collector.batch_trained(fake.version)
-    await collector.close()
+        schedule.trained(fake.version)
+    await schedule.close()
     assert set(seen.values()) == {1}
     mixed = {f"t{index}" for index, rate in enumerate(solved) if rate == 0.5}
     if not mixed:

@@ -14,11 +14,12 @@ from slow_cases import slow_but
 from test_rollouts import TASKS, FakeRunner, make_trajectory, spec_of
 
 from engine.errors import TrainError
+from engine.runner.batch import Batch
+from engine.runner.groups import GroupRunner, GroupSchedule
+from engine.runner.task_order import ConsumedGroups, TaskOrder
 from engine.schemas.trajectory import Trajectory
 from engine.train.batch_log import BatchLog, BatchRecord, to_repeat
-from engine.train.batches import Batch, GroupBuilder
-from engine.train.groups import ConsumedGroups
-from engine.train.rollouts import BatchCollector, TaskOrder
+from engine.train.batches import GroupBuilder
 
 
 @settings(max_examples=100)
@@ -94,10 +95,9 @@ def test_no_group_trains_twice_and_none_is_lost_however_often_it_is_killed(
         )
         fake: Any = Killable(store, rewards, ticks)
         fake.version = version
-        collector = BatchCollector(
-            fake,
+        schedule = GroupSchedule(
+            GroupRunner(fake, GroupBuilder(spec, wanted, None), asyncio.Semaphore(100), store),
             TaskOrder(TASKS, shuffle=False, seed=0),
-            GroupBuilder(spec, wanted, None),
             wanted,
             samples=2,
             max_live_episodes=100,
@@ -106,7 +106,7 @@ def test_no_group_trains_twice_and_none_is_lost_however_often_it_is_killed(
             stored=store,  # type: ignore[arg-type]
         )
         for _ in range(steps):
-            batch: Batch = await collector.batch()
+            batch: Batch = await schedule.batch()
             assert 0.0 <= batch.metrics()["staleness/max"] <= staleness
             trained.extend(group.number for group in batch.used)
             numbers = [group.number for group in [*batch.used, *batch.left_out]] + batch.cancelled + batch.stale
@@ -115,14 +115,14 @@ def test_no_group_trains_twice_and_none_is_lost_however_often_it_is_killed(
             consumed.add(numbers)
             version += 1
             fake.version = version
-            collector.batch_trained(version)
-        last = asyncio.ensure_future(collector.batch())
+            schedule.trained(version)
+        last = asyncio.ensure_future(schedule.batch())
         for _ in range(lost):
             await asyncio.sleep(0)
         last.cancel()
         await asyncio.gather(last, return_exceptions=True)
-        started = max(started, collector._next)
-        await collector.close()
+        started = max(started, schedule._next)
+        await schedule.close()
 
     for _ in range(6):
         asyncio.run(launch(chance.randint(0, 2), chance.randint(0, 60)))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from training_rows import row_of
 
+from engine.runner.batch import Batch, Group
 from engine.schemas.generation import FinishReason
 from engine.schemas.train import TrainSpec
 from engine.schemas.trajectory import Failure, Outcome, Trajectory, Turn
-from engine.train.batches import Batch, Group
 from engine.train.missing_signal import MissingSignal
 
 CODE = Path(__file__).parent

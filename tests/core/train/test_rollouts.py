@@ -14,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import EngineError, StoreError, TrainError
+from engine.runner.batch import Batch, Group
+from engine.runner.groups import GroupRequest, GroupRunner, GroupSchedule
+from engine.runner.task_order import TaskOrder
 from engine.schemas.credit import read_credit
 from engine.schemas.environment import Task
 from engine.schemas.episode import EpisodeSpec
@@ -21,9 +24,8 @@ from engine.schemas.reward import Posting
 from engine.schemas.train import TrainSpec
 from engine.schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory, Turn
 from engine.storable import words_of
-from engine.train.batches import Batch, Group, GroupBuilder
+from engine.train.batches import GroupBuilder
 from engine.train.loss_columns import whitened_advantages
-from engine.train.rollouts import BatchCollector, TaskOrder
 
 TASKS = [Task(id=f"t{number}", index=number, fields={}) for number in range(5)]
 
@@ -78,6 +80,9 @@ class FakeRunner:
             self.faults.append(f"{task.id}/{sample}: {words_of(error)}")
             return None
 
+    def count(self, trajectory: Trajectory) -> None:
+        """Nothing depends on it."""
+
     async def _trajectory(self, task: Task, sample: int) -> Trajectory:
         self.begun.append(f"{task.id}/{sample}")
         version = self.version
@@ -106,16 +111,14 @@ def spec_of(**train: Any) -> tuple[EpisodeSpec, TrainSpec]:
     ), wanted
 
 
-def collector_of(
+def schedule_of(
     fake: FakeRunner, *, samples: int = 2, max_live_episodes: int = 100, batches: int | None = None, **train: Any
-) -> BatchCollector:
+) -> GroupSchedule:
     spec, wanted = spec_of(**train)
     order = TaskOrder(TASKS, shuffle=wanted.shuffle, seed=wanted.seed)
-    runner: Any = fake
-    return BatchCollector(
-        runner,
+    return GroupSchedule(
+        GroupRunner(fake, GroupBuilder(spec, wanted, None), asyncio.Semaphore(max_live_episodes)),
         order,
-        GroupBuilder(spec, wanted, None),
         wanted,
         samples=samples,
         max_live_episodes=max_live_episodes,
@@ -131,36 +134,36 @@ def differing(task: str, sample: int) -> float:
     return float(sample % 2)
 
 
-async def steps(fake: FakeRunner, rollouts: BatchCollector, count: int) -> list[Batch]:
+async def steps(fake: FakeRunner, schedule: GroupSchedule, count: int) -> list[Batch]:
     batches = []
     for _ in range(count):
-        batch = await rollouts.batch()
+        batch = await schedule.batch()
         batches.append(batch)
         await asyncio.sleep(0)  # what learning gives others the time for
         fake.version += 1
-        rollouts.batch_trained(fake.version)
-    await rollouts.close()
+        schedule.trained(fake.version)
+    await schedule.close()
     return batches
 
 
 async def test_synchronous_steps_take_the_tasks_in_order_and_sample_nothing_ahead() -> None:
     fake = FakeRunner(differing, lambda task, sample: 1)
-    rollouts = collector_of(fake)
-    first = await rollouts.batch()
+    schedule = schedule_of(fake)
+    first = await schedule.batch()
     assert ids(first.used) == ["t0", "t1"]
     for _ in range(20):
         await asyncio.sleep(0)
     assert fake.begun == ["t0/0", "t0/1", "t1/0", "t1/1"]  # nothing until the weights are new
-    rollouts.batch_trained(1)
-    second, third = await rollouts.batch(), None
-    rollouts.batch_trained(2)
-    third = await rollouts.batch()
+    schedule.trained(1)
+    second, third = await schedule.batch(), None
+    schedule.trained(2)
+    third = await schedule.batch()
     assert (ids(second.used), ids(third.used)) == (["t2", "t3"], ["t4", "t0~1"])
 
 
 async def test_groups_that_teach_nothing_are_left_out_and_others_take_their_place() -> None:
     fake = FakeRunner(lambda task, sample: 1.0 if task in ("t0", "t2") else float(sample), lambda task, sample: 1)
-    batch = await collector_of(fake).batch()
+    batch = await schedule_of(fake).batch()
     assert ids(batch.used) == ["t1", "t3"]
     assert ids(batch.left_out) == ["t0", "t2"]
     told = batch.metrics()
@@ -169,7 +172,7 @@ async def test_groups_that_teach_nothing_are_left_out_and_others_take_their_plac
 
 
 async def test_kept_where_the_spec_says_so() -> None:
-    batch = await collector_of(FakeRunner(lambda task, sample: 1.0, lambda *_: 1), dynamic_sampling=False).batch()
+    batch = await schedule_of(FakeRunner(lambda task, sample: 1.0, lambda *_: 1), dynamic_sampling=False).batch()
     assert ids(batch.used) == ["t0", "t1"]
     assert [row.on_tokens(row.advantages).tolist() for row in batch.rows] == [[0.0] * 5] * 4
 
@@ -178,7 +181,7 @@ async def test_kept_where_the_spec_says_so() -> None:
 async def test_groups_without_advantage_are_counted_whether_they_are_kept_or_not(dynamic_sampling: bool) -> None:
     """t0 and t2 are equal; with dynamic sampling others take their place."""
     fake = FakeRunner(lambda task, sample: 1.0 if task in ("t0", "t2") else float(sample), lambda *_: 1)
-    batch = await collector_of(fake, dynamic_sampling=dynamic_sampling, tasks_per_step=3, max_sampling_rounds=2).batch()
+    batch = await schedule_of(fake, dynamic_sampling=dynamic_sampling, tasks_per_step=3, max_sampling_rounds=2).batch()
     told = batch.metrics()
     wanted = (3.0, 2.0, 5.0) if dynamic_sampling else (3.0, 2.0, 3.0)
     assert (told["groups/used"], told["groups/equal"], told["groups/sampled"]) == wanted
@@ -214,7 +217,8 @@ async def test_a_group_that_failures_left_too_small_for_a_baseline_does_not_trai
     rewards = spec.rewards.model_copy(update={"credit": read_credit(credit)})
     rows = GroupBuilder(spec.model_copy(update={"rewards": rewards}), wanted, None)
     order = TaskOrder(TASKS, shuffle=False, seed=0)
-    batch = await BatchCollector(runner, order, rows, wanted, samples=4, max_live_episodes=100).batch()
+    groups = GroupRunner(runner, rows, asyncio.Semaphore(100))
+    batch = await GroupSchedule(groups, order, wanted, samples=4, max_live_episodes=100).batch()
     assert ids(batch.left_out) == left_out
     assert batch.metrics()["groups/small"] == len(left_out)
     assert batch.metrics()["groups/equal"] == 0.0
@@ -228,13 +232,14 @@ async def test_groups_of_one_by_the_spec_train(credit: dict[str, Any]) -> None:
     spec, wanted = spec_of(dynamic_sampling=False)
     rewards = spec.rewards.model_copy(update={"credit": read_credit(credit)})
     builder = GroupBuilder(spec.model_copy(update={"rewards": rewards}), wanted, None)
-    group = builder.group(0, "t0", 0, [make_trajectory(TASKS[0], 0, 1.0)], samples=1)
+    request = GroupRequest(number=0, task=TASKS[0], samples=1, version=0)
+    group = builder.group(request, [make_trajectory(TASKS[0], 0, 1.0)])
     assert (len(group.rows), group.small) == (1, False)
 
 
 async def test_a_batch_of_groups_that_are_too_small_says_so() -> None:
     fake = FakeRunner(lambda task, sample: CRASH if sample else 1.0, lambda *_: 1)
-    batch = await collector_of(fake, max_sampling_rounds=1).batch()
+    batch = await schedule_of(fake, max_sampling_rounds=1).batch()
     assert (batch.used, batch.metrics()["groups/small"]) == ([], 2.0)
     said = "no episode of 2 groups can be trained on: solved 2, failed: env_error (environment) 2; the first failure: x; 2 groups have fewer trainable episodes than `train.min_group`"
     assert said in str(batch.no_data([]))
@@ -242,13 +247,16 @@ async def test_a_batch_of_groups_that_are_too_small_says_so() -> None:
 
 async def test_refilling_has_an_end() -> None:
     fake = FakeRunner(lambda task, sample: 1.0, lambda task, sample: 1)
-    batch = await collector_of(fake, max_sampling_rounds=3).batch()
+    batch = await schedule_of(fake, max_sampling_rounds=3).batch()
     assert (batch.used, len(batch.left_out)) == ([], 6)
 
 
 async def test_what_is_under_way_when_refilling_ends_does_not_train_a_version_later() -> None:
-    fake = FakeRunner(lambda task, sample: float(sample) if task in ("t4", "t0~1", "t1~1") else 1.0, lambda *_: 1)
-    first, second = await steps(fake, collector_of(fake, max_sampling_rounds=2), 2)
+    fake = FakeRunner(
+        lambda task, sample: float(sample) if task in ("t4", "t0~1", "t1~1") else 1.0,
+        lambda task, sample: {"t3": 20, "t4": 40}.get(task, 1),
+    )
+    first, second = await steps(fake, schedule_of(fake, max_sampling_rounds=2), 2)
     assert (ids(first.used), ids(first.left_out), first.cancelled) == ([], ["t0", "t1", "t2", "t3"], [4])
     assert fake.cancelled == ["t4/0", "t4/1"]
     assert ids(second.used) == ["t0~1", "t1~1"]
@@ -257,7 +265,7 @@ async def test_what_is_under_way_when_refilling_ends_does_not_train_a_version_la
 async def test_what_is_no_fault_of_the_policys_never_trains() -> None:
     broken = Failure(kind="tool_timeout", blame="tool", message="no")
     fake = FakeRunner(lambda task, sample: broken if sample == 0 else float(sample == 1), lambda *_: 1)
-    batch = await collector_of(fake, samples=3).batch()
+    batch = await schedule_of(fake, samples=3).batch()
     assert sorted({row.episode.episode_id for row in batch.rows}) == ["t0/1", "t0/2", "t1/1", "t1/2"]
     assert batch.metrics()["episodes/masked"] == 2.0
     # the two others are each other's baseline: the broken one has no part in it
@@ -266,11 +274,11 @@ async def test_what_is_no_fault_of_the_policys_never_trains() -> None:
 
 async def test_the_engines_own_fault_stops_no_other_and_the_stores_stops_all() -> None:
     fake = FakeRunner(lambda task, sample: RuntimeError("boom") if sample == 0 else float(sample == 1), lambda *_: 1)
-    rollouts = collector_of(fake, samples=3)
-    batch = await rollouts.batch()
+    schedule = schedule_of(fake, samples=3)
+    batch = await schedule.batch()
     assert len(batch.rows) == 4
     assert fake.faults == ["t0/0: RuntimeError: boom", "t1/0: RuntimeError: boom"]
-    full = collector_of(FakeRunner(lambda *_: StoreError("disk full"), lambda *_: 1))
+    full = schedule_of(FakeRunner(lambda *_: StoreError("disk full"), lambda *_: 1))
     with pytest.raises(StoreError, match="disk full"):
         await full.batch()
     await full.close()
@@ -278,23 +286,23 @@ async def test_the_engines_own_fault_stops_no_other_and_the_stores_stops_all() -
 
 async def test_over_sampling_takes_who_is_ready_and_cancels_stragglers() -> None:
     fake = FakeRunner(differing, lambda task, sample: 1000 if task == "t0" else 1)
-    rollouts = collector_of(fake, asynchrony={"oversample": 1.5})
-    batch = await rollouts.batch()
+    schedule = schedule_of(fake, asynchrony={"oversample": 1.5})
+    batch = await schedule.batch()
     assert ids(batch.used) == ["t1", "t2"]
     assert batch.cancelled == [0]
     assert sorted(fake.cancelled) == ["t0/0", "t0/1"]
-    await rollouts.close()
+    await schedule.close()
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 @pytest.mark.parametrize("batches", [1, 2, 5])
 async def test_near_the_end_no_group_begins_that_no_step_would_use(staleness: int, batches: int) -> None:
     fake = FakeRunner(differing, lambda task, sample: 3)
-    rollouts = collector_of(fake, asynchrony={"max_staleness": staleness}, batches=batches)
-    found = await steps(fake, rollouts, batches)
+    schedule = schedule_of(fake, asynchrony={"max_staleness": staleness}, batches=batches)
+    found = await steps(fake, schedule, batches)
     for _ in range(20):
         await asyncio.sleep(0)
-    await rollouts.close()
+    await schedule.close()
     assert sum(len(batch.used) for batch in found) == 2 * batches
     assert len(fake.begun) == 2 * 2 * batches
     assert fake.cancelled == []
@@ -302,7 +310,7 @@ async def test_near_the_end_no_group_begins_that_no_step_would_use(staleness: in
 
 async def test_no_more_episodes_are_alive_than_may_be() -> None:
     fake = FakeRunner(differing, lambda task, sample: 3 + sample)
-    batches = await steps(fake, collector_of(fake, samples=4, max_live_episodes=5, tasks_per_step=4), 3)
+    batches = await steps(fake, schedule_of(fake, samples=4, max_live_episodes=5, tasks_per_step=4), 3)
     assert fake.most_alive == 5
     assert [len(batch.used) for batch in batches] == [4, 4, 4]
 
@@ -323,11 +331,11 @@ def test_no_token_that_trains_is_older_than_it_may_be(
         return 1.0 if random.Random(f"{seed}/{task}").random() < equal else float(sample)
 
     fake = FakeRunner(rewards, ticks)
-    rollouts = collector_of(
+    schedule = schedule_of(
         fake, max_live_episodes=max_live_episodes, tasks_per_step=wanted, max_sampling_rounds=8,
         asynchrony={"max_staleness": staleness, "oversample": over},
     )  # fmt: skip
-    batches = asyncio.run(steps(fake, rollouts, 8))
+    batches = asyncio.run(steps(fake, schedule, 8))
     seen = [group.task_id for batch in batches for group in batch.used]
     assert len(seen) == len(set(seen))  # no group trains twice
     for batch in batches:
@@ -340,20 +348,20 @@ def test_no_token_that_trains_is_older_than_it_may_be(
 
 async def test_asynchronous_rollouts_go_on_while_the_trainer_steps() -> None:
     fake = FakeRunner(differing, lambda task, sample: 1)
-    rollouts = collector_of(fake, asynchrony={"max_staleness": 1})
-    await rollouts.batch()
+    schedule = schedule_of(fake, asynchrony={"max_staleness": 1})
+    await schedule.batch()
     for _ in range(20):
         await asyncio.sleep(0)
     # (1 + 0 + 1) * 2 groups in all, and no more until the version rises
     assert [name.partition("/")[0] for name in fake.begun[::2]] == ["t0", "t1", "t2", "t3"]
     fake.version = 1
-    rollouts.batch_trained(1)
+    schedule.trained(1)
     for _ in range(20):
         await asyncio.sleep(0)
     assert len(fake.begun) == 12
-    batch = await rollouts.batch()
+    batch = await schedule.batch()
     assert (ids(batch.used), batch.metrics()["staleness/max"]) == (["t2", "t3"], 1.0)
-    await rollouts.close()
+    await schedule.close()
 
 
 def test_each_time_round_is_another_order_and_the_same_for_a_seed() -> None:

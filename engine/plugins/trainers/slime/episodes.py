@@ -87,7 +87,6 @@ class Episodes(TrainerRollouts):
         task = self._task(sample, evaluation)
         number = self._numbers[task.id]
         self._numbers[task.id] += 1
-        self._runner.counters.total += 1
         trajectory = await self._episode(task, number)
         return samples_of(sample, trajectory, self.format.decode, self.format.vision)
 

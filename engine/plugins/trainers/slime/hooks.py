@@ -9,7 +9,7 @@ from engine.errors import TrainError
 from engine.plugins.trainers.slime.episodes import Episodes
 from engine.plugins.trainers.slime.samples import origin_of
 from engine.plugins.trainers.slime.settings import Settings
-from engine.train.batches import without_signal
+from engine.runner.batch import without_signal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,7 +19,7 @@ from engine.spec.load import LoadedSpec, load_spec
 
 if TYPE_CHECKING:
     from engine.plugins.trainers.trl.sampler import SharedBackend
-    from engine.train.batches import Batch
+    from engine.runner.batch import Batch
 
 
 class EngineRollouts:

@@ -205,7 +205,6 @@ class LoopEpisodes(TrainerRollouts):
 
     async def _rows_of(self, columns: Mapping[str, Any], refuse: Callable[[list[TrainingRow], str], None]) -> _Ended:
         task, number, prompt = self._place(columns)
-        self._runner.counters.total += 1
         usable = None
         try:
             trajectory = await self._episode(task, number)

@@ -1,0 +1,338 @@
+"""Groups of episodes: each is run as a whole, and the batches of a training decide when each may start.
+
+A group may start while
+
+    running + ready + used  <  (max_staleness + 1) * tasks_per_step
+
+(near the end of the training, less: (number of batches left) * tasks_per_step), where `used` are the groups of the batch that is being collected. With `version` batches trained, this is AReaL's
+(max_staleness + version + 1) * B - accepted - running (arXiv 2505.24298, section 5.1). The limit of live episodes applies as
+well. Groups that dynamic sampling drops do not count, so other groups are sampled instead.
+
+Invariants:
+- A group is whole: all of its episodes have ended before its rows are made, because they are each other's baseline.
+- Without oversampling, batches take groups in the order in which they started. With the limit above, no trained token is
+  more than `max_staleness` versions old, and short episodes are not favoured.
+- With oversampling, a batch takes the groups that finish first. The other groups are cancelled.
+- Running groups that would be too old for the next batch are cancelled. They exist if `max_sampling_rounds` ends a batch early.
+- With `max_staleness` 0 nothing is sampled between the last episode of a batch and the weight update.
+- Draws of tasks that are always or never solved are skipped (`difficulty.py`), and a skipped draw is consumed.
+- A group that is consumed (`ConsumedGroups`) is never started again. A group of an earlier launch that is not consumed is started again: its
+  finished episodes are read from the store and the others continue from their journals, unless its oldest token is older than
+  `max_staleness` allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec.structs import replace
+
+from engine.errors import first_of
+from engine.runner.batch import Batch, Group
+from engine.runner.task_order import ConsumedGroups, TaskOrder
+from engine.schemas.base import Struct
+
+if TYPE_CHECKING:
+    from engine.runner.runner import EpisodeRunner
+    from engine.schemas.environment import Task
+    from engine.schemas.train import TrainSpec
+    from engine.schemas.trajectory import Trajectory
+    from engine.train.difficulty import DifficultyFilter
+    from engine.train.stored_groups import StoredEpisodes
+
+
+class GroupRequest(Struct, frozen=True, kw_only=True):
+    """One group to run."""
+
+    number: int
+    """Number of the group in the order of starts, from 0."""
+    task: Task
+    samples: int
+    """Number of its episodes."""
+    version: int
+    """Version of the weights when the group starts; of its oldest token, if it continues."""
+
+
+class GroupRows(Protocol):
+    """Makes a group's training rows: `engine.train.batches.GroupBuilder`."""
+
+    def group(self, request: GroupRequest, trajectories: Sequence[Trajectory]) -> Group:
+        """Make a group of its finished episodes. It has no rows if too few of them are trainable."""
+
+
+class FinishedEpisodes(Protocol):
+    """The episodes that need not be run, because they are finished and stored."""
+
+    def finished(self, task_id: str, sample: int) -> Trajectory | None:
+        """A finished episode; None if it is not finished."""
+
+
+class GroupRunner:
+    """Runs groups, each episode as `engine run` does. Use it inside `runner.serving()`.
+
+    >>> groups = GroupRunner(runner, GroupBuilder(spec, train, base), asyncio.Semaphore(64))
+    >>> group = await groups.group(GroupRequest(number=0, task=task, samples=8, version=0))
+
+    Args:
+        runner: Runs single episodes.
+        rows: Makes the training rows of a group.
+        live: Bounds the episodes that run at the same time.
+        stored: Episodes that are read instead of run.
+        progress: Called at the end of each episode. An error that it raises ends the group.
+    """
+
+    def __init__(
+        self,
+        runner: EpisodeRunner,
+        rows: GroupRows,
+        live: asyncio.Semaphore,
+        stored: FinishedEpisodes | None = None,
+        *,
+        progress: Callable[[], None] | None = None,
+    ) -> None:
+        self._runner = runner
+        self._rows = rows
+        self._live = live
+        self._stored = stored
+        self._progress = progress
+        self.running = 0
+        """Number of episodes that run."""
+
+    async def group(self, request: GroupRequest) -> Group:
+        """Run a group's episodes, and make its rows. An episode that the engine could not finish is missing.
+
+        Raises:
+            LedgerError: the credit method cannot be computed.
+            TrainError: kind `train_setup`: a bonus function returned an invalid value.
+            EngineError: as `episode`; the group's other episodes are cancelled.
+        """
+        try:
+            async with asyncio.TaskGroup() as episodes:
+                works = [
+                    episodes.create_task(self.episode(request.task, sample), name=f"{request.task.id}/{sample}")
+                    for sample in range(request.samples)
+                ]
+        except BaseExceptionGroup as several:
+            raise first_of(several) from None
+        ended = [trajectory for work in works if (trajectory := work.result()) is not None]
+        return self._rows.group(request, ended)
+
+    async def episode(self, task: Task, sample: int) -> Trajectory | None:
+        """Run an episode, or read it if it is finished. Returns None, with the reason in the runner's `faults`, if the engine itself failed.
+
+        Raises:
+            StoreError: the run store cannot be written.
+            OutageError: no server replied for `backend.wait`.
+            FailingError: the first episodes all failed with one cause.
+        """
+        if self._stored is not None and (finished := self._stored.finished(task.id, sample)) is not None:
+            return finished
+        async with self._live:
+            self.running += 1
+            try:
+                trajectory = await self._runner.episode(task, sample)
+            finally:
+                self.running -= 1
+        if trajectory is None:
+            return None
+        if self._progress is not None:
+            self._progress()
+        self._runner.count(trajectory)
+        return trajectory
+
+
+@dataclass(slots=True, eq=False)
+class _RunningGroup:
+    number: int
+    version: int
+    work: asyncio.Task[Group]
+
+
+class GroupSchedule:
+    """Collects the batches of a training. Use it inside `runner.serving()`, and close it.
+
+    Args:
+        groups: Runs the groups.
+        order: The task of each group.
+        train: Batch size, staleness limit, dynamic sampling.
+        samples: Episodes per group.
+        max_live_episodes: Maximum number of episodes that run at the same time.
+        batches: Number of batches that will be collected: no group is started for later ones. None: unlimited.
+        version: Version of the weights that the backend samples with.
+        consumed: Groups that must not be started.
+        stored: Episodes of earlier launches of the training.
+        difficulty: Skips draws of tasks that are always or never solved.
+    """
+
+    def __init__(
+        self,
+        groups: GroupRunner,
+        order: TaskOrder,
+        train: TrainSpec,
+        *,
+        samples: int,
+        max_live_episodes: int,
+        batches: int | None = None,
+        version: int = 0,
+        consumed: ConsumedGroups | None = None,
+        stored: StoredEpisodes | None = None,
+        difficulty: DifficultyFilter | None = None,
+    ) -> None:
+        self._groups = groups
+        self._order = order
+        self._train = train
+        self._samples = samples
+        self._max_running_groups = max(1, -(-max_live_episodes // samples))
+        self._max_staleness = train.asynchrony.max_staleness
+        self._groups_per_batch = train.tasks_per_step
+        self._oversampled_groups = round((train.asynchrony.oversample - 1.0) * self._groups_per_batch)
+        self._batches = batches
+        self.version = version
+        self._consumed = consumed.copy() if consumed is not None else ConsumedGroups()
+        self._stored = stored
+        self._next = self._consumed.next
+        """Number of the next group to start, unless it is consumed."""
+        self._difficulty = difficulty
+        self._skipped: list[int] = []
+        """Draws that the difficulty filter skipped since the last batch."""
+        self._forced = 0
+        self._stale: list[int] = []
+        """Groups of an earlier launch that were dropped as too stale since the last batch."""
+        self._running: list[_RunningGroup] = []
+        self._batch: Batch | None = None
+        self._collected = 0
+
+    async def batch(self) -> Batch:
+        """Collect the next batch: `tasks_per_step` groups, or fewer if dynamic sampling reached `max_sampling_rounds`.
+
+        Raises:
+            EngineError: as `GroupRunner.group`.
+        """
+        batch = self._batch = Batch(self.version)
+        self._collected = 0
+        most_groups = self._train.max_sampling_rounds * self._groups_per_batch
+        try:
+            while len(batch.used) < self._groups_per_batch and len(batch.used) + len(batch.left_out) < most_groups:
+                self._start_groups()
+                group = await self._next_group()
+                if not group.rows or (self._train.dynamic_sampling and group.without_signal):
+                    batch.left_out.append(group)
+                else:
+                    batch.used.append(group)
+                    self._collected += 1
+        finally:
+            self._batch = None
+        await self._cancel_stale_groups(batch)
+        batch.used.sort(key=lambda group: group.number)
+        batch.stale, self._stale = self._stale, []
+        batch.skipped, self._skipped = self._skipped, []
+        batch.forced, self._forced = self._forced, 0
+        return batch
+
+    def trained(self, version: int) -> None:
+        """Continue after an update: the backend samples with weights of `version` from now on."""
+        self.version = version
+        self._collected = 0
+        if self._batches is not None:
+            self._batches = max(0, self._batches - 1)
+        if self._max_staleness:
+            self._start_groups()
+
+    async def drain(self) -> None:
+        """Wait until all running groups have ended by themselves, so that no reply under way is lost."""
+        self._batch = None
+        await asyncio.gather(*(group.work for group in self._running), return_exceptions=True)
+
+    async def close(self) -> None:
+        """Cancel all running groups. Finished episodes stay in the store."""
+        self._max_staleness, self._batch = 0, None
+        running, self._running = self._running, []
+        await _cancel(running)
+
+    def _start_groups(self) -> None:
+        """Start as many groups as the limits allow."""
+        batches_in_progress = (
+            self._max_staleness + 1 if self._batches is None else min(self._max_staleness + 1, self._batches)
+        )
+        most = batches_in_progress * self._groups_per_batch + (self._oversampled_groups if batches_in_progress else 0)
+        while len(self._running) + self._collected < most:
+            running = sum(not group.work.done() for group in self._running)
+            if running >= self._max_running_groups:
+                return
+            number, version = self._next_to_start()
+            work = asyncio.create_task(self._run(number, version), name=f"group-{number}")
+            self._running.append(_RunningGroup(number, version, work))
+            work.add_done_callback(self._group_done)
+
+    def _next_to_start(self) -> tuple[int, int]:
+        """The number of the next group, and the version of its oldest token, or of the current weights if it has none."""
+        skipped = 0
+        while True:
+            number = self._next
+            self._next += 1
+            if number in self._consumed:
+                continue
+            versions = self._stored.versions(self._order[number].id) if self._stored is not None else None
+            if versions is None and self._difficulty is not None and self._difficulty.skips(number):
+                if skipped < self._difficulty.most_skipped:
+                    skipped += 1
+                    self._skipped.append(number)
+                    continue
+                self._forced += 1
+            if versions is None:
+                return number, self.version
+            # A newer version than the current one is lost, because the steps that made it could not be repeated.
+            if self.version - self._max_staleness <= versions[0] <= versions[1] <= self.version:
+                return number, versions[0]
+            self._stale.append(number)
+
+    async def _run(self, number: int, version: int) -> Group:
+        """Run a group, and count what it continues of an earlier launch."""
+        task = self._order[number]
+        request = GroupRequest(number=number, task=task, samples=self._samples, version=version)
+        stored = self._stored
+        if stored is None:
+            return await self._groups.group(request)
+        begun = {
+            sample: stored.continues(task.id, sample)
+            for sample in range(self._samples)
+            if stored.begun(task.id, sample)
+        }
+        group = await self._groups.group(request)
+        continued = [trajectory.sample_index for trajectory in group.trajectories if trajectory.sample_index in begun]
+        return replace(
+            group,
+            resumed=sum(begun[sample] for sample in continued),
+            regenerated_tokens=sum(stored.regenerated_tokens(task.id, sample) for sample in continued),
+        )
+
+    def _group_done(self, _: object) -> None:
+        """Start other groups after a group is done: the limit of live episodes may allow them now."""
+        if self._max_staleness or self._batch is not None:
+            self._start_groups()
+
+    async def _next_group(self) -> Group:
+        """Wait for the oldest group; with oversampling, for the group that finishes first."""
+        if not self._oversampled_groups:
+            await asyncio.wait([self._running[0].work])
+            return self._running.pop(0).work.result()
+        await asyncio.wait([group.work for group in self._running], return_when=asyncio.FIRST_COMPLETED)
+        place = next(place for place, group in enumerate(self._running) if group.work.done())
+        return self._running.pop(place).work.result()
+
+    async def _cancel_stale_groups(self, batch: Batch) -> None:
+        """Cancel running groups that are too old for the next batch."""
+        oldest = self.version + 1 - self._max_staleness
+        stale = [group for group in self._running if group.version < oldest]
+        self._running = [group for group in self._running if group.version >= oldest]
+        batch.cancelled += [group.number for group in stale]
+        await _cancel(stale)
+
+
+async def _cancel(running: Sequence[_RunningGroup]) -> None:
+    for group in running:
+        group.work.cancel()
+    await asyncio.gather(*(group.work for group in running), return_exceptions=True)

@@ -1,0 +1,126 @@
+"""The order of groups: the task of each group's number, and the numbers that are consumed.
+
+A group is identified by its number in the order of starts. `TaskOrder` gives the task and the epoch of each number, and with
+them the names of its episodes in the run store, so the number identifies the same group in every launch of a training. A consumed
+group was trained on, left out, cancelled or dropped, and never trains again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.errors import TrainError
+
+if TYPE_CHECKING:
+    from engine.schemas.environment import Task
+    from engine.spec.rows.mix import Mix
+
+
+class _Epochs:
+    """The order in which the tasks of one source are drawn.
+
+    Args:
+        count: Number of its tasks.
+        shuffle: A new random order in each epoch.
+        seed: Text that the orders depend on.
+    """
+
+    def __init__(self, count: int, *, shuffle: bool, seed: str) -> None:
+        self._count = count
+        self._shuffle = shuffle
+        self._seed = seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def place(self, draw: int) -> tuple[int, int]:
+        """The place of a draw's task in the source, and the draw's epoch."""
+        epoch, place = divmod(draw, self._count)
+        if epoch != self._epoch:
+            self._order = list(range(self._count))
+            if self._shuffle:
+                random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
+            self._epoch = epoch
+        return self._order[place], epoch
+
+
+class TaskOrder:
+    """The task of each group over epochs: in file order, or in a new random order in each epoch.
+
+    The sources of a mix are drawn by their weights, and each has epochs of its own.
+
+    >>> order = TaskOrder(tasks, shuffle=True, seed=0)
+    >>> order[0], order[len(tasks)]                        # the task of any group, without reading the ones before
+
+    Args:
+        tasks: The tasks.
+        shuffle: A new random order in each epoch.
+        seed: Seed of the orders.
+        mix: The sources, if `tasks` are mixed.
+
+    Raises:
+        TrainError: the list of tasks is empty.
+    """
+
+    def __init__(self, tasks: Sequence[Task], *, shuffle: bool, seed: int, mix: Mix | None = None) -> None:
+        if not tasks:
+            raise TrainError("there are no tasks to train on: check `tasks` in the spec", kind="no_data")
+        self._tasks = tasks
+        self._mix = mix
+        if mix is None:
+            self._epochs = [_Epochs(len(tasks), shuffle=shuffle, seed=str(seed))]
+        else:
+            self._epochs = [
+                _Epochs(len(indices), shuffle=shuffle, seed=f"{seed}/{name}") for name, indices in mix.indices.items()
+            ]
+
+    @property
+    def count(self) -> int:
+        """Number of tasks."""
+        return len(self._tasks)
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The index of a group's task in the list of tasks, and its epoch."""
+        if self._mix is None:
+            return self._epochs[0].place(number)
+        source, draw = self._mix.draws[number]
+        place, epoch = self._epochs[source].place(draw)
+        return int(self._mix.indices[self._mix.names[source]][place]), epoch
+
+    def __getitem__(self, number: int) -> Task:
+        index, epoch = self.place(number)
+        task = self._tasks[index]
+        # A later epoch gives the task another id, so that its episodes have their own store entries and seeds.
+        return task.model_copy(update={"id": f"{task.id}~{epoch}"}) if epoch else task
+
+
+@dataclass(slots=True)
+class ConsumedGroups:
+    """A set of group numbers, kept short: all numbers below `next` belong to it, and those in `beyond`.
+
+    >>> consumed = ConsumedGroups()
+    >>> consumed.add([0, 1, 4])
+    >>> (consumed.next, consumed.beyond, 4 in consumed, 3 in consumed)
+    (2, {4}, True, False)
+    """
+
+    next: int = 0
+    """The smallest number that is not consumed."""
+    beyond: set[int] = field(default_factory=set)
+    """Consumed numbers above `next`."""
+
+    def __contains__(self, number: int) -> bool:
+        return number < self.next or number in self.beyond
+
+    def add(self, numbers: Iterable[int]) -> None:
+        """Add group numbers."""
+        self.beyond.update(number for number in numbers if number >= self.next)
+        while self.next in self.beyond:
+            self.beyond.remove(self.next)
+            self.next += 1
+
+    def copy(self) -> ConsumedGroups:
+        """A copy that changes independently."""
+        return ConsumedGroups(self.next, set(self.beyond))
