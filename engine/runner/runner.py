@@ -27,6 +27,7 @@ from engine.actions.calling.workers import Workers
 from engine.actions.images import ImageStorer
 from engine.actions.objects import ObjectBuilder
 from engine.actions.role_models import RoleModels
+from engine.actions.services import open_services
 from engine.backends.backend import SlotSampler
 from engine.backends.slots import Slots
 from engine.deadline import PausableClocks
@@ -38,7 +39,6 @@ from engine.runner.crash_isolation import CrashIsolation
 from engine.runner.failure_causes import Causes, Verdict, places
 from engine.runner.guarded import EpisodeGuard
 from engine.runner.observers import episode_observers
-from engine.runner.services import open_services
 from engine.runner.source import EpisodeSource, InOrder, unfinished_episodes
 from engine.runner.stats import RunCounters, RunSummary
 from engine.storable import words_of
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.actions.action import EpisodeObjects
+    from engine.actions.services import Cost
     from engine.agents.program import ProgramBodies
     from engine.backends.backend import Backend
     from engine.episode.episode import Episode
-    from engine.runner.services import Cost
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from engine.actions.services import Cost
     from engine.backends.backend import Backend
-    from engine.runner.services import Cost
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate

@@ -35,8 +35,8 @@ from engine.train.setup import train_spec_of
 from engine.train.stopping import unless_stopped
 
 if TYPE_CHECKING:
+    from engine.actions.services import Cost
     from engine.backends.backend import Backend
-    from engine.runner.services import Cost
     from engine.runner.stats import RunCounters
     from engine.spec.load import LoadedSpec
     from engine.store.rows.row import TrainingRow

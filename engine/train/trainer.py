@@ -43,8 +43,8 @@ from engine.validate import refuse_first_tasks
 from engine.validate.drivers import refuse_training
 
 if TYPE_CHECKING:
+    from engine.actions.services import Cost
     from engine.drivers.rollouts import DriverRollouts
-    from engine.runner.services import Cost
     from engine.runner.stats import RunCounters
     from engine.store import RunStore
 

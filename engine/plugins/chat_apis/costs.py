@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.actions.role_models import backend_specs
+from engine.actions.services import Cost, EpisodeService
 from engine.plugins.chat_apis.backend import ApiBackend
 from engine.plugins.chat_apis.budget import Budget
 from engine.plugins.chat_apis.spec import CostSpec
-from engine.runner.services import Cost, EpisodeService
 
 if TYPE_CHECKING:
     from pathlib import Path

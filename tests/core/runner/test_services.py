@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.runner.services import EpisodeService
+from engine.actions.services import EpisodeService
 
 
 class Noted(EpisodeService):
