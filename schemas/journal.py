@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
+from msgspec.structs import replace
 
 from engine import plugin
 from engine.schemas.base import Struct
@@ -31,6 +32,9 @@ class RecordBase(Struct, frozen=True, kw_only=True):
 
     if TYPE_CHECKING:
         kind: str
+
+    unrepeated: ClassVar[tuple[str, ...]] = ()
+    """Fields that may differ when the action is performed again for a resume."""
 
     def words(self) -> str:
         """Describe it in a few words, for `engine show`, which describes the core's records itself."""
@@ -57,7 +61,7 @@ class RecordBase(Struct, frozen=True, kw_only=True):
         return None
 
 
-def _arguments(messages: list[Message]) -> dict[str, Any]:
+def arguments_of(messages: list[Message]) -> dict[str, Any]:
     """Arguments of the calls in worked examples, by their place."""
     return {
         f"messages[{at}].{call.name}": call.arguments
@@ -76,7 +80,7 @@ class ResetRecord(RecordBase, frozen=True, kw_only=True):
 
     def answers(self) -> Mapping[str, Any]:
         """Facts, and arguments in worked examples."""
-        return {"facts": self.reset.facts} | _arguments(self.reset.messages)
+        return {"facts": self.reset.facts} | arguments_of(self.reset.messages)
 
 
 class GenerationRecord(RecordBase, frozen=True, kw_only=True):
@@ -125,7 +129,7 @@ class StepRecord(RecordBase, frozen=True, kw_only=True):
 
     def answers(self) -> Mapping[str, Any]:
         """Facts, and arguments in worked examples."""
-        return {"facts": self.step.facts} | _arguments(self.step.messages)
+        return {"facts": self.step.facts} | arguments_of(self.step.messages)
 
 
 class ScoreRecord(RecordBase, frozen=True, kw_only=True):
@@ -144,6 +148,7 @@ class ScoreRecord(RecordBase, frozen=True, kw_only=True):
 class AgentRecord(RecordBase, frozen=True, kw_only=True):
     """An agent program sent a request, or ended."""
 
+    unrepeated: ClassVar[tuple[str, ...]] = ("output", "unreceived")
     kind: Literal["agent"] = "agent"
     event: Literal["request", "exited", "died", "timeout"]
     messages: list[Message] = msgspec.field(default_factory=list)
@@ -171,7 +176,26 @@ class AgentRecord(RecordBase, frozen=True, kw_only=True):
 
     def answers(self) -> Mapping[str, Any]:
         """Arguments of calls in its history, and the tools' schemas."""
-        return {"tools": self.tools} | _arguments(self.messages)
+        return {"tools": self.tools} | arguments_of(self.messages)
+
+    def words(self) -> str:
+        """What the request adds, or how the program ended."""
+        if self.event == "request":
+            count = len(self.messages)
+            return f"{count} new message{'s' * (count != 1)}" + (f", a branch: {self.reason}" if self.reason else "")
+        return f"status {self.status}" if self.status is not None else "killed"
+
+    def summary(self) -> dict[str, Any]:
+        """The number of its messages, why it begins a branch, and what the program wrote."""
+        return {"messages": len(self.messages), "reason": self.reason, "output": self.output}
+
+    def said(self) -> Sequence[Message]:
+        """The messages of a request."""
+        return self.messages
+
+    def with_said(self, messages: Sequence[Message]) -> Self:
+        """The same with other messages."""
+        return replace(self, messages=[*messages])
 
 
 class LimitRecord(RecordBase, frozen=True, kw_only=True):

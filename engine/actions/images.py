@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 from engine.actions.room import rooms_of
 from engine.errors import ImageError, RenderError, SpecCodeError
 from engine.schemas.journal import (
-    AgentRecord,
     GenerationRecord,
     Record,
     ResetRecord,
@@ -48,8 +47,6 @@ def _in_parts(record: Record) -> bool:
     said: Sequence[Message]
     if isinstance(record, ResetRecord):
         said = [*(record.prompt or ()), *record.reset.messages]
-    elif isinstance(record, AgentRecord):
-        said = record.messages
     elif isinstance(record, StepRecord):
         said = record.step.messages
     else:
@@ -144,9 +141,6 @@ class ImageStorer:
             reset = record.reset if own is None else record.reset.model_copy(update={"messages": own})
             stored = replace(record, prompt=record.prompt if spec is None else spec, reset=reset)
             return self._counted(stored, episode, stored.prompt or (), stored.reset.messages)
-        if isinstance(record, AgentRecord):
-            own = await self._messages(record.messages, "environment", episode)
-            return record if own is None else replace(record, messages=own)
         if isinstance(record, StepRecord):
             messages = await self._messages(record.step.messages, "environment", episode)
             if messages is None:

@@ -296,11 +296,11 @@ def _encoded(record: Record, episode: Episode) -> EncodedRecord:
 
 
 def _comparable(record: Record) -> Any:
-    """A record's content for comparison, without durations, tracebacks, what a program printed and which replies it did not wait for."""
+    """A record's content for comparison, without durations, tracebacks and what is never equal again."""
     told = record.plain()
     for result in told.get("results", ()):
         result.pop("seconds", None)
     told.get("failure", {}).pop("trace", None)
-    for name in ("output", "unreceived"):
+    for name in record.unrepeated:
         told.pop(name, None)
     return told

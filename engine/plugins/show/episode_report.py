@@ -254,7 +254,6 @@ def what_happened(entry: JournalEntry) -> Text:
     from rich.text import Text
 
     from engine.schemas.journal import (
-        AgentRecord,
         FailureRecord,
         GenerationRecord,
         LimitRecord,
@@ -279,12 +278,6 @@ def what_happened(entry: JournalEntry) -> Text:
             words = _count(len(record.reset.messages), "message")
         case StepRecord():
             words = _count(len(record.step.messages), "message")
-        case AgentRecord(event="request"):
-            words = _count(len(record.messages), "new message") + (
-                f", a branch: {record.reason}" if record.reason else ""
-            )
-        case AgentRecord():
-            words = f"status {record.status}" if record.status is not None else "killed"
         case LimitRecord(overflow=True, limit="images"):
             words = f"{record.value:g} images: older ones are condensed"
         case LimitRecord(overflow=True):

@@ -21,7 +21,6 @@ from engine.plugins.show.listing.advantages import Advantages
 from engine.plugins.show.listing.unfinished import partial_episode
 from engine.rewards.ledger import SealedLedger
 from engine.schemas.journal import (
-    AgentRecord,
     FailureRecord,
     GenerationRecord,
     JournalEntry,
@@ -285,8 +284,6 @@ def _details(entry: JournalEntry) -> Document:
             return {"facts": plain(record.step.facts)}
         case ScoreRecord():
             return _score(record)
-        case AgentRecord():
-            return {"messages": len(record.messages), "reason": record.reason, "output": record.output}
         case LimitRecord():
             return {"limit": record.limit, "value": record.value}
         case FailureRecord():

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError
 from engine.plugins.show.listing.texts import texts_of
 from engine.schemas.journal import (
-    AgentRecord,
     GenerationRecord,
     JournalEntry,
     ResetRecord,
@@ -53,8 +52,6 @@ def partial_episode(store: RunReader, row: EpisodeRow, journal: Sequence[Journal
                 messages.append(Message(role="user", content=record.turn.content))
             case StepRecord():
                 messages += record.step.messages
-            case AgentRecord():
-                messages += record.messages
             case _:
                 messages += record.said()
     last = journal[-1] if journal else None
