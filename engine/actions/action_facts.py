@@ -43,6 +43,8 @@ class ActionFacts(Struct, frozen=True, kw_only=True):
     """Whether it may end with `OVERFLOW` in a state that has a transition for it."""
     answers_calls: bool = False
     """Whether it runs the tool calls of the newest reply, and so takes no time without calls."""
+    owns_conversation: bool = False
+    """Whether it begins the conversation and brings its messages, so that `reset` opens none."""
     rewrites_history: bool = False
     """Whether it may show the model another conversation from the next prompt on, so that a branch begins."""
     rewrites_machine: str = ""

@@ -174,7 +174,9 @@ class AgentStarter:
         task: dict[str, Any] = {
             "id": episode.task.id,
             "fields": episode.task.fields,
-            "messages": [{"role": message.role, "content": message.plain()["content"]} for message in threads.opening],
+            "messages": [
+                {"role": message.role, "content": message.plain()["content"]} for message in episode.opening or ()
+            ],
             "seed": episode.seed,
         }
         added = await self._settings(objects)

@@ -95,6 +95,7 @@ _CORE: Mapping[str, ActionFacts] = {
         does="Run the program of `agent` until its next request, or its end.",
         events=("request", "exited", "died", "timeout"),
         seconds=_agent,
+        owns_conversation=True,
     ),
     "step": ActionFacts(
         use="engine.actions.spec_code:EnvironmentStep",
@@ -114,6 +115,12 @@ def events_of(machine: ResolvedMachine) -> dict[str, frozenset[str]]:
         for name, state in machine.states.items()
         if (facts := ACTIONS.get(str(state.action))) is not None and facts.events is not None
     }
+
+
+def owns_conversation(machine: ResolvedMachine) -> bool:
+    """Whether an action of the machine brings the conversation, so that `reset` opens none."""
+    rows = (ACTIONS.get(str(state.action)) for state in machine.states.values())
+    return any(facts is not None and facts.owns_conversation for facts in rows)
 
 
 def seconds_of(spec: EpisodeSpec, state: StateSpec) -> float:

@@ -105,7 +105,7 @@ class GenerateAction(Action):
         return int(min(self._most, self._longest_prompt - length))
 
     def _asked_for(self, asked: Mapping[str, Any]) -> SamplingParams:
-        """The spec's sampling with the parameters that an agent program's request sets: stop texts are added, others replaced."""
+        """The spec's sampling with other parameters: stop texts are added, others replaced."""
         changes = {name: value for name, value in asked.items() if name != "max_tokens"}
         if stop := changes.get("stop"):
             changes["stop"] = [*dict.fromkeys([*self._sampling.stop, *stop])]
@@ -113,8 +113,7 @@ class GenerateAction(Action):
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> GenerationRecord:
         """Sample one reply. A generation slot is held only while the reply is requested."""
-        asked = episode.agent.sampling if episode.agent is not None else {}
-        request = self._request(episode, episode.conversation, episode.turn + 1, asked)
+        request = self._request(episode, episode.conversation, episode.turn + 1, episode.sampling)
         ahead = None if objects.agent is None else objects.agent.take(request)
         generation = await (ahead or objects.sample(request))
         self._check(episode, generation, request.max_new_tokens)
@@ -129,7 +128,7 @@ class GenerateAction(Action):
             episode: The episode.
             conversation: A conversation with the turn's prompt.
             turn: The turn's number.
-            asked: Parameters of sampling that the program's request sets.
+            asked: What changes of the spec's sampling.
 
         Raises:
             EngineError: The prompt cannot be made.

@@ -20,7 +20,7 @@ from engine.agents.rewards import SOURCE
 from engine.agents.server import now
 from engine.agents.threads import AgentThreads, newest_reply
 from engine.agents.wire.requests import ApiError, Replies
-from engine.episode.episode import Episode
+from engine.episode.episode import UNRECEIVED, Episode
 from engine.errors import ImageError, RenderError, SpecCodeError
 from engine.schemas.journal import AgentRecord
 from engine.schemas.machine import StateSpec
@@ -49,6 +49,7 @@ class RunAgentAction(Action):
                 "a state's action is `run_agent`, but the spec has no `agent`", blame="spec", kind="no_agent"
             )
         self._spec = spec.agent
+        self._stop_texts = tuple(template.decode([stop]) for stop in template.stop_token_ids)
         self._starter = AgentStarter(loaded, template, code)
         self._generate = GenerateAction(loaded, StateSpec(action="generate"), template, code)
         self._only_source = only_source(spec)
@@ -59,7 +60,7 @@ class RunAgentAction(Action):
         Raises:
             SpecCodeError: The program cannot be started, has ended before, or wrote a reward that cannot be read.
         """
-        threads = _threads(episode)
+        threads = AgentThreads.of(episode, self._stop_texts)
         threads.note_reply(episode)
         run = objects.agent
         if run is None:
@@ -151,13 +152,15 @@ class RunAgentAction(Action):
         Raises:
             SpecCodeError: The program ended without a request, or nothing gave a reward.
         """
-        threads = _threads(episode)
+        threads = AgentThreads.of(episode, self._stop_texts)
         threads.note_reply(episode)
-        episode.unreceived = record.unreceived
+        others = {turn: why for turn, why in episode.untrained.items() if why != UNRECEIVED}
+        episode.untrained = others | dict.fromkeys(record.unreceived, UNRECEIVED)
         if episode.turn >= 0:
             post_rewards(episode, record.rewards, SOURCE)
         if record.event == "request":
             threads.attach(episode, record)
+            episode.sampling = record.sampling
             return record.event
         how = {"exited": "ended", "died": f"ended with status {record.status}", "timeout": "ran out of time"}[
             record.event
@@ -183,11 +186,3 @@ class RunAgentAction(Action):
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the effects of the spec's `agent`; `external` for a program elsewhere, which cannot run again."""
         return self._spec.effects if objects.programs is None else "external"
-
-
-def _threads(episode: Episode) -> AgentThreads:
-    if episode.agent is None:
-        raise SpecCodeError(
-            "`run_agent` needs a state with `action: reset` before it", blame="spec", kind="agent_before_reset"
-        )
-    return episode.agent

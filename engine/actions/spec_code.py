@@ -15,10 +15,8 @@ from engine.actions.action import Action, EpisodeObjects, bounds_of, first_reach
 from engine.actions.action_facts import OWN_ACTION_SECONDS
 from engine.actions.agent_run import only_source, require_reward
 from engine.actions.calling.workers import call_spec_code
-from engine.actions.facts import SCORERS
+from engine.actions.facts import SCORERS, owns_conversation
 from engine.actions.judge import Judge
-from engine.agents.echo import EchoIndex
-from engine.agents.threads import AgentThreads
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.isolation.pool import RemoteFunction
@@ -149,8 +147,6 @@ class ResetAction(SpecCodeAction):
         spec = loaded.spec
         self._environment = spec.environment
         self._row_source = spec.conversation
-        self._agent = spec.agent is not None
-        self._stop_texts = tuple(template.decode([stop]) for stop in template.stop_token_ids)
         self._folders = image_folders(spec.tasks.files, loaded.base)
         self._pictured = any(not isinstance(message.content, str) for message in spec.messages)
 
@@ -209,11 +205,12 @@ class ResetAction(SpecCodeAction):
         fields = episode.task.fields
         prompt = self._prompt(episode) if record.prompt is None else record.prompt
         episode.facts.update(record.reset.facts)
-        if self._agent:  # its requests are the conversation
-            episode.agent = AgentThreads([*prompt, *record.reset.messages], EchoIndex(self._stop_texts))
-            return "ready"
-        intended = [own_spans(message.content, fields) for message in self._loaded.spec.messages]
-        episode.conversation.open([*prompt, *record.reset.messages], intended)
+        messages = [*prompt, *record.reset.messages]
+        if owns_conversation(episode.compiled.machine.resolved):
+            episode.opening = messages
+        else:
+            intended = [own_spans(message.content, fields) for message in self._loaded.spec.messages]
+            episode.conversation.open(messages, intended)
         return "ready"
 
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:

@@ -5,14 +5,14 @@ Invariant: it depends only on the episode's records, so a replay rebuilds it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.agents.echo import Continuation, EchoIndex, Request, tools_key
 from engine.agents.wire.requests import ModelReply, SampledToken
+from engine.errors import SpecCodeError
 from engine.schemas.journal import AgentRecord
-from engine.schemas.message import MalformedCall, Message
+from engine.schemas.message import MalformedCall
 
 if TYPE_CHECKING:
     from engine.agents.inbox import Exchange
@@ -22,25 +22,35 @@ if TYPE_CHECKING:
 
 
 class AgentThreads:
-    """The threads of one episode.
+    """The threads of one episode: a part of it, which `of` finds."""
 
-    Args:
-        opening: The messages of the spec's prompt and of the environment, which the program gets with its task.
-        index: An empty index of replies.
-    """
+    __slots__ = ("_index", "_marks", "_request")
 
-    __slots__ = ("_index", "_marks", "_request", "opening", "sampling")
-
-    def __init__(self, opening: Sequence[Message], index: EchoIndex) -> None:
-        self.opening = list(opening)
-        """The messages that the program gets with its task."""
-        self.sampling: dict[str, Any] = {}
-        """Parameters that the newest request sets, by their names in `agent.allow`."""
-        self._index = index
+    def __init__(self) -> None:
+        self._index = EchoIndex()
         self._marks: dict[int, ConversationMark] = {}
         """By turn: the conversation directly after its reply."""
         self._request: Request | None = None
         """The newest request."""
+
+    @classmethod
+    def of(cls, episode: Episode, stop_texts: tuple[str, ...]) -> AgentThreads:
+        """The threads of an episode.
+
+        Args:
+            episode: The episode.
+            stop_texts: The texts of the tokens that end a reply.
+
+        Raises:
+            SpecCodeError: No state has reset the episode.
+        """
+        if episode.opening is None:
+            raise SpecCodeError(
+                "`run_agent` needs a state with `action: reset` before it", blame="spec", kind="agent_before_reset"
+            )
+        threads = episode.part(cls)
+        threads._index.stop_texts = stop_texts
+        return threads
 
     def find(self, request: ModelRequest) -> Continuation:
         """Find where a request continues."""
@@ -85,7 +95,6 @@ class AgentThreads:
         episode.conversation.resume_at(
             mark, record.messages, tools=record.tools, reason=record.reason, again=record.sample > 0
         )
-        self.sampling = record.sampling
         self._request = self._index.add_request(record.messages, tools_key(record.tools), record.parent)
 
 

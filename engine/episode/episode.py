@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
 
 import msgspec
 import structlog
@@ -31,7 +31,6 @@ from engine.storable import valid_text, words_of
 from engine.store.store import episode_id_of
 
 if TYPE_CHECKING:
-    from engine.agents.threads import AgentThreads
     from engine.machine.machine import Machine
     from engine.rewards.ledger import Rules
     from engine.schemas.episode import EpisodeSpec
@@ -90,6 +89,9 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
+P = TypeVar("P")
+UNRECEIVED = "unreceived"
+"""Why a turn is not trained: nobody received its reply."""
 GAVE_UP = (LimitRecord, FailureRecord)
 """Records of actions that did not end; they change no conversation."""
 
@@ -153,8 +155,8 @@ class Episode:
     """
 
     __slots__ = (
+        "_parts",
         "_seeds",
-        "agent",
         "blocks",
         "compiled",
         "condensations",
@@ -169,10 +171,12 @@ class Episode:
         "limit",
         "limit_count",
         "made_room_at",
+        "opening",
         "path",
         "performed",
         "reply",
         "sample_index",
+        "sampling",
         "seconds",
         "seed",
         "seq",
@@ -184,7 +188,7 @@ class Episode:
         "task",
         "turn",
         "turns",
-        "unreceived",
+        "untrained",
     )
 
     def __init__(
@@ -226,10 +230,13 @@ class Episode:
         self.failure: Failure | None = None
         self.solved = False
         self.solved_turn: int | None = None
-        self.agent: AgentThreads | None = None
-        """The threads of an agent program; None before its first request."""
-        self.unreceived: list[int] = []
-        """Turns of an agent program whose replies nobody received."""
+        self.opening: list[Message] | None = None
+        """After a reset whose messages an action keeps for itself (`ActionFacts.owns_conversation`): those messages."""
+        self.sampling: Mapping[str, Any] = {}
+        """What the next request changes of the spec's sampling: stop texts are added, other parameters replaced."""
+        self.untrained: dict[int, str] = {}
+        """Turn -> why its tokens are not trained."""
+        self._parts: dict[type, Any] = {}
         self.blocks: dict[int, str] = {}
         """Original texts of the condensed blocks, by number."""
         self.condensations: list[Condensation] = []
@@ -237,6 +244,13 @@ class Episode:
         """The newest assistant turn when an action last tried to make the prompt shorter; None: never."""
         self.shows_written = shows_written
         """Whether views show the newest reply as it was sampled."""
+
+    def part(self, cls: type[P]) -> P:
+        """A plugin's own state of this episode, made when it is first asked for. Only the plugin's `apply` changes it."""
+        part: P | None = self._parts.get(cls)
+        if part is None:
+            part = self._parts[cls] = cls()
+        return part
 
     def turn_seed(self, turn: int) -> int:
         """Sampling seed of a turn."""
@@ -425,7 +439,8 @@ class Episode:
     def trajectory(self, run_id: str, *, exact: bool) -> Trajectory:
         """The finished trajectory. Seals the ledger."""
         sealed, rewarded = self.ledger.seal(self.turn + 1), self.ledger.rewarded
-        conversation, counts, unreceived = self.conversation, self.counts, self.unreceived
+        conversation, counts, untrained = self.conversation, self.counts, self.untrained
+        unreceived = [turn for turn, why in untrained.items() if why == UNRECEIVED]
         return Trajectory(
             run_id=run_id,
             episode_id=self.id,
@@ -441,7 +456,7 @@ class Episode:
                 else turn
                 for turn in self.turns
             ],
-            branches=conversation.branches(unreceived),
+            branches=conversation.branches(untrained),
             postings=list(sealed.postings),
             facts=self.facts,
             path=self.path,
