@@ -127,9 +127,9 @@ def _train(command: list[str], log: Path) -> None:
 
     async def learn_and_log(self: Any, batch: Any, *more: Any) -> Any:
         told = await learn(self, batch, *more)
-        groups = [(group.number, group.task_id) for group in batch.used]
+        groups = [(number, batch.record.tasks[str(number)]) for number in batch.record.used]
         with log.open("a") as file:
-            file.write(json.dumps({"step": self._state.step + 1, "groups": groups, "pid": os.getpid()}) + "\n")
+            file.write(json.dumps({"step": self.state.step + 1, "groups": groups, "pid": os.getpid()}) + "\n")
         return told
 
     Trainer._learn_batch = learn_and_log  # type: ignore[method-assign,assignment]

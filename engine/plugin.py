@@ -89,6 +89,8 @@ class Plugin:
     """`backend.kind` -> function that makes the servers of `backend.launch`: see `engine.backends.servers.launched`."""
     losses: Entries = field(default_factory=dict)
     """`train.loss.kind` -> its config class, a `Loss`."""
+    train_kinds: Entries = field(default_factory=dict)
+    """`train.kind` -> its `engine.schemas.train_kinds:TrainKind`."""
     actions: Entries = field(default_factory=dict)
     """Action of a state -> its `engine.actions.action_facts:ActionFacts`."""
     presets: Entries = field(default_factory=dict)

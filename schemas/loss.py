@@ -173,17 +173,6 @@ class PpoLoss(ClippedLoss):
     kind: Literal["ppo"] = "ppo"
 
 
-class CrossEntropyLoss(Loss):
-    """The mean cross-entropy of the trained tokens: REINFORCE with advantage 1. The loss of `train.kind: sft`; no value of `train.loss`."""
-
-    formula: ClassVar[str] = "engine.train.losses.reinforce:Reinforce"
-    ratio_level: ClassVar[Literal["token", "sequence"] | None] = None
-    clips_ratio: ClassVar[bool] = False
-    denominator: ClassVar[Denominator] = "minibatch_tokens"
-
-    kind: Literal["cross_entropy"] = "cross_entropy"
-
-
 LOSSES: OneOf[Loss] = OneOf(
     point="losses",
     core=(GrpoLoss, BnpoLoss, DrGrpoLoss, DapoLoss, GspoLoss, CispoLoss, SapoLoss, ReinforceLoss, PpoLoss),

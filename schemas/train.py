@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from ipaddress import IPv6Address
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -11,10 +12,12 @@ from pydantic import Field, field_validator, model_validator
 from engine.schemas.base import Contract, Seconds
 from engine.schemas.credit import CreditMethod
 from engine.schemas.critic import CriticSpec
-from engine.schemas.loss import CrossEntropyLoss, DrGrpoLoss, LossSpec
+from engine.schemas.loss import DrGrpoLoss, LossSpec
+from engine.schemas.open_union import NameOf
 from engine.schemas.sections import SectionOwner
 from engine.schemas.sft import SftDataSpec
 from engine.schemas.train_eval import TrainEvalSpec
+from engine.schemas.train_kinds import CORE_KINDS, TrainKind, train_kind
 
 Level = Literal["token", "turn", "sequence"]
 """Level at which a probability ratio is taken: one token, the tokens of a turn, or the tokens of a row."""
@@ -225,29 +228,9 @@ class TrainSpec(SectionOwner):
     """How the model is trained on its episodes."""
 
     OWNER: ClassVar[str] = "train"
+    PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"kind": "train_kinds"}
 
-    SFT_KEYS: ClassVar[frozenset[str]] = frozenset(
-        [
-            "kind",
-            "data",
-            "steps",
-            "epochs",
-            "shuffle",
-            "seed",
-            "optimizer",
-            "precision",
-            "device",
-            "freeze",
-            "lora",
-            "memory",
-            "weight_sync",
-            "checkpoints",
-            "eval",
-        ]
-    )
-    """The keys that `kind: sft` reads; `weight_sync` only with `eval`."""
-
-    kind: Literal["rl", "sft"] = "rl"
+    kind: Annotated[str, NameOf(point="train_kinds", core=tuple(CORE_KINDS))] = "rl"
     """`rl`: the model samples episodes and is trained on their rewards. `sft`: it is trained on the sampled tokens of the episodes
     in `data`, with the cross-entropy; nothing is sampled, except by `eval`."""
     data: SftDataSpec | None = None
@@ -334,9 +317,14 @@ class TrainSpec(SectionOwner):
         return self
 
     @property
+    def facts(self) -> TrainKind:
+        """What holds for this kind of training. Raises: ValueError: its plugin cannot be used."""
+        return train_kind(self.kind)
+
+    @property
     def samples_episodes(self) -> bool:
         """Whether the model is trained on episodes that it samples, and so needs a backend that takes new weights."""
-        return self.kind == "rl"
+        return self.facts.samples
 
     def precision_on(self, device: str) -> Precision:
         """The precision on a device of the type `cuda`, `cpu` and so on."""
@@ -361,14 +349,12 @@ class TrainSpec(SectionOwner):
         return 2 if samples > 1 and credit.comparison is not None and credit.comparison.baseline != "none" else 1
 
     def effective(self) -> TrainSpec:
-        """The settings of the updates. With `kind: sft`, keys that it does not read have their defaults, and the loss is the cross-entropy."""
-        if self.samples_episodes:
+        """The settings of the updates: keys that the kind does not read have the values that its `TrainKind` says, or their defaults."""
+        read = self.facts.keys
+        if read is None:
             return self
         fields = type(self).model_fields
         unread = {
-            name: field.get_default(call_default_factory=True)
-            for name, field in fields.items()
-            if name not in self.SFT_KEYS
+            name: field.get_default(call_default_factory=True) for name, field in fields.items() if name not in read
         }
-        plain = {"loss": CrossEntropyLoss(), "rollout_correction": RolloutCorrectionSpec(kind="none")}
-        return self.model_copy(update=unread | plain)
+        return self.model_copy(update=unread | dict(self.facts.settings))

@@ -14,19 +14,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import structlog
 
 from engine.errors import TrainError
+from engine.schemas.base import Struct
 from engine.store.training import BATCHES
 
 if TYPE_CHECKING:
     from engine.runner.batch import Batch
     from engine.runner.task_order import TaskOrder
-    from engine.train.difficulty import DifficultyFilter
 
 log = structlog.get_logger(__name__)
 
@@ -34,8 +35,7 @@ CUT = "batches.cut.jsonl"
 """What the file had before its records were replaced."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRecord:
+class BatchRecord(Struct, frozen=True):
     """One line: the batch of one step. Or, with `step_made` false, groups that were consumed without a step."""
 
     step: int
@@ -56,57 +56,31 @@ class BatchRecord:
     """Number of updates that were made. Fewer than a step has where a later update of it diverged."""
     rate: float = 0.0
     """The learning rate."""
-    metrics: dict[str, float | None] = field(default_factory=dict)
+    metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
     """Metrics of the step, without those of its evaluation; null is a value that is not finite."""
     step_made: bool = True
-    skipped: list[int] = field(default_factory=list)
+    skipped: list[int] = msgspec.field(default_factory=list)
     """Numbers of the draws that the difficulty filter skipped."""
-    solved: dict[str, list[int]] = field(default_factory=dict)
+    solved: dict[str, list[int]] = msgspec.field(default_factory=dict)
     """With the difficulty filter: solved and all episodes of each group that was sampled, by its number."""
 
     @classmethod
-    def of(
-        cls,
-        batch: Batch,
-        order: TaskOrder,
-        *,
-        step: int,
-        version: int,
-        metrics: Mapping[str, float],
-        updates: int = 0,
-        step_made: bool = True,
-        difficulty: DifficultyFilter | None = None,
-    ) -> BatchRecord:
-        """The record of a batch."""
+    def of(cls, batch: Batch, order: TaskOrder, solved: dict[str, list[int]] | None = None) -> BatchRecord:
+        """The record of a batch before its step: its groups."""
         used, left_out = ([group.number for group in groups] for groups in (batch.used, batch.left_out))
         dropped = [*batch.cancelled, *batch.stale]
         tasks = {str(number): order[number].id for number in sorted([*used, *left_out, *dropped])}
-        finite = {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
-        rate = metrics.get("lr", 0.0)
-        solved: dict[str, list[int]] = {}
-        if difficulty is not None:
-            groups = [*batch.used, *batch.left_out]
-            solved = {str(group.number): list(difficulty.result(group.trajectories)) for group in groups}
-        return cls(
-            step,
-            version,
-            used,
-            left_out,
-            dropped,
-            tasks,
-            rows=len(batch.rows),
-            updates=updates,
-            rate=rate,
-            metrics=finite,
-            step_made=step_made,
-            skipped=batch.skipped,
-            solved=solved,
-        )
+        return cls(0, 0, used, left_out, dropped, tasks, skipped=batch.skipped, solved=solved or {})
 
     @property
     def numbers(self) -> list[int]:
         """The groups that it consumed."""
         return [*self.used, *self.left_out, *self.dropped, *self.skipped]
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics as a record has them."""
+    return {name: value if abs(value) < float("inf") else None for name, value in metrics.items()}
 
 
 class BatchLog:
@@ -128,11 +102,11 @@ class BatchLog:
         if not self._path.exists():
             return []
         data = self._path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data) and repair:
-            os.truncate(self._path, whole)
+        end = data.rfind(b"\n") + 1
+        if end < len(data) and repair:
+            os.truncate(self._path, end)
         records = []
-        for number, line in enumerate(data[:whole].splitlines(), start=1):
+        for number, line in enumerate(data[:end].splitlines(), start=1):
             try:
                 records.append(BatchRecord(**json.loads(line)))
             except (ValueError, TypeError) as error:
@@ -199,8 +173,8 @@ def to_repeat(records: Sequence[BatchRecord], step: int) -> list[BatchRecord]:
         step: Number of steps that the checkpoint has.
     """
     by_step = {record.step: record for record in records if record.step_made}
-    found = []
+    steps = []
     while step + 1 in by_step:
         step += 1
-        found.append(by_step[step])
-    return found
+        steps.append(by_step[step])
+    return steps

@@ -52,11 +52,17 @@ _known: dict[str, Demonstrations] = {}
 """The newest demonstrations by the files, their times and the settings that they depend on."""
 
 
-def _data_of(loaded: LoadedSpec) -> tuple[SftDataSpec, TrainSpec]:
+def data_of(loaded: LoadedSpec) -> SftDataSpec:
+    """The spec's `train.data`. Raises: TrainError: kind `train_setup`: there is none."""
     train = loaded.spec.train
     if train is None or train.data is None:
         raise TrainError(f"{loaded.path}: the spec has no `train.data`", kind="train_setup")
-    return train.data, train
+    return train.data
+
+
+def _train_of(loaded: LoadedSpec) -> TrainSpec:
+    assert loaded.spec.train is not None
+    return loaded.spec.train
 
 
 def demonstrations(loaded: LoadedSpec) -> Demonstrations:
@@ -65,7 +71,7 @@ def demonstrations(loaded: LoadedSpec) -> Demonstrations:
     Raises:
         TrainError: as `Demonstrations`.
     """
-    data, train = _data_of(loaded)
+    data, train = data_of(loaded), _train_of(loaded)
     stamps = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files_of(loaded)]
     key = repr((stamps, data, train.shuffle, train.seed, loaded.spec.model))
     if key not in _known:
@@ -89,7 +95,7 @@ def files_of(loaded: LoadedSpec) -> list[Path]:
     Raises:
         TrainError: kind `train_setup`: one does not exist, or is not a file of `engine export`.
     """
-    named = _data_of(loaded)[0].path
+    named = data_of(loaded).path
     files: list[Path] = []
     for number, name in enumerate([named] if isinstance(named, str) else named):
         at = PATH if isinstance(named, str) else (*PATH, number)
@@ -127,7 +133,7 @@ class Demonstrations:
     """
 
     def __init__(self, loaded: LoadedSpec) -> None:
-        self._data, train = _data_of(loaded)
+        self._data, train = data_of(loaded), _train_of(loaded)
         self._shuffle, self._seed = train.shuffle, train.seed
         self.files = files_of(loaded)
         self._episodes: list[tuple[_Place, ...]] = []

@@ -1,7 +1,6 @@
 """The difficulty filter: tasks that the policy always or never solves are drawn less often (`train.difficulty`).
 
-The solve rate of a task is that of its newest `window` episodes, over all epochs. Results count when their step is written to the batch
-log. Whether a draw is skipped depends on these results, the draw's number and `train.seed` alone.
+The solve rate of a task is that of its newest `window` episodes, over all epochs. Results count when their step is made. Whether a draw is skipped depends on these results, the draw's number and `train.seed` alone.
 
 Invariants:
 - A resumed training has the results of the batch log, and so skips the same draws after the same steps.
@@ -16,6 +15,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from engine.runner.batch import Group
     from engine.runner.task_order import TaskOrder
     from engine.schemas.train import DifficultySpec
     from engine.schemas.trajectory import Trajectory
@@ -44,15 +44,15 @@ class DifficultyFilter:
         """The newest groups of each task, by its index."""
         self.most_skipped = min(order.count, MAX_SKIPPED)
 
+    def results(self, groups: Sequence[Group]) -> dict[str, list[int]]:
+        """Count the solved and all episodes of each group, by its number."""
+        return {str(group.number): list(self.result(group.trajectories)) for group in groups}
+
     def result(self, trajectories: Sequence[Trajectory]) -> Result:
         """Count the solved episodes of a group."""
         at = self._spec.solved_at
-        solved = sum(
-            each.outcome.solved if at is None else each.outcome.reward >= at
-            for each in trajectories
-            if each.outcome.trainable
-        )
-        return solved, sum(each.outcome.trainable for each in trajectories)
+        outcomes = [trajectory.outcome for trajectory in trajectories if trajectory.outcome.trainable]
+        return sum(outcome.solved if at is None else outcome.reward >= at for outcome in outcomes), len(outcomes)
 
     def add(self, results: Mapping[str, Sequence[int]]) -> None:
         """Add the results of a step.

@@ -54,7 +54,8 @@ def evaluation_of(loaded: LoadedSpec, name: str = "") -> LoadedSpec:
     tasks = loaded.spec.tasks
     if wanted.limit is not None:
         tasks = tasks.model_copy(update={"limit": wanted.limit})
-    rollout = spec.rollout.model_copy(update={"samples_per_task": wanted.samples})
+    # evaluations run in the process of the trainer, also those of a training with several drivers
+    rollout = spec.rollout.model_copy(update={"samples_per_task": wanted.samples, "drivers": 1})
     changed = loaded.spec.model_copy(update={"tasks": tasks, "sampling": sampling, "rollout": rollout})
     return replace(loaded, spec=changed)
 

@@ -1,7 +1,6 @@
-"""Repeat the steps after a checkpoint from the batch log and the run store, without sampling.
+"""Steps after a checkpoint, repeated without sampling: each only with exactly the rows that it was trained on.
 
-Invariant: a step is repeated only with exactly the groups that it was trained on. If one of them is not in the store, the log is
-cut there, and the training continues from the step before.
+If one of a step's groups is not in the store, the batch log is cut there, and the training continues from the step before.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ import structlog
 from engine.train.batch_log import BatchLog, BatchRecord, to_repeat
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from engine.store.rows.row import TrainingRow
-    from engine.train.batches import GroupBuilder
     from engine.train.checkpoint import State
     from engine.train.learner import Learner
-    from engine.train.stored_groups import StoredEpisodes
 
 log = structlog.get_logger(__name__)
 
@@ -28,78 +25,52 @@ LOSS_TOLERANCE = 1e-3
 """Largest difference of a repeated step's loss from the recorded one, relative to 1 or to the loss, that is not reported."""
 
 
-class StepRepeater:
-    """Brings a learner from a checkpoint to the newest step of the batch log.
+def repeat_steps(
+    batch_log: BatchLog,
+    records: Sequence[BatchRecord],
+    rows_of: Callable[[BatchRecord], list[TrainingRow] | None],
+    state: State,
+    learner: Learner,
+    done: Callable[[], None],
+) -> list[BatchRecord]:
+    """Bring a learner from a checkpoint to the newest step of the batch log. Call it in a thread.
 
     Args:
         batch_log: The batch log of the training.
+        records: Its records.
         rows_of: Returns the training rows of a step; None if one of them is gone.
+        state: The progress at the checkpoint; changed after each step.
+        learner: Has the weights of the checkpoint.
+        done: Called after each step.
+
+    Returns:
+        The records of all steps that the training has.
+
+    Raises:
+        TrainError: kind `diverged`.
     """
-
-    def __init__(self, batch_log: BatchLog, rows_of: Callable[[BatchRecord], list[TrainingRow] | None]) -> None:
-        self._log = batch_log
-        self._rows_of = rows_of
-        self.records = batch_log.read()
-        """The records of all steps that the training has, after `repeat`."""
-
-    def repeat(self, state: State, learner: Learner, done: Callable[[], None]) -> int:
-        """Repeat the steps after `state.step`. Call it in a thread.
-
-        Args:
-            state: The progress at the checkpoint; changed after each step.
-            learner: Has the weights of the checkpoint.
-            done: Called after each step.
-
-        Returns:
-            Number of repeated steps.
-
-        Raises:
-            TrainError: kind `diverged`.
-        """
-        began = state.step
-        for record in to_repeat(self.records, state.step):
-            rows = self._rows_of(record)
-            if rows is None:
-                log.warning(
-                    "episodes of a step after the checkpoint are not in the run store; it is sampled again",
-                    step=record.step,
-                )
-                break
-            if record.used:
-                if "loss/length" not in record.metrics:
-                    learner.use_longest_episode()  # an older engine made the step
-                told = learner.step(rows, state.step, rate=record.rate, most_updates=record.updates)
-                _compare(record, told["loss"])
-            state.step, state.version = record.step, record.version
-            state.groups.add(record.numbers)
-            done()
-        kept = [record for record in self.records if record.step <= state.step]
-        if len(kept) < len(self.records):
-            self._log.write(kept)
-        self.records = kept
-        for record in kept:
-            state.groups.add(record.numbers)
-        return state.step - began
-
-
-def stored_rows(builder: GroupBuilder, stored: StoredEpisodes) -> Callable[[BatchRecord], list[TrainingRow] | None]:
-    """Make the function that builds the training rows of a step from the run store.
-
-    Args:
-        builder: Builds the training rows of a group.
-        stored: The episodes of earlier launches.
-    """
-
-    def rows_of(record: BatchRecord) -> list[TrainingRow] | None:
-        rows: list[TrainingRow] = []
-        for number in record.used:
-            of_group = builder.rows(stored.finished_group(record.tasks[str(number)]))
-            if not of_group:
-                return None
-            rows += of_group
-        return rows if len(rows) == record.rows else None
-
-    return rows_of
+    for record in to_repeat(records, state.step):
+        rows = rows_of(record)
+        if rows is None:
+            log.warning(
+                "episodes of a step after the checkpoint are not in the run store; it is sampled again",
+                step=record.step,
+            )
+            break
+        if record.used:
+            if "loss/length" not in record.metrics:
+                learner.use_longest_episode()  # an older engine made the step
+            metrics = learner.step(rows, state.step, rate=record.rate, most_updates=record.updates)
+            _compare(record, metrics["loss"])
+        state.step, state.version = record.step, record.version
+        state.groups.add(record.numbers)
+        done()
+    remaining = [record for record in records if record.step <= state.step]
+    if len(remaining) < len(records):
+        batch_log.write(remaining)
+    for record in remaining:
+        state.groups.add(record.numbers)
+    return remaining
 
 
 def _compare(record: BatchRecord, loss: float) -> None:

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from engine.backends.local.device import pick_device
 from engine.errors import TrainError
+from engine.plugin import load
 from engine.schemas.backend import kinds_that_train
 from engine.spec.load import override_spec
-from engine.spec.tasks import load_tasks
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
 from engine.train.critic import Critic
-from engine.train.demonstrations import count_episodes
 from engine.train.distributed import join_alone
 from engine.train.learner import Learner
 from engine.train.policy import Policy, open_model
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from engine.tokens.template import ChatTemplate
     from engine.train.distributed import ProcessGroup
     from engine.train.packed_model import PackedModel
+    from engine.train.step_source import StepSource
 
 
 def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
@@ -48,11 +48,14 @@ def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
     train = spec.train.effective()
     if train.epochs is None:
         return train
-    if train.data is not None:
-        steps = math.ceil(count_episodes(loaded, train.epochs) / train.data.episodes_per_step)
-    else:
-        steps = math.ceil(train.epochs * len(load_tasks(loaded)) / train.tasks_per_step)
+    steps = math.ceil(source_class(train).steps_of(loaded, train, train.epochs))
     return train.model_copy(update={"steps": max(1, steps)})
+
+
+def source_class(train: TrainSpec) -> type[StepSource]:
+    """The class of a training's batches."""
+    source: type[StepSource] = load(train.facts.use)
+    return source
 
 
 def with_precision(loaded: LoadedSpec, began: EpisodeSpec | None = None) -> LoadedSpec:

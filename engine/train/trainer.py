@@ -1,363 +1,447 @@
-"""The training loop over episodes: collect a batch, train on it, send the new weights to the backend, repeat.
+"""One training, new or resumed. A step is in the batch log before its weights are sent out, and its line of `metrics.jsonl` follows it.
 
-Invariants, in addition to those of `loop.py`:
-- A group is trained on at most once, and all sampled tokens are used or counted: see `batch_log.py`, `groups.py`.
-- With `asynchrony.max_staleness: 0` sampling and training alternate.
+    result = await Trainer(loaded, folder).run()
+
+However a training ends, by an error, a divergence, a signal or a lost server, the weights after the last update are in a checkpoint,
+and an error's message names it. Before the first update there is nothing to save.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
+import torch
+from msgspec.structs import replace
 
 from engine.backends.registry import open_backend
-from engine.backends.weight_target import weight_target
-from engine.errors import EngineError, StoreError, TrainError
-from engine.runner.batch import Batch
-from engine.runner.groups import GroupRunner, GroupSchedule
-from engine.runner.overlong import fitting_tasks
-from engine.runner.runner import Runner
-from engine.runner.task_order import TaskOrder
-from engine.spec.tasks import load_tasks
-from engine.store import training as folders
+from engine.errors import EngineError, TrainError
+from engine.runner.observers import TrainingObservers
+from engine.store.lock import RunLock
 from engine.tokens.loading import load_format
-from engine.train.batch_log import BatchRecord, check_tasks
-from engine.train.batches import GroupBuilder
-from engine.train.credit_reach import reach_of
-from engine.train.difficulty import DifficultyFilter
-from engine.train.keep import compact_training, plan_of
-from engine.train.loop import TrainingLoop, TrainResult
-from engine.train.missing_signal import MissingSignal
-from engine.train.overlong import masked_metrics
-from engine.train.repeated_steps import StepRepeater, stored_rows
-from engine.train.setup import learner_of
+from engine.train.batch_log import BatchLog, BatchRecord, finite
+from engine.train.checkpoint import Checkpoints, State
+from engine.train.colocation import LentMemory
+from engine.train.distributed import ProcessGroup, SingleProcessGroup
+from engine.train.evaluation import Evaluator
+from engine.train.metrics import MetricsLog, read_metrics
+from engine.train.repeated_steps import repeat_steps
+from engine.train.setup import learner_of, source_class, train_spec_of
 from engine.train.stopping import unless_stopped
-from engine.train.stored_groups import StoredEpisodes
 from engine.train.sync import open_sync
-from engine.validate import refuse_first_tasks
-from engine.validate.drivers import refuse_training
 
 if TYPE_CHECKING:
     from engine.actions.services import Cost
-    from engine.drivers.rollouts import DriverRollouts
+    from engine.backends.backend import Backend
     from engine.runner.stats import RunCounters
-    from engine.store import RunStore
+    from engine.spec.load import LoadedSpec
+    from engine.store.rows.row import TrainingRow
+    from engine.store.upkeep.compact import Compacted
+    from engine.tokens.template import ChatTemplate
+    from engine.train.learner import Learner
+    from engine.train.step_source import StepBatch, StepSource
+    from engine.train.sync import WeightSync
 
 log = structlog.get_logger(__name__)
 
+StepCallback = Callable[[int, Mapping[str, float]], None]
+"""Called after each finished step with its number, from 1 (0: evaluation before the first step), and its metrics."""
 _RESUMED = ("rollout/resumed_episodes", "rollout/regenerated_tokens", "rollout/dropped_stale_groups")
 
 
-def free_cached_memory() -> None:
-    """Give GPU memory that torch holds for later allocations back to the servers on the same GPUs."""
-    import torch
+@dataclass(slots=True)
+class TrainResult:
+    """The result of a training."""
 
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    steps: int
+    """Number of finished steps, including those of earlier launches."""
+    first: dict[str, float] = field(default_factory=dict)
+    """Metrics of the first step of this launch."""
+    last: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last step."""
+    checkpoint: Path | None = None
+    model: Path | None = None
+    """A complete model beside the checkpoints, with the adapter merged in: after a training on written episodes with LoRA."""
+    best: float | None = None
+    best_step: int | None = None
+    interrupted: bool = False
+    faults: list[str] = field(default_factory=list)
+    repeated_steps: int = 0
+    """Steps that this launch repeated from stored episodes, because they came after the checkpoint that it resumed from."""
+    resumed: Counter[str] = field(default_factory=Counter)
+    """Totals of this launch of the metrics `rollout/…`: episodes that continued, tokens sampled again, groups dropped."""
+    disk: Compacted | None = None
+    """With `rollout.keep`, unless it was interrupted: what was dropped at the end, and the size of the run store."""
+    missing_signal: str = ""
+    """How many steps of this launch had no learning signal, and why; empty if few or none."""
+    cost: Cost | None = None
+    """What the training has cost, resumes included; None where no costs are counted."""
 
 
-class Trainer(TrainingLoop):
-    """One training on the model's own episodes, new or resumed. Arguments as in `TrainingLoop`."""
+class Trainer:
+    """One training, new or resumed.
 
-    _kept = "; the episodes are kept"
-    _order: TaskOrder
-    _difficulty: DifficultyFilter | None = None
-    _store: RunStore
-    _drivers: DriverRollouts | None = None
-    """With `rollout.drivers`: what runs the episodes."""
-    _dropped_until: int | None = None
-    """Groups of steps up to this one were dropped in this launch already."""
+    Args:
+        loaded: The spec.
+        folder: The folder of the training, made by `folder.begin`.
+        on_step: Called after each step.
+        phase: Called at the start of each phase: `rollout`, `update`, `sync`, `eval`, `checkpoint`, `compact`.
+        watch: Called with the counters of its episodes when they exist, for a live display.
+        keep_going: Do not stop if the first episodes all fail with one cause.
+        process_group: The processes of the training. This is process 0; the others run `setup.follow`.
+    """
 
-    async def _run_prepared(self, stop: asyncio.Event | None) -> TrainResult:
-        self._format = load_format(self.spec.model, self.loaded.base)
-        every = load_tasks(self.loaded)
-        refuse_first_tasks(self.loaded, every)
-        tasks = fitting_tasks(every, self.loaded, self._format)
-        self._order = TaskOrder(tasks, shuffle=self.train.shuffle, seed=self.train.seed, mix=tasks.mix)
-        self._backend = open_backend(self.loaded, self._format)
-        self._backend.logs = self.folder / "servers"
-        self._backend.training = True
-        try:
-            await self._backend.start()
-            self._learner = await asyncio.to_thread(learner_of, self.loaded, self._format, self._process_group)
-            self._sync = open_sync(self.spec, self._backend, self.folder, lora=self.train.lora is not None)
-            store = folders.open_rollouts(
-                self.folder, self.loaded
-            )  # locks the folder: no other process can train in it
-            try:
-                result = await self._run_with_store(store, stop)
-            finally:
-                store.close()
-            await self._compact_at_end(result)
-            return result
-        finally:
-            await self._backend.close()
+    template: ChatTemplate
+    backend: Backend
+    """Of a training that samples or evaluates."""
+    learner: Learner
+    _memory: LentMemory
+    _metrics: MetricsLog
 
-    _live: RunCounters | None = None
-    _episodes: Runner | DriverRollouts | None = None
-
-    @property
-    def _cost(self) -> Cost | None:
-        own = self._episodes.cost if isinstance(self._episodes, Runner) else None
-        return own or self._evaluator.cost
-
-    def _sampled_tokens(self) -> int:
-        return self._live.tokens if self._live is not None else 0
-
-    async def _run_with_store(self, store: RunStore, stop: asyncio.Event | None) -> TrainResult:
-        self._store = store
-        await self._open_state()
-        try:
-            runner = self._runner(store)
-            self._live = runner.counters
-            self._episodes = runner
-            runner.counters.total = self.train.steps * self.train.tasks_per_step * self.spec.rollout.samples_per_task
-            if self._watch is not None:
-                self._watch(runner.counters)
-            result = TrainResult(self._state.step)
-            reader = await asyncio.to_thread(folders.open_reader, store)
-            async with runner.serving(), self._saving(result):
-                await self._run_saved(result, runner, StoredEpisodes(reader, self.spec.rollout.samples_per_task), stop)
-            return result
-        finally:
-            self._metrics.close()
-
-    def _runner(self, store: RunStore) -> Runner | DriverRollouts:
-        """What runs the episodes: this process, or several drivers."""
-        if self.spec.rollout.drivers > 1:
-            refuse_training(self.loaded)
-            from engine.drivers.rollouts import DriverRollouts
-
-            self._drivers = DriverRollouts(
-                self.loaded,
-                store,
-                weight_target(self._backend).server_weights(self._state.version),
-                keep_going=self._keep_going,
-            )
-            return self._drivers
-        return Runner(
-            self.loaded,
-            [],
-            self._format,
-            self._backend,
-            store,
-            keep_going=self._keep_going,
-            training=True,
-            folder=self.folder,
-        )
-
-    async def _push_weights(self) -> None:
-        """Send the current weights to the backend, once; drivers, which sample from the same servers, are told the version."""
-        await super()._push_weights()
-        if self._drivers is not None:
-            await self._drivers.follow(weight_target(self._backend).server_weights(self._state.version))
-
-    async def _run_saved(
-        self, result: TrainResult, runner: Runner | DriverRollouts, stored: StoredEpisodes, stop: asyncio.Event | None
+    def __init__(
+        self,
+        loaded: LoadedSpec,
+        folder: Path,
+        *,
+        process_group: ProcessGroup | None = None,
+        on_step: StepCallback | None = None,
+        phase: Callable[[str], None] | None = None,
+        watch: Callable[[RunCounters], None] | None = None,
+        keep_going: bool = False,
     ) -> None:
-        """Repeat the steps after the checkpoint, then train."""
-        rows = GroupBuilder(self.spec, self.train, self.loaded.base)
-        repeater = StepRepeater(self._batch_log, stored_rows(rows, stored))
-        check_tasks(repeater.records, self._order)
-        self._weights_known = False
-        async with self._servers_memory(needed=bool(repeater.records)):
-            result.repeated_steps = await asyncio.to_thread(
-                repeater.repeat, self._state, self._learner, self._repeated_step
-            )
+        self.loaded = loaded
+        self.spec = loaded.spec
+        self.train = train_spec_of(loaded)
+        self.folder = folder
+        self.watch = watch
+        self.keep_going = keep_going
+        self.state = State()
+        self.batch_log = BatchLog(folder)
+        self.observers = TrainingObservers(loaded, folder)
+        self.source: StepSource = source_class(self.train)(self)
+        self._process_group = process_group or SingleProcessGroup()
+        self._on_step = on_step
+        self._phase = phase
+        self._checkpoints = Checkpoints(folder, self.train.checkpoints.keep)
+        self._newest_checkpoint: Path | None = None
+        self._evaluator = Evaluator(loaded, folder, self.train, keep_going=keep_going)
+        self._sync: WeightSync | None = None
         self._weights_known = True
-        self._continue_metrics()
-        if self._state.version or self.spec.backend.weights_in_servers:
-            # A server may have other weights: send the current ones before the first token is sampled.
-            await self._push_weights()
-        if self.train.difficulty is not None:
-            self._difficulty = DifficultyFilter(self.train.difficulty, self._order, self.train.seed)
-            for record in repeater.records:
-                self._difficulty.add(record.solved)
-        await self._write_missing_lines(repeater.records, stop)
-        schedule = self._schedule(runner, rows, stored)
-        result.faults = runner.faults
+        """Whether the learner's weights are those after the updates that `state` counts."""
+        self._seconds: dict[str, float] = {}
+        self._pushed: dict[str, float] = {}
+        """Metrics of the step's push of weights."""
+
+    async def run(self, *, stop: asyncio.Event | None = None) -> TrainResult:
+        """Train to the last step, or until `stop` is set. Then a checkpoint is written; running episodes stay in the store.
+
+        Raises:
+            TrainError: kind `train_setup`: the training cannot start; `diverged`; `no_data`: there is nothing to train on.
+            EngineError: the backend, the store or the evaluation failed.
+        """
         try:
-            await self._steps(result, schedule, stop)
-        except EngineError as error:
-            if error.drains:
-                await unless_stopped(stop, schedule.drain())
+            with self.observers.watch(lambda: self.state.step, lambda: self.source.sampled_tokens):
+                result = await self._run_opened(stop)
+            if not result.interrupted:
+                await self.observers.ended(result.steps, result.last)
+            return result
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            await self.observers.failed(error, self.state.step)
             raise
         finally:
-            await schedule.close()
-            if self.train.colocate:
-                await weight_target(self._backend).take_memory_back()
+            self.observers.close()
 
-    def _schedule(self, runner: Runner | DriverRollouts, rows: GroupBuilder, stored: StoredEpisodes) -> GroupSchedule:
-        rollout = self.spec.rollout
-        most = rollout.live_episodes or 2 * rollout.concurrency
-        groups = GroupRunner(runner, rows, asyncio.Semaphore(most), stored, progress=self._observers.progressed)
-        return GroupSchedule(
-            groups,
-            self._order,
-            self.train,
-            samples=rollout.samples_per_task,
-            batches=self.train.steps - self._state.step,
-            max_live_episodes=most,
-            version=self._state.version,
-            consumed=self._state.groups,
-            stored=stored,
-            difficulty=self._difficulty,
-        )
+    # --- beginning and end ----------------------------------------------------------------------------------
 
-    async def _steps(self, result: TrainResult, schedule: GroupSchedule, stop: asyncio.Event | None) -> None:
-        """Run steps up to the last one. `stop` ends the collection of a batch at once, but a running update is finished."""
-        train, state = self.train, self._state
-        missing = MissingSignal(train)
-        while state.step < train.steps and not result.interrupted:
+    async def _run_opened(self, stop: asyncio.Event | None) -> TrainResult:
+        """Open what the training needs, and train."""
+        async with AsyncExitStack() as stack:
+            stack.callback(RunLock(self.folder).release)
+            self.template = load_format(self.spec.model, self.loaded.base)
+            await self.source.prepare()
+            if self.train.uses_backend:
+                self.backend = open_backend(self.loaded, self.template)
+                self.backend.logs = self.folder / "servers"
+                self.backend.training = True
+                stack.push_async_callback(self.backend.close)
+                await self.backend.start()
+            self.learner = await asyncio.to_thread(learner_of, self.loaded, self.template, self._process_group)
+            if self.train.uses_backend:
+                self._sync = open_sync(self.spec, self.backend, self.folder, lora=self.train.lora is not None)
+            self._memory = LentMemory(self.backend if self.train.colocate else None)
+            await self._open_state()
+            stack.callback(self._metrics.close)
+            result = TrainResult(self.state.step)
+            async with self.source.opened(result), self._saving(result):
+                await self._train(result, stop)
+            return result
+
+    async def _open_state(self) -> None:
+        """Load the newest checkpoint, or seed torch, and open the metrics."""
+        resumed = self._checkpoints.newest()
+        if resumed is None:
+            torch.manual_seed(self.train.seed)
+        else:
+            self.state = await asyncio.to_thread(self._checkpoints.read, resumed, self.learner)
+            self._newest_checkpoint = resumed
+        self._metrics = MetricsLog(self.folder)
+        try:
+            self.observers.began()
+        except BaseException:
+            self._metrics.close()
+            raise
+
+    async def _train(self, result: TrainResult, stop: asyncio.Event | None) -> None:
+        """Repeat the steps after the checkpoint, then train."""
+        records = await self._repeat_steps(result)
+        self._metrics.truncate(self.state.step)
+        self.observers.continued(self.state.step)
+        if self.state.version or self.spec.backend.weights_in_servers:
+            # A server may have other weights: send the current ones before the first token is sampled.
+            await self._push_weights()
+        await self._write_missing_lines(records, stop)
+        await self.source.begin(records)
+        try:
+            await self._steps(result, stop)
+        except EngineError as error:
+            if error.drains:
+                await unless_stopped(stop, self.source.drain())
+            raise
+        finally:
+            await self.source.close()
+            await self._memory.take_back()
+
+    async def _repeat_steps(self, result: TrainResult) -> list[BatchRecord]:
+        """Repeat the steps after the checkpoint. Returns the records of all steps that the training has."""
+        began, records = self.state.step, self.batch_log.read()
+        self._weights_known = False
+        async with self._lent_memory() if records else contextlib.nullcontext():
+            records = await asyncio.to_thread(
+                repeat_steps,
+                self.batch_log,
+                records,
+                self.source.rows_of,
+                self.state,
+                self.learner,
+                self._repeated_step,
+            )
+        self._weights_known = True
+        result.repeated_steps = self.state.step - began
+        return records
+
+    def _repeated_step(self) -> None:
+        """After a repeated step: write the checkpoint that is due, so that repeated kills do not repeat the same steps."""
+        if self.state.step % self.train.checkpoints.every == 0:
+            self._newest_checkpoint = self._checkpoints.write(self.state, self.learner)
+
+    async def _write_missing_lines(self, records: Sequence[BatchRecord], stop: asyncio.Event | None) -> None:
+        """Write the metrics of finished steps that have no line yet, because an earlier launch ended before it wrote them."""
+        written = {int(line["step"]): line for line in read_metrics(self.folder)}
+        for step in sorted(written.keys() - {0}):  # also of repeated steps, whose checkpoints do not have it
+            self._evaluator.note(self.state, step, written[step])
+        if self.state.step == 0 and 0 not in written and self.train.eval is not None:
+            values = await unless_stopped(stop, self._evaluate())
+            if values is not None:
+                self._write_line(0, values)
+        for record in records:
+            if not record.step_made or record.step in written:
+                continue
+            values = {name: math.nan if value is None else value for name, value in record.metrics.items()}
+            if record.step == self.state.step and self._evaluator.due(record.step):
+                evaluation = await unless_stopped(stop, self._evaluate())
+                if evaluation is None:
+                    return
+                values |= evaluation
+                if self._evaluator.note(self.state, record.step, evaluation):
+                    await self._checkpoint()
+            self._write_line(record.step, values)
+
+    @contextlib.asynccontextmanager
+    async def _saving(self, result: TrainResult) -> AsyncIterator[None]:
+        """Save the last finite state at the end and on errors, and complete the result."""
+        try:
+            yield
+        except Exception as error:
+            await self._save_after(error)
+            raise
+        await self._checkpoint_if_trained()
+        result.steps, result.checkpoint = self.state.step, self._newest_checkpoint
+        result.best, result.best_step = self.state.best, self.state.best_step
+        result.cost = self.source.cost or self._evaluator.cost
+
+    async def _save_after(self, error: Exception) -> None:
+        """Save the last finite state after an error, and name the checkpoint in the error's message."""
+        try:
+            if self._weights_known:
+                await self._checkpoint_if_trained()
+        except EngineError as failed:
+            log.warning("the last state could not be saved", reason=str(failed))
+        if self._newest_checkpoint is not None:
+            words = f"The last saved state is {self._newest_checkpoint}"
+        else:
+            words = f"No step was finished, so there is no checkpoint{self.source.kept}"
+        if error.args and isinstance(error.args[0], str):
+            error.args = (f"{error.args[0]}\n{words}", *error.args[1:])
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    async def _steps(self, result: TrainResult, stop: asyncio.Event | None) -> None:
+        """Make steps up to the last one. `stop` ends the collection of a batch at once, but a running update is finished."""
+        while self.state.step < self.train.steps and not result.interrupted:
             began = time.perf_counter()
-            with self._timed("rollout"):
-                batch = await unless_stopped(stop, schedule.batch())
+            batch = await unless_stopped(stop, self.source.batch())
             if batch is None:
                 result.interrupted = True
                 return
             values = await self._step(batch)
-            if warning := missing.add(batch):
-                log.warning(warning, step=state.step)
-                await self._observers.lacks_signal(state.step, warning)
-            result.missing_signal = missing.summary
             result.interrupted = stop is not None and stop.is_set()
             if not result.interrupted:
-                with self._timed("sync"):
-                    if batch.used:
-                        await unless_stopped(stop, self._push_weights())
-                schedule.trained(state.version)
-            if self._evaluator.due(state.step):
-                found = None if result.interrupted else await unless_stopped(stop, self._evaluate())
-                if found is None:  # the next launch evaluates this step and writes its line
+                await self._send_out(batch, stop)
+            if self._evaluator.due(self.state.step):
+                evaluation = None if result.interrupted else await unless_stopped(stop, self._evaluate())
+                if evaluation is None:  # the next launch evaluates this step and writes its line
                     result.interrupted = True
                     return
-                values |= found
-            if self._evaluator.note(state, state.step, values) or state.step % train.checkpoints.every == 0:
-                await self._checkpoint()
-                values |= await self._drop_episodes()
-            values |= self._times(time.perf_counter() - began, values) | self._pushed
-            self._seconds.clear()
-            self._pushed.clear()
-            self._write_line(state.step, values)
-            self._observers.progressed()
+                values |= evaluation
+            await self._end_step(batch, values, began)
             result.first, result.last = result.first or values, values
             result.resumed.update({name: int(values[name]) for name in _RESUMED if name in values})
 
-    async def _drop_episodes(self) -> dict[str, float]:
-        """After a checkpoint: drop the stored episodes that `rollout.keep` does not keep. Returns the metrics."""
-        keep = self.spec.rollout.keep
-        if keep is None:
-            return {}
-        before, episodes = self._store.space(), 0
-        try:
-            with self._timed("compact"):
-                found = await asyncio.to_thread(plan_of, self.folder, self.spec, keep, after=self._dropped_until)
-                for group in found.groups:
-                    episodes += len((await self._store.drop(group, keep_failed=keep.failures)).sizes)
-            self._dropped_until = found.until
-        except StoreError as error:  # each group is dropped whole or not at all; the next checkpoint tries again
-            log.warning("episodes could not be dropped", reason=str(error))
-        after = self._store.space()
-        return {
-            "store/dropped_episodes": float(episodes),
-            "store/bytes_before": float(before.used),
-            "store/bytes": float(after.used),
-            "store/file_bytes": float(after.file),
-        }
-
-    async def _compact_at_end(self, result: TrainResult) -> None:
-        """After a training that was not interrupted: drop what `rollout.keep` does not keep, and shrink the file."""
-        keep = self.spec.rollout.keep
-        if keep is None or result.interrupted:
-            return
-        try:
-            _, result.disk = await asyncio.to_thread(compact_training, self.folder, self.spec, keep)
-        except StoreError as error:
-            log.warning("the run store could not be compacted; `engine compact` does it later", reason=str(error))
-
-    async def _step(self, batch: Batch) -> dict[str, float]:
-        """Train on a batch and write its metrics to the batch log. Returns the metrics."""
-        values = batch.metrics(tuple(self.spec.tasks.mix or ()))
-        reach = reach_of(self.spec.rewards.credit, [*batch.used, *batch.left_out], self.loaded.base)
-        values |= reach.metrics()
-        ended = (each for group in (*batch.used, *batch.left_out) for each in group.trajectories)
-        values |= masked_metrics(self.spec, ended)
-        if self._difficulty is not None:
-            values |= self._difficulty.metrics(len(batch.skipped), batch.forced)
-            if batch.forced:
-                log.warning(
-                    "tasks were drawn although they are always or never solved, because the filter skipped all others",
-                    step=self._state.step + 1,
-                    groups=batch.forced,
-                )
-        if unplaced := reach.unplaced():
-            log.warning("rewards reach no token", step=self._state.step + 1, rewards=unplaced)
-        if batch.used:
+    async def _step(self, batch: StepBatch) -> dict[str, float]:
+        """Make the updates of a batch and write it to the batch log. Returns its metrics."""
+        values = dict(batch.metrics)
+        if batch.rows:
             values |= await self._learn_batch(batch, values)
-        elif not any(group.rows for group in batch.left_out):
+        elif batch.lacking is not None:
             self._record(batch, values, step_made=False)  # marks the groups as consumed
-            raise batch.no_data(self._episodes.faults if self._episodes else [])
+            raise batch.lacking
         else:
             values["updates"] = 0.0
-        self._record(batch, values, updates=self._learner.updates if batch.used else 0)
+        self._record(batch, values, updates=self.learner.updates if batch.rows else 0)
         return values
 
-    def _record(self, batch: Batch, values: Mapping[str, float], *, updates: int = 0, step_made: bool = True) -> None:
-        """Count a step and write it to the batch log."""
-        state = self._state
-        state.step += step_made
-        state.version += bool(updates)
-        record = BatchRecord.of(
-            batch,
-            self._order,
-            step=state.step,
-            version=state.version,
-            metrics=values,
-            updates=updates,
-            step_made=step_made,
-            difficulty=self._difficulty,
-        )
-        state.groups.add(record.numbers)
-        self._batch_log.append(record)
-        if self._difficulty is not None:
-            self._difficulty.add(record.solved)
-        self._weights_known = True
-
-    async def _learn_batch(self, batch: Batch, values: Mapping[str, float]) -> dict[str, float]:
+    async def _learn_batch(self, batch: StepBatch, values: Mapping[str, float]) -> dict[str, float]:
         """Run the updates of a batch. A step that diverged after some updates counts with these."""
         try:
-            async with self._servers_memory():
-                return await self._learn(batch.rows)
+            async with self._lent_memory():
+                learned = await self._learn(batch.rows)
         except TrainError:
-            updates = self._learner.updates
+            updates = self.learner.updates
             self._weights_known = updates == 0
             if updates:
-                rate = self._learner.rate
+                rate = self.learner.rate
                 self._record(batch, {**values, "lr": rate, "updates": float(updates)}, updates=updates)
             raise
+        names = batch.update_metrics
+        return learned if names is None else {name: value for name, value in learned.items() if name in names}
 
-    @asynccontextmanager
-    async def _servers_memory(self, *, needed: bool = True) -> AsyncIterator[None]:
-        """Inside the block the servers' GPUs are free for an update, with `train.colocate`. The next push gives the memory back."""
-        if not (self.train.colocate and needed):
+    async def _learn(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
+        """Run the updates of a batch in a thread, so that other work can continue meanwhile."""
+        self._weights_known = False
+        with self.timed("update"):
+            work = asyncio.ensure_future(asyncio.to_thread(self.learner.step, rows, self.state.step))
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                with contextlib.suppress(Exception):  # a thread cannot be stopped in the middle of an update
+                    await work
+                raise
+
+    def _record(
+        self, batch: StepBatch, values: Mapping[str, float], *, updates: int = 0, step_made: bool = True
+    ) -> None:
+        """Count a step and write it to the batch log."""
+        state = self.state
+        state.step += step_made
+        state.version += bool(updates)
+        record = replace(
+            batch.record,
+            step=state.step,
+            version=state.version,
+            rows=len(batch.rows),
+            updates=updates,
+            rate=values.get("lr", 0.0),
+            metrics=finite(values),
+            step_made=step_made,
+        )
+        state.groups.add(record.numbers)
+        self.batch_log.append(record)
+        self._weights_known = True
+
+    async def _send_out(self, batch: StepBatch, stop: asyncio.Event | None) -> None:
+        """Send the weights of a step to the backend, if it samples with them, and go on."""
+        if batch.rows if self.train.samples_episodes else self._evaluator.due(self.state.step):
+            with self.timed("sync"):
+                await unless_stopped(stop, self._push_weights())
+        await self.source.trained(self.state.version)
+
+    async def _end_step(self, batch: StepBatch, values: dict[str, float], began: float) -> None:
+        """Write the checkpoint that is due, and the line of metrics."""
+        state = self.state
+        if self._evaluator.note(state, state.step, values) or state.step % self.train.checkpoints.every == 0:
+            await self._checkpoint()
+            values |= await self.source.checkpointed()
+        seconds = time.perf_counter() - began
+        values |= {f"time/{phase}": spent for phase, spent in self._seconds.items()}
+        values |= {"step_seconds": seconds, "tokens_per_second": batch.tokens / seconds} | self._pushed
+        self._seconds.clear()
+        self._pushed.clear()
+        self._write_line(state.step, values)
+        self.observers.progressed()
+
+    # --- parts of a step ------------------------------------------------------------------------------------
+
+    async def _push_weights(self) -> None:
+        """Send the current weights to the backend, if there is one."""
+        if self._sync is not None:
+            pushed = await self._sync.push(self.learner.policy, self.state.version)
+            self._pushed = pushed.metrics()
+
+    async def _evaluate(self) -> dict[str, float]:
+        """Evaluate the current policy. Returns the metrics of the evaluation."""
+        with self.timed("eval"):
+            return await self._evaluator.evaluate(self.state.step, self.template, self.backend)
+
+    async def _checkpoint(self) -> None:
+        with self.timed("checkpoint"):
+            self._newest_checkpoint = await asyncio.to_thread(self._checkpoints.write, self.state, self.learner)
+
+    async def _checkpoint_if_trained(self) -> None:
+        """Write a checkpoint, unless the weights are still those of the spec's model."""
+        if self.state.step:
+            await self._checkpoint()
+
+    @contextlib.asynccontextmanager
+    async def _lent_memory(self) -> AsyncIterator[None]:
+        """Inside the block the servers' GPUs are free for an update, with `train.colocate`."""
+        async with self._memory.lent(self.timed):
             yield
-            return
-        with self._timed("release"):
-            await weight_target(self._backend).lend_memory()
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Show a phase, and count its seconds in the metric `time/PHASE`."""
+        if self._phase is not None:
+            self._phase(phase)
+        began = time.perf_counter()
         try:
             yield
-        except BaseException:
-            free_cached_memory()
-            await weight_target(self._backend).take_memory_back()
-            raise
-        free_cached_memory()
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
 
-    def _times(self, whole: float, values: Mapping[str, float]) -> dict[str, float]:
-        sampled = values.get("episode/tokens", 0.0) * values.get("episodes/count", 0.0)
-        times = {f"time/{phase}": float(seconds) for phase, seconds in self._seconds.items()}
-        return times | {"step_seconds": whole, "tokens_per_second": sampled / whole}
+    def _write_line(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of a step and report them."""
+        self._metrics.write(step, values)
+        self.observers.stepped(step, values)
+        if self._on_step is not None:
+            self._on_step(step, values)

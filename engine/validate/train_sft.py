@@ -25,7 +25,7 @@ def sft_keys(ctx: CheckContext) -> Iterator[Finding]:
         file = ctx.loaded.origin(KIND, key=True).file
         for name in TrainSpec.model_fields:
             path: DataPath = ("train", name)
-            if name in TrainSpec.SFT_KEYS and (name != "weight_sync" or train.uses_backend):
+            if name in (train.facts.keys or ()) and (name != "weight_sync" or train.uses_backend):
                 continue
             if ctx.written(*path) and ctx.loaded.origin(path, key=True).file == file:
                 why = "weights are sent only to evaluate them (`train.eval`)"

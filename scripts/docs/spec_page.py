@@ -111,7 +111,8 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def _section(place: str, model: type[BaseModel]) -> str:
     decides = next((key for key in ("kind", "method") if key in fields_by_key(model)), None)
-    tag = f" (`{decides}: {literals(fields_by_key(model)[decides].annotation)[0]}`)" if decides else ""
+    words = literals(fields_by_key(model)[decides].annotation) if decides else []
+    tag = f" (`{decides}: {words[0]}`)" if words else ""
     title = f"## `{place}`{tag}" if place else "## The keys of a spec"
     lines = [title, "", " ".join((model.__doc__ or "").split()), "", "| key | type | default | |", "|---|---|---|---|"]
     lines += [_row(model, key, info) for key, info in fields_by_key(model).items()]

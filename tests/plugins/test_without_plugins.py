@@ -29,6 +29,7 @@ NAMING: dict[str, Spec] = {
     "notices": {"notify": {"to": [{"kind": "command", "run": "true"}]}},
     "plan": {"train": {"plan": {}}},
     "report": {"train": {"report_to": ["tensorboard"]}},
+    "sft": {"train": {"kind": "sft", "data": {"path": "rows.jsonl"}}},
     "traces": {"traces": {}},
     "vllm": {"backend": {"kind": "vllm", "urls": ["http://127.0.0.1:9"]}},
 }

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.runner.stats import RunCounters
     from engine.spec.load import LoadedSpec
     from engine.train.distributed import ProcessGroup
-    from engine.train.loop import TrainResult
+    from engine.train.trainer import TrainResult
 
 
 _RESUMED = {
@@ -217,7 +217,6 @@ async def _train(
     from engine.cli.reports.train_panel import TrainPanel, shown
     from engine.cli.stopping import stop_on_signals
     from engine.train.setup import train_spec_of
-    from engine.train.sft import SftTrainer
     from engine.train.trainer import Trainer
 
     stop = asyncio.Event()
@@ -227,7 +226,7 @@ async def _train(
     def watch(live: RunCounters) -> None:
         panel.live = live
 
-    trainer = (Trainer if train.samples_episodes else SftTrainer)(
+    trainer = Trainer(
         loaded,
         folder,
         process_group=process_group,

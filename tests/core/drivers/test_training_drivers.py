@@ -138,8 +138,8 @@ async def test_no_token_is_staler_than_the_bound_though_a_driver_is_killed(
     trainer: Trainer
 
     def kill(step: int, values: Mapping[str, float]) -> None:
-        assert trainer._drivers is not None
-        reports = trainer._drivers._fleet.reports
+        steps: Any = trainer.source
+        reports = steps.drivers._fleet.reports
         if step in (3, 6) and reports:
             pid = reports[step % len(reports)]["pid"]
             if pid not in killed:

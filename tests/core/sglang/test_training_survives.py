@@ -133,9 +133,9 @@ class Probes:
         async def probed(model: RoleModel, *args: Any, **kwargs: Any) -> RoleReply:
             asked = model._request(PROBE, "probe", 0, 1, ())
             self.role.append(await model._served.backend.generate(asked))
-            version = trainer._state.version
+            version = trainer.state.version
             if version not in self.policy:
-                self.policy[version] = await trainer._backend.generate(as_policy(asked))
+                self.policy[version] = await trainer.backend.generate(as_policy(asked))
             return await true(model, *args, **kwargs)
 
         patch.setattr(RoleModel, "reply", probed)

@@ -85,7 +85,7 @@ async def test_batches_are_full_and_every_draw_is_accounted_for(
     for step in range(12):
         batch = await schedule.batch()
         assert len(batch.used) == 2
-        record = BatchRecord.of(batch, order, step=step, version=step, metrics={}, difficulty=found)
+        record = BatchRecord.of(batch, order, found.results([*batch.used, *batch.left_out]))
         seen.update(record.numbers)
         if step >= 6:
             tasks += [group.task_id.partition("~")[0] for group in batch.used]

@@ -30,7 +30,7 @@ from engine.train.batch_log import BatchLog
 from engine.train.checkpoint import Checkpoints
 from engine.train.demonstrations import demonstrations
 from engine.train.metrics import MetricsLog, read_metrics
-from engine.train.sft import SftTrainer
+from engine.train.trainer import Trainer
 from engine.validate import check_spec
 
 
@@ -73,16 +73,16 @@ def sft_spec(tmp_path: Path, tiny_model_dir: Path, exported: Path) -> Any:
     return make
 
 
-def begin(spec: Path, out: Path) -> SftTrainer:
+def begin(spec: Path, out: Path) -> Trainer:
     loaded = load_spec(spec)
-    return SftTrainer(loaded, folders.begin(out, RunHeader.of(loaded)))
+    return Trainer(loaded, folders.begin(out, RunHeader.of(loaded)))
 
 
-def resumed(trainer: SftTrainer) -> SftTrainer:
-    return SftTrainer(folders.read_header(trainer.folder).loaded_spec(), trainer.folder)
+def resumed(trainer: Trainer) -> Trainer:
+    return Trainer(folders.read_header(trainer.folder).loaded_spec(), trainer.folder)
 
 
-def losses(trainer: SftTrainer) -> list[tuple[int, float]]:
+def losses(trainer: Trainer) -> list[tuple[int, float]]:
     return [(int(line["step"]), line["loss"]) for line in read_metrics(trainer.folder)]
 
 

@@ -206,7 +206,7 @@ async def test_whatever_ends_a_training_its_last_state_is_saved_and_named(
 
     def count(self: Runner, trajectory: Any) -> None:
         true(self, trajectory)
-        if trainer._state.step == 2:
+        if trainer.state.step == 2:
             raise ERRORS[name]
 
     monkeypatch.setattr(Runner, "count", count)
@@ -225,7 +225,7 @@ async def test_a_simulator_that_breaks_for_good_costs_no_step(
     respond = spec_code.Listener.respond
 
     def broken(self: Any, view: Any) -> Any:
-        if trainer._state.step == 2:
+        if trainer.state.step == 2:
             raise RuntimeError("the simulator is down")
         return respond(self, view)
 
@@ -283,10 +283,10 @@ async def test_no_checkpoint_has_a_value_that_is_not_finite(train_spec: Any, tmp
     trainer = begin_training(train_spec(train={"steps": 1}), tmp_path / "runs")
     await trainer.run()
     (kept,) = checkpoints_of(trainer.folder)
-    next(iter(trainer._learner.policy.net.model.parameters())).data[0] = float("inf")
-    trainer._state.step = 2
+    next(iter(trainer.learner.policy.net.model.parameters())).data[0] = float("inf")
+    trainer.state.step = 2
     with pytest.raises(TrainError, match="has values that are not finite") as caught:
-        Checkpoints(trainer.folder, 1).write(trainer._state, trainer._learner)
+        Checkpoints(trainer.folder, 1).write(trainer.state, trainer.learner)
     assert caught.value.kind == "diverged"
     assert [path.name for path in (trainer.folder / "checkpoints").iterdir()] == [kept.name]
 
@@ -309,10 +309,10 @@ async def test_a_checkpoint_with_other_parts_is_refused_by_name(train_spec: Any,
     for change, message in OTHER_PARTS:
         (kept / "state.json").write_text(json.dumps(state | change))
         with pytest.raises(TrainError, match=message):
-            Checkpoints.read(kept, trainer._learner)
+            Checkpoints.read(kept, trainer.learner)
     del state["parts"], state["format"], state["groups"]
     (kept / "state.json").write_text(json.dumps(state | {"next_group": 2}))  # as an older engine wrote it
-    assert Checkpoints.read(kept, trainer._learner).groups.next == 2
+    assert Checkpoints.read(kept, trainer.learner).groups.next == 2
 
 
 async def test_tasks_that_have_changed_are_refused(train_spec: Any, tmp_path: Path) -> None:

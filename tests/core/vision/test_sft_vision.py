@@ -18,7 +18,7 @@ from engine.store import training as folders
 from engine.store.header import RunHeader
 from engine.store.loader import collate, forward_inputs, images_folder, vision_of, with_image_files
 from engine.store.rows.export import export_rows, write_jsonl
-from engine.train.sft import SftTrainer
+from engine.train.trainer import Trainer
 
 
 @pytest.mark.parametrize("family", slow_but(["qwen2_5_vl", "idefics3"], "qwen2_5_vl"))
@@ -44,10 +44,10 @@ async def test_the_loss_of_rows_with_images_is_the_cross_entropy(
     other = tmp_path / "sft.yaml"
     other.write_text(yaml.safe_dump(data))
     loaded = load_spec(other)
-    trainer = SftTrainer(loaded, folders.begin(tmp_path, RunHeader.of(loaded)))
+    trainer = Trainer(loaded, folders.begin(tmp_path, RunHeader.of(loaded)))
     assert (await trainer.run()).first["loss"] == pytest.approx(float(wanted), abs=2e-6)
 
     images_folder(file).rename(tmp_path / "elsewhere")
-    trainer = SftTrainer(loaded, folders.begin(tmp_path / "again", RunHeader.of(loaded)))
+    trainer = Trainer(loaded, folders.begin(tmp_path / "again", RunHeader.of(loaded)))
     with pytest.raises(TrainError, match=r"the tensors of the image sha256:\w+ are missing"):
         await trainer.run()

@@ -1,0 +1,272 @@
+"""The steps of a training on the model's own episodes: a group is trained on at most once, and all sampled tokens are used or counted.
+
+See `batch_log.py` and `groups.py`. With `asynchrony.max_staleness: 0` sampling and training alternate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import structlog
+
+from engine.backends.weight_target import weight_target
+from engine.errors import StoreError
+from engine.runner.groups import GroupRunner, GroupSchedule
+from engine.runner.overlong import fitting_tasks
+from engine.runner.runner import Runner
+from engine.runner.task_order import TaskOrder
+from engine.spec.tasks import load_tasks
+from engine.store import training as folders
+from engine.train.batch_log import BatchRecord, check_tasks
+from engine.train.batches import GroupBuilder
+from engine.train.credit_reach import reach_of
+from engine.train.difficulty import DifficultyFilter
+from engine.train.keep import compact_training, plan_of
+from engine.train.missing_signal import MissingSignal
+from engine.train.overlong import masked_metrics
+from engine.train.step_source import StepBatch, StepSource
+from engine.train.stored_groups import StoredEpisodes
+from engine.validate import refuse_first_tasks
+from engine.validate.drivers import refuse_training
+
+if TYPE_CHECKING:
+    from engine.actions.services import Cost
+    from engine.drivers.rollouts import DriverRollouts
+    from engine.runner.batch import Batch
+    from engine.runner.stats import RunCounters
+    from engine.schemas.train import TrainSpec
+    from engine.spec.load import LoadedSpec
+    from engine.store import RunStore
+    from engine.store.rows.row import TrainingRow
+    from engine.train.trainer import Trainer, TrainResult
+
+log = structlog.get_logger(__name__)
+
+
+class EpisodeSteps(StepSource):
+    """Batches of groups of episodes, which the model samples while the training runs. See `StepSource`."""
+
+    kept = "; the episodes are kept"
+    _order: TaskOrder
+    _rows: GroupBuilder
+    _store: RunStore
+    _stored: StoredEpisodes
+    _runner: Runner | DriverRollouts
+    _schedule: GroupSchedule
+    _counters: RunCounters | None = None
+    _difficulty: DifficultyFilter | None = None
+    drivers: DriverRollouts | None = None
+    """With `rollout.drivers`: what runs the episodes."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self._missing = MissingSignal(trainer.train)
+        self._warning: str | None = None
+        """About the newest batch and those before it: they have no learning signal."""
+        self._solved: dict[str, list[int]] = {}
+        """Of the newest batch: see `BatchRecord.solved`."""
+        self._dropped_until: int | None = None
+        """Groups of steps up to this one were dropped in this launch already."""
+
+    @classmethod
+    def steps_of(cls, loaded: LoadedSpec, train: TrainSpec, epochs: float) -> float:
+        """See `StepSource`."""
+        return epochs * len(load_tasks(loaded)) / train.tasks_per_step
+
+    @property
+    def sampled_tokens(self) -> int:
+        """See `StepSource`."""
+        return self._counters.tokens if self._counters is not None else 0
+
+    @property
+    def cost(self) -> Cost | None:
+        """See `StepSource`."""
+        return self._runner.cost if isinstance(self._runner, Runner) else None
+
+    # --- beginning and end ----------------------------------------------------------------------------------
+
+    async def prepare(self) -> None:
+        """Read the tasks, and leave those out that do not fit."""
+        loaded, train = self._trainer.loaded, self._trainer.train
+        every = load_tasks(loaded)
+        refuse_first_tasks(loaded, every)
+        tasks = fitting_tasks(every, loaded, self._trainer.template)
+        self._order = TaskOrder(tasks, shuffle=train.shuffle, seed=train.seed, mix=tasks.mix)
+        self._rows = GroupBuilder(loaded.spec, train, loaded.base)
+
+    @asynccontextmanager
+    async def opened(self, result: TrainResult) -> AsyncIterator[None]:
+        """Open the run store, and serve what runs the episodes."""
+        trainer = self._trainer
+        self._store = folders.open_rollouts(trainer.folder, trainer.loaded)
+        try:
+            check_tasks(trainer.batch_log.read(), self._order)
+            self._runner = runner = self._open_runner()
+            self._counters = runner.counters
+            samples = trainer.spec.rollout.samples_per_task
+            runner.counters.total = trainer.train.steps * trainer.train.tasks_per_step * samples
+            if trainer.watch is not None:
+                trainer.watch(runner.counters)
+            self._stored = StoredEpisodes(await asyncio.to_thread(folders.open_reader, self._store), samples)
+            async with runner.serving():
+                yield
+        finally:
+            self._store.close()
+        result.missing_signal = self._missing.summary
+        result.faults = runner.faults
+        await self._compact_at_end(result)
+
+    def _open_runner(self) -> Runner | DriverRollouts:
+        """What runs the episodes: this process, or several drivers."""
+        trainer = self._trainer
+        if trainer.spec.rollout.drivers > 1:
+            refuse_training(trainer.loaded)
+            from engine.drivers.rollouts import DriverRollouts
+
+            weights = weight_target(trainer.backend).server_weights(trainer.state.version)
+            self.drivers = DriverRollouts(trainer.loaded, self._store, weights, keep_going=trainer.keep_going)
+            return self.drivers
+        return Runner(
+            trainer.loaded,
+            [],
+            trainer.template,
+            trainer.backend,
+            self._store,
+            keep_going=trainer.keep_going,
+            training=True,
+            folder=trainer.folder,
+        )
+
+    async def _compact_at_end(self, result: TrainResult) -> None:
+        """After a training that was not interrupted: drop what `rollout.keep` does not keep, and shrink the file."""
+        trainer = self._trainer
+        keep = trainer.spec.rollout.keep
+        if keep is None or result.interrupted:
+            return
+        try:
+            _, result.disk = await asyncio.to_thread(compact_training, trainer.folder, trainer.spec, keep)
+        except StoreError as error:
+            log.warning("the run store could not be compacted; `engine compact` does it later", reason=str(error))
+
+    def rows_of(self, record: BatchRecord) -> list[TrainingRow] | None:
+        """Build the training rows of a step from the run store."""
+        rows: list[TrainingRow] = []
+        for number in record.used:
+            of_group = self._rows.rows(self._stored.finished_group(record.tasks[str(number)]))
+            if not of_group:
+                return None
+            rows += of_group
+        return rows if len(rows) == record.rows else None
+
+    async def begin(self, records: Sequence[BatchRecord]) -> None:
+        """Make the schedule. Drivers, which sample from the same servers, are told the version."""
+        trainer, rollout = self._trainer, self._trainer.spec.rollout
+        runner, version = self._runner, trainer.state.version
+        await self._tell_drivers(version)
+        if trainer.train.difficulty is not None:
+            self._difficulty = DifficultyFilter(trainer.train.difficulty, self._order, trainer.train.seed)
+            for record in records:
+                self._difficulty.add(record.solved)
+
+        live = rollout.live_episodes or 2 * rollout.concurrency
+        groups = GroupRunner(
+            runner, self._rows, asyncio.Semaphore(live), self._stored, progress=trainer.observers.progressed
+        )
+        self._schedule = GroupSchedule(
+            groups,
+            self._order,
+            trainer.train,
+            samples=rollout.samples_per_task,
+            batches=trainer.train.steps - trainer.state.step,
+            max_live_episodes=live,
+            version=version,
+            consumed=trainer.state.groups,
+            stored=self._stored,
+            difficulty=self._difficulty,
+        )
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    async def batch(self) -> StepBatch:
+        """Collect a batch of groups."""
+        with self._trainer.timed("rollout"):
+            batch = await self._schedule.batch()
+        self._warning = self._missing.add(batch)
+        metrics = self._metrics(batch)
+        self._solved = self._difficulty.results([*batch.used, *batch.left_out]) if self._difficulty is not None else {}
+        lacks_data = not batch.used and not any(group.rows for group in batch.left_out)
+        return StepBatch(
+            rows=batch.rows,
+            metrics=metrics,
+            record=BatchRecord.of(batch, self._order, self._solved),
+            tokens=metrics["episode/tokens"] * metrics["episodes/count"],
+            lacking=batch.no_data(self._runner.faults) if lacks_data else None,
+        )
+
+    def _metrics(self, batch: Batch) -> dict[str, float]:
+        """The metrics of a batch before its update."""
+        spec, step = self._trainer.spec, self._trainer.state.step + 1
+        groups = [*batch.used, *batch.left_out]
+        metrics = batch.metrics(tuple(spec.tasks.mix or ()))
+        reach = reach_of(spec.rewards.credit, groups, self._trainer.loaded.base)
+        metrics |= reach.metrics()
+        metrics |= masked_metrics(spec, (trajectory for group in groups for trajectory in group.trajectories))
+        if self._difficulty is not None:
+            metrics |= self._difficulty.metrics(len(batch.skipped), batch.forced)
+            if batch.forced:
+                log.warning(
+                    "tasks were drawn although they are always or never solved, because the filter skipped all others",
+                    step=step,
+                    groups=batch.forced,
+                )
+        if unplaced := reach.unplaced():
+            log.warning("rewards reach no token", step=step, rewards=unplaced)
+        return metrics
+
+    async def trained(self, version: int) -> None:
+        """Let the schedule go on with the new weights."""
+        if self._warning:
+            log.warning(self._warning, step=self._trainer.state.step)
+            await self._trainer.observers.lacks_signal(self._trainer.state.step, self._warning)
+        if self._difficulty is not None:
+            self._difficulty.add(self._solved)
+        await self._tell_drivers(version)
+        self._schedule.trained(version)
+
+    async def _tell_drivers(self, version: int) -> None:
+        if self.drivers is not None:
+            await self.drivers.follow(weight_target(self._trainer.backend).server_weights(version))
+
+    async def checkpointed(self) -> Mapping[str, float]:
+        """Drop the stored episodes that `rollout.keep` does not keep. Returns the metrics."""
+        trainer = self._trainer
+        keep = trainer.spec.rollout.keep
+        if keep is None:
+            return {}
+        before, episodes = self._store.space(), 0
+        try:
+            with trainer.timed("compact"):
+                plan = await asyncio.to_thread(plan_of, trainer.folder, trainer.spec, keep, after=self._dropped_until)
+                for group in plan.groups:
+                    episodes += len((await self._store.drop(group, keep_failed=keep.failures)).sizes)
+            self._dropped_until = plan.until
+        except StoreError as error:  # each group is dropped whole or not at all; the next checkpoint tries again
+            log.warning("episodes could not be dropped", reason=str(error))
+        after = self._store.space()
+        return {
+            "store/dropped_episodes": float(episodes),
+            "store/bytes_before": float(before.used),
+            "store/bytes": float(after.used),
+            "store/file_bytes": float(after.file),
+        }
+
+    async def drain(self) -> None:
+        """See `StepSource`."""
+        await self._schedule.drain()
+
+    async def close(self) -> None:
+        """Cancel the groups that run. Finished episodes stay in the store."""
+        await self._schedule.close()

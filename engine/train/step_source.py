@@ -1,0 +1,95 @@
+"""Where the rows of a training's steps come from: the same steps are made again from their records after a kill.
+
+A plugin adds a source with a `TrainKind` (`schemas/train_kinds.py`), whose `use` names a subclass of `StepSource`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, ClassVar
+
+from engine.schemas.base import Struct
+
+if TYPE_CHECKING:
+    from engine.actions.services import Cost
+    from engine.errors import TrainError
+    from engine.schemas.train import TrainSpec
+    from engine.spec.load import LoadedSpec
+    from engine.store.rows.row import TrainingRow
+    from engine.train.batch_log import BatchRecord
+    from engine.train.trainer import Trainer, TrainResult
+
+
+class StepBatch(Struct, frozen=True, kw_only=True, eq=False):
+    """What a source gives for one step."""
+
+    rows: Sequence[TrainingRow]
+    metrics: Mapping[str, float]
+    """Metrics that are known before the update."""
+    record: BatchRecord
+    """What the rows are made from; the trainer adds the step, its updates and its metrics."""
+    tokens: float
+    """What the metric `tokens_per_second` counts."""
+    lacking: TrainError | None = None
+    """Without rows: the error that ends the training; None: the step is made without an update."""
+    update_metrics: Collection[str] | None = None
+    """The metrics of an update that have a meaning; None: all."""
+
+
+class StepSource(ABC):
+    """Where the rows of a training's steps come from. `train.kind` names its class (`schemas/train_kinds.py`)."""
+
+    kept: ClassVar[str] = ""
+    """What a training without a checkpoint has kept, as the end of a sentence."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Number of tokens that were sampled since the launch."""
+        return 0
+
+    @property
+    def cost(self) -> Cost | None:
+        """What sampling has cost, resumes included; None where no costs are counted."""
+        return None
+
+    @classmethod
+    @abstractmethod
+    def steps_of(cls, loaded: LoadedSpec, train: TrainSpec, epochs: float) -> float:
+        """The number of steps of `epochs` passes over the data."""
+
+    @abstractmethod
+    async def prepare(self) -> None:
+        """Read what does not need the model. Raises: EngineError: the training cannot start."""
+
+    @abstractmethod
+    def opened(self, result: TrainResult) -> AbstractAsyncContextManager[None]:
+        """Be ready inside the block, after the newest checkpoint has been read; complete the result when it ends without an error."""
+
+    @abstractmethod
+    def rows_of(self, record: BatchRecord) -> list[TrainingRow] | None:
+        """The rows of a recorded step; None if one of them is gone."""
+
+    async def begin(self, records: Sequence[BatchRecord]) -> None:  # noqa: B027
+        """`batch` follows. The steps of the records, all that the training has, are made; the backend has the weights after them."""
+
+    @abstractmethod
+    async def batch(self) -> StepBatch:
+        """The batch of the next step."""
+
+    async def trained(self, version: int) -> None:  # noqa: B027
+        """The newest batch was trained on, and the backend samples with weights of `version` from now on."""
+
+    async def checkpointed(self) -> Mapping[str, float]:
+        """A checkpoint was written. Returns further metrics of its step."""
+        return {}
+
+    async def drain(self) -> None:  # noqa: B027
+        """Wait until all episodes that run have ended by themselves, so that no reply under way is lost."""
+
+    async def close(self) -> None:  # noqa: B027
+        """No more batches are needed: end what runs."""
