@@ -57,8 +57,8 @@ _SHAPES = {**dict.fromkeys(_BY_TOKEN, "[tokens]"), "turn_rewards": "[turns]", "r
 
 
 def _sft() -> str:
+    from engine.plugins.datasets.sft_rows import SFT_MEANINGS
     from engine.store.episode_filter import EPISODE, OUTCOME, TURN
-    from engine.store.sft_rows import SFT_MEANINGS
 
     lines = ["| column | meaning |", "|---|---|"]
     lines += [f"| `{name}` | {meaning} |" for name, meaning in SFT_MEANINGS.items()]

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from engine.plugins.datasets.sft_rows import SftSelection, sft_rows
 from engine.schemas.trajectory import ImageSpan
 from engine.store.reader import RunReader
 from engine.store.rows.columns import Columns
 from engine.store.rows.row import RowCredit, RowEpisode, TrainingRow
-from engine.store.sft_rows import SftSelection, sft_rows
 
 
 def row_of(columns: Mapping[str, Any] | None = None, **changes: Any) -> TrainingRow:

@@ -252,11 +252,11 @@ def _export_sft(
     from engine.cli.console import make_console
     from engine.cli.reports.report import dropped_words
     from engine.errors import EngineError
+    from engine.plugins.datasets.sft_rows import SftSelection, sft_rows
     from engine.store.episode_filter import TURN_VARIABLES, EpisodeFilter
     from engine.store.find import find_run
     from engine.store.loader import vision_of, with_image_files
     from engine.store.rows.export import write_jsonl
-    from engine.store.sft_rows import SftSelection, sft_rows
     from engine.store.store import RunStore
 
     try:

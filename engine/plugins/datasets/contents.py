@@ -18,11 +18,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import StoreError
+from engine.plugins.datasets.sft_rows import unusable
 from engine.plugins.datasets.tables import Kind, Table, identity
 from engine.plugins.datasets.texts import Losses, RunTexts, View
 from engine.spec.rows.row_values import find
 from engine.store.rows.columns import json_text
-from engine.store.sft_rows import unusable
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory, Turn

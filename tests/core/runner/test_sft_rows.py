@@ -14,9 +14,9 @@ from slow_cases import slow_but_each
 from training_rows import sft_columns
 
 from engine.errors import StoreError
+from engine.plugins.datasets.sft_rows import SftSelection
 from engine.schemas.message import Message
 from engine.store.episode_filter import EPISODE_VARIABLES, TURN_VARIABLES, EpisodeFilter
-from engine.store.sft_rows import SftSelection
 
 
 @pytest.fixture

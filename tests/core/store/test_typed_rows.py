@@ -26,7 +26,7 @@ READERS = {
     "engine/store/rows/columns.py": "has the meaning of each column",
     "engine/store/rows/export.py": "writes columns to a file",
     "engine/store/rows/row.py": "makes the columns",
-    "engine/store/sft_rows.py": "makes the columns of rows for supervised fine-tuning",
+    "engine/plugins/datasets/sft_rows.py": "makes the columns of rows for supervised fine-tuning",
     "engine/plugins/serve/wire.py": "adds the bytes of images to the columns of an answer",
     "engine/train/demonstrations.py": "reads rows of files",
     "engine/train/row_facts.py": "reads rows of files",

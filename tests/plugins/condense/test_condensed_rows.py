@@ -11,8 +11,8 @@ import pytest
 from book_kit import call
 from training_rows import sft_columns
 
+from engine.plugins.datasets.sft_rows import SftSelection, shown_messages
 from engine.schemas.message import Message
-from engine.store.sft_rows import SftSelection, shown_messages
 
 POLICY_SUMMARY = {
     "chunks": "history",
