@@ -23,8 +23,15 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "datasets": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
-        "options": ("export --content", "export --images", "export --ground-truth", "export --push", "export --public"),
-        "export_formats": ("trl", "verl"),
+        "options": (
+            "export --turns",
+            "export --content",
+            "export --images",
+            "export --ground-truth",
+            "export --push",
+            "export --public",
+        ),
+        "export_formats": ("sft", "trl", "verl"),
     },
     "doctor": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("doctor",)},
     "harbor": {

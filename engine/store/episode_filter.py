@@ -16,10 +16,10 @@ from engine.errors import GuardError, StoreError
 from engine.limits import limit_values
 from engine.machine.guards import Guard, guard_problems
 from engine.machine.variables import BOOL, DOUBLE, DYN, INT, STRING, VARIABLES, Member, Variable
-from engine.plugins.datasets.sft_rows import reply_numbers, shown_messages
 from engine.schemas.journal import UserRecord
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.sections import read_stored
+from engine.store.shown_messages import reply_numbers, shown_messages
 from engine.terminal import around, brief
 
 if TYPE_CHECKING:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from engine.plugins.datasets.sft_rows import SftSelection, sft_rows
 from engine.schemas.trajectory import ImageSpan
-from engine.store.reader import RunReader
-from engine.store.rows.columns import Columns
 from engine.store.rows.row import RowCredit, RowEpisode, TrainingRow
 
 
@@ -53,8 +50,3 @@ def with_credit(row: TrainingRow, **changes: Any) -> TrainingRow:
     """The row with other fields of its credit."""
     assert row.credit is not None
     return replace(row, credit=replace(row.credit, **changes))
-
-
-def sft_columns(store: RunReader, selection: SftSelection) -> Iterator[Columns]:
-    """The columns of the rows for supervised fine-tuning."""
-    return (row.columns() for row in sft_rows(store, selection))

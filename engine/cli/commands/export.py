@@ -42,7 +42,7 @@ RECORD_SCENARIO = plugin.Hook("record_scenario")
 """Make a scenario of a finished episode and play it; with a path, write it there. The arguments: the run, the episode, the path."""
 
 
-CORE = ("jsonl", "parquet", "sft", "scenario")
+CORE = ("jsonl", "parquet", "scenario")
 """Formats of the core; plugins add others."""
 
 
@@ -54,7 +54,7 @@ class ExportFormat:
     """Gets the run, the folder of runs, `--out`, and the options in `takes`: `--filter` -> its value, None if it is not given."""
     kind: str
     """The kind of file, for messages."""
-    suffix: str
+    suffixes: tuple[str, ...]
     takes: frozenset[str]
     """The options that have an effect, of the core's and of the plugin's own; `--import` always has."""
 
@@ -68,15 +68,12 @@ def export(
             "export_formats",
             CORE,
             "jsonl or parquet: training rows; the default follows the suffix of --out, else jsonl. "
-            "sft: JSON lines for supervised fine-tuning, here or with TRL. scenario: a test of one episode, for `engine test`. "
-            "Others are formats of plugins.",
+            "scenario: a test of one episode, for `engine test`. Others are formats of plugins.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", "-o", help="The file; by default rows.FORMAT in the run's folder, with --format sft: sft.jsonl."
-        ),
+        typer.Option("--out", "-o", help="The file; by default rows.FORMAT in the run's folder."),
     ] = None,
     episode: Annotated[str | None, typer.Option(metavar="ID", help="With --format scenario: the episode.")] = None,
     filter: Annotated[
@@ -85,13 +82,6 @@ def export(
             metavar="CEL",
             help="Only episodes for which this holds: an expression over the variables of guards, `outcome` and `episode`, "
             "such as 'outcome.solved && turns.assistant <= 4'.",
-        ),
-    ] = None,
-    turns: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CEL",
-            help="With --format sft: train only turns for which this holds, also over `turn`, such as 'turn.event != \"malformed\"'.",
         ),
     ] = None,
     runs: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
@@ -122,8 +112,6 @@ def export(
     exported too. Rewards and advantages are computed from the stored ledgers, so --credit needs no new run. The tensors that a
     forward pass needs for images are written to a folder beside the file, FILE.images, one file per image.
 
-    With --format sft: one row per branch of the chosen episodes, with ids, masks by turn and the messages that the model was shown.
-
     With --format scenario: a scenario of one episode, with its replies and its result, which has passed `engine test`, so the spec's
     code runs. A file that holds scenarios of the same spec gets one more.
     """
@@ -141,7 +129,6 @@ def export(
     chosen = format or ("parquet" if out is not None and out.suffix == ".parquet" else "jsonl")
     formats = plugin.loaded("export_formats", CORE)
     given = {
-        "--turns": turns,
         "--episode": episode,
         "--filter": filter,
         "--score": score,
@@ -160,9 +147,6 @@ def export(
         return
     if chosen == "scenario":
         _export_scenario(run, runs, out, episode)
-        return
-    if chosen == "sft":
-        _export_sft(run, runs, out, filter, turns, score)
         return
     try:
         with RunStore.open(find_run(run, runs), readonly=True) as store:
@@ -207,17 +191,16 @@ def export(
 
 _ROWS = ("jsonl", "parquet")
 _TAKEN: dict[str, tuple[str, ...]] = {
-    "--turns": ("sft",),
     "--episode": ("scenario",),
-    "--filter": (*_ROWS, "sft"),
-    "--score": (*_ROWS, "sft"),
+    "--filter": _ROWS,
+    "--score": _ROWS,
     "--credit": _ROWS,
     "--values": _ROWS,
     "--trainable-only": _ROWS,
-    "--import": (*_ROWS, "sft"),
+    "--import": _ROWS,
 }
 """The formats of the core in which an option has an effect."""
-_KINDS = {"sft": ("JSON lines", (".jsonl", ".json")), "scenario": ("YAML", (".yaml", ".yml"))}
+_KINDS = {"scenario": ("YAML", (".yaml", ".yml"))}
 """The kind of file that a format is, and its suffixes, if no other kind is possible."""
 
 
@@ -231,7 +214,7 @@ def _without_effect(
         if value and chosen not in taken:
             others = " or ".join(f"--format {name}" for name in taken)
             return f"{option} has no effect with --format {chosen}; leave it out, or use {others}"
-    kinds = _KINDS | {name: (added.kind, (added.suffix,)) for name, added in formats.items()}
+    kinds = _KINDS | {name: (added.kind, added.suffixes) for name, added in formats.items()}
     kind, suffixes = kinds.get(chosen, ("", ()))
     if suffixes and out is not None and out.suffix not in suffixes:
         return f"--format {chosen} writes {kind}; name a file with the suffix {suffixes[0]} instead of {out.name}"
@@ -244,41 +227,6 @@ def _filter(store: RunReader, expression: str | None) -> Callable[[Trajectory], 
     from engine.store.episode_filter import EpisodeFilter
 
     return EpisodeFilter(store, expression) if expression is not None else None
-
-
-def _export_sft(
-    run: str, runs: Path, out: Path | None, filter: str | None, turns: str | None, score: str | None
-) -> None:
-    from engine.cli.console import make_console
-    from engine.cli.reports.report import dropped_words
-    from engine.errors import EngineError
-    from engine.plugins.datasets.sft_rows import SftSelection, sft_rows
-    from engine.store.episode_filter import TURN_VARIABLES, EpisodeFilter
-    from engine.store.find import find_run
-    from engine.store.loader import vision_of, with_image_files
-    from engine.store.rows.export import write_jsonl
-    from engine.store.store import RunStore
-
-    try:
-        with RunStore.open(find_run(run, runs), readonly=True) as store:
-            path = out or store.default_file("sft.jsonl")
-            selection = SftSelection()
-            if filter is not None:
-                selection.episode = EpisodeFilter(store, filter)
-            if turns is not None:
-                selection.turn = EpisodeFilter(store, turns, "--turns", TURN_VARIABLES)
-            columns = (row.columns() for row in sft_rows(store, selection, score=score))
-            count = write_jsonl(with_image_files(columns, path, partial(vision_of, store)), path)
-            dropped = dropped_words(store)
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(2) from None
-    console = make_console(soft_wrap=True)
-    console.print(f"{count} rows of {selection.episodes} episodes: {path}")
-    for line in selection.summary():
-        console.print(line)
-    if dropped:
-        console.print(dropped, style="yellow")
 
 
 def recorded_scenario(store: RunReader, episode: str, file: Path | None = None) -> RecordedScenario:

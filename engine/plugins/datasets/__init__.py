@@ -1,12 +1,17 @@
-"""Data sets for other trainers, made of a run: `engine export --format trl|verl`."""
+"""Data sets made of a run: `engine export --format sft|trl|verl`."""
 
 from engine.plugin import Plugin
 
 PLUGIN = Plugin(
     name="datasets",
-    about="Data sets of messages for TRL and verl, also on the Hugging Face hub",
-    export_formats={"trl": "engine.plugins.datasets.command:TRL", "verl": "engine.plugins.datasets.command:VERL"},
+    about="Rows for supervised fine-tuning, data sets of messages for TRL and verl, also on the Hugging Face hub",
+    export_formats={
+        "sft": "engine.plugins.datasets.command:SFT",
+        "trl": "engine.plugins.datasets.command:TRL",
+        "verl": "engine.plugins.datasets.command:VERL",
+    },
     options={
+        "export --turns": "engine.plugins.datasets.command:TURNS",
         "export --content": "engine.plugins.datasets.command:CONTENT",
         "export --images": "engine.plugins.datasets.command:IMAGES",
         "export --ground-truth": "engine.plugins.datasets.command:GROUND_TRUTH",

@@ -1,4 +1,4 @@
-"""`engine export --format trl|verl`: writes a data set of messages, and pushes it to the hub."""
+"""`engine export --format sft|trl|verl`: writes rows or a data set of messages, and pushes a data set to the hub."""
 
 from __future__ import annotations
 
@@ -55,6 +55,15 @@ PUSH = Annotated[
     ),
 ]
 PUBLIC = Annotated[bool | None, typer.Option("--public", help="With --push: a new data set is public.")]
+
+
+TURNS = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CEL",
+        help="With --format sft or trl: train only turns for which this holds, also over `turn`, such as 'turn.event != \"malformed\"'.",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,41 @@ def export_dataset(form: str, run: str, runs: Path, out: Path | None, given: Map
         raise typer.Exit(2) from None
 
 
+def export_sft(run: str, runs: Path, out: Path | None, given: Mapping[str, Any]) -> None:
+    """Write rows for supervised fine-tuning: one per branch, with ids, masks by turn and the messages that the model was shown."""
+    from engine.cli.console import make_console
+    from engine.cli.reports.report import dropped_words
+    from engine.errors import EngineError
+    from engine.plugins.datasets.sft_rows import SftSelection, sft_rows
+    from engine.store.episode_filter import TURN_VARIABLES, EpisodeFilter
+    from engine.store.find import find_run
+    from engine.store.loader import vision_of, with_image_files
+    from engine.store.rows.export import write_jsonl
+    from engine.store.store import RunStore
+
+    try:
+        with RunStore.open(find_run(run, runs), readonly=True) as store:
+            path = out or store.default_file("sft.jsonl")
+            selection = SftSelection()
+            if given["--filter"] is not None:
+                selection.episode = EpisodeFilter(store, given["--filter"])
+            if given["--turns"] is not None:
+                selection.turn = EpisodeFilter(store, given["--turns"], "--turns", TURN_VARIABLES)
+            columns = (row.columns() for row in sft_rows(store, selection, score=given["--score"]))
+            count = write_jsonl(with_image_files(columns, path, partial(vision_of, store)), path)
+            dropped = dropped_words(store)
+    except EngineError as error:
+        echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    console = make_console(soft_wrap=True)
+    console.print(f"{count} rows of {selection.episodes} episodes: {path}")
+    for line in selection.summary():
+        console.print(line)
+    if dropped:
+        console.print(dropped, style="yellow")
+
+
 _TAKEN = frozenset({"--filter", "--score", "--content", "--images", "--ground-truth", "--push", "--public"})
-TRL = ExportFormat(partial(export_dataset, "trl"), "Parquet", ".parquet", _TAKEN | {"--turns"})
-VERL = ExportFormat(partial(export_dataset, "verl"), "Parquet", ".parquet", _TAKEN)
+TRL = ExportFormat(partial(export_dataset, "trl"), "Parquet", (".parquet",), _TAKEN | {"--turns"})
+VERL = ExportFormat(partial(export_dataset, "verl"), "Parquet", (".parquet",), _TAKEN)
+SFT = ExportFormat(export_sft, "JSON lines", (".jsonl", ".json"), frozenset({"--filter", "--score", "--turns"}))

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +27,7 @@ import orjson
 from engine.schemas.base import Struct
 from engine.schemas.message import ImagePart
 from engine.store.rows.columns import json_text, outcome_columns
+from engine.store.shown_messages import reply_numbers, shown_messages
 
 if TYPE_CHECKING:
     from engine.schemas.message import Message
@@ -220,31 +220,6 @@ def _row(
         outcome=trajectory.outcome,
         metadata=metadata,
     )
-
-
-def reply_numbers(trajectory: Trajectory) -> list[int]:
-    """For each turn: the number of its reply in `Trajectory.messages`. Examples of replies in the prompt come before all of them."""
-    replies = [at for at, message in enumerate(trajectory.messages) if message.role == "assistant"]
-    return replies[len(replies) - len(trajectory.turns) :]
-
-
-def shown_messages(trajectory: Trajectory, turn: int) -> tuple[list[Message], list[int]]:
-    """The messages that the model was shown when it sampled a turn, with the reply at the end.
-
-    Returns:
-        The messages, and for each its number in `Trajectory.messages`; -1 for one that stands for others.
-    """
-    replies = reply_numbers(trajectory)
-    before = list(takewhile(lambda each: each.turn < turn, trajectory.condensations))
-    thread: list[int | Message] = []
-    start = 0
-    if before:
-        newest = before[-1]
-        thread = newest.thread
-        start = newest.said if newest.said >= 0 else replies[newest.turn + 1]
-    thread = [*thread, *range(start, replies[turn] + 1)]
-    messages = [trajectory.messages[entry] if isinstance(entry, int) else entry for entry in thread]
-    return messages, [entry if isinstance(entry, int) else -1 for entry in thread]
 
 
 def _openai(message: Message, in_parts: bool) -> dict[str, Any]:

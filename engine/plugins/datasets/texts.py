@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import RenderError
-from engine.plugins.datasets.sft_rows import reply_numbers, shown_messages
+from engine.store.shown_messages import reply_numbers, shown_messages
 from engine.tokens.quoting import MARK, unquote
 
 if TYPE_CHECKING:

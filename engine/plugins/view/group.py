@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from engine.plugins.datasets.sft_rows import reply_numbers
 from engine.plugins.show.listing.episode import common_start
 from engine.plugins.show.listing.texts import texts_of
+from engine.store.shown_messages import reply_numbers
 
 if TYPE_CHECKING:
     from engine.plugins.show.listing.rows import Row

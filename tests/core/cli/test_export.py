@@ -126,14 +126,6 @@ def test_a_filter_leaves_out_rows_and_changes_no_advantage(runs: Path, tmp_path:
         (["demo", "--credit", "methd=outcome"], "--credit methd: Extra inputs are not permitted (keys: method, "),
         (["demo", "--credit", "gamma"], "--credit gamma: write KEY=VALUE, such as method=turn_return"),
         (["other"], "no run `other` in "),
-        (
-            ["demo", "--turns", "true"],
-            "error: --turns has no effect with --format jsonl; leave it out, or use --format sft",
-        ),
-        (["demo", "--format", "sft", "--credit", "gamma=1"], "error: --credit has no effect with --format sft"),
-        (["demo", "--format", "sft", "--values", "v.jsonl"], "error: --values has no effect with --format sft"),
-        (["demo", "--format", "sft", "--trainable-only"], "error: --trainable-only has no effect with --format sft"),
-        (["demo", "--format", "sft", "--out", "a.parquet"], "error: --format sft writes JSON lines"),
         (["demo", "--filter", "outcome.solvd"], "--filter `outcome.solvd`, column 9: "),
     ],
 )

@@ -265,7 +265,6 @@ def test_the_command_says_what_would_go_and_then_drops_it(train_spec: Any, tmp_p
         ["show", str(trainer.folder)],
         ["show", str(trainer.folder), "--filter", "outcome.reward > -9.0 && turns.assistant > 0"],
         ["export", store_folder, "-o", rows],
-        ["export", store_folder, "--format", "sft", "-o", str(tmp_path / "sft.jsonl")],
         ["replay", store_folder],
         ["rescore", store_folder, "--spec", str(tmp_path / "spec.yaml"), "--label", "same"],
     )

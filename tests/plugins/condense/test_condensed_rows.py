@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from book_kit import call
-from training_rows import sft_columns
+from sft_columns import sft_columns
 
-from engine.plugins.datasets.sft_rows import SftSelection, shown_messages
+from engine.plugins.datasets.sft_rows import SftSelection
 from engine.schemas.message import Message
+from engine.store.shown_messages import shown_messages
 
 POLICY_SUMMARY = {
     "chunks": "history",

@@ -1,5 +1,20 @@
 """Fixtures of tests of data sets."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from changed_specs import book_played
 from vision_specs import vlm
 
 __all__ = ["vlm"]
+
+
+@pytest.fixture
+def play_book(tmp_path: Path, tiny_tokenizer_dir: Path) -> Callable[..., Any]:
+    """See `book_played`."""
+    return partial(book_played, tmp_path, tiny_tokenizer_dir)

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from engine.plugins.datasets.sft_rows import reply_numbers, shown_messages
 from engine.plugins.show.listing.advantages import Advantages
 from engine.plugins.show.listing.unfinished import partial_episode
 from engine.rewards.ledger import SealedLedger
@@ -33,6 +32,7 @@ from engine.schemas.journal import (
     UserRecord,
 )
 from engine.schemas.message import ImagePart, Message
+from engine.store.shown_messages import reply_numbers, shown_messages
 
 if TYPE_CHECKING:
     from engine.schemas.reward import Posting, RewardEvent

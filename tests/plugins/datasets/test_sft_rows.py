@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from book_kit import call
+from sft_columns import sft_columns
 from slow_cases import slow_but_each
-from training_rows import sft_columns
+from typer.testing import CliRunner
 
+from engine.cli.main import app
 from engine.errors import StoreError
 from engine.plugins.datasets.sft_rows import SftSelection
 from engine.schemas.message import Message
@@ -133,3 +135,19 @@ async def test_a_backend_without_ids_gives_messages(play: Any, monkeypatch: pyte
     found = replace(found, turns=[replace(turns[0], event="malformed"), turns[1]])
     (row,) = sft_columns(ran.store, SftSelection())
     assert row["message_turns"] == [-1, -1, -1, -1, -1, 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--turns", "true"], "--turns has no effect with --format jsonl; leave it out, or use --format sft"),
+        (["--format", "sft", "--credit", "gamma=1"], "--credit has no effect with --format sft"),
+        (["--format", "sft", "--values", "v.jsonl"], "--values has no effect with --format sft"),
+        (["--format", "sft", "--trainable-only"], "--trainable-only has no effect with --format sft"),
+        (["--format", "sft", "--out", "a.parquet"], "--format sft writes JSON lines"),
+    ],
+)
+def test_options_without_effect_are_said(words: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["export", "latest", *words])
+    assert result.exit_code == 2
+    assert f"error: {message}" in result.output
