@@ -117,6 +117,8 @@ class Plugin:
     """`adapter` of a tool -> its `engine.schemas.adapters.ToolAdapterFacts`."""
     sources: Entries = field(default_factory=dict)
     """`tasks.source` -> its `engine.schemas.task_sources.SourceFacts`."""
+    isolation_modes: Entries = field(default_factory=dict)
+    """Value of `isolation.mode` -> its `engine.actions.calling.host:CodeHost`, made without arguments once for each run that needs it."""
     trainers: Entries = field(default_factory=dict)
     """Trainer of `--trainer` -> object with `findings(loaded)`: see `engine.validate.trainers.TrainerFacts`."""
     trackers: Entries = field(default_factory=dict)

@@ -19,13 +19,13 @@ from engine.rewards.ledger import blame_of
 
 if TYPE_CHECKING:
     from engine.actions.agent_run import AgentRun
+    from engine.actions.calling.host import EpisodeHost
     from engine.actions.calling.workers import Workers
     from engine.actions.role_models import RoleModel, RoleModels
     from engine.actions.toolbox import Toolbox
     from engine.agents.program import ProgramBodies
     from engine.backends.backend import Sampler
     from engine.episode.episode import Episode
-    from engine.isolation.remote import Cell
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.generation import GenerateRequest, Generation
     from engine.schemas.journal import Record
@@ -56,8 +56,8 @@ class EpisodeObjects:
     """The agent program, once it has been started."""
     repeating: Record | None = None
     """While a resume repeats a call: the record that the call gave before."""
-    cell: Cell | None = None
-    """The worker process of all code of the spec, if the episode runs alone."""
+    host: EpisodeHost | None = None
+    """What runs all code of the spec for this episode, if the engine died during it."""
     sampler: Sampler | None = None
     """Samples the policy's replies; None where nothing is sampled."""
     roles: RoleModels | None = None

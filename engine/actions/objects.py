@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from engine import plugin
 from engine.actions.action import EpisodeObjects
+from engine.actions.calling.host import HostedObject, Origin, SpecCode
+from engine.actions.calling.this_process import shape_or_fault
 from engine.actions.calling.workers import call_spec_code
 from engine.actions.llm_user import ModelUser
 from engine.actions.spec_code import CallToolsAction
 from engine.actions.tool_servers import ToolServers
 from engine.actions.toolbox import BoundTool, Toolbox, bind_tool
-from engine.errors import EngineError, SpecCodeError
-from engine.isolation.pool import FunctionTool, HeldObject, Pool, RemoteFunction
-from engine.isolation.remote import Cell, Origin, RemoteObject, RemoteTool
-from engine.schemas.entry import IsolationSpec
+from engine.errors import SpecCodeError
 from engine.spec.added import added_tools
-from engine.spec.code.entry import load_entry
-from engine.spec.code.signature import waits
 from engine.spec.conversation import tools_of
-from engine.storable import words_of
 
 if TYPE_CHECKING:
     from engine.actions.calling.workers import Workers
@@ -34,9 +26,9 @@ if TYPE_CHECKING:
     from engine.agents.program import ProgramBodies
     from engine.backends.backend import Sampler
     from engine.machine.machine import Machine
-    from engine.schemas.entry import Effects, Entry
+    from engine.schemas.entry import Effects, Entry, IsolationSpec
     from engine.schemas.environment import Task
-    from engine.schemas.environment_spec import ToolSpec
+    from engine.schemas.environment_spec import EnvironmentSpec, ToolSpec
     from engine.schemas.role import UserSpec
     from engine.schemas.trajectory import Blame
     from engine.spec.code.signature import ToolShape
@@ -46,66 +38,6 @@ log = structlog.get_logger(__name__)
 
 CLOSE_SECONDS = 10.0
 """Deadline of one `close`; an object that exceeds it is abandoned."""
-
-
-class Factory:
-    """Builds the objects of one entry point, which is resolved once per run.
-
-    An isolated entry point is imported and built only in worker processes.
-    """
-
-    def __init__(
-        self,
-        entry: Entry | UserSpec,
-        base: Path,
-        isolation: IsolationSpec,
-        workers: Workers,
-        role: str,
-        loads: str | None = None,
-    ) -> None:
-        self.use = str(entry.use)
-        self.origin = Origin(self.use, base, dict(entry.with_), role, getattr(entry, "name", None), loads)
-        self.target: Callable[..., Any] | None = None
-        self.shape: ToolShape | None = None
-        """The shape of an isolated function that is a tool."""
-        self.pool: Pool | None = None
-        """Its worker processes, if it is isolated."""
-        self.on_loop = False
-        """Some of its methods are `async`: it is built on the loop that they run on, so that it may open sessions there."""
-        if isolation.mode != "process":
-            self.target = load_entry(self.use, base)
-            self.is_class = inspect.isclass(self.target)
-            self.on_loop = waits(self.target)
-            return
-        described = workers.isolation.describe(self.use, base, isolation, self.origin.name)
-        self.is_class = described.is_class
-        self.pool = workers.isolation.pool(isolation, functions=role == "tool" and not self.is_class)
-        if role == "tool" and not self.is_class:
-            if described.shape is None:
-                fault = EngineError(f"tools: `{self.use}`: {described.problem or 'it cannot be called'}")
-                fault.kind, fault.blame = "bad_tool", "spec"
-                raise fault
-            self.shape = described.shape
-
-    def build(self, blame: Blame) -> Any:
-        """Build a new object.
-
-        Raises:
-            SpecCodeError: its constructor raised.
-        """
-        assert self.target is not None  # isolated objects are in a pool
-        try:
-            return self.target(**self.origin.with_)
-        except Exception as error:
-            raise SpecCodeError(
-                f"`{self.use}` could not be built: {words_of(error)}",
-                blame=blame,
-                kind=f"{blame}_error",
-            ) from error
-
-    async def build_on_loop(self, blame: Blame) -> Any:
-        """Call `build` on the running loop."""
-        return self.build(blame)
 
 
 class ObjectBuilder:
@@ -133,38 +65,21 @@ class ObjectBuilder:
         roles: RoleModels | None = None,
         programs: ProgramBodies | None = None,
     ) -> None:
-        spec, base = loaded.spec, loaded.base
+        spec = loaded.spec
         self._loaded, self._code = loaded, code
         self._bare = partial(EpisodeObjects, sampler=sampler, roles=roles, programs=programs)
-
-        def factory(entry: Any, role: str, isolation: IsolationSpec | None) -> Factory:
-            return Factory(entry, base, spec.isolation_of(isolation), code, role)
-
-        self._environment = (
-            Factory(
-                spec.environment.entry_in(base),
-                base,
-                spec.environment_isolation,
-                code,
-                "environment",
-                spec.environment.facts.loads if spec.environment.facts else None,
-            )
-            if spec.environment
-            else None
-        )
-        self._people = {
-            name: factory(entry, "user", user.isolation)
-            if (entry := user.grader if user.model_played else user)
-            else None
+        self._environment = None if spec.environment is None else self._load_environment(spec.environment)
+        self._users = {
+            name: None if (entry := _code_of_user(user)) is None else self._load(entry, "user", user.isolation)
             for name, user in spec.users_by_name.items()
         }
-        """The factory of each user, by name; for a model-played user, the factory of its grader."""
+        """The code of each user, by name; for a model-played user, that of its grader."""
         self._calls_tools = any(state.action == CallToolsAction.name for state in machine.states.values())
-        tools = [(factory(tool, "tool", tool.isolation), tool) for tool in spec.tools if tool.facts is None]
+        tools = [(self._load(tool, "tool", tool.isolation), tool) for tool in spec.tools if tool.facts is None]
         self._servers = ToolServers([tool for tool in spec.tools if tool.facts is not None], loaded, code)
         self._functions = [(item, tool) for item, tool in tools if not item.is_class]
         self._classes = [(item, tool) for item, tool in tools if item.is_class]
-        self._static: list[BoundTool] = [self._bind_function(item, tool) for item, tool in self._functions]
+        self._static: list[BoundTool] = [self._bound(*item.tool(), tool) for item, tool in self._functions]
         """Tools that are plain functions: the same object for every episode."""
         self._added: list[BoundTool] = [plugin.load(tool.make)() for tool in added_tools(spec)]
         """Tools of plugins."""
@@ -174,23 +89,24 @@ class ObjectBuilder:
             else None
         )
 
-    def _bind(self, function: Any, tool: ToolSpec) -> BoundTool:
-        return bind_tool(
-            function, name=tool.name, seconds=self._seconds(tool), effects=tool.effects, where=f"tools: `{tool.use}`"
+    def _load(self, entry: Entry | UserSpec, role: str, isolation: IsolationSpec | None) -> SpecCode:
+        origin = Origin(
+            use=str(entry.use),
+            base=self._loaded.base,
+            role=role,
+            with_=entry.with_,
+            name=getattr(entry, "name", None),
         )
+        return self._code.load(origin, self._loaded.spec.isolation_of(isolation))
 
-    def _bind_function(self, factory: Factory, tool: ToolSpec) -> BoundTool:
-        """Make a tool from a plain function, in this process or in workers."""
-        if factory.pool is None or factory.shape is None:
-            return self._bind(factory.target, tool)
-        function = FunctionTool(RemoteFunction(factory.origin, factory.pool, "tool"), factory.shape.name)
-        return BoundTool(function, factory.shape, self._seconds(tool), tool.effects)
+    def _load_environment(self, spec: EnvironmentSpec) -> SpecCode:
+        entry = spec.entry_in(self._loaded.base)
+        loads = spec.facts.loads if spec.facts else None
+        origin = Origin(use=entry.use, base=self._loaded.base, role="environment", with_=entry.with_, loads=loads)
+        return self._code.load(origin, self._loaded.spec.environment_isolation)
 
-    def _bind_in(self, cell: Cell, factory: Factory, tool: BoundTool) -> BoundTool:
-        """Make a tool from a plain function, in a given worker."""
-        owner = RemoteObject(factory.origin, cell, pure=True, blame="tool")
-        shape = replace(tool.shape, arguments=None)
-        return BoundTool(RemoteTool(owner, shape.name), shape, tool.seconds, tool.effects)
+    def _bound(self, function: Any, shape: ToolShape, tool: ToolSpec) -> BoundTool:
+        return BoundTool(function, shape, self._seconds(tool), tool.effects)
 
     def _seconds(self, tool: ToolSpec) -> float:
         return tool.timeout or self._loaded.spec.limits.tool_seconds
@@ -199,11 +115,11 @@ class ObjectBuilder:
         if self._environment is not None:
             effects = self._loaded.spec.environment.effects if self._loaded.spec.environment else "pure"
             objects.environment = await self._construct(self._environment, "environment", effects, objects)
-            _must_have(objects.environment, "reset", self._environment.use)
-        if self._people:
+            _must_have(objects.environment, "reset", self._environment.origin.use)
+        if self._users:
             objects.user_name = self._chosen(task)
             objects.user = await self._build_user(objects.user_name, objects)
-        shared = self.shared_toolbox if objects.cell is None else None
+        shared = self.shared_toolbox if objects.host is None else None
         objects.toolbox = self._for_task(shared or await self._toolbox(objects), task)
 
     def _for_task(self, toolbox: Toolbox, task: Task | None) -> Toolbox:
@@ -227,46 +143,32 @@ class ObjectBuilder:
             )
         return toolbox.showing(schemas)
 
-    async def _construct(self, factory: Factory, blame: Blame, effects: Effects, objects: EpisodeObjects) -> Any:
-        """Build an object where its methods will run: in the episode's only worker, in one of its own, or in this process."""
-        if objects.cell is not None or factory.pool is not None:
-            pure = effects == "pure"
-            if objects.cell is not None:
-                held = HeldObject(factory.origin, objects.cell, None, pure=pure, blame=blame)
-            else:
-                assert factory.pool is not None
-                held = await factory.pool.hold(factory.origin, pure=pure, blame=blame)
-            objects.opened.append(held)
-            return await held.open(self._open_seconds())
-        thing = await call_spec_code(
-            self._code,
-            factory.build_on_loop if factory.on_loop else factory.build,
-            blame,
-            seconds=self._open_seconds(),
-            blame=blame,
-            what=f"`{factory.use}`",
-        )
-        if callable(getattr(thing, "close", None)):
-            objects.opened.append(thing)
-        return thing
+    async def _construct(self, code: SpecCode, blame: Blame, effects: Effects, objects: EpisodeObjects) -> Any:
+        """Build an object in the episode's own host, or in that of its code."""
+        if objects.host is not None:
+            code = objects.host.load(code)
+        made = await code.build(blame, effects, self._open_seconds())
+        if callable(getattr(made, "close", None)):
+            objects.opened.append(made)
+        return made
 
     def _chosen(self, task: Task | None) -> str:
         """Return the name of the task's user."""
-        if "" in self._people:
+        if "" in self._users:
             return ""
         name = task.user if task is not None else None
-        if name not in self._people:
+        if name not in self._users:
             who = f"task `{task.id}` names the user `{name}`" if name and task else "the task names no user"
-            known = ", ".join(self._people)
+            known = ", ".join(self._users)
             raise SpecCodeError(f"{who}; the spec's `users` are {known}", blame="spec", kind="unknown_user")
         return name
 
     async def _build_user(self, name: str, objects: EpisodeObjects) -> Any:
         spec = self._loaded.spec.users_by_name[name]
-        factory = self._people[name]
-        built = await self._construct(factory, "user", spec.effects, objects) if factory is not None else None
-        if factory is not None:
-            _must_have(built, "respond", factory.use)
+        code = self._users[name]
+        built = await self._construct(code, "user", spec.effects, objects) if code is not None else None
+        if code is not None:
+            _must_have(built, "respond", code.origin.use)
         if not spec.model_played:
             return built
         path = ("users", name) if name else ("user",)
@@ -274,20 +176,21 @@ class ObjectBuilder:
 
     async def _toolbox(self, objects: EpisodeObjects) -> Toolbox:
         tools = list(self._static)
-        if (cell := objects.cell) is not None:
-            tools = [self._bind_in(cell, item, tool) for tool, (item, _) in zip(tools, self._functions, strict=True)]
+        if (host := objects.host) is not None:
+            tools = [self._bound(*host.load(code).tool(), tool) for code, tool in self._functions]
         tools += await self._servers.tools()
-        for factory, tool in self._classes:
-            made = await self._construct(factory, "tool", tool.effects, objects)
-            if isinstance(made, RemoteObject):
+        for code, tool in self._classes:
+            made = await self._construct(code, "tool", tool.effects, objects)
+            if isinstance(made, HostedObject):
                 tools += _offered(made, self._seconds(tool), tool.effects)
             else:
-                tools.append(self._bind(made, tool))
+                shape = shape_or_fault(made, tool.name, f"tools: `{tool.use}`")
+                tools.append(self._bound(made, shape, tool))
         limits = self._loaded.spec.limits
         environment = self._loaded.spec.environment
         effects = environment.effects if environment else "pure"
         offered = getattr(objects.environment, "tools", None)
-        if isinstance(objects.environment, RemoteObject):
+        if isinstance(objects.environment, HostedObject):
             tools += _offered(objects.environment, limits.tool_seconds, effects)
         elif callable(offered):
             functions = await call_spec_code(
@@ -321,15 +224,13 @@ class ObjectBuilder:
 
         Args:
             task: The episode's task, which selects one of several users.
-            alone: Build everything in one worker process, whatever the spec's `isolation`: for an episode during which the
-                engine died.
+            alone: Build everything in a host of its own, whatever the spec's `isolation`: for an episode during which the
+                engine died. Where no plugin has such a host, it is built as usual.
         """
-        if not alone and self._environment is None and not self._people and self.shared_toolbox is not None:
+        host = self._code.apart(self._loaded.base) if alone else None
+        if host is None and self._environment is None and not self._users and self.shared_toolbox is not None:
             return self._bare(toolbox=self._for_task(self.shared_toolbox, task))
-        objects = self._bare()
-        if alone:
-            own = IsolationSpec(mode="process", user="engine")
-            objects.cell = self._code.isolation.cell(own, self._loaded.base)
+        objects = self._bare(host=host)
         try:
             await self._build(objects, task)
         except BaseException:
@@ -348,9 +249,6 @@ class ObjectBuilder:
         """Close all objects with a `close`, in reverse order. A failing `close` is only logged."""
         for thing in reversed(objects.opened):
             try:
-                if isinstance(thing, HeldObject):
-                    await thing.release(CLOSE_SECONDS)
-                    continue
                 await call_spec_code(
                     self._code,
                     thing.close,
@@ -362,8 +260,8 @@ class ObjectBuilder:
             except SpecCodeError as error:
                 log.warning("close failed", object=type(thing).__name__, error=str(error))
         objects.opened.clear()
-        if objects.cell is not None:
-            objects.cell.kill()
+        if objects.host is not None:
+            objects.host.close()
 
 
 def _must_have(thing: Any, method: str, use: str) -> None:
@@ -373,6 +271,11 @@ def _must_have(thing: Any, method: str, use: str) -> None:
         raise SpecCodeError(words, blame="spec", kind="missing_method")
 
 
-def _offered(owner: RemoteObject, seconds: float, effects: Effects) -> list[BoundTool]:
-    """Return the tools of an object in a worker: itself, or those that an environment offers."""
-    return [BoundTool(RemoteTool(owner, shape.name), shape, seconds, effects) for shape in owner.shapes]
+def _offered(owner: HostedObject, seconds: float, effects: Effects) -> list[BoundTool]:
+    """Return the tools of an object that a host holds: itself, or those that an environment offers."""
+    return [BoundTool(function, shape, seconds, effects) for function, shape in owner.offered()]
+
+
+def _code_of_user(user: UserSpec) -> Entry | UserSpec | None:
+    """What of a user is code: the user itself, or the grader of one that a model plays."""
+    return user.grader if user.model_played else user

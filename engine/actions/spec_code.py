@@ -6,26 +6,23 @@ effects (`SpecCodeAction.ask`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.actions.action import Action, EpisodeObjects, bounds_of, first_reached, post_rewards
 from engine.actions.action_facts import OWN_ACTION_SECONDS
 from engine.actions.agent_run import only_source, require_reward
+from engine.actions.calling.host import Origin
 from engine.actions.calling.workers import call_spec_code
 from engine.actions.facts import SCORERS, owns_conversation
 from engine.actions.judge import Judge
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
-from engine.isolation.pool import RemoteFunction
-from engine.isolation.remote import Origin, function_in
 from engine.schemas.environment import EpisodeView, Reset, Step, UserTurn
 from engine.schemas.journal import ResetRecord, ScoreRecord, StepRecord, ToolsRecord, UserRecord
 from engine.schemas.message import ContentPart, Message, TextPart
 from engine.schemas.reward import RewardEvent
-from engine.spec.code.entry import load_entry
 from engine.spec.conversation import conversation_of
 from engine.spec.template import fill, fill_words, found_image, image_folders, own_spans
 
@@ -56,7 +53,7 @@ class SpecFunction:
         answer: What it returns: `rewards`, `step` or `text`.
 
     Raises:
-        EngineError: it cannot be imported.
+        EngineError: it cannot be loaded.
     """
 
     def __init__(
@@ -68,23 +65,14 @@ class SpecFunction:
         isolation: IsolationSpec | None,
         answer: str,
     ) -> None:
-        self._origin = Origin(use, loaded.base, with_, "function")
+        origin = Origin(use=use, base=loaded.base, role="function", with_=with_)
+        self.code = code.load(origin, loaded.spec.isolation_of(isolation))
         self._answer = answer
-        place = loaded.spec.isolation_of(isolation)
-        self._function: Callable[..., Any]
-        if place.mode == "process":
-            described = code.isolation.describe(use, loaded.base, place)
-            self.events: Sequence[str] = described.events or ()
-            self.effects: Effects = described.effects
-            self._function = RemoteFunction(self._origin, code.isolation.pool(place, functions=True), answer)
-        else:
-            function = load_entry(use, loaded.base)
-            self.events, self.effects = getattr(function, "events", ()), getattr(function, "effects", "pure")
-            self._function = partial(function, **with_) if with_ else function
+        self._function = self.code.function(answer)
 
     def of(self, objects: EpisodeObjects) -> Callable[..., Any]:
-        """Return what is called for an episode: the function, or the one in the episode's only worker."""
-        return self._function if objects.cell is None else function_in(objects.cell, self._origin, self._answer)
+        """Return what is called for an episode: the function, or the one in the episode's own host."""
+        return self._function if objects.host is None else objects.host.load(self.code).function(self._answer)
 
 
 class SpecCodeAction(Action):
@@ -435,13 +423,8 @@ class EnvironmentStep(StepAction):
                 "a state's action is `step`, but the spec has no environment", blame="spec", kind="no_environment"
             )
         super().__init__(loaded, state, template, code)
-        isolation = loaded.spec.environment_isolation
-        use = environment.entry.use
-        if isolation.mode == "process":
-            events = code.isolation.describe(use, loaded.base, isolation).events
-        else:
-            events = load_entry(use, loaded.base).events
-        self.events = tuple(events or ())
+        origin = Origin(use=environment.entry.use, base=loaded.base, role="environment")
+        self.events = tuple(code.load(origin, loaded.spec.environment_isolation).events)
         self.blame, self.what = "environment", f"`{environment.use}`.step"
         self.seconds, self.declared = environment.timeout, environment.effects
 
@@ -461,16 +444,17 @@ class OwnAction(StepAction):
     def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         assert state.action is not None
         self._function = SpecFunction(loaded, code, state.action, state.with_, None, "step")
-        if not self._function.events:
+        declared = self._function.code
+        if not declared.events:
             raise SpecCodeError(
                 f'`{state.action}` declares no events; decorate it with `@action("done", …)` from engine.schemas.environment',
                 blame="spec",
                 kind="bad_action",
             )
         super().__init__(loaded, state, template, code)
-        self.events = tuple(self._function.events)
+        self.events = tuple(declared.events)
         self.blame, self.what = "spec", f"`{state.action}`"
-        self.seconds, self.declared = state.timeout or OWN_ACTION_SECONDS, self._function.effects
+        self.seconds, self.declared = state.timeout or OWN_ACTION_SECONDS, declared.effects
 
     def target(self, objects: EpisodeObjects) -> Callable[..., Any]:
         """Return the function."""

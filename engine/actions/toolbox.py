@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from engine.actions.calling.code_call import LoopReplacedError
+from engine.actions.calling.host import HostedTool, InvalidArguments
+from engine.actions.calling.this_process import shape_or_fault
 from engine.actions.calling.workers import Workers, call_spec_code
-from engine.errors import EngineError, SpecCodeError
-from engine.isolation.remote import InvalidArguments, RemoteTool
+from engine.errors import SpecCodeError
 from engine.schemas.message import MalformedCall, ToolCall, ToolResult
-from engine.spec.code.signature import ToolShape, checked_arguments, explain, reply_of, shape_of
+from engine.spec.code.signature import ToolShape, checked_arguments, explain, reply_of
 from engine.storable import message_of
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 class BoundTool:
     """A tool of one episode."""
 
-    function: Callable[..., Any] | RemoteTool
+    function: Callable[..., Any] | HostedTool
     shape: ToolShape
     seconds: float
     effects: Effects
@@ -125,7 +126,7 @@ class Toolbox:
             )
         began = time.perf_counter()
         try:
-            if isinstance(tool.function, RemoteTool):
+            if isinstance(tool.function, HostedTool):
                 value = await tool.function.call(
                     call.arguments,
                     view() if tool.shape.view else None,
@@ -151,7 +152,7 @@ class Toolbox:
         except LoopReplacedError:  # not caused by the tool, so the policy does not see it
             raise
         except SpecCodeError as error:
-            if isinstance(tool.function, RemoteTool) and tool.function.lost:
+            if isinstance(tool.function, HostedTool) and tool.function.lost:
                 raise  # the tool's state is lost, so the episode cannot continue
             if error.kind == "tool_bad_result":
                 raise  # of a worker process; the same as below, where the tool runs in this one
@@ -201,10 +202,4 @@ def bind_tool(function: Any, *, name: str | None, seconds: float, effects: Effec
     Raises:
         EngineError: the function is not a valid tool; the message says what to change.
     """
-    try:
-        shape = shape_of(function, name)
-    except (TypeError, NameError, AttributeError, ValueError) as error:
-        fault = EngineError(f"{where}: {error}")
-        fault.kind, fault.blame = "bad_tool", "spec"
-        raise fault from error
-    return BoundTool(function, shape, seconds, effects)
+    return BoundTool(function, shape_or_fault(function, name, where), seconds, effects)

@@ -1,4 +1,4 @@
-"""Pools of workers, one for each entry point of a spec.
+"""The host of the mode `process`: pools of workers, one for each entry point of a spec.
 
 An object holds its worker for as long as it lives; a function takes one for each call. Later episodes reuse
 workers. Waiting for a worker does not count for a call's deadline. An episode takes the workers of its objects in one order
@@ -11,18 +11,26 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from msgspec.structs import replace
 
+from engine.actions.calling.host import (
+    CodeHost,
+    EpisodeHost,
+    HostedCallable,
+    HostedTool,
+    Origin,
+    SpecCode,
+    bad_tool,
+)
 from engine.isolation.child import RAISED, VALUE
 from engine.isolation.remote import (
     START_SECONDS,
     Cell,
-    Origin,
-    RemoteCallable,
+    RemoteMethod,
     RemoteObject,
     RemoteTool,
     read_error,
@@ -30,11 +38,13 @@ from engine.isolation.remote import (
 )
 from engine.isolation.server import IsolationError, Limits, Server, run_in_new_loop
 from engine.isolation.worker import Worker, WorkerLost
+from engine.schemas.base import Struct
+from engine.schemas.entry import IsolationSpec
 from engine.spec.code.entry import EntryError
 from engine.spec.code.signature import ToolShape
 
 if TYPE_CHECKING:
-    from engine.schemas.entry import Effects, IsolationSpec
+    from engine.schemas.entry import Effects
     from engine.schemas.environment import EpisodeView
     from engine.schemas.trajectory import Blame
 
@@ -47,12 +57,11 @@ FUNCTION_WORKERS = 64
 """Maximum number of workers of one function if `isolation.workers` is not set."""
 
 
-@dataclass(frozen=True)
-class Described:
+class Described(Struct, frozen=True, kw_only=True):
     """Description of an entry point that has not been built."""
 
     is_class: bool
-    events: tuple[str, ...] | None
+    events: tuple[str, ...]
     effects: Effects
     shape: ToolShape | None
     """Shape of a function as a tool."""
@@ -111,6 +120,11 @@ class HeldObject(RemoteObject):
         super().__init__(origin, cell, pure=pure, blame=blame)
         self._pool = pool
 
+    @property
+    def close(self) -> Release:
+        """Closes it and returns its worker."""
+        return Release(self)
+
     async def release(self, seconds: float) -> None:
         """Close it and return its worker. Raises a SpecCodeError if its `close` failed."""
         try:
@@ -124,7 +138,19 @@ class HeldObject(RemoteObject):
                 pool.give(self._cell, self._origin.use)
 
 
-class RemoteFunction(RemoteCallable):
+class Release(HostedCallable):
+    """The end of an object that holds a worker."""
+
+    def __init__(self, held: HeldObject) -> None:
+        self._held = held
+
+    async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> None:
+        """See `HeldObject.release`."""
+        assert seconds is not None
+        await self._held.release(seconds)
+
+
+class RemoteFunction(HostedCallable):
     """A function in workers: a scorer, or a custom action."""
 
     def __init__(self, origin: Origin, pool: Pool, expects: str) -> None:
@@ -173,12 +199,102 @@ class FunctionTool(RemoteTool):
             return await function.ask_tool(self._name, arguments, view, True, seconds=seconds, what=what)
 
 
-class Isolation:
+class ProcessCode(SpecCode):
+    """An entry point that is imported and built only in worker processes."""
+
+    def __init__(self, origin: Origin, described: Described, pool: Pool) -> None:
+        super().__init__(origin)
+        self.is_class, self.events, self.effects = described.is_class, described.events, described.effects
+        self.described = described
+        self._pool = pool
+
+    def function(self, answer: str) -> HostedCallable:
+        """See `SpecCode.function`."""
+        return RemoteFunction(self.origin, self._pool, answer)
+
+    def tool(self) -> tuple[HostedTool, ToolShape]:
+        """See `SpecCode.tool`."""
+        shape = self.described.shape
+        if shape is None:
+            raise bad_tool(f"tools: `{self.origin.use}`", self.described.problem or "it cannot be called")
+        return FunctionTool(RemoteFunction(self.origin, self._pool, "tool"), shape.name), shape
+
+    async def build(self, blame: Blame, effects: Effects, seconds: float) -> HeldObject:
+        """See `SpecCode.build`."""
+        return await _opened(await self._pool.hold(self.origin, pure=effects == "pure", blame=blame), seconds)
+
+
+class CodeInCell(SpecCode):
+    """Code in the one worker of an episode."""
+
+    def __init__(self, code: SpecCode, cell: Cell) -> None:
+        super().__init__(code.origin)
+        self.is_class, self.events, self.effects = code.is_class, code.events, code.effects
+        self._code, self._cell = code, cell
+
+    def function(self, answer: str) -> HostedCallable:
+        """See `SpecCode.function`."""
+        function = RemoteObject(self.origin, self._cell, pure=True, blame="environment")
+        return RemoteMethod(function, "__call__", answer)
+
+    def tool(self) -> tuple[HostedTool, ToolShape]:
+        """See `SpecCode.tool`."""
+        _, shape = self._code.tool()
+        owner = RemoteObject(self.origin, self._cell, pure=True, blame="tool")
+        return RemoteTool(owner, shape.name), replace(shape, arguments=None)
+
+    async def build(self, blame: Blame, effects: Effects, seconds: float) -> HeldObject:
+        """See `SpecCode.build`."""
+        held = HeldObject(self.origin, self._cell, None, pure=effects == "pure", blame=blame)
+        return await _opened(held, seconds)
+
+
+class OneWorker(EpisodeHost):
+    """All code of one episode in one worker."""
+
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
+
+    def load(self, code: SpecCode) -> SpecCode:
+        """See `EpisodeHost.load`."""
+        return CodeInCell(code, self._cell)
+
+    def close(self) -> None:
+        """See `EpisodeHost.close`."""
+        self._cell.kill()
+
+
+async def _opened(held: HeldObject, seconds: float) -> HeldObject:
+    """Build an object in its worker; if that fails, the worker is returned."""
+    try:
+        return await held.open(seconds)
+    except BaseException:
+        await held.release(seconds)
+        raise
+
+
+class Isolation(CodeHost):
     """Worker processes for the code of one or several specs. `close` kills them all."""
 
     def __init__(self) -> None:
         self._server = Server()
         self._warned = False
+
+    def load(self, origin: Origin, isolation: IsolationSpec) -> ProcessCode:
+        """See `CodeHost.load`.
+
+        Raises:
+            EntryError: it cannot be imported, or importing it ends the process or takes too long.
+            IsolationError: a limit cannot take effect here.
+        """
+        described = self.describe(origin.use, origin.base, isolation, origin.name)
+        functions = origin.role == "function" or (origin.role == "tool" and not described.is_class)
+        return ProcessCode(origin, described, self.pool(isolation, functions=functions))
+
+    def apart(self, base: Path) -> OneWorker:
+        """See `CodeHost.apart`."""
+        self._server.folders.update((str(base.resolve()), str(Path().resolve())))
+        return OneWorker(Cell(self._server, self.limits_of(IsolationSpec(mode="process", user="engine"))))
 
     def limits_of(self, spec: IsolationSpec) -> Limits:
         """A spec's limits, with defaults for omitted ones."""
@@ -192,14 +308,14 @@ class Isolation:
             IsolationError: a limit cannot take effect here.
         """
         self._server.folders.update((str(base.resolve()), str(Path().resolve())))
-        found: Described = run_in_new_loop(lambda: self._describe(use, base, self.limits_of(spec), name))
+        described: Described = run_in_new_loop(lambda: self._describe(use, base, self.limits_of(spec), name))
         if self._server.reads_as_root and not self._warned:
             self._warned = True
             log.warning(
                 "workers may read every file that root can read, because only root can read the engine's files",
                 fix="chmod o+rx the folders above the interpreter and the spec",
             )
-        return found
+        return described
 
     async def _describe(self, use: str, base: Path, limits: Limits, name: str | None) -> Described:
         worker = Worker(self._server, limits)
@@ -219,14 +335,14 @@ class Isolation:
                 raised["message"] if raised["kind"] == EntryError.kind else f"`{use}`: {raised['message']}"
             )
         try:
-            found = json.loads(data[1:]) if data[:1] == VALUE else {}
-            events = found["events"]
+            answer = json.loads(data[1:]) if data[:1] == VALUE else {}
+            events = answer["events"]
             return Described(
-                bool(found["is_class"]),
-                None if events is None else tuple(str(event) for event in events),
-                _EFFECTS[found["effects"]],
-                None if found["tool"] is None else shape_from(found["tool"]),
-                None if found["problem"] is None else str(found["problem"]),
+                is_class=bool(answer["is_class"]),
+                events=() if events is None else tuple(str(event) for event in events),
+                effects=_EFFECTS[answer["effects"]],
+                shape=None if answer["tool"] is None else shape_from(answer["tool"]),
+                problem=None if answer["problem"] is None else str(answer["problem"]),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise IsolationError(f"the worker that imported `{use}` described it wrongly: {error}") from error
@@ -234,11 +350,6 @@ class Isolation:
     def pool(self, spec: IsolationSpec, *, functions: bool) -> Pool:
         """Return the pool of one entry point."""
         return Pool(self._server, self.limits_of(spec), spec.workers or (FUNCTION_WORKERS if functions else None))
-
-    def cell(self, spec: IsolationSpec, base: Path) -> Cell:
-        """Return a cell outside of the pools, which holds all objects of an episode that runs alone."""
-        self._server.folders.update((str(base.resolve()), str(Path().resolve())))
-        return Cell(self._server, self.limits_of(spec))
 
     def close(self) -> None:
         """Kill every worker. A second call has no effect."""

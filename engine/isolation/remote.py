@@ -10,13 +10,13 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
+from engine.actions.calling.host import HostedCallable, HostedObject, HostedTool, InvalidArguments, Origin
 from engine.errors import SpecCodeError
 from engine.isolation.child import INVALID, RAISED, UNFIT, VALUE, WRONG
 from engine.isolation.server import Limits, Server
@@ -48,27 +48,8 @@ _KIND = re.compile(r"[a-z_]{1,40}")
 _ids = count(1)
 
 
-class InvalidArguments(Exception):
-    """Arguments that do not match a tool's signature; the message is for the model."""
-
-
 class RemoteError(Exception):
     """An exception of code in a worker, with its message."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The origin of an object: entry point, arguments and role."""
-
-    use: str
-    base: Path
-    with_: Mapping[str, Any]
-    role: str
-    """`environment`, `user`, `tool` or `function`."""
-    name: str | None = None
-    """A tool's name, if the spec gives one."""
-    loads: str | None = None
-    """Entry point of a function with the same arguments, which a new worker calls before it builds the first object."""
 
 
 class Cell:
@@ -108,7 +89,7 @@ class Cell:
             self.worker.kill("no longer needed")
 
 
-class RemoteObject:
+class RemoteObject(HostedObject):
     """One object in a worker. Its methods are attributes, like those of the object itself."""
 
     def __init__(self, origin: Origin, cell: Cell, *, pure: bool, blame: Blame) -> None:
@@ -137,6 +118,10 @@ class RemoteObject:
         if name.startswith("_") or name not in self._has:
             raise AttributeError(f"`{self._origin.use}` has no method `{name}`")
         return RemoteMethod(self, name, EXPECTS.get(name, "none"))
+
+    def offered(self) -> list[tuple[HostedTool, ToolShape]]:
+        """See `HostedObject.offered`."""
+        return [(RemoteTool(self, shape.name), shape) for shape in self.shapes]
 
     async def open(self, seconds: float | None) -> Self:
         """Build it.
@@ -316,37 +301,20 @@ class RemoteObject:
             self._value(data, "none", what, self._blame)
 
 
-class RemoteCallable:
-    """A callable in a worker, for `call_spec_code`. It applies its deadline itself, from the time when a worker is free."""
-
-    async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
-        """See `RemoteObject.ask`."""
-        raise NotImplementedError
-
-    async def __call__(self, *arguments: Any) -> Any:
-        """Call it without a deadline."""
-        return await self.call(arguments, seconds=None, blame="environment", what="a call")
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteMethod(RemoteCallable):
+class RemoteMethod(HostedCallable):
     """A method of an object in a worker."""
 
-    owner: RemoteObject
-    method: str
-    expects: str
+    __slots__ = ("_expects", "_method", "_owner")
+
+    def __init__(self, owner: RemoteObject, method: str, expects: str) -> None:
+        self._owner, self._method, self._expects = owner, method, expects
 
     async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
         """See `RemoteObject.ask`."""
-        return await self.owner.ask(self.method, arguments, self.expects, seconds=seconds, blame=blame, what=what)
+        return await self._owner.ask(self._method, arguments, self._expects, seconds=seconds, blame=blame, what=what)
 
 
-def function_in(cell: Cell, origin: Origin, expects: str) -> RemoteMethod:
-    """Return a function that a given cell holds."""
-    return RemoteMethod(RemoteObject(origin, cell, pure=True, blame="environment"), "__call__", expects)
-
-
-class RemoteTool:
+class RemoteTool(HostedTool):
     """A tool of an object in a worker."""
 
     def __init__(self, owner: RemoteObject, name: str) -> None:

@@ -21,23 +21,25 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from engine import plugin
 from engine.actions.calling.code_call import SCOPE, CodeCall, LoopReplacedError
 from engine.actions.calling.code_loop import CodeLoop
 from engine.actions.calling.code_loops import CodeLoops
+from engine.actions.calling.host import CodeHost, EpisodeHost, HostedCallable, Origin, SpecCode
 from engine.actions.calling.interrupt import Interrupter
 from engine.actions.calling.loop_delay import LoopDelay
+from engine.actions.calling.this_process import ThisProcess
 from engine.actions.calling.threads import Threads
 from engine.deadline import Deadlines
 from engine.errors import EngineError, SpecCodeError
-from engine.isolation.pool import Isolation
-from engine.isolation.remote import RemoteCallable
 from engine.schemas.trajectory import Blame
 from engine.storable import words_of
 
 if TYPE_CHECKING:
-    from engine.schemas.entry import Effects
+    from engine.schemas.entry import Effects, IsolationSpec
 
 MAX_THREADS = 1024
 """Maximum number of plain calls that run at once; further calls wait for a thread, and their deadlines begin later."""
@@ -64,20 +66,42 @@ class Workers:
         self.code_loops = CodeLoops(self.interrupter)
         self.delay = LoopDelay()
         self._deadlines = _ByLength()
-        self.isolation = Isolation()
-        """The worker processes of isolated code; each is started when it is needed."""
+        self._hosts: dict[str, CodeHost] = {"thread": ThisProcess(partial(call_spec_code, self))}
+        """By `isolation.mode`; those of plugins are made when they are needed."""
         self.at_close: list[Callable[[], None]] = []
         """Called first when these workers close: ends connections of the run."""
+
+    def load(self, origin: Origin, isolation: IsolationSpec) -> SpecCode:
+        """Load an entry point in the host of its mode. Raises: EngineError: it cannot be loaded, or the mode's plugin is missing."""
+        return self._host(str(isolation.mode)).load(origin, isolation)
+
+    def apart(self, base: Path) -> EpisodeHost | None:
+        """Return a host for an episode during which the engine died; None: it runs in this process again."""
+        for mode in plugin.entries("isolation_modes"):
+            if (host := self._host(mode).apart(base)) is not None:
+                return host
+        return None
+
+    def _host(self, mode: str) -> CodeHost:
+        host = self._hosts.get(mode)
+        if host is None:
+            modes = plugin.loaded("isolation_modes", ("thread",))
+            if mode not in modes:
+                why = plugin.missing("isolation_modes", mode) or "there is no such mode"
+                raise SpecCodeError(f"`isolation: {mode}`: {why}", blame="spec", kind="plugin_missing")
+            host = self._hosts[mode] = modes[mode]()
+        return host
 
     def within(self, seconds: float | None) -> AbstractContextManager[Any]:
         """Return a context manager with a deadline; None is no deadline."""
         return nullcontext() if seconds is None else self._deadlines[seconds].begin()
 
     def close(self) -> None:
-        """End the threads and kill all worker processes. Busy threads end after their call; hung threads end with the process."""
+        """End the threads and close the hosts. Busy threads end after their call; hung threads end with the process."""
         while self.at_close:
             self.at_close.pop()()
-        self.isolation.close()
+        for host in self._hosts.values():
+            host.close()
         self.threads.close()
         self.code_loops.close()
 
@@ -144,7 +168,7 @@ async def call_spec_code(
         SpecCodeError: kind `<blame>_timeout` past the deadline, `<blame>_error` for what it raised.
         LoopReplacedError: another call blocked its loop, and it cannot be repeated by itself.
     """
-    if isinstance(function, RemoteCallable):
+    if isinstance(function, HostedCallable):
         return await function.call(args, seconds=seconds, blame=blame, what=what)
     bare = _bare(function)
     if not is_async(bare):

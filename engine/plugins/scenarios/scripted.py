@@ -15,11 +15,11 @@ import orjson
 from pydantic import BaseModel
 
 from engine.actions.action import Action
+from engine.actions.calling.host import HostedTool
 from engine.actions.calling.workers import call_spec_code, on_main_loop
 from engine.actions.spec_code import ScoreAction, StepAction
 from engine.actions.toolbox import BoundTool, Toolbox
 from engine.errors import SpecCodeError
-from engine.isolation.remote import RemoteTool
 from engine.limits import EPISODE_SECONDS
 from engine.schemas.environment import Reset, Step, ToolReply, UserTurn
 from engine.schemas.journal import ScoreRecord
@@ -116,9 +116,9 @@ class ScriptedTools:
         return Toolbox(bound, self._workers)
 
     def _bound(self, tool: BoundTool) -> BoundTool:
-        if isinstance(tool.function, RemoteTool):
+        if isinstance(tool.function, HostedTool):
             return BoundTool(
-                _ScriptedRemoteTool(self, tool.function, tool, self._workers), tool.shape, tool.seconds, tool.effects
+                _ScriptedHostedTool(self, tool.function, tool, self._workers), tool.shape, tool.seconds, tool.effects
             )
         return BoundTool(_ScriptedFunction(self, tool, self._workers), tool.shape, tool.seconds, tool.effects)
 
@@ -149,7 +149,7 @@ class _ScriptedFunction:
         return _said(answer)
 
     async def _real(self, arguments: dict[str, Any]) -> Any:
-        assert not isinstance(self._tool.function, RemoteTool)  # it is called through its own replacement
+        assert not isinstance(self._tool.function, HostedTool)  # it is called through its own replacement
         call = partial(self._tool.function, **arguments)
         what = f"tool `{self._tool.shape.name}`"
         return await call_spec_code(
@@ -157,10 +157,10 @@ class _ScriptedFunction:
         )
 
 
-class _ScriptedRemoteTool(RemoteTool):
+class _ScriptedHostedTool(HostedTool):
     """A replacement for a tool in a worker process, where its arguments are still checked."""
 
-    def __init__(self, script: ScriptedTools, real: RemoteTool, tool: BoundTool, workers: Workers) -> None:
+    def __init__(self, script: ScriptedTools, real: HostedTool, tool: BoundTool, workers: Workers) -> None:
         self._script = script
         self._real = real
         self._tool = tool
@@ -171,9 +171,13 @@ class _ScriptedRemoteTool(RemoteTool):
         """Whether the real tool's worker is lost."""
         return self._real.lost
 
+    async def check(self, arguments: Mapping[str, Any], *, seconds: float, what: str) -> None:
+        """Check the arguments, as the real tool does."""
+        await self._real.check(arguments, seconds=seconds, what=what)
+
     async def call(self, arguments: Mapping[str, Any], view: Any, *, seconds: float, what: str) -> Any:
         """Return the scripted result, or the real tool's."""
-        await self._real.check(arguments, seconds=seconds, what=what)
+        await self.check(arguments, seconds=seconds, what=what)
         answer = self._script.take(self._tool.shape.name, arguments)
         if answer is None:
             return await self._real.call(arguments, view, seconds=seconds, what=what)

@@ -1,0 +1,146 @@
+"""Hosts of a spec's code. An entry point is loaded once per run, by the host of its `isolation.mode`; a host that runs code outside
+of this process applies the deadlines of its calls itself.
+
+    environment = workers.load(Origin(use="game:Chess", base=folder, role="environment"), isolation)
+    board = await environment.build("environment", "replayable", seconds=60.0)   # for one episode
+    await call_spec_code(workers, board.reset, task, seed, seconds=60.0, blame="environment", what="`game:Chess`.reset")
+
+The core has the mode `thread` (`this_process.py`); a plugin adds others by the point `isolation_modes` of its face.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.errors import EngineError
+from engine.schemas.base import Struct
+
+if TYPE_CHECKING:
+    from engine.schemas.entry import Effects, IsolationSpec
+    from engine.schemas.environment import EpisodeView
+    from engine.schemas.trajectory import Blame
+    from engine.spec.code.signature import ToolShape
+
+
+class Origin(Struct, frozen=True, kw_only=True):
+    """Where code comes from: an entry point, its arguments, and what it is for."""
+
+    use: str
+    base: Path
+    """The spec's folder."""
+    role: str
+    """`environment`, `user`, `tool` or `function`."""
+    with_: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    name: str | None = None
+    """A tool's name, if the spec gives one."""
+    loads: str | None = None
+    """Entry point of a function with the same arguments, which a new process calls before it builds the first object."""
+
+
+class InvalidArguments(Exception):
+    """Arguments that do not match a tool's signature; the message is for the model."""
+
+
+class HostedCallable(ABC):
+    """A callable that a host runs: it applies its deadline itself, from the time when it can begin."""
+
+    @abstractmethod
+    async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
+        """Call it. Raises as `engine.actions.calling.workers.call_spec_code`."""
+
+    async def __call__(self, *arguments: Any) -> Any:
+        """Call it without a deadline."""
+        return await self.call(arguments, seconds=None, blame="environment", what="a call")
+
+
+class HostedTool(ABC):
+    """A tool that a host runs and whose arguments it checks."""
+
+    @property
+    @abstractmethod
+    def lost(self) -> bool:
+        """Whether it had state that is lost."""
+
+    @abstractmethod
+    async def check(self, arguments: Mapping[str, Any], *, seconds: float, what: str) -> None:
+        """Raise `InvalidArguments` if they do not match the signature."""
+
+    @abstractmethod
+    async def call(self, arguments: Mapping[str, Any], view: EpisodeView | None, *, seconds: float, what: str) -> Any:
+        """Check the arguments, call it and return its ToolReply."""
+
+
+class HostedObject(ABC):
+    """An object that a host holds. Its methods are attributes, like those of the object itself, and are `HostedCallable`s."""
+
+    @abstractmethod
+    def offered(self) -> list[tuple[HostedTool, ToolShape]]:
+        """The tool that it is, or the tools that it offers."""
+
+
+class SpecCode(ABC):
+    """An entry point of a spec, loaded once per run."""
+
+    def __init__(self, origin: Origin) -> None:
+        self.origin = origin
+        self.is_class = False
+        self.events: Sequence[str] = ()
+        """The events that it declares."""
+        self.effects: Effects = "pure"
+        """The effects that it declares."""
+
+    @abstractmethod
+    def function(self, answer: str) -> Callable[..., Any]:
+        """Return what `call_spec_code` calls, of a function that returns `rewards`, a `step` or a `text`."""
+
+    @abstractmethod
+    def tool(self) -> tuple[Callable[..., Any] | HostedTool, ToolShape]:
+        """Return a function as a tool, and its shape. Raises: EngineError: it is no valid tool."""
+
+    @abstractmethod
+    async def build(self, blame: Blame, effects: Effects, seconds: float) -> Any:
+        """Build an object for one episode. It has a method `close` if it is to be closed.
+
+        Raises:
+            SpecCodeError: its constructor raised or took too long.
+        """
+
+
+class EpisodeHost(ABC):
+    """Runs all code of one episode."""
+
+    @abstractmethod
+    def load(self, code: SpecCode) -> SpecCode:
+        """Return the same code, run here."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End whatever still runs."""
+
+
+class CodeHost(ABC):
+    """Runs the code of one `isolation.mode`, for all episodes of a run."""
+
+    @abstractmethod
+    def load(self, origin: Origin, isolation: IsolationSpec) -> SpecCode:
+        """Load an entry point. It may block: it is called when a run starts. Raises: EngineError: it cannot be loaded."""
+
+    def apart(self, base: Path) -> EpisodeHost | None:
+        """Return a host whose code cannot end this process, for an episode during which the engine died; None: there is none."""
+        return None
+
+    def close(self) -> None:
+        """End what it has started. A second call has no effect."""
+        return
+
+
+def bad_tool(use: str, why: object) -> EngineError:
+    """The error of a function or object that is no valid tool."""
+    fault = EngineError(f"{use}: {why}")
+    fault.kind, fault.blame = "bad_tool", "spec"
+    return fault
