@@ -153,7 +153,7 @@ class Zygote:
                 os.environ.update(HOME=folder, TMPDIR=folder)
                 tempfile.tempdir = None
             confine.apply(planned)
-            from engine.isolation import child
+            from engine.plugins.isolation import child
 
             child.serve(socket.socket(fileno=keep))
             status = 0
@@ -229,7 +229,7 @@ def main() -> None:
     """Serve the engine at the other end of descriptor `argv[1]`."""
     import ctypes
 
-    from engine.isolation import child  # noqa: F401  (imported once, for all workers)
+    from engine.plugins.isolation import child  # noqa: F401  (imported once, for all workers)
 
     control = socket.socket(fileno=int(sys.argv[1]))
     if sys.platform == "linux":
