@@ -5,5 +5,5 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="isolation",
     about="Code of a spec in worker processes with limits",
-    isolation_modes={"process": "engine.isolation.pool:Isolation"},
+    isolation_modes={"process": "engine.plugins.isolation.pool:Isolation"},
 )
