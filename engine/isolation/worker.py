@@ -14,7 +14,7 @@ import socket
 import struct
 from typing import Any
 
-from engine.isolation.server import Limits, Server
+from engine.plugins.isolation.server import Limits, Server
 
 TAIL = 4096
 """Number of characters of a worker's output that are shown when it dies."""
