@@ -17,9 +17,9 @@ from pathlib import Path
 
 from engine.actions.calling.workers import Workers, call_spec_code
 from engine.environments.tools.calculator import calculate
-from engine.isolation.worker import Worker
 from engine.plugins.isolation.pool import FunctionTool, Isolation, RemoteFunction
 from engine.plugins.isolation.remote import Origin
+from engine.plugins.isolation.worker import Worker
 from engine.schemas.entry import IsolationSpec
 
 USE = "engine.environments.tools.calculator:calculate"

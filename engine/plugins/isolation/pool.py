@@ -26,7 +26,6 @@ from engine.actions.calling.host import (
     SpecCode,
     bad_tool,
 )
-from engine.isolation.worker import Worker, WorkerLost
 from engine.plugins.isolation.child import RAISED, VALUE
 from engine.plugins.isolation.remote import (
     START_SECONDS,
@@ -38,6 +37,7 @@ from engine.plugins.isolation.remote import (
     shape_from,
 )
 from engine.plugins.isolation.server import IsolationError, Limits, Server, run_in_new_loop
+from engine.plugins.isolation.worker import Worker, WorkerLost
 from engine.schemas.base import Struct
 from engine.schemas.entry import IsolationSpec
 from engine.spec.code.entry import EntryError

@@ -18,9 +18,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from engine.actions.calling.host import HostedCallable, HostedObject, HostedTool, InvalidArguments, Origin
 from engine.errors import SpecCodeError
-from engine.isolation.worker import Worker, WorkerLost
 from engine.plugins.isolation.child import INVALID, RAISED, UNFIT, VALUE, WRONG
 from engine.plugins.isolation.server import Limits, Server
+from engine.plugins.isolation.worker import Worker, WorkerLost
 from engine.schemas.environment import EpisodeView, ProgramSettings, Reset, Step, ToolReply, UserTurn
 from engine.schemas.reward import RewardEvent
 from engine.spec.code.entry import EntryError
