@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.errors import EngineError
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(2)); from engine.isolation.zygote import main; main()"
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(2)); from engine.plugins.isolation.zygote import main; main()"
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Workers compute on one thread, because there are many workers and a process with threads cannot be forked safely."""
 END_SECONDS = 10.0
