@@ -34,7 +34,8 @@ UNFINISHED = "check.unfinished"
 
 def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
-    from engine.validate import (  # noqa: F401  (importing them registers their rules)
+    from engine.plugins.isolation import rules as isolation
+    from engine.validate import (
         agents,
         backend,
         credit_reach,
@@ -42,7 +43,6 @@ def all_rules() -> list[Rule]:
         drivers,
         experts,
         guards,
-        isolation,
         keep,
         limits,
         machine,
