@@ -39,6 +39,10 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "adapters": ("harbor",),
         "sources": ("harbor",),
     },
+    "isolation": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "isolation_modes": ("process",),
+    },
     "launch": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "launchers": ("sglang", "vllm")},
     "notices": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("notify",)},
     "pictures": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "graph_formats": ("svg",)},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from engine.schemas.base import Bytes, Contract, Seconds
+from engine.schemas.open_union import NameOf
 
 Effects = Literal["pure", "replayable", "external"]
 """What a crash may do with a call that was made already.
@@ -25,10 +27,16 @@ class Entry(Contract):
     """Keyword arguments for its constructor."""
 
 
+IsolationMode = Annotated[str, NameOf(point="isolation_modes", core=("thread",))]
+"""Where code runs: `thread` is the core's, others are plugins'."""
+
+
 class IsolationSpec(Contract):
     """Where code of the spec runs, and its limits there. The default of each key is the value of the spec's `isolation`."""
 
-    mode: Literal["thread", "process"] | None = None
+    PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"mode": "isolation_modes"}
+
+    mode: IsolationMode | None = None
     """`thread`: in the engine's process. `process`: each object in a worker process, which is killed at a deadline."""
     memory: Bytes | None = None
     """Maximum memory of one worker process. Default: 4GB."""

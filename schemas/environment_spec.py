@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
@@ -44,7 +44,7 @@ class EnvironmentSpec(Entry):
         return entry if self.facts is None else Entry(use=entry.use, with_={**entry.with_, "base": str(base)})
 
     @property
-    def default_mode(self) -> Literal["thread", "process"]:
+    def default_mode(self) -> str:
         """Where it runs if neither its own `isolation` nor the spec's says it."""
         return "thread" if self.facts is None or self.facts.thread_safe else "process"
 

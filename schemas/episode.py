@@ -120,14 +120,12 @@ class EpisodeSpec(SectionOwner):
         """Return every user by name; the user of `user` has the empty name."""
         return {"": self.user} if self.user is not None else self.users
 
-    def isolation_of(
-        self, own: IsolationSpec | None, otherwise: Literal["thread", "process"] = "thread"
-    ) -> IsolationSpec:
+    def isolation_of(self, own: IsolationSpec | None, otherwise: str = "thread") -> IsolationSpec:
         """Return the isolation of an object whose own key `isolation` is `own`; `otherwise` is the mode if neither it nor the spec sets one."""
         whole = (own or IsolationSpec()).over(self.isolation)
         if whole.mode is not None:
             return whole
-        return whole.model_copy(update={"mode": "process"}) if otherwise == "process" else IsolationSpec(mode="thread")
+        return IsolationSpec(mode="thread") if otherwise == "thread" else whole.model_copy(update={"mode": otherwise})
 
     @property
     def environment_isolation(self) -> IsolationSpec:

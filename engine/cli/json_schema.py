@@ -12,7 +12,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from engine.cli.schema_words import add_words
-from engine.plugin import Section, loaded
+from engine.plugin import Section, entries, loaded
 from engine.schemas.base import Contract, Struct, adapter
 from engine.schemas.environment import Reset, Step, Task, ToolReply, UserTurn
 from engine.schemas.episode import EpisodeSpec
@@ -175,7 +175,7 @@ def _also_a_mode(schema: Schema) -> None:
     """`isolation: process` as well as a mapping."""
     modes = {
         "type": "string",
-        "enum": ["thread", "process"],
+        "enum": ["thread", *entries("isolation_modes")],
         "description": "Where it runs, without limits of its own.",
     }
     schema["anyOf"] = [modes, *schema["anyOf"]]

@@ -213,7 +213,7 @@ def _schemas(loaded: LoadedSpec) -> list[dict[str, Any]]:
     """The schemas of the spec's functions that run in this process."""
     found = []
     for tool in loaded.spec.tools:
-        if loaded.spec.isolation_of(tool.isolation).mode == "process":
+        if loaded.spec.isolation_of(tool.isolation).mode != "thread":
             continue
         target = load_entry(str(tool.use), Path(loaded.base))
         if not inspect.isclass(target):

@@ -25,6 +25,7 @@ NAMING: dict[str, Spec] = {
     },
     "condense": {"condense": {"expand": True}},
     "harbor": {"tasks": {"source": "harbor", "path": "tasks"}},
+    "isolation": {"environment": {"use": "engine.environments.arithmetic:Arithmetic", "isolation": "process"}},
     "launch": {"backend": {"kind": "sglang", "launch": {"gpus": 0}}},
     "notices": {"notify": {"to": [{"kind": "command", "run": "true"}]}},
     "plan": {"train": {"plan": {}}},

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from engine import plugin
 from engine.schemas.adapters import AdapterFacts, ToolAdapterFacts
 from engine.spec.code.entry import EntryError
 from engine.spec.code.source import read_entry
@@ -19,7 +20,13 @@ def adapter_target(ctx: CheckContext) -> Iterator[Finding]:
     """`environment.use` of an adapter, which names a file, code in a file, or an entry point."""
     environment = ctx.spec.environment
     facts = environment.facts if environment is not None else None
-    if environment is None or facts is None or facts.names == "name":
+    if environment is None or facts is None:
+        return
+    mode = str(ctx.spec.environment_isolation.mode)
+    if environment.isolation is None and (why := plugin.missing("isolation_modes", mode)) is not None:
+        message = f"the adapter `{facts.name}` runs with `isolation: {mode}`: {why}"
+        yield Finding(message, ("environment", "adapter"), "or write `isolation: thread` in `environment`")
+    if facts.names == "name":
         return
     path = ("environment", "use")
     if facts.names == "name or code" and ":" not in environment.use:

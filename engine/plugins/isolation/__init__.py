@@ -1,4 +1,18 @@
-"""`isolation: process`: code of a spec in worker processes with limits."""
+"""`isolation: process`: environments, tools, users and functions of a spec in worker processes with limits.
+
+    server.py      the engine's side of the process that forks workers
+    zygote.py      that process: small, single-threaded, without torch
+    child.py       code of a worker: import, build, call, answer
+    worker.py      the engine's side of one worker: a call, its deadline, the end of the process
+    remote.py      objects and functions that live in workers
+    pool.py        the host of the mode; assigns workers to objects and calls
+    rules.py       its rule of `engine validate`
+
+Invariants:
+- The engine never runs code that a worker sends: answers are JSON, validated against the expected contract.
+- A worker serves one call at a time, so the end of a worker is blamed on exactly one call.
+- A worker is killed at the deadline of its call, with every process that it started.
+"""
 
 from engine.plugin import Plugin
 
@@ -6,4 +20,5 @@ PLUGIN = Plugin(
     name="isolation",
     about="Code of a spec in worker processes with limits",
     isolation_modes={"process": "engine.plugins.isolation.pool:Isolation"},
+    rules=("engine.plugins.isolation.rules",),
 )

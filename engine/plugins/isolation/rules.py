@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from engine.schemas.entry import IsolationSpec
 from engine.spec.added import added_code
@@ -41,7 +40,7 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
         if not runs:
             message = "a model plays this part, so it has no code that could run in its own process"
             yield Finding(message, at, "remove `isolation`, or give the part `use`", key=True)
-        elif own.limits and spec.isolation_of(own, _default(ctx, path)).mode != "process":
+        elif own.limits and spec.isolation_of(own, _default(ctx, path)).mode == "thread":
             yield Finding(f"{_names(own)} cannot limit code that runs in the engine's process", at, _PROCESS, key=True)
     whole = spec.isolation
     if whole is None:
@@ -51,7 +50,7 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
         yield Finding(message, ("isolation",), "remove `isolation`", key=True)
     elif whole.mode is None and whole.limits:
         inherited = any(
-            runs and spec.isolation_of(own, _default(ctx, path)).mode == "process" for path, own, runs in parts
+            runs and spec.isolation_of(own, _default(ctx, path)).mode != "thread" for path, own, runs in parts
         )
         if not inherited:
             yield Finding(
@@ -59,7 +58,7 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
             )
 
 
-def _default(ctx: CheckContext, path: DataPath) -> Literal["thread", "process"]:
+def _default(ctx: CheckContext, path: DataPath) -> str:
     """Where a part runs if neither its own `isolation` nor the spec's says it."""
     environment = ctx.spec.environment
     return environment.default_mode if environment is not None and path == ("environment",) else "thread"

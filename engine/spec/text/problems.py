@@ -207,6 +207,8 @@ def _value_error(fault: _Fault, document: Document) -> Diagnostic:
 def _wrong(faults: list[_Fault], document: Document) -> Diagnostic:
     path = faults[0].spot.path
     value = _value(document, path)
+    if value is _MISSING and isinstance(short := _value(document, path[:-1]), str):
+        path, value = path[:-1], short  # `isolation: process` for `isolation: {mode: process}`
     only_types = all(fault.kind in _TYPES for fault in faults)
     expected = list(dict.fromkeys(_expected(fault) for fault in faults))
     options = [option for fault in faults if fault.kind == "literal_error" for option in literals(fault.spot.wanted)]

@@ -116,8 +116,8 @@ class CodeContext:
     def isolated(self) -> frozenset[str]:
         """Entry points that run only in worker processes."""
         spec = self.spec
-        whole = spec.isolation_of(None).mode == "process"
-        modes = [(item.entry.use, self._mode(item) == "process") for item in self.spec_code]
+        whole = spec.isolation_of(None).mode != "thread"
+        modes = [(item.entry.use, self._mode(item) != "thread") for item in self.spec_code]
         modes += [(str(state.action), whole) for state in spec.machine.states.values() if state.action]
         here = {use for use, apart in modes if not apart} | {source.use or "" for source in spec.tasks.sources}
         return frozenset(use for use, apart in modes if apart) - here
