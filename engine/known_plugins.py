@@ -21,6 +21,10 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "limits": ("condensations",),
         "records": ("condense",),
     },
+    "critic": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "critics": ("probe", "head", "network"),
+    },
     "datasets": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "options": (

@@ -26,6 +26,7 @@ OFF = "ENGINE_PLUGINS_OFF"
 """Environment variable: names of plugins that are left out, separated by commas; `*`: all; `strangers`: those of other packages."""
 HOOKS = frozenset(
     {
+        "auxiliary_objective",
         "examine_file",
         "observe_episodes",
         "observe_run",
@@ -91,6 +92,8 @@ class Plugin:
     """`train.loss.kind` -> its config class, a `Loss`."""
     train_kinds: Entries = field(default_factory=dict)
     """`train.kind` -> its `engine.schemas.train_kinds:TrainKind`."""
+    critics: Entries = field(default_factory=dict)
+    """`train.critic.kind` -> its config class, a `CriticBase`; what runs it comes from the hook `auxiliary_objective`."""
     actions: Entries = field(default_factory=dict)
     """Action of a state -> its `engine.actions.action_facts:ActionFacts`."""
     presets: Entries = field(default_factory=dict)

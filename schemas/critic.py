@@ -1,115 +1,32 @@
-"""The critics of `train.critic`: one config class each, with the facts that checks, docs and the trainer read.
+"""What the core asks of a critic (`train.critic`). The kinds are added by plugins.
 
-A critic predicts, before each sampled token, the rewards that are still to come. Credit methods with `needs_values` read it. To add
-a critic: its config class here and in `CriticSpec`, and its head in `engine/train/critic.py`.
+A critic predicts, before each sampled token, the rewards that are still to come. Credit methods with `needs_values` read it.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from engine.schemas.base import Contract
-
-BootstrapLimit = Literal[
-    "episode_seconds",
-    "episode_tokens",
-    "context",
-    "turn_tokens",
-    "images",
-    "assistant_turns",
-    "user_turns",
-    "user.turns",
-    "user.tokens",
-    "tool_calls",
-]
-"""A limit that can end an episode, by its name in outcomes."""
+from engine.schemas.open_union import OneOf
 
 
 class CriticBase(Contract):
     """Base class of the critics."""
 
-    head: ClassVar[str] = "engine.train.critic:LinearHead"
-    """`module:class` of the layers on hidden states; made with the config class and the size of a hidden state."""
     own_model: ClassVar[bool] = False
-    """It computes its values with a model of its own (`path`, `revision`), not from the policy's hidden states."""
+    """It computes its values with a model of its own, not from the policy's hidden states."""
 
-    lr: float = Field(default=1e-3, gt=0.0)
-    """Learning rate of the critic's own weights (AdamW, constant)."""
-    max_grad_norm: float | None = Field(default=1.0, gt=0.0)
-    """Gradients of the critic's own weights with a larger norm are scaled down to this norm. No clipping if null."""
-    clip: float | None = Field(default=0.2, gt=0.0)
-    """Clipped value loss: a value that moves further than this from the value before the batch's first update has no gradient
-    towards its target. It matters only if a batch has several updates. No clipping if null."""
-    level: Literal["auto", "token", "turn"] = "auto"
-    """`token`: a value before each sampled token. `turn`: one value for each turn, before its first sampled token; all tokens of the
-    turn have it. `auto`: what the credit method needs."""
-    update_epochs: int | None = Field(default=None, ge=1)
-    """Optimization passes of the critic over one batch (verl: critic.ppo_epochs), each with `train.minibatches` updates. Passes beyond
-    `train.update_epochs` come after the policy's and train the critic's own weights only. Default: `train.update_epochs`."""
-    lam: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Lambda of the targets of the values, if it differs from the credit method's (decoupled GAE: VC-PPO, arXiv 2503.01491). 1: the
-    target is the sum of the rewards that came, so values need no other values to learn from. Default: the credit method's."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps at the beginning in which only the critic is trained and the policy stays as it is."""
-    bootstrap: list[BootstrapLimit] = Field(
-        default_factory=lambda: ["episode_seconds", "episode_tokens", "context"]  # type: ignore[arg-type]
-    )
-    """Limits that cut an episode without being its end: if one of them ended the episode, the critic's value of the last state counts
-    as the rewards that would have come. After any other end the value is 0. Name limits on turns or calls only if
-    they are not a rule of the task (docs/credit.md)."""
+    if TYPE_CHECKING:  # a literal of each class
+        kind: str
 
     @property
-    def loss_factor(self) -> float:
-        """Factor of the value loss in what is differentiated."""
-        return 1.0
-
-    @property
-    def model(self) -> tuple[str | None, str | None]:
-        """Path and revision of a model of its own; None is the policy's."""
-        return None, None
+    def bootstraps(self) -> frozenset[str]:
+        """The limits that cut an episode without being its end, by their names in outcomes: the value of the last state counts as the
+        rewards that would have come."""
+        return frozenset()
 
 
-class ProbeCritic(CriticBase):
-    """A small network on the policy's hidden states, whose gradient does not reach the policy."""
-
-    head: ClassVar[str] = "engine.train.critic:ProbeHead"
-
-    kind: Literal["probe"] = "probe"
-    width: int = Field(default=256, ge=1)
-    """Width of its hidden layer."""
-
-
-class HeadCritic(CriticBase):
-    """A linear layer on the policy's last hidden states. Its gradient also trains the policy's weights; with LoRA, the adapter."""
-
-    kind: Literal["head"] = "head"
-    coefficient: float = Field(default=0.1, gt=0.0)
-    """Factor of the value loss in the gradient that reaches the policy's weights and the head."""
-
-    @property
-    def loss_factor(self) -> float:
-        return self.coefficient
-
-
-class NetworkCritic(CriticBase):
-    """A model of its own with a linear layer. All of its weights are trained, also if the policy trains a LoRA adapter."""
-
-    own_model: ClassVar[bool] = True
-
-    kind: Literal["network"] = "network"
-    lr: float = Field(default=1e-5, gt=0.0)
-    """Learning rate of the critic's weights (AdamW, constant)."""
-    path: str | None = None
-    """The model at the start: a folder or a name as in `model.path`, with the same vocabulary. Default: the policy's model."""
-    revision: str | None = None
-    """Revision of a model of the Hugging Face Hub."""
-
-    @property
-    def model(self) -> tuple[str | None, str | None]:
-        return self.path, self.revision
-
-
-CriticSpec = Annotated[ProbeCritic | HeadCritic | NetworkCritic, Field(discriminator="kind")]
+CRITICS: OneOf[CriticBase] = OneOf("critics", base=CriticBase)
+CriticSpec = Annotated[CriticBase, CRITICS]
 """The critic; `kind` selects it."""

@@ -27,11 +27,15 @@ class OneOf(Generic[M]):
     in which the union is written.
     """
 
-    __slots__ = ("core", "key", "point")
+    __slots__ = ("base", "core", "key", "point")
 
-    def __init__(self, point: str, core: tuple[type[M], ...], key: str = "kind") -> None:
+    def __init__(
+        self, point: str, core: tuple[type[M], ...] = (), key: str = "kind", *, base: type[M] | None = None
+    ) -> None:
         self.point = point
         self.core = core
+        self.base: type[M] | None = base or _common_base(core)
+        """What all members must be subclasses of."""
         self.key = key
         """The key that decides."""
 
@@ -42,9 +46,8 @@ class OneOf(Generic[M]):
 
     def _misfit(self, name: str, member: Any) -> str | None:
         """What is wrong with a class of a plugin."""
-        base = next(base for base in self.core[0].__mro__ if all(issubclass(member, base) for member in self.core))
-        if not (isinstance(member, type) and issubclass(member, base)):
-            return f"not a subclass of {base.__name__}"
+        if self.base is not None and not (isinstance(member, type) and issubclass(member, self.base)):
+            return f"not a subclass of {self.base.__name__}"
         tags = [str(tag) for tag in _tags(member, self.key)]
         return None if name in tags else f"whose `{self.key}` is {', '.join(tags)}"
 
@@ -54,7 +57,8 @@ class OneOf(Generic[M]):
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         choices = {tag: handler.generate_schema(member) for member in self.members() for tag in _tags(member, self.key)}
-        return core_schema.tagged_union_schema(choices, self.key)
+        # a union has at least one member; where no plugin adds one, it has one that nothing is valid for
+        return core_schema.tagged_union_schema(choices or {"": core_schema.literal_schema([""])}, self.key)
 
 
 class NameOf:
@@ -75,6 +79,15 @@ class NameOf:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return handler.generate_schema(self.literal())
+
+
+def _common_base(core: tuple[type[M], ...]) -> type[M] | None:
+    """The first class that all of the core's members are."""
+    return (
+        next((base for base in core[0].__mro__ if all(issubclass(member, base) for member in core)), None)
+        if core
+        else None
+    )
 
 
 def _tags(member: Any, key: str) -> Iterator[Any]:

@@ -49,9 +49,6 @@ WORDS: dict[str, dict[str, str]] = {
     "LocalBackendSpec": {"kind": "transformers in this process."},
     "SGLangBackendSpec": {"kind": "SGLang servers, over their native HTTP API."},
     "ScriptedBackendSpec": {"kind": "Replies from a file, without a model."},
-    "ProbeCritic": {"kind": "A small network on the policy's hidden states, apart from the policy."},
-    "HeadCritic": {"kind": "A linear layer on the policy's hidden states, which also trains the policy's weights."},
-    "NetworkCritic": {"kind": "A model of its own."},
     "SamplingParams": {
         "top_p": "Sample from the fewest tokens whose probabilities sum to this.",
         "min_p": "Exclude tokens less probable than this times the most probable one.",

@@ -6,18 +6,27 @@ objective.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from engine.plugin import Hook
 from engine.schemas.base import Struct
+from engine.schemas.sections import used_plugins
 from engine.train.metric_sums import MetricSums
 
 if TYPE_CHECKING:
+    from engine.schemas.train import TrainSpec
+    from engine.spec.load import LoadedSpec
+    from engine.tokens.template import ChatTemplate
     from engine.train.learner import Learner
     from engine.train.loss_columns import LossColumns
+    from engine.train.packed_model import PackedModel
     from engine.train.packing import Pack
+    from engine.train.policy import Policy
     from engine.train.state_parts import StatePart
 
 
@@ -40,6 +49,21 @@ class AuxiliaryObjective:
     """Whether its loss reads `Forward.states`."""
     diverged = "the loss of an objective beside the policy's, or its gradient's norm, is not finite: the update was not applied"
     """The message of an update that is not made; it should say what to lower, and which metrics to look at."""
+    optimizer: Optimizer | None = None
+    """The optimizer of its own parameters, made by `shard`; None if it has none."""
+    parameters: Mapping[str, nn.Parameter] = MappingProxyType({})
+    """What its optimizer updates, by name."""
+    net: PackedModel | None = None
+    """Its own model."""
+    heads: Sequence[nn.Module] = ()
+    """Its own layers that are not a part of `net`."""
+
+    def shard(self, *, offload: bool) -> None:
+        """Shard its weights over the processes, and make its optimizer. Called once, after the policy was sharded.
+
+        Args:
+            offload: Whether weights stay on the CPU (see `ProcessGroup.shard`).
+        """
 
     def columns(
         self, columns: Sequence[LossColumns], learner: Learner, step: int
@@ -50,6 +74,10 @@ class AuxiliaryObjective:
     def holds_policy(self, step: int) -> bool:
         """Whether the policy stays as it is in a step."""
         return False
+
+    def predict(self, pack: Pack, states: Tensor | None) -> Tensor | None:
+        """What its loss compares with targets, [n], with a graph to its own parameters. `states`: those of `Forward`."""
+        return None
 
     def loss(self, pack: Pack, forward: Forward) -> tuple[Tensor, MetricSums] | None:
         """Its part of what is differentiated for a pack, a scalar with its graph, and metrics."""
@@ -63,9 +91,23 @@ class AuxiliaryObjective:
     def update(self) -> None:
         """Make a step of its optimizer with the gradients that are there."""
 
-    def zero_gradients(self) -> None:
-        """Forget its gradients."""
-
     def state_parts(self) -> dict[str, StatePart]:
         """Its parts of a checkpoint, by name."""
         return {}
+
+    def held(self) -> list[Tensor]:
+        """All of its weights, those that are not trained included, and their float32 copies."""
+        return []
+
+
+OBJECTIVES: Hook[Callable[[LoadedSpec, TrainSpec, ChatTemplate, Policy], AuxiliaryObjective | None]]
+OBJECTIVES = Hook("auxiliary_objective")
+"""Makes the objective of a plugin for a training, not sharded; None if the spec needs none. The `TrainSpec` is the section as it is used."""
+
+
+def open_objectives(
+    loaded: LoadedSpec, train: TrainSpec, template: ChatTemplate, policy: Policy
+) -> list[AuxiliaryObjective]:
+    """The objectives that plugins give to a training. Raises: EngineError: one of them cannot be made."""
+    opened = [make(loaded, train, template, policy) for make in OBJECTIVES.all(used_plugins(loaded.spec))]
+    return [objective for objective in opened if objective is not None]

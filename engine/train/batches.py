@@ -47,7 +47,7 @@ class GroupBuilder:
         self._train = train
         self._limits = spec.limits
         self._most = most_reply_tokens(spec)
-        self._bootstrap = frozenset(train.critic.bootstrap) if train.critic is not None else frozenset()
+        self._bootstrap = train.critic.bootstraps if train.critic is not None else frozenset()
         self._bonuses = [(bonus, _entry(bonus, base)) for bonus in train.advantage_bonuses]
 
     def group(self, request: GroupRequest, trajectories: Sequence[Trajectory]) -> Group:

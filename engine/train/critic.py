@@ -37,8 +37,8 @@ from engine.train.tensor_files import read_tensors, stored_names
 from engine.train.value_loss import ValueTokens, value_metrics, value_objective
 
 if TYPE_CHECKING:
+    from engine.plugins.critic.spec import ProbeCritic, ValueCritic
     from engine.schemas.credit import CreditMethod
-    from engine.schemas.critic import CriticSpec, ProbeCritic
     from engine.store.rows.row import Floats, TrainingRow
     from engine.train.distributed import ProcessGroup
     from engine.train.learner import Learner
@@ -56,7 +56,7 @@ _HEAD = "value_head"
 class LinearHead(nn.Module):
     """A linear layer; values are 0 at first."""
 
-    def __init__(self, spec: CriticSpec, size: int) -> None:
+    def __init__(self, spec: ValueCritic, size: int) -> None:
         super().__init__()
         self.last = nn.Linear(size, 1)
         nn.init.zeros_(self.last.weight)
@@ -90,13 +90,12 @@ class Critic(AuxiliaryObjective):
         seed: Seed of the first layer of a `probe`.
         model: The model of a `network`; None for the other kinds.
         gradient_checkpointing: Whether the model of a `network` recomputes activations.
-        offload: Whether the weights of a `network` stay on the CPU (see `ProcessGroup.shard`).
-        shard: Whether it is sharded at once; else by `shard`.
 
     Raises:
         TrainError: kind `train_setup`: the credit method reads no values.
     """
 
+    optimizer: torch.optim.AdamW
     diverged = (
         "the critic's loss or its gradient's norm is not finite: the update was not applied. Lower `train.critic.lr` or "
         "`train.critic.update_epochs`, or look at critic/loss in metrics.jsonl"
@@ -104,7 +103,7 @@ class Critic(AuxiliaryObjective):
 
     def __init__(
         self,
-        spec: CriticSpec,
+        spec: ValueCritic,
         credit: CreditMethod,
         policy: Policy,
         process_group: ProcessGroup,
@@ -112,8 +111,6 @@ class Critic(AuxiliaryObjective):
         seed: int = 0,
         model: PackedModel | None = None,
         gradient_checkpointing: bool = False,
-        offload: bool = False,
-        shard: bool = True,
     ) -> None:
         if not credit.needs_values:
             raise TrainError("`train.critic` is set, and the credit method reads no values", kind="train_setup")
@@ -125,7 +122,7 @@ class Critic(AuxiliaryObjective):
         self.by_turn = spec.level == "turn" or (spec.level == "auto" and credit.value_level == "turn")
         """Whether a turn has one value."""
         self._process_group = process_group
-        self._model = model
+        self.net = model
         self.reads_states = model is None
         size = (model or policy.net).hidden_size
         with torch.random.fork_rng(devices=[]):
@@ -137,28 +134,22 @@ class Critic(AuxiliaryObjective):
                 enable_gradient_checkpointing(model.model)
             self.head.to(model.dtype)
             setattr(model.model, _HEAD, self.head)  # a part of the model, so that it is sharded with it
-        if shard:
-            self.shard(offload=offload)
+        else:
+            self.heads = (self.head,)
 
-    def shard(self, *, offload: bool = False) -> None:
-        """Shard the model of a `network`, and make the optimizer. Arguments as in `ProcessGroup.shard`."""
+    def shard(self, *, offload: bool) -> None:
+        """See `AuxiliaryObjective`."""
         trained: nn.Module = self.head
-        if self._model is not None:
-            self._model.shard(offload=offload)
-            trained = self._model.model
+        if self.net is not None:
+            self.net.shard(offload=offload)
+            trained = self.net.model
         self.masters = MasterWeights({name: each for name, each in trained.named_parameters() if each.requires_grad})
         self.parameters = self.masters.named
-        """What the optimizer updates, by name."""
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=self.spec.lr, weight_decay=0.0)
 
-    @property
-    def net(self) -> PackedModel | None:
-        """The model of a `network`."""
-        return self._model
-
-    def weights(self) -> list[nn.Parameter]:
-        """The critic's own weights, those that are not trained included."""
-        return list((self.head if self._model is None else self._model.model).parameters())
+    def held(self) -> list[torch.Tensor]:
+        """See `AuxiliaryObjective`."""
+        return [*(self.head if self.net is None else self.net.model).parameters(), *self.masters.copies]
 
     def holds_policy(self, step: int) -> bool:
         """See `AuxiliaryObjective`."""
@@ -184,20 +175,23 @@ class Critic(AuxiliaryObjective):
     def values_of(self, columns: Sequence[LossColumns], learner: Learner) -> list[Floats]:
         """The values before the trained tokens of each row, and that of its last state if it was cut; float32."""
         rows = [replace(of_row, row=with_last_state(of_row.row)) for of_row in columns]
-        if self._model is not None:
-            return learner.per_token(rows, self.values)
-        return learner.per_token(rows, lambda pack: self.head(learner.policy.states(pack)))
+        policy = learner.policy
+        return learner.per_token(
+            rows, lambda pack: self.predict(pack, policy.states(pack) if self.reads_states else None)
+        )
+
+    def predict(self, pack: Pack, states: torch.Tensor | None) -> torch.Tensor:
+        """See `AuxiliaryObjective`: the values before the pack's trained tokens, float32 [n]."""
+        if self.net is not None:
+            return self.net.values(pack, self.head)
+        values: torch.Tensor = self.head(states)
+        return values
 
     def loss(self, pack: Pack, forward: Forward) -> tuple[torch.Tensor, MetricSums]:
         """See `AuxiliaryObjective`."""
-        values = self.values(pack) if forward.states is None else self.head(forward.states)
+        values = self.predict(pack, forward.states)
         loss, metrics = value_objective(self.spec, ValueTokens.of(values, pack, forward.columns))
         return self.spec.loss_factor * loss, metrics
-
-    def values(self, pack: Pack) -> torch.Tensor:
-        """The values of a `network` before the pack's trained tokens, float32 [n]. With a graph if gradients are enabled."""
-        assert self._model is not None
-        return self._model.values(pack, self.head)
 
     def clip_gradients(self) -> dict[str, float]:
         """See `AuxiliaryObjective`."""
@@ -211,10 +205,6 @@ class Critic(AuxiliaryObjective):
         """See `AuxiliaryObjective`."""
         self.optimizer.step()
         self.masters.publish()
-
-    def zero_gradients(self) -> None:
-        """See `AuxiliaryObjective`."""
-        self.optimizer.zero_grad(set_to_none=True)
 
     # --- checkpoints ----------------------------------------------------------------------------------------
 

@@ -82,6 +82,8 @@ class Learner:
         policy.shard(
             offload=spec.memory.offload == "all"
         )  # before the optimizer is made: sharding replaces the parameters
+        for other in self.objectives:
+            other.shard(offload=spec.memory.offload == "all")
         self._spec = spec
         self._longest = episode_tokens
         self._length: float | None = spec.loss.constant_length
@@ -350,7 +352,8 @@ class Learner:
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         for other in self.objectives:
-            other.zero_gradients()
+            if other.optimizer is not None:
+                other.optimizer.zero_grad(set_to_none=True)
 
     # --- checkpoints ------------------------------------------------------------------------------------------
 

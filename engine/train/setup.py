@@ -12,10 +12,10 @@ from engine.schemas.backend import kinds_that_train
 from engine.spec.load import override_spec
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
-from engine.train.critic import Critic
+from engine.train.auxiliary import open_objectives
 from engine.train.distributed import join_alone
 from engine.train.learner import Learner
-from engine.train.policy import Policy, open_model
+from engine.train.policy import Policy
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
     from engine.train.distributed import ProcessGroup
-    from engine.train.packed_model import PackedModel
     from engine.train.step_source import StepSource
 
 
@@ -109,50 +108,11 @@ def learner_of(loaded: LoadedSpec, format: ChatTemplate, process_group: ProcessG
         process_group=process_group,
         replay_experts=spec.backend.asks_experts and train.samples_episodes,
     )
-    objectives = []
-    if train.critic is not None:
-        critic = Critic(
-            train.critic,
-            credit,
-            policy,
-            process_group,
-            seed=train.seed,
-            model=critic_model(loaded, train, format, policy) if train.critic.own_model else None,
-            gradient_checkpointing=train.memory.gradient_checkpointing,
-            offload=train.memory.offload == "all",
-        )
-        objectives.append(critic)
+    objectives = open_objectives(loaded, train, format, policy)
     length = spec.limits.tokens_per_episode
     return Learner(
         policy, train, episode_tokens=length, process_group=process_group, objectives=objectives, credit=credit
     )
-
-
-def critic_model(loaded: LoadedSpec, train: TrainSpec, format: ChatTemplate, policy: Policy) -> PackedModel:
-    """Load the model of a critic.
-
-    Raises:
-        TrainError: kind `train_setup`: its vocabulary is not that of the policy.
-    """
-    assert train.critic is not None
-    path, revision = train.critic.model
-    folder = policy.net.folder if path is None else resolve_model(path, revision, loaded.base)
-    model = open_model(
-        folder,
-        train,
-        temperature=1.0,
-        vocab=format.vocab_size,
-        vision=format.vision,
-        process_group=policy.net.process_group,
-    )
-    own, wanted = (each.model.get_input_embeddings().weight.shape[0] for each in (model, policy.net))
-    if own != wanted:
-        raise TrainError(
-            f"`train.critic.path` {path}: its vocabulary has {own} tokens and that of the policy {wanted}; use a model with "
-            "the same tokenizer",
-            kind="train_setup",
-        )
-    return model
 
 
 def follow(loaded: LoadedSpec, process_group: ProcessGroup) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.plugins.critic.spec import ValueCritic
 from engine.schemas.base import Struct
-from engine.schemas.critic import CriticBase
 from engine.train.metric_sums import MetricSums
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def value_losses(values: Tensor, old: Tensor, returns: Tensor, clip: float | Non
     return 0.5 * torch.where(decides, clipped, plain), decides
 
 
-def value_objective(spec: CriticBase, tokens: ValueTokens) -> tuple[Tensor, MetricSums]:
+def value_objective(spec: ValueCritic, tokens: ValueTokens) -> tuple[Tensor, MetricSums]:
     """The contribution of a micro-batch to the value loss of an update, a scalar with its graph, and its metrics.
 
     Args:

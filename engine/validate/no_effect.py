@@ -137,11 +137,6 @@ def _random(train: TrainSpec) -> Iterator[Option]:
     if train.lora is not None and train.lora.dropout > 0:
         why = "with `train.lora.dropout` each row has its own dropout, so no prefix is shared"
         yield ("train", "memory", "share_prefixes"), why
-    if train_.critic is not None and train_.critic.model[0] is None:
-        yield (
-            ("train", "critic", "revision"),
-            "`train.critic.path` is not set, so the critic begins as the policy's model",
-        )
 
 
 def _evaluations(train: TrainSpec) -> Iterator[Option]:

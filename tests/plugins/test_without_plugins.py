@@ -24,6 +24,7 @@ NAMING: dict[str, Spec] = {
         "rollout": {"max_cost": 1},
     },
     "condense": {"condense": {"expand": True}},
+    "critic": {"train": {"critic": {"kind": "probe"}}},
     "harbor": {"tasks": {"source": "harbor", "path": "tasks"}},
     "isolation": {"environment": {"use": "engine.environments.arithmetic:Arithmetic", "isolation": "process"}},
     "launch": {"backend": {"kind": "sglang", "launch": {"gpus": 0}}},

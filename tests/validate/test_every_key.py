@@ -88,7 +88,10 @@ FOUND: dict[str, Case] = {
         f"{CRITIC}train: {{{ONE % 'bootstrap: [episode_tokens]'}}}",
         "the limit `episode_tokens` is not set",
     ),
-    "train.critic.revision": no_effect("critic.revision", "critic: {kind: network, revision: main}", CRITIC),
+    "train.critic.revision": (
+        f"{CRITIC}train: {{critic: {{kind: network, revision: main}}}}",
+        "`path` is not set, so the critic begins as the policy's model, and `revision` has no effect",
+    ),
     "train.overlong.margin": (train("overlong: {margin: 512}"), "replies are penalized in the last 512 tokens"),
     "train.overlong.coefficient": (
         f"{USER}rewards: {{credit: {{method: mt_grpo, outcome: [right]}}}}\ntrain: {{overlong: {{margin: 9, coefficient: 2}}}}",

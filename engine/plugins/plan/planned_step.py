@@ -6,7 +6,7 @@ The model is sharded by the real FSDP over a process group that sends nothing, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,19 +20,17 @@ from engine.plugins.plan.allocated_bytes import AllocatedBytes
 from engine.plugins.plan.planned_images import PlannedImages, planned_row
 from engine.plugins.plan.sizes_only import SizesOnly, experts_in_any_dtype
 from engine.tokens.catalogue import resolve_model
-from engine.train.critic import Critic
+from engine.train.auxiliary import AuxiliaryObjective, open_objectives
 from engine.train.distributed import RunForward, ShardedProcessGroup
 from engine.train.logprobs import CPU_BLOCK_ELEMENTS
 from engine.train.optimizers import MasterWeights, local_of
 from engine.train.packing import Pack, pack_rows
 from engine.train.policy import Policy
-from engine.train.setup import critic_model
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
-    from engine.train.packed_model import PackedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,65 +91,53 @@ def simulate(
         policy = Policy.load(
             folder, train, temperature=1.0, vocab=format.vocab_size, vision=format.vision, process_group=group
         )
-        own_model = None
-        if train.critic is not None and train.critic.own_model:
-            own_model = critic_model(loaded, train, format, policy)
-        critic = None if train.critic is None else _critic(loaded, train, policy, group, own_model)
+        objectives = open_objectives(loaded, train, format, policy)
         with SizesOnly(), experts_in_any_dtype(), AllocatedBytes() as held:
             policy.shard(offload=train.memory.offload == "all")
-            if critic is not None:
-                _without_content(critic.head)
-                _with_memory(critic.head)
-                critic.shard(offload=train.memory.offload == "all")
+            for objective in objectives:
+                for head in objective.heads:
+                    _without_content(head)
+                    _with_memory(head)
+                objective.shard(offload=train.memory.offload == "all")
             pack = _one_row(policy, tokens, images)
-            return _step(policy, critic, train, held, pack, gpu=gpu)
-
-
-def _critic(
-    loaded: LoadedSpec, train: TrainSpec, policy: Policy, group: _PlannedProcessGroup, model: PackedModel | None
-) -> Critic:
-    assert train.critic is not None
-    return Critic(
-        train.critic,
-        loaded.spec.rewards.credit,
-        policy,
-        group,
-        model=model,
-        gradient_checkpointing=train.memory.gradient_checkpointing,
-        shard=False,
-    )
+            return _step(policy, objectives, train, held, pack, gpu=gpu)
 
 
 def _step(
-    policy: Policy, critic: Critic | None, train: TrainSpec, held: AllocatedBytes, pack: Pack, *, gpu: bool
+    policy: Policy,
+    objectives: Sequence[AuxiliaryObjective],
+    train: TrainSpec,
+    held: AllocatedBytes,
+    pack: Pack,
+    *,
+    gpu: bool,
 ) -> StepBytes:
     """Make a step. What was computed before the micro-batch at the peak is there: moments, and gradients of other micro-batches."""
     masters = MasterWeights(dict(policy.named_parameters()))
     trained = list(masters.named.values())
     optimizer = torch.optim.AdamW(trained, lr=1e-6, foreach=gpu)
-    own = [] if critic is None else list(critic.parameters.values())
-    updated = [optimizer] if critic is None else [optimizer, critic.optimizer]
+    own = [parameter for objective in objectives for parameter in objective.parameters.values()]
+    others = [objective.optimizer for objective in objectives if objective.optimizer is not None]
+    updated = [optimizer, *others]
     _set_gradients([*trained, *own])
     for each in updated:
         each.step()
         each.zero_grad()
-    seen = _VisionBytes(held, policy, *([] if critic is None else [critic.net]))
+    seen = _VisionBytes(held, policy, *(objective.net for objective in objectives))
     held.reset_peak()
     _set_gradients([*trained, *own])  # of the micro-batches before
-    before, values = held.now, None
-    reads_states = critic is not None and critic.reads_states
+    before = held.now
+    reads_states = any(objective.reads_states for objective in objectives)
     logprobs, entropy, states = policy.forward_with_states(pack, entropy=True, states=reads_states)
-    if critic is not None:
-        values = critic.values(pack) if states is None else critic.head(states)
+    predicted = [objective.predict(pack, states) for objective in objectives]
     activations = held.now - before
     if train.kl.in_loss:
         policy.reference(pack)
     assert entropy is not None
     whole = logprobs.sum() + entropy.sum()
-    if values is not None:
-        whole = whole + values.sum()
+    whole = sum((values.sum() for values in predicted if values is not None), start=whole)
     whole.backward()  # type: ignore[no-untyped-call]
-    del logprobs, entropy, states, values, whole
+    del logprobs, entropy, states, predicted, whole
     for each in reversed(updated):
         each.step()
     return StepBytes(
@@ -160,9 +146,8 @@ def _step(
         gradients=_bytes(trained),
         moments=_moments(optimizer),
         reference=0 if policy.reference_model is None else _bytes(policy.reference_model.model.parameters()),
-        critic=0
-        if critic is None
-        else _bytes([*critic.weights(), *critic.masters.copies, *own]) + _moments(critic.optimizer),
+        critic=_bytes([*(tensor for objective in objectives for tensor in objective.held()), *own])
+        + sum(map(_moments, others)),
         images=seen.bytes,
         activations=activations - seen.bytes,
         peak=held.peak,

@@ -166,9 +166,9 @@ def _tag(model: type[BaseModel], fault: _Fault, document: Document) -> Diagnosti
     path = fault.spot.path
     key = str(fault.context["discriminator"]).strip("'")
     tags = list(tagged(fault.spot.wanted, key)) or [
-        tag.strip(" '") for tag in str(fault.context.get("expected_tags", "")).split(",")
+        tag for part in str(fault.context.get("expected_tags", "")).split(",") if (tag := part.strip(" '"))
     ]
-    listed = ", ".join(tags)
+    listed = ", ".join(tags) or "none: no plugin that adds one is installed"
     if fault.kind == "union_tag_not_found":
         origin = document.origin(path, key=True)
         return Diagnostic(

@@ -20,7 +20,6 @@ from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.store.rows.row import RowCredit, TrainingRow
 from engine.train.checkpoint import Checkpoints, State
-from engine.train.critic import Critic
 from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_process_group
 from engine.train.learner import Learner
 from engine.train.policy import Policy, open_model
@@ -163,22 +162,26 @@ def with_groups(rows: list[TrainingRow]) -> list[TrainingRow]:
 
 
 def learner_of(process_group: ProcessGroup, folder: Path, kind: str) -> Learner:
+    from engine.plugins.critic.spec import ValueCritic
+    from engine.train.critic import Critic
+
     spec, critic = spec_of(kind), None
     settings: dict[str, Any] = {"temperature": 1.0, "vocab": None, "vision": None, "process_group": process_group}
     policy = Policy.load(folder, spec, **settings, replay_experts=kind == "experts")
-    if spec.critic is not None:
+    if isinstance(spec.critic, ValueCritic):
         own = open_model(folder, spec, **settings) if spec.critic.own_model else None
         credit = GaeCredit(gamma=0.9, lam=0.8)
         critic = Critic(spec.critic, credit, policy, process_group, model=own)
-        for group in critic.optimizer.param_groups:
-            group["eps"] = 1e-3
-    return Learner(
+    learner = Learner(
         policy,
         spec,
         process_group=process_group,
         objectives=[critic] if critic is not None else [],
         credit=TurnReturnCredit(),
     )
+    for group in critic.optimizer.param_groups if critic is not None else ():
+        group["eps"] = 1e-3
+    return learner
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from training_rows import with_branch, with_credit
 from trainings import begin_training
 
 from engine.errors import TrainError
+from engine.plugins.critic.spec import ValueCritic
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger, SealedLedger
 from engine.schemas.credit import read_credit
@@ -70,7 +71,7 @@ def learner_of(folder: Path, critic: dict[str, Any], credit: dict[str, Any] | No
     spec = TrainSpec.model_validate(settings)
     policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None)
     group = SingleProcessGroup()
-    assert spec.critic is not None
+    assert isinstance(spec.critic, ValueCritic)
     model = open_model(folder, spec, temperature=1.0, vocab=None, vision=None) if spec.critic.own_model else None
     method, again = read_credit(credit or {"method": "gae"}), spec.memory.gradient_checkpointing
     made = Critic(spec.critic, method, policy, group, seed=spec.seed, model=model, gradient_checkpointing=again)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schemas.critic import ProbeCritic
+from engine.plugins.critic.spec import ProbeCritic
 from engine.train.value_loss import ValueTokens, value_losses, value_objective
 
 numbers = st.floats(-4, 4, allow_nan=False).map(lambda x: round(x, 3))

@@ -11,6 +11,7 @@ import torch
 from test_policy_vision import gallery_rows
 from training_rows import with_branch
 
+from engine.plugins.critic.spec import ValueCritic
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.credit import GaeCredit
@@ -40,7 +41,7 @@ async def test_values_of_rows_with_images(kind: str, make_spec: Any, run_spec: A
             {"device": "cpu", "memory": {"max_tokens_per_microbatch": most}, "loss": {"kind": "ppo"}}
             | {"critic": {"kind": kind, "max_grad_norm": None}}
         )
-        assert spec.critic is not None
+        assert isinstance(spec.critic, ValueCritic)
         folder = vlm("qwen2_5_vl")
         policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=vision)
         own = open_model(folder, spec, temperature=1.0, vocab=None, vision=vision) if spec.critic.own_model else None
