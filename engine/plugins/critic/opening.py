@@ -9,10 +9,10 @@ from engine.plugins.critic.spec import ValueCritic
 from engine.tokens.catalogue import resolve_model
 
 if TYPE_CHECKING:
+    from engine.plugins.critic.critic import Critic
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
-    from engine.train.critic import Critic
     from engine.train.packed_model import PackedModel
     from engine.train.policy import Policy
 
@@ -26,7 +26,7 @@ def objective_of(loaded: LoadedSpec, train: TrainSpec, template: ChatTemplate, p
     """
     if not isinstance(train.critic, ValueCritic):
         return None
-    from engine.train.critic import Critic
+    from engine.plugins.critic.critic import Critic
 
     return Critic(
         train.critic,

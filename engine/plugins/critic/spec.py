@@ -29,7 +29,7 @@ BootstrapLimit = Literal[
 class ValueCritic(CriticBase):
     """Base class of the critics that are heads on hidden states."""
 
-    head: ClassVar[str] = "engine.train.critic:LinearHead"
+    head: ClassVar[str] = "engine.plugins.critic.critic:LinearHead"
     """`module:class` of the layers on hidden states; made with the config class and the size of a hidden state."""
 
     lr: float = Field(default=1e-3, gt=0.0)
@@ -75,7 +75,7 @@ class ValueCritic(CriticBase):
 class ProbeCritic(ValueCritic):
     """A small network on the policy's hidden states, whose gradient does not reach the policy."""
 
-    head: ClassVar[str] = "engine.train.critic:ProbeHead"
+    head: ClassVar[str] = "engine.plugins.critic.critic:ProbeHead"
 
     kind: Literal["probe"] = "probe"
     """A small network on the policy's hidden states, apart from the policy."""

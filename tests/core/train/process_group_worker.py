@@ -162,8 +162,8 @@ def with_groups(rows: list[TrainingRow]) -> list[TrainingRow]:
 
 
 def learner_of(process_group: ProcessGroup, folder: Path, kind: str) -> Learner:
+    from engine.plugins.critic.critic import Critic
     from engine.plugins.critic.spec import ValueCritic
-    from engine.train.critic import Critic
 
     spec, critic = spec_of(kind), None
     settings: dict[str, Any] = {"temperature": 1.0, "vocab": None, "vision": None, "process_group": process_group}

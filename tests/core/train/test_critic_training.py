@@ -18,6 +18,7 @@ from training_rows import with_branch, with_credit
 from trainings import begin_training
 
 from engine.errors import TrainError
+from engine.plugins.critic.critic import Critic
 from engine.plugins.critic.spec import ValueCritic
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger, SealedLedger
@@ -29,7 +30,6 @@ from engine.store import training as folders
 from engine.store.rows.row import Floats, RowCredit, TrainingRow
 from engine.train.auxiliary import Forward
 from engine.train.checkpoint import Checkpoints, State, checkpoints_of
-from engine.train.critic import Critic
 from engine.train.distributed import SingleProcessGroup
 from engine.train.learner import Learner
 from engine.train.loss_columns import LossColumns

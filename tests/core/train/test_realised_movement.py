@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from slow_cases import slow_but
 from training_rows import with_branch
 
+from engine.plugins.critic.critic import Critic
 from engine.plugins.critic.spec import ValueCritic
 from engine.schemas.credit import GaeCredit
 from engine.schemas.train import OptimizerSpec, TrainSpec
 from engine.store.rows.row import TrainingRow
-from engine.train.critic import Critic
 from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_alone
 from engine.train.learner import Learner
 from engine.train.optimizers import MasterWeights, local_of

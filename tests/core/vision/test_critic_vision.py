@@ -11,6 +11,7 @@ import torch
 from test_policy_vision import gallery_rows
 from training_rows import with_branch
 
+from engine.plugins.critic.critic import Critic
 from engine.plugins.critic.spec import ValueCritic
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
@@ -18,7 +19,6 @@ from engine.schemas.credit import GaeCredit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.store.rows.row import RowCredit
-from engine.train.critic import Critic
 from engine.train.distributed import SingleProcessGroup
 from engine.train.learner import Learner
 from engine.train.loss_columns import LossColumns
