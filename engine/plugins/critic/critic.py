@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from engine.errors import TrainError
+from engine.plugins.critic.value_loss import ValueTokens, value_metrics, value_objective
 from engine.train.auxiliary import AuxiliaryObjective, Forward
 from engine.train.credited_rows import PENALTIES, credited_columns
 from engine.train.moments import load_moments, moments
@@ -34,7 +35,6 @@ from engine.train.optimizers import MasterWeights
 from engine.train.policy import enable_gradient_checkpointing
 from engine.train.state_parts import StatePart
 from engine.train.tensor_files import read_tensors, stored_names
-from engine.train.value_loss import ValueTokens, value_metrics, value_objective
 
 if TYPE_CHECKING:
     from engine.plugins.critic.spec import ProbeCritic, ValueCritic

@@ -11,13 +11,13 @@ import pytest
 from training_rows import row_of, with_credit
 
 from engine.plugins.critic.critic import with_last_state
+from engine.plugins.critic.value_loss import value_metrics
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger, PartReward, SealedLedger, TurnPart
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
 from engine.store.rows.row import TrainingRow
 from engine.train.credited_rows import credited_columns
-from engine.train.value_loss import value_metrics
 
 
 def sealed(*rewards: float) -> SealedLedger:

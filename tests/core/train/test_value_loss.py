@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.plugins.critic.spec import ProbeCritic
-from engine.train.value_loss import ValueTokens, value_losses, value_objective
+from engine.plugins.critic.value_loss import ValueTokens, value_losses, value_objective
 
 numbers = st.floats(-4, 4, allow_nan=False).map(lambda x: round(x, 3))
 
