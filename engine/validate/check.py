@@ -34,7 +34,7 @@ UNFINISHED = "check.unfinished"
 
 def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
-    from engine.validate import (  # noqa: F401  (importing them registers their rules)
+    from engine.validate import (
         agents,
         backend,
         credit_reach,
@@ -55,13 +55,13 @@ def all_rules() -> list[Rule]:
         tasks,
         tools,
         train,
-        train_critic,
         train_eval,
         train_published,
         train_sft,
         transitions,
         truncated,
     )
+    from engine.validate import train_overlong as train_critic
     from engine.validate.code import building, spec_code, with_types  # noqa: F401
 
     import_plugin_rules()
