@@ -22,6 +22,13 @@ PENALTIES = "penalties"
 """Column of what each trained token pays, float64 [n], where the credit is computed again with values as well."""
 
 
+def with_last_state(row: TrainingRow) -> TrainingRow:
+    """The row, and for a row that was cut one more place, after its last token: the value before it is that of the last state."""
+    if row.credit is None or not row.credit.cut:
+        return row
+    return replace(row, places=np.append(row.places, len(row.branch.input_ids)))
+
+
 def credited_columns(
     rows: Sequence[TrainingRow],
     credit: CreditMethod,

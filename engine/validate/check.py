@@ -34,7 +34,7 @@ UNFINISHED = "check.unfinished"
 
 def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
-    from engine.validate import (
+    from engine.validate import (  # noqa: F401  (importing them registers their rules)
         agents,
         backend,
         credit_reach,
@@ -56,12 +56,12 @@ def all_rules() -> list[Rule]:
         tools,
         train,
         train_eval,
+        train_overlong,
         train_published,
         train_sft,
         transitions,
         truncated,
     )
-    from engine.validate import train_overlong as train_critic
     from engine.validate.code import building, spec_code, with_types  # noqa: F401
 
     import_plugin_rules()

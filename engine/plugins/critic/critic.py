@@ -21,7 +21,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import nn
@@ -29,7 +28,7 @@ from torch import nn
 from engine.errors import TrainError
 from engine.plugins.critic.value_loss import ValueTokens, value_metrics, value_objective
 from engine.train.auxiliary import AuxiliaryObjective, Forward
-from engine.train.credited_rows import PENALTIES, credited_columns
+from engine.train.credited_rows import PENALTIES, credited_columns, with_last_state
 from engine.train.moments import load_moments, moments
 from engine.train.optimizers import MasterWeights
 from engine.train.policy import enable_gradient_checkpointing
@@ -39,7 +38,7 @@ from engine.train.tensor_files import read_tensors, stored_names
 if TYPE_CHECKING:
     from engine.plugins.critic.spec import ProbeCritic, ValueCritic
     from engine.schemas.credit import CreditMethod
-    from engine.store.rows.row import Floats, TrainingRow
+    from engine.store.rows.row import Floats
     from engine.train.distributed import ProcessGroup
     from engine.train.learner import Learner
     from engine.train.loss_columns import LossColumns
@@ -236,13 +235,6 @@ class Critic(AuxiliaryObjective):
         read_tensors(own, folder, self._process_group)
         self.masters.publish()
         load_moments(folder, self.optimizer, self.parameters, self._process_group)
-
-
-def with_last_state(row: TrainingRow) -> TrainingRow:
-    """The row, and for a row that was cut one more place, after its last token: the value before it is that of the last state."""
-    if row.credit is None or not row.credit.cut:
-        return row
-    return replace(row, places=np.append(row.places, len(row.branch.input_ids)))
 
 
 def _with_lambda(credit: CreditMethod, lam: float) -> CreditMethod:

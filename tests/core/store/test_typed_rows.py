@@ -13,9 +13,9 @@ import numpy as np
 from training_rows import row_of
 
 import engine
-from engine.plugins.critic.critic import with_last_state
 from engine.store.rows.columns import MEANINGS
 from engine.store.rows.row import RowCredit, TrainingRow, columns_of
+from engine.train.credited_rows import with_last_state
 from engine.train.overlong import mask_turns
 from engine.train.packing import pack_rows
 

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 from training_rows import row_of, with_credit
 
-from engine.plugins.critic.critic import with_last_state
-from engine.plugins.critic.value_loss import value_metrics
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger, PartReward, SealedLedger, TurnPart
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
 from engine.store.rows.row import TrainingRow
-from engine.train.credited_rows import credited_columns
+from engine.train.credited_rows import credited_columns, with_last_state
 
 
 def sealed(*rewards: float) -> SealedLedger:
@@ -146,21 +144,6 @@ def test_bonuses_stay_in_the_advantages() -> None:
     )
     assert found.row.on_tokens(found.advantages).tolist() == [0.0, 4.75, 4.25, 0.0, 2.25]
     assert bonus.tolist() == [0, 0.25, 0.25, 0, 0.25]
-
-
-def test_the_metrics_are_over_trained_values() -> None:
-    credit = read_credit({"method": "turn_ppo", "gamma": 1.0, "lam": 1.0})
-    (found,) = credited_columns([row(ONE, LEDGER)], credit, values=[np.array([4.0, 99.0, 2.0])], by_turn=True)
-    # targets 5 and 4; values 4 and 2: errors 1 and 2
-    assert value_metrics([found]) == pytest.approx(
-        {"critic/value_mean": 3.0, "critic/return_mean": 4.5, "critic/explained_variance": 1 - 0.25 / 0.25}
-    )
-    (exact,) = credited_columns([row(ONE, LEDGER)], credit, values=[np.array([5.0, 0.0, 4.0])], by_turn=True)
-    assert value_metrics([exact])["critic/explained_variance"] == 1.0
-    assert exact.row.on_tokens(exact.advantages).tolist() == [0.0] * 5
-    assert "critic/explained_variance" not in value_metrics(
-        [replace(exact, extra={**exact.extra, "returns": np.ones(3)})]
-    )
 
 
 def test_the_targets_count_rewards_of_parts_whole() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_credited_rows import LEDGER, ONE, row
 
 from engine.plugins.critic.spec import ProbeCritic
-from engine.plugins.critic.value_loss import ValueTokens, value_losses, value_objective
+from engine.plugins.critic.value_loss import ValueTokens, value_losses, value_metrics, value_objective
+from engine.schemas.credit import read_credit
+from engine.train.credited_rows import credited_columns
 
 numbers = st.floats(-4, 4, allow_nan=False).map(lambda x: round(x, 3))
 
@@ -76,3 +82,18 @@ def test_an_empty_micro_batch_is_zero() -> None:
     empty = double()
     loss, metrics = value_objective(ProbeCritic(), ValueTokens(values=empty, old=empty, returns=empty, weights=empty))
     assert (loss.item(), metrics.result()) == (0.0, {})
+
+
+def test_the_metrics_are_over_trained_values() -> None:
+    credit = read_credit({"method": "turn_ppo", "gamma": 1.0, "lam": 1.0})
+    (found,) = credited_columns([row(ONE, LEDGER)], credit, values=[np.array([4.0, 99.0, 2.0])], by_turn=True)
+    # targets 5 and 4; values 4 and 2: errors 1 and 2
+    assert value_metrics([found]) == pytest.approx(
+        {"critic/value_mean": 3.0, "critic/return_mean": 4.5, "critic/explained_variance": 1 - 0.25 / 0.25}
+    )
+    (exact,) = credited_columns([row(ONE, LEDGER)], credit, values=[np.array([5.0, 0.0, 4.0])], by_turn=True)
+    assert value_metrics([exact])["critic/explained_variance"] == 1.0
+    assert exact.row.on_tokens(exact.advantages).tolist() == [0.0] * 5
+    assert "critic/explained_variance" not in value_metrics(
+        [replace(exact, extra={**exact.extra, "returns": np.ones(3)})]
+    )
