@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.schemas.backend import ScriptedBackendSpec
-    from engine.spec.load import Document, LoadedSpec
+    from engine.spec.document import Document
+    from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
 
 
@@ -67,7 +68,7 @@ class ScriptedBackend(Backend):
             SpecError: The script is invalid; with file, line and column.
             BackendError: The spec's sampling sets a parameter that a script cannot follow.
         """
-        from engine.spec.load import Document
+        from engine.spec.document import Document
 
         refuse_parameters(spec, loaded.spec.sampling)
         where = ("backend", "replies")
@@ -214,7 +215,8 @@ def write_reply(format: ChatTemplate, reply: ScriptedReply) -> list[int]:
 
 def _read_script(path: Path) -> Script:
     """Read a script's file: a mapping, in the same way as a spec, or a plain list of replies or cases."""
-    from engine.spec.load import flatten, load_document
+    from engine.spec.document import flatten
+    from engine.spec.load import load_document
     from engine.spec.text.tree import Place, Sequence, parse
 
     if path.is_file():
@@ -231,7 +233,7 @@ def _valid(document: Document) -> Script:
         SpecError: It is invalid; with the place of each mistake.
     """
     from engine.errors import SpecError
-    from engine.spec.load import validate
+    from engine.spec.document import validate
 
     script, problems = validate(document, Script)
     if script is None:

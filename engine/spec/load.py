@@ -12,7 +12,6 @@ files beneath this one, where mappings are merged and anything else is replaced;
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,56 +19,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ValidationError
 
 from engine.errors import SpecError
-from engine.plugin import BELONGS
 from engine.schemas.base import Struct
 from engine.schemas.episode import EpisodeSpec
-from engine.schemas.sections import SpecSection, attach, split
 from engine.schemas.tasks import TasksSpec
 from engine.spec.access import Access
 from engine.spec.code.short_names import write_out
+from engine.spec.document import Document, Model, flatten, place_inside, validate
 from engine.spec.references import remember_secrets
 from engine.spec.resolve import Resolver
 from engine.spec.text.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
 from engine.spec.text.masking import mask_all
-from engine.spec.text.problems import diagnose
-from engine.spec.text.tree import Node, Scalar, split_lines
-from engine.spec.text.tree import Sequence as SequenceNode
+from engine.spec.text.tree import split_lines
 
-Model = TypeVar("Model", bound=BaseModel)
 Place = TypeVar("Place")
 
 UNREADABLE = frozenset({"spec.unreadable", "yaml.syntax"})
 """Rules that mean: this could not be read at all."""
-
-
-class Document(Struct, frozen=True, kw_only=True):
-    """Plain data, and where each part of it was written."""
-
-    data: Any
-    origins: Mapping[DataPath, Origin]
-    """Of every value, by its path."""
-    key_origins: Mapping[DataPath, Origin]
-    """Of every key, by the path of its value."""
-    rereads: Mapping[DataPath, str] = msgspec.field(default_factory=dict)
-    """Text of the values that may be read as strings too."""
-    variables: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Environment variables that it was filled from, with their values."""
-    references: Mapping[DataPath, str] = msgspec.field(default_factory=dict)
-    """What was written where environment variables gave the value."""
-
-    def origin(self, path: Sequence[str | int], *, key: bool = False) -> Origin | None:
-        """Where a value (or its key) was written; of what is not there, the nearest that contains it."""
-        place = tuple(path)
-        if key and place in self.key_origins:
-            return self.key_origins[place]
-        while place not in self.origins:
-            if not place:
-                return None
-            place = place[:-1]
-        return self.origins[place]
 
 
 class LoadedSpec(Struct, frozen=True, kw_only=True, dict=True):
@@ -111,8 +78,8 @@ class LoadedSpec(Struct, frozen=True, kw_only=True, dict=True):
         """
 
         def moved(places: Mapping[DataPath, Place]) -> dict[DataPath, Place]:
-            kept = {path: origin for path, origin in places.items() if path[:1] != ("tasks",)}
-            return kept | {
+            others = {path: origin for path, origin in places.items() if path[:1] != ("tasks",)}
+            return others | {
                 ("tasks", *path[len(at) :]): origin for path, origin in places.items() if path[: len(at)] == at
             }
 
@@ -144,13 +111,13 @@ class LoadedSpec(Struct, frozen=True, kw_only=True, dict=True):
         origin = self.origin(path) if path is not None else None
         if origin is None or origin.file not in self.sources:
             return Path.cwd() / named if origin and origin.file == SET_FILE else self.base / named
-        own = origin.file == next(iter(self.sources))
-        return self.base / named if own else Path.cwd() / Path(origin.file).parent / named
+        in_the_spec = origin.file == next(iter(self.sources))
+        return self.base / named if in_the_spec else Path.cwd() / Path(origin.file).parent / named
 
     def origin(self, path: Sequence[str | int], *, key: bool = False) -> Origin:
         """Where a value (or its key) was written; of what was left out, the nearest that would contain it."""
-        found = Document(data=self.data, origins=self.origins, key_origins=self.key_origins).origin(path, key=key)
-        return found or Origin(str(self.path), 1, 1)
+        document = Document(data=self.data, origins=self.origins, key_origins=self.key_origins)
+        return document.origin(path, key=key) or Origin(str(self.path), 1, 1)
 
     def inside(self, path: Sequence[str | int], offset: int) -> Origin:
         """Where the character at `offset` of a string value was written.
@@ -164,124 +131,11 @@ class LoadedSpec(Struct, frozen=True, kw_only=True, dict=True):
         lines = [start.via.partition(" ")[2]] if start.file == SET_FILE else self._lines.get(start.file)
         if not isinstance(value, str) or lines is None:
             return start
-        return _inside(value, offset, lines, start)
+        return place_inside(value, offset, lines, start)
 
     @cached_property
     def _lines(self) -> dict[str, list[str]]:
         return {file: split_lines(text) for file, text in self.sources.items()}
-
-
-def _inside(value: str, offset: int, lines: list[str], start: Origin) -> Origin:
-    """Walk the source beside the value; blanks and breaks of one match any of the other."""
-    row, column = start.line - 1, start.column - 1
-    if row < len(lines) and lines[row][column : column + 1] in ("|", ">"):
-        row, column = row + 1, 0
-    elif row < len(lines) and lines[row][column : column + 1] in ("'", '"'):
-        column += 1
-    for character in value[: offset + 1].rstrip() if offset < len(value) else value:
-        if character.isspace():
-            continue
-        while row < len(lines):
-            found = lines[row].find(character, column)
-            if found >= 0 and not lines[row][column:found].strip():
-                column = found
-                break
-            if found < 0 and lines[row][column:].strip():
-                return start  # the source says something else: a variable, an escape
-            if found >= 0:
-                return start
-            row, column = row + 1, 0
-        if row >= len(lines):
-            return start
-        column += 1
-    at_end = offset >= len(value)
-    return Origin(start.file, row + 1, column + (1 if at_end else 0) or 1, start.via)
-
-
-def flatten(tree: Node) -> Document:
-    """A tree -> plain data and the places of its parts."""
-    origins: dict[DataPath, Origin] = {}
-    key_origins: dict[DataPath, Origin] = {}
-    rereads: dict[DataPath, str] = {}
-    references: dict[DataPath, str] = {}
-
-    def visit(node: Node, path: DataPath) -> Any:
-        origins[path] = node.origin
-        if isinstance(node, Scalar):
-            if node.reread and not isinstance(node.value, str):
-                rereads[path] = node.text
-            if node.reference:
-                references[path] = node.reference
-            return node.value
-        if isinstance(node, SequenceNode):
-            return [visit(item, (*path, index)) for index, item in enumerate(node.items)]
-        for key, origin in node.keys.items():
-            key_origins[(*path, key)] = origin
-        return {key: visit(value, (*path, key)) for key, value in node.entries.items()}
-
-    data = visit(tree, ())
-    return Document(data=data, origins=origins, key_origins=key_origins, rereads=rereads, references=references)
-
-
-def validate(document: Document, model: type[Model]) -> tuple[Model | None, list[Diagnostic]]:
-    """Check a document against a contract, strictly: `"5"` is no number and `yes` no boolean.
-
-    Where a string is wanted and `${ENV}` or `--set` gave something that reads as a number, its text is taken.
-    """
-    rest, parts = split(document.data, model)
-    value, problems, as_text = _part(document, model, rest, (), model)
-    sections: list[tuple[DataPath, SpecSection]] = []
-    for part in parts:
-        if part.is_null:
-            continue
-        section, wrong, texts = _part(document, part.model, part.body, part.path, model)
-        problems, as_text = [*problems, *wrong], [*as_text, *texts]
-        if section is not None:
-            sections.append((part.owner, section))
-    if value is not None and not problems:
-        attach(value, sections)
-        return value, []
-    if not as_text:
-        return None, _one_for_each_plugin(sorted(problems, key=_place))
-    for path in as_text:
-        owner = document.data
-        for key in path[:-1]:
-            owner = owner[key]
-        owner[path[-1]] = document.rereads[path]
-    rest = {path: text for path, text in document.rereads.items() if path not in as_text}
-    return validate(replace(document, rereads=rest), model)
-
-
-def _part(
-    document: Document, model: type[Model], body: Any, at: DataPath, root: type[BaseModel]
-) -> tuple[Model | None, list[Diagnostic], list[DataPath]]:
-    """Validate the part of a document at `at`: value, problems, and the values that are to be read as text."""
-    try:
-        return _validated(model, body), [], []
-    except ValidationError as error:
-        return None, *diagnose(error, model, document, at, root)
-
-
-def _place(problem: Diagnostic) -> tuple[str, int, int]:
-    return (problem.origin.file, problem.origin.line, problem.origin.column) if problem.origin else ("", 0, 0)
-
-
-def _one_for_each_plugin(problems: Sequence[Diagnostic]) -> list[Diagnostic]:
-    """Of the keys of a plugin that is not installed, only the first is reported."""
-    by_plugin: dict[str | Diagnostic, Diagnostic] = {}
-    for problem in problems:
-        names_plugin = problem.fix is not None and problem.fix.startswith(BELONGS)
-        by_plugin.setdefault(problem.fix if names_plugin and problem.fix else problem, problem)
-    return list(by_plugin.values())
-
-
-def _validated(model: type[Model], data: Any) -> Model:
-    """Validate strictly, as JSON: there a mapping may stand for a data class."""
-    try:
-        text = json.dumps(data, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # bytes of an environment variable that are no text; JSON cannot hold them
-        return model.model_validate(data, strict=True, by_alias=True, by_name=False)
-    return model.model_validate_json(text, strict=True, by_alias=True, by_name=False)
 
 
 def read_spec(
@@ -402,16 +256,3 @@ def load_document(path: str | Path, model: type[Model], access: Access | None = 
     if value is None or document is None or problems:
         raise SpecError(problems)
     return value, document
-
-
-__all__ = [
-    "UNREADABLE",
-    "Document",
-    "LoadedSpec",
-    "flatten",
-    "load_document",
-    "load_spec",
-    "override_spec",
-    "read_spec",
-    "validate",
-]

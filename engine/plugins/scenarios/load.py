@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from engine.machine.machine import ResolvedMachine
     from engine.schemas.environment import Task
-    from engine.spec.load import Document, LoadedSpec
+    from engine.spec.document import Document
+    from engine.spec.load import LoadedSpec
 
 SUFFIX = ".scenarios"
 ENDINGS = (".yaml", ".yml")

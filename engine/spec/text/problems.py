@@ -32,7 +32,7 @@ from engine.spec.text.renamed import new_key, new_place
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-    from engine.spec.load import Document
+    from engine.spec.document import Document
 
 _BOUNDS = {
     "greater_than": ("gt", "greater than"),

@@ -7,7 +7,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.spec.load import Document, flatten
+from engine.spec.document import Document, flatten
 from engine.spec.text.diagnostic import Diagnostic, Origin
 from engine.spec.text.tree import MAX_DEPTH, Place, parse
 

@@ -1,0 +1,161 @@
+"""A tree of YAML as plain data that knows where each part was written, and its check against a contract."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+
+from engine.plugin import BELONGS
+from engine.schemas.base import Struct
+from engine.schemas.sections import SpecSection, attach, split
+from engine.spec.text.diagnostic import DataPath, Diagnostic, Origin
+from engine.spec.text.problems import diagnose
+from engine.spec.text.tree import Node, Scalar
+from engine.spec.text.tree import Sequence as SequenceNode
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Document(Struct, frozen=True, kw_only=True):
+    """Plain data, and where each part of it was written."""
+
+    data: Any
+    origins: Mapping[DataPath, Origin]
+    """Of every value, by its path."""
+    key_origins: Mapping[DataPath, Origin]
+    """Of every key, by the path of its value."""
+    rereads: Mapping[DataPath, str] = msgspec.field(default_factory=dict)
+    """Text of the values that may be read as strings too."""
+    variables: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """Environment variables that it was filled from, with their values."""
+    references: Mapping[DataPath, str] = msgspec.field(default_factory=dict)
+    """What was written where environment variables gave the value."""
+
+    def origin(self, path: Sequence[str | int], *, key: bool = False) -> Origin | None:
+        """Where a value (or its key) was written; of what is not there, the nearest that contains it."""
+        place = tuple(path)
+        if key and place in self.key_origins:
+            return self.key_origins[place]
+        while place not in self.origins:
+            if not place:
+                return None
+            place = place[:-1]
+        return self.origins[place]
+
+
+def flatten(tree: Node) -> Document:
+    """A tree -> plain data and the places of its parts."""
+    origins: dict[DataPath, Origin] = {}
+    key_origins: dict[DataPath, Origin] = {}
+    rereads: dict[DataPath, str] = {}
+    references: dict[DataPath, str] = {}
+
+    def visit(node: Node, path: DataPath) -> Any:
+        origins[path] = node.origin
+        if isinstance(node, Scalar):
+            if node.reread and not isinstance(node.value, str):
+                rereads[path] = node.text
+            if node.reference:
+                references[path] = node.reference
+            return node.value
+        if isinstance(node, SequenceNode):
+            return [visit(item, (*path, index)) for index, item in enumerate(node.items)]
+        for key, origin in node.keys.items():
+            key_origins[(*path, key)] = origin
+        return {key: visit(value, (*path, key)) for key, value in node.entries.items()}
+
+    data = visit(tree, ())
+    return Document(data=data, origins=origins, key_origins=key_origins, rereads=rereads, references=references)
+
+
+def validate(document: Document, model: type[Model]) -> tuple[Model | None, list[Diagnostic]]:
+    """Check a document against a contract, strictly: `"5"` is no number and `yes` no boolean.
+
+    Where a string is wanted and `${ENV}` or `--set` gave something that reads as a number, its text is taken.
+    """
+    rest, parts = split(document.data, model)
+    value, problems, as_text = _part(document, model, rest, (), model)
+    sections: list[tuple[DataPath, SpecSection]] = []
+    for part in parts:
+        if part.is_null:
+            continue
+        section, wrong, texts = _part(document, part.model, part.body, part.path, model)
+        problems, as_text = [*problems, *wrong], [*as_text, *texts]
+        if section is not None:
+            sections.append((part.owner, section))
+    if value is not None and not problems:
+        attach(value, sections)
+        return value, []
+    if not as_text:
+        return None, _one_for_each_plugin(sorted(problems, key=_place))
+    for path in as_text:
+        owner = document.data
+        for key in path[:-1]:
+            owner = owner[key]
+        owner[path[-1]] = document.rereads[path]
+    rest = {path: text for path, text in document.rereads.items() if path not in as_text}
+    return validate(replace(document, rereads=rest), model)
+
+
+def _part(
+    document: Document, model: type[Model], body: Any, at: DataPath, root: type[BaseModel]
+) -> tuple[Model | None, list[Diagnostic], list[DataPath]]:
+    """Validate the part of a document at `at`: value, problems, and the values that are to be read as text."""
+    try:
+        return _validated(model, body), [], []
+    except ValidationError as error:
+        return None, *diagnose(error, model, document, at, root)
+
+
+def _place(problem: Diagnostic) -> tuple[str, int, int]:
+    return (problem.origin.file, problem.origin.line, problem.origin.column) if problem.origin else ("", 0, 0)
+
+
+def _one_for_each_plugin(problems: Sequence[Diagnostic]) -> list[Diagnostic]:
+    """Of the keys of a plugin that is not installed, only the first is reported."""
+    by_plugin: dict[str | Diagnostic, Diagnostic] = {}
+    for problem in problems:
+        names_plugin = problem.fix is not None and problem.fix.startswith(BELONGS)
+        by_plugin.setdefault(problem.fix if names_plugin and problem.fix else problem, problem)
+    return list(by_plugin.values())
+
+
+def _validated(model: type[Model], data: Any) -> Model:
+    """Validate strictly, as JSON: there a mapping may stand for a data class."""
+    try:
+        text = json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # bytes of an environment variable that are no text; JSON cannot hold them
+        return model.model_validate(data, strict=True, by_alias=True, by_name=False)
+    return model.model_validate_json(text, strict=True, by_alias=True, by_name=False)
+
+
+def place_inside(value: str, offset: int, lines: list[str], start: Origin) -> Origin:
+    """Where the character at `offset` of a value was written: blanks and breaks of the source match any of the value."""
+    row, column = start.line - 1, start.column - 1
+    if row < len(lines) and lines[row][column : column + 1] in ("|", ">"):
+        row, column = row + 1, 0
+    elif row < len(lines) and lines[row][column : column + 1] in ("'", '"'):
+        column += 1
+    for character in value[: offset + 1].rstrip() if offset < len(value) else value:
+        if character.isspace():
+            continue
+        while row < len(lines):
+            at = lines[row].find(character, column)
+            if at >= 0 and not lines[row][column:at].strip():
+                column = at
+                break
+            if at < 0 and lines[row][column:].strip():
+                return start  # the source says something else: a variable, an escape
+            if at >= 0:
+                return start
+            row, column = row + 1, 0
+        if row >= len(lines):
+            return start
+        column += 1
+    at_end = offset >= len(value)
+    return Origin(start.file, row + 1, column + (1 if at_end else 0) or 1, start.via)
