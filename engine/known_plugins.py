@@ -67,7 +67,11 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "schemas": ("scenarios",),
     },
     "serve": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("serve",)},
-    "sft": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "train_kinds": ("sft",)},
+    "sft": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "sections": ("train.data",),
+        "train_kinds": ("sft",),
+    },
     "show": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("show", "compare")},
     "templates": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("template",)},
     "traces": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("traces",)},

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from engine.schemas.base import Contract
+from engine.schemas.sections import SpecSection
 
 _Path = Annotated[str, Field(min_length=1)]
 
 
-class SftDataSpec(Contract):
+class SftDataSpec(SpecSection):
     """Which episodes of which files are trained on, and how many a step takes."""
+
+    NULLABLE: ClassVar[bool] = True
 
     path: _Path | Annotated[list[_Path], Field(min_length=1)]
     """File of `engine export` (`.jsonl` or `.parquet`), a folder of such files, or a list of both; relative to the spec."""

@@ -15,7 +15,6 @@ from engine.schemas.critic import CriticSpec
 from engine.schemas.loss import DrGrpoLoss, LossSpec
 from engine.schemas.open_union import NameOf
 from engine.schemas.sections import SectionOwner
-from engine.schemas.sft import SftDataSpec
 from engine.schemas.train_eval import TrainEvalSpec
 from engine.schemas.train_kinds import CORE_KINDS, TrainKind, train_kind
 
@@ -233,8 +232,6 @@ class TrainSpec(SectionOwner):
     kind: Annotated[str, NameOf(point="train_kinds", core=tuple(CORE_KINDS))] = "rl"
     """`rl`: the model samples episodes and is trained on their rewards. `sft`: it is trained on the sampled tokens of the episodes
     in `data`, with the cross-entropy; nothing is sampled, except by `eval`."""
-    data: SftDataSpec | None = None
-    """With `kind: sft`: the rows."""
     steps: int = Field(default=100, ge=1)
     """Number of training steps. Each step collects one batch of episodes and trains on it."""
     epochs: float | None = Field(default=None, gt=0.0)
@@ -307,14 +304,6 @@ class TrainSpec(SectionOwner):
     """Checkpoints."""
     eval: TrainEvalSpec | None = None
     """Evaluation during training; none if not set."""
-
-    @model_validator(mode="after")
-    def _has_its_data(self) -> Self:
-        if self.kind == "sft" and self.data is None:
-            raise ValueError("`kind: sft` needs `data`: `{path: rows.jsonl, min_reward: 1.0}`")
-        if self.kind == "rl" and self.data is not None:
-            raise ValueError("`data` belongs to `kind: sft`; write `kind: sft`, or remove `data`")
-        return self
 
     @property
     def facts(self) -> TrainKind:

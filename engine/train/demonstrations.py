@@ -28,6 +28,7 @@ import structlog
 from engine.errors import TrainError
 from engine.schemas.base import Struct
 from engine.schemas.experts import unpack_experts
+from engine.schemas.sft import SftDataSpec
 from engine.schemas.trajectory import ImageSpan
 from engine.spec.rows.sources import RowFault, Rows
 from engine.store.loader import TensorFolder, images_folder
@@ -37,7 +38,6 @@ from engine.train.rendered_rows import rendered
 from engine.train.row_facts import RowFacts, facts_of, open_rows
 
 if TYPE_CHECKING:
-    from engine.schemas.sft import SftDataSpec
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.store.rows.columns import Columns
@@ -54,10 +54,10 @@ _known: dict[str, Demonstrations] = {}
 
 def data_of(loaded: LoadedSpec) -> SftDataSpec:
     """The spec's `train.data`. Raises: TrainError: kind `train_setup`: there is none."""
-    train = loaded.spec.train
-    if train is None or train.data is None:
+    data = SftDataSpec.section_of(_train_of(loaded))
+    if data is None:
         raise TrainError(f"{loaded.path}: the spec has no `train.data`", kind="train_setup")
-    return train.data
+    return data
 
 
 def _train_of(loaded: LoadedSpec) -> TrainSpec:

@@ -58,7 +58,6 @@ def all_rules() -> list[Rule]:
         train_eval,
         train_overlong,
         train_published,
-        train_sft,
         transitions,
         truncated,
     )

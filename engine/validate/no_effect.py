@@ -31,8 +31,6 @@ def train_no_effect(ctx: CheckContext) -> Iterator[Finding]:
         found += _sync(ctx, train)
     if train.samples_episodes:
         found += [*_loss(train), *_batch(train), *_rewards(train), *_difficulty(ctx, train)]
-    else:
-        found += _data(train)
     for path, why in found:
         if ctx.written(*path):
             name = ".".join(str(part) for part in path)
@@ -177,12 +175,6 @@ def _rewards(train: TrainSpec) -> Iterator[Option]:
     if not train.advantage_bonuses:
         why = "training reads `advantages`; `placement` changes only the column `token_rewards` of exported rows"
         yield ("rewards", "placement"), why
-
-
-def _data(train: TrainSpec) -> Iterator[Option]:
-    """Options of a training on written episodes."""
-    if train.data is not None and train.data.min_reward is None:
-        yield ("train", "data", "reward"), "`train.data.min_reward` is not set, so all episodes are used"
 
 
 @rule("train.kl-estimator", "warning", "the KL penalty in the loss has an expected gradient of 0")

@@ -232,7 +232,7 @@ def colocate(ctx: CheckContext) -> Iterator[Finding]:
         if train.asynchrony.max_staleness:
             message = "servers sample while an update runs, so they cannot release their memory"
             yield Finding(message, ("train", "asynchrony", "max_staleness"), "set it to 0, or remove `train.colocate`")
-        if train.kind == "sft":
+        if not train.samples_episodes:
             yield Finding("nothing is sampled between updates, so nothing is released", path, "remove it")
 
 

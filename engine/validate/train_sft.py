@@ -1,9 +1,10 @@
-"""Rules for `train.kind: sft`: training on written episodes. Imports neither torch nor the trainer."""
+"""Rules about `train.kind: sft` and `train.data`: found without torch and without reading rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.schemas.sft import SftDataSpec
 from engine.schemas.train import TrainSpec
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
@@ -14,14 +15,20 @@ SUFFIXES = (".jsonl", ".parquet")
 
 
 def _sft(ctx: CheckContext) -> Iterator[TrainSpec]:
-    if ctx.spec.train is not None and not ctx.spec.train.samples_episodes:
+    if ctx.spec.train is not None and ctx.spec.train.kind == "sft":
         yield ctx.spec.train
 
 
-@rule("train.sft", "error", "a key of `train` has no effect with `kind: sft`")
+@rule("train.sft", "error", "`train.kind: sft` and keys of `train` that do not fit each other")
 def sft_keys(ctx: CheckContext) -> Iterator[Finding]:
-    """Keys for episodes that the model samples. Those of a spec that this one extends are left out: they are for `kind: rl`."""
+    """`train.data`, and keys for episodes that the model samples. Those of a spec that this one extends are left out: they are for `kind: rl`."""
+    if ctx.spec.train is not None and SftDataSpec.section_of(ctx.spec.train) is not None and not list(_sft(ctx)):
+        yield Finding(
+            "`data` belongs to `kind: sft`", ("train", "data"), "write `kind: sft`, or remove `data`", key=True
+        )
     for train in _sft(ctx):
+        if SftDataSpec.section_of(train) is None:
+            yield Finding("`kind: sft` needs `data`", KIND, "write `data: {path: rows.jsonl, min_reward: 1.0}`")
         file = ctx.loaded.origin(KIND, key=True).file
         for name in TrainSpec.model_fields:
             path: DataPath = ("train", name)
@@ -34,20 +41,29 @@ def sft_keys(ctx: CheckContext) -> Iterator[Finding]:
                 yield Finding(f"`train.{name}` has no effect with `kind: sft`: {why}", path, "remove it", key=True)
 
 
-@rule("train.data", "warning", "the rows of a training on written episodes are not there yet")
+@rule(
+    "train.data",
+    "warning",
+    "the rows of a training on written episodes are not there yet, or a key chooses none of them",
+)
 def sft_data(ctx: CheckContext) -> Iterator[Finding]:
-    """`train.data.path`."""
+    """`train.data.path`, and `train.data.reward` without `min_reward`."""
     for train in _sft(ctx):
-        named = train.data.path if train.data is not None else []
-        for number, each in enumerate([named] if isinstance(named, str) else named):
-            path: DataPath = ("train", "data", "path", *(() if isinstance(named, str) else (number,)))
-            file = ctx.loaded.resolve(each, path)
+        data = SftDataSpec.section_of(train)
+        if data is None:
+            continue
+        if data.min_reward is None and ctx.written("train", "data", "reward"):
+            message = "`train.data.reward` has no effect: `train.data.min_reward` is not set, so all episodes are used"
+            yield Finding(message, ("train", "data", "reward"), "remove it, or set `min_reward`", key=True)
+        for number, name in enumerate([data.path] if isinstance(data.path, str) else data.path):
+            path: DataPath = ("train", "data", "path", *(() if isinstance(data.path, str) else (number,)))
+            file = ctx.loaded.resolve(name, path)
             access = ctx.loaded.access
             if access.is_dir(file):
                 continue
             if not access.is_file(file):
-                message = f"there is no file `{each}`"
+                message = f"there is no file `{name}`"
                 yield Finding(message, path, "write it with `engine export RUN --out FILE`")
             elif file.suffix not in SUFFIXES:
-                message = f"`{each}` is not a file of `engine export`: its name ends with neither .jsonl nor .parquet"
+                message = f"`{name}` is not a file of `engine export`: its name ends with neither .jsonl nor .parquet"
                 yield Finding(message, path, "write it with `engine export RUN --format jsonl`")

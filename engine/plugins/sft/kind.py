@@ -26,7 +26,6 @@ SFT = TrainKind(
     keys=frozenset(
         [
             "kind",
-            "data",
             "steps",
             "epochs",
             "shuffle",
