@@ -21,7 +21,7 @@ class CrossEntropyLoss(Loss):
 
 
 SFT = TrainKind(
-    use="engine.train.sft:DemonstrationSteps",
+    use="engine.plugins.sft.steps:DemonstrationSteps",
     samples=False,
     keys=frozenset(
         [
