@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import structlog
 
 from engine.errors import TrainError
+from engine.plugins.sft.demonstrations import count_episodes, data_of, demonstrations
 from engine.train.batch_log import BatchRecord
-from engine.train.demonstrations import count_episodes, data_of, demonstrations
 from engine.train.step_source import StepBatch, StepSource
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine.plugins.sft.demonstrations import Demonstrations
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.store.rows.row import TrainingRow
-    from engine.train.demonstrations import Demonstrations
     from engine.train.trainer import TrainResult
 
 log = structlog.get_logger(__name__)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.errors import StoreError, TrainError
+from engine.plugins.sft.demonstrations import demonstrations
 from engine.spec.load import load_spec
 from engine.store import training as folders
 from engine.store.header import RunHeader
@@ -28,7 +29,6 @@ from engine.store.rows.export import export_rows, write_jsonl
 from engine.tokens.loading import load_format
 from engine.train.batch_log import BatchLog
 from engine.train.checkpoint import Checkpoints
-from engine.train.demonstrations import demonstrations
 from engine.train.metrics import MetricsLog, read_metrics
 from engine.train.trainer import Trainer
 from engine.validate import check_spec
