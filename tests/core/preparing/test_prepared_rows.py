@@ -12,6 +12,7 @@ import pytest
 from slow_cases import slow_but
 from written_specs import save_spec
 
+from engine.plugins.sft.row_facts import facts_of, open_rows
 from engine.preparing import processes
 from engine.runner.prompt_lengths import PromptLengths
 from engine.schemas.message import Message
@@ -20,7 +21,6 @@ from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.tokens.inputs import rendering_digest
 from engine.tokens.loading import load_format
-from engine.train.row_facts import facts_of, open_rows
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache; jobs of one row each."""
     monkeypatch.setenv("EPISODE_ENGINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("engine.runner.prompt_lengths.PART_BYTES", 1)
-    monkeypatch.setattr("engine.train.row_facts.PART_BYTES", 1)
+    monkeypatch.setattr("engine.plugins.sft.row_facts.PART_BYTES", 1)
     return tmp_path / "cache"
 
 
