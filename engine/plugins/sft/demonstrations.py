@@ -26,6 +26,7 @@ import numpy as np
 import structlog
 
 from engine.errors import TrainError
+from engine.plugins.sft.rendered_rows import rendered
 from engine.plugins.sft.row_facts import RowFacts, facts_of, open_rows
 from engine.schemas.base import Struct
 from engine.schemas.experts import unpack_experts
@@ -35,7 +36,6 @@ from engine.spec.rows.sources import RowFault, Rows
 from engine.store.loader import TensorFolder, images_folder
 from engine.store.rows.row import RowEpisode, TrainingRow
 from engine.tokens.loading import load_format
-from engine.train.rendered_rows import rendered
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec

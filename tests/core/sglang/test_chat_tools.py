@@ -17,12 +17,12 @@ from command_line import engine_here, trajectories_of
 from transformers import AutoModelForCausalLM
 from written_specs import save_spec
 
+from engine.plugins.sft.rendered_rows import rendered
 from engine.schemas.model import ModelSpec
 from engine.spec.rows.sources import ListRows
 from engine.store import list_runs
 from engine.tokens.loading import load_format
 from engine.tokens.template import ChatTemplate
-from engine.train.rendered_rows import rendered
 
 Running = Any
 PARSERS: dict[str, list[str]] = {"parser": ["--tool-call-parser", "qwen25"], "text": []}

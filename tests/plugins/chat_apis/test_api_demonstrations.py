@@ -16,13 +16,13 @@ from command_line import engine_here
 from written_specs import save_spec
 
 from engine.plugins.sft.demonstrations import Demonstrations
+from engine.plugins.sft.rendered_rows import rendered
 from engine.schemas.model import ModelSpec
 from engine.spec.load import load_spec
 from engine.spec.rows.sources import ListRows
 from engine.tokens.loading import load_format
 from engine.tokens.template import ChatTemplate
 from engine.train.metrics import read_metrics
-from engine.train.rendered_rows import rendered
 
 PROMPT = [{"role": "system", "content": "Be exact."}, {"role": "user", "content": "What is {{a}} plus 4?"}]
 
