@@ -10,5 +10,5 @@ PLUGIN = Plugin(
     about="Trains on written episodes",
     sections=(Section(owner="train", keys=("data",), use="engine.schemas.sft:SftDataSpec"),),
     train_kinds={"sft": "engine.plugins.sft.kind:SFT"},
-    rules=("engine.validate.train_sft",),
+    rules=("engine.plugins.sft.rules",),
 )
