@@ -8,7 +8,7 @@ from engine.plugin import Plugin, Section
 PLUGIN = Plugin(
     name="sft",
     about="Trains on written episodes",
-    sections=(Section(owner="train", keys=("data",), use="engine.schemas.sft:SftDataSpec"),),
+    sections=(Section(owner="train", keys=("data",), use="engine.plugins.sft.spec:SftDataSpec"),),
     train_kinds={"sft": "engine.plugins.sft.kind:SFT"},
     rules=("engine.plugins.sft.rules",),
 )

@@ -28,9 +28,9 @@ import structlog
 from engine.errors import TrainError
 from engine.plugins.sft.rendered_rows import rendered
 from engine.plugins.sft.row_facts import RowFacts, facts_of, open_rows
+from engine.plugins.sft.spec import SftDataSpec
 from engine.schemas.base import Struct
 from engine.schemas.experts import unpack_experts
-from engine.schemas.sft import SftDataSpec
 from engine.schemas.trajectory import ImageSpan
 from engine.spec.rows.sources import RowFault, Rows
 from engine.store.loader import TensorFolder, images_folder

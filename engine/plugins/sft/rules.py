@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.schemas.sft import SftDataSpec
+from engine.plugins.sft.spec import SftDataSpec
 from engine.schemas.train import TrainSpec
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
