@@ -1,6 +1,11 @@
 """Supervised fine-tuning on written episodes: `train.kind: sft`.
 
-kind.py            what holds for this kind of training
+spec.py            the section `train.data`
+kind.py            which keys of `train` this kind reads, and its loss
+steps.py           the batches of a training
+demonstrations.py  the rows: which are trained on, and in which order; row_facts.py: what is read of each before a training begins
+rendered_rows.py   ids of rows of chat APIs, which have messages only
+rules.py           its rules of `engine validate`
 """
 
 from engine.plugin import Plugin, Section

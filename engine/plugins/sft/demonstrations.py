@@ -1,4 +1,4 @@
-"""The rows of a training on written episodes (`train.kind: sft`): which of them are trained on, and in which order.
+"""The rows of a training on written episodes (`train.kind: sft`). Those of a step depend on files, `train.data`, `train.seed` and the step alone.
 
     data = Demonstrations(loaded)          # reads all files once
     data.rows(data.batch(step=0, most=None))

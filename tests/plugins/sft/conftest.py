@@ -1,0 +1,5 @@
+"""Specs on tiny vision-language models."""
+
+from vision_specs import make_spec, run_spec, vlm
+
+__all__ = ["make_spec", "run_spec", "vlm"]
