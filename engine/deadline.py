@@ -96,7 +96,7 @@ class Watched(Protocol):
     """A call with a deadline."""
 
     ends: float
-    """End of its time, by the loop's clock."""
+    """End of its time, by `Deadlines.now`."""
 
     def strike(self) -> None:
         """End the call, because its time has ended. It is not watched any more."""
@@ -117,7 +117,7 @@ class Deadlines:
         seconds: Time limit of each call.
     """
 
-    __slots__ = ("_loop", "_still", "_timer", "calls", "seconds")
+    __slots__ = ("_loop", "_still", "_stood", "_timer", "calls", "seconds")
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -127,6 +127,12 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
         self._still: float | None = None
         """Time of the pause, by the loop's clock; None while the time runs."""
+        self._stood = 0.0
+        """Seconds of all earlier pauses."""
+
+    def now(self) -> float:
+        """The time of the calls in seconds: the loop's clock, without the pauses."""
+        return (time.monotonic() if self._still is None else self._still) - self._stood
 
     def watch(self, call: Watched) -> None:
         """Begin the time of a call. It ends when the call is taken out of `calls`."""
@@ -134,10 +140,10 @@ class Deadlines:
         if self._loop is not loop:
             self._loop, self._timer = loop, None
             self.calls.clear()
-        call.ends = (time.monotonic() if self._still is None else self._still) + self.seconds
+        call.ends = (time.monotonic() if self._still is None else self._still) - self._stood + self.seconds
         self.calls[call] = None
         if self._timer is None and self._still is None:
-            self._timer = loop.call_at(call.ends, self._ring)
+            self._timer = loop.call_at(call.ends + self._stood, self._ring)
 
     def begin(self) -> Deadline:
         """Return the deadline of a block of code; its time begins with the `with` block."""
@@ -155,24 +161,20 @@ class Deadlines:
         """Continue the time of all calls."""
         if self._still is None:
             return
-        stood, self._still = time.monotonic() - self._still, None
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            return
-        for call in self.calls:
-            call.ends += stood
-        first = next(iter(self.calls), None)
-        if first is not None and self._timer is None:
-            self._timer = loop.call_at(first.ends, self._ring)
+        self._stood += time.monotonic() - self._still
+        self._still = None
+        loop, first = asyncio.get_running_loop(), next(iter(self.calls), None)
+        if first is not None and self._timer is None and self._loop is loop:
+            self._timer = loop.call_at(first.ends + self._stood, self._ring)
 
     def _ring(self) -> None:
         assert self._loop is not None
-        now = self._loop.time()
+        now = self.now()
         self._timer = None
         late = []
         for call in self.calls:
             if call.ends > now:
-                self._timer = self._loop.call_at(call.ends, self._ring)
+                self._timer = self._loop.call_at(call.ends + self._stood, self._ring)
                 break
             late.append(call)
         for call in late:
@@ -194,7 +196,6 @@ class Deadline:
         self._task: asyncio.Task[Any] | None = None
         self._before = 0
         self.ends = 0.0
-        """End of the time, by the loop's clock."""
         self.over = False
         """Whether the time ended inside the block."""
 

@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 import structlog
 import torch
 
-from engine.backends.sglang.client import PolicyAdapter, SGLangBackend
+from engine.backends.servers.reply_call import PolicyAdapter
+from engine.backends.sglang.client import SGLangBackend
 from engine.backends.sglang.control import PauseMode
 from engine.backends.sglang.loads import from_disk, separately
 from engine.errors import BackendError, TrainError

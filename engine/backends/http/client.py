@@ -11,11 +11,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import Callable
-from typing import Any
 from urllib.parse import urlsplit
 
-from engine.backends.http.connection import Connection, SharedBuffer
+from engine.backends.http.connection import Connection, HttpCall, SharedBuffer
 from engine.backends.http.framing import MAX_BODY, KnownHeads, ReplyReader
 from engine.backends.http.reply import HttpFailure, HttpReply
 
@@ -62,26 +60,17 @@ class HttpClient:
         self._known_heads: KnownHeads = {}
         self._free: deque[Connection] = deque()
         self._busy: set[Connection] = set()
+        self._opening: set[asyncio.Task[None]] = set()
         self.opened = 0
         """Number of connections opened so far."""
 
-    async def request(
-        self,
-        method: str,
-        path: str,
-        *body: bytes,
-        read: Callable[[int, bytes], Any] | None = None,
-        most: int = MAX_BODY,
-    ) -> HttpReply:
+    async def request(self, method: str, path: str, *body: bytes, most: int = MAX_BODY) -> HttpReply:
         """Send one request and read its whole reply, whatever its status. Cancelling it closes its connection.
 
         Args:
             method: Such as `POST`.
             path: Added to the URL's own path.
             body: The pieces of the body.
-            read: Called with status and body in the callback that receives the reply, where its bytes are still in the CPU's
-                caches. It must not raise. The reply then has `read`'s result instead of a body. If the result is an
-                exception, the reply may belong to another request, so the connection is not used again.
             most: Maximum size of the reply's body in bytes.
 
         Returns:
@@ -91,45 +80,81 @@ class HttpClient:
             HttpFailure: No connection could be opened, or it was lost.
             MalformedReply: The server's bytes are not HTTP, or the reply is too large.
         """
+        call = _AwaitedCall(self.pieces(method, path, *body), most)
+        self.start(call)
+        try:
+            reply: HttpReply = await call.over
+            return reply
+        except asyncio.CancelledError:
+            self.give_up(call)
+            raise
+
+    def pieces(self, method: str, path: str, *body: bytes) -> tuple[bytes, ...]:
+        """A whole request: its head and the pieces of its body."""
         head = self._heads.get((method, path))
         if head is None:
             text = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}Content-Length: "
             head = self._heads[method, path] = text.encode("latin-1")
-        pieces = (head, b"%d\r\n\r\n" % sum(map(len, body)), *body)
-        loop = asyncio.get_running_loop()
-        fresh = False
-        while True:
-            connection = (None if fresh else self._idle()) or await self._open(loop)
-            self._busy.add(connection)
-            try:
-                reply = await connection.send(pieces, loop, read, most)
-            except HttpFailure as failure:
-                connection.close()
-                if fresh or failure.answered or not failure.reused:
-                    raise
-                fresh = True
-                continue
-            except BaseException:
-                connection.close()
-                raise
-            finally:
-                self._busy.discard(connection)
-            if isinstance(reply.read, Exception):
-                connection.close()
-            elif not connection.closing:
-                self._free.append(connection)
-            return reply
+        return (head, b"%d\r\n\r\n" % sum(map(len, body)), *body)
 
-    def _idle(self) -> Connection | None:
-        """The free connection that was used last; None if there is none."""
-        while self._free:
+    def start(self, call: HttpCall) -> None:
+        """Send a request on the free connection that was used last, or on a new one."""
+        while self._free and not call.fresh:
             connection = self._free.pop()
-            if connection.usable:
-                return connection
-        return None
+            if not connection.closing:
+                self._busy.add(connection)
+                call.connection = connection
+                connection.send(call)
+                return
+        call.opening = asyncio.get_running_loop().create_task(self._open_for(call))
+        self._opening.add(call.opening)
+        call.opening.add_done_callback(self._opening.discard)
+
+    def give_up(self, call: HttpCall) -> None:
+        """Close the connection of a request whose reply is not wanted any more."""
+        if (opening := call.opening) is not None:
+            call.opening = None
+            opening.cancel()
+        if call.connection is not None and call.connection.call is call:
+            self._busy.discard(call.connection)
+            call.connection.close()
+
+    async def _open_for(self, call: HttpCall) -> None:
+        try:
+            connection = await self._open(asyncio.get_running_loop())
+        except HttpFailure as failure:
+            call.opening = None
+            call.lost(failure)
+            return
+        except asyncio.CancelledError:
+            if call.opening is not None:  # it was not given up
+                call.lost(HttpFailure("the client was closed", sent=False))
+            raise
+        call.opening = None
+        self._busy.add(connection)
+        call.connection = connection
+        connection.send(call)
+
+    # -- ConnectionOwner
+
+    def ended(self, connection: Connection, *, usable: bool) -> None:
+        """See `ConnectionOwner.ended`."""
+        self._busy.discard(connection)
+        if usable:
+            self._free.append(connection)
+
+    def failed(self, connection: Connection, call: HttpCall, failure: HttpFailure) -> None:
+        """See `ConnectionOwner.failed`. A request whose connection the server had closed while it was idle is sent once more."""
+        self._busy.discard(connection)
+        call.connection = None
+        if call.fresh or failure.answered or not failure.reused:
+            call.lost(failure)
+        else:
+            call.fresh = True
+            self.start(call)
 
     def _new_connection(self) -> Connection:
-        return Connection(self._buffer, ReplyReader(self._known_heads))
+        return Connection(self._buffer, ReplyReader(self._known_heads), self)
 
     async def _open(self, loop: asyncio.AbstractEventLoop) -> Connection:
         try:
@@ -160,4 +185,21 @@ class HttpClient:
     async def close(self) -> None:
         """Close every connection. Requests in flight fail."""
         self.abandon("the client was closed")
+        for opening in list(self._opening):
+            opening.cancel()
         await asyncio.sleep(0)  # transports report their end in the next round of the loop
+
+
+class _AwaitedCall(HttpCall):
+    """A request whose reply a coroutine waits for."""
+
+    __slots__ = ()
+
+    def received(self, status: int, body: bytes, retry_after: float | None, head: bytes) -> bool:
+        if not self.over.done():
+            self.over.set_result(HttpReply(status, body, retry_after, head))
+        return True
+
+    def lost(self, failure: HttpFailure) -> None:
+        if not self.over.done():
+            self.over.set_exception(failure)

@@ -7,16 +7,60 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from engine.backends.http.framing import MAX_BODY, ReplyReader
-from engine.backends.http.reply import HttpFailure, HttpReply, MalformedReply, retry_seconds
+from engine.backends.http.reply import HttpFailure, MalformedReply, retry_seconds
 
 _READ_BYTES = 256 * 1024
 """Bytes that are read at once."""
 _OUTBOX = 8
 """Maximum number of requests that wait for the end of the loop's round: many replies at once make a round long."""
+
+
+class HttpCall:
+    """One request, and what becomes of it: exactly one of `received` and `lost` is called, unless it is given up."""
+
+    __slots__ = ("connection", "fresh", "most", "opening", "over", "pieces")
+
+    def __init__(self, pieces: tuple[bytes, ...] = (), most: int = MAX_BODY) -> None:
+        """
+        Args:
+            pieces: The whole request; they are joined when they are sent.
+            most: Maximum size of the reply's body in bytes.
+        """
+        self.pieces = pieces
+        self.most = most
+        self.over: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        """What the caller waits for. Once it is done, or was cancelled, the request is not sent any more."""
+        self.connection: Connection | None = None
+        """The connection that serves it."""
+        self.opening: asyncio.Task[None] | None = None
+        """Opens a connection for it."""
+        self.fresh = False
+        """It goes to a new connection, because the server had closed an idle one."""
+
+    def received(self, status: int, body: bytes, retry_after: float | None, head: bytes) -> bool:
+        """Take the whole reply, in the callback in which its bytes arrive. It must not raise.
+
+        Returns:
+            Whether the connection may be used again: False if the reply may belong to another request.
+        """
+        raise NotImplementedError
+
+    def lost(self, failure: HttpFailure) -> None:
+        """No whole reply arrived. It must not raise."""
+        raise NotImplementedError
+
+
+class ConnectionOwner(Protocol):
+    """What connections belong to."""
+
+    def ended(self, connection: Connection, *, usable: bool) -> None:
+        """A connection has read a whole reply."""
+
+    def failed(self, connection: Connection, call: HttpCall, failure: HttpFailure) -> None:
+        """A connection was lost before it had read the whole reply to a call."""
 
 
 class SharedBuffer:
@@ -28,89 +72,62 @@ class SharedBuffer:
     def __init__(self) -> None:
         self.bytes = bytearray(_READ_BYTES)
         self.view = memoryview(self.bytes)
-        self.outbox: list[tuple[Connection, bytes]] = []
+        self.outbox: list[tuple[Connection, HttpCall, bytes]] = []
         """The requests of one round of the event loop, which are sent together at its end. Sending wakes a sleeping server;
         many requests in a row wake it once."""
 
     def send_all(self) -> None:
-        """Send the waiting requests."""
+        """Send the waiting requests, except those that were given up."""
         outbox, self.outbox = self.outbox, []
-        for connection, data in outbox:
-            connection.send_now(data)
+        for connection, call, data in outbox:
+            if connection.call is call and not call.over.done() and connection.transport is not None:
+                connection.transport.write(data)
 
 
 class Connection(asyncio.BufferedProtocol):
     """One connection: one request, its reply, and then the next."""
 
-    __slots__ = ("_buffer", "_loop", "_read", "_reader", "_waiter", "closing", "served", "transport")
+    __slots__ = ("_buffer", "_loop", "_owner", "_reader", "call", "closing", "served", "transport")
 
-    def __init__(self, buffer: SharedBuffer, reader: ReplyReader) -> None:
+    def __init__(self, buffer: SharedBuffer, reader: ReplyReader, owner: ConnectionOwner) -> None:
         self._buffer = buffer
         self._reader = reader
+        self._owner = owner
         self.transport: asyncio.Transport | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.served = 0
         """Number of replies read."""
-        self._waiter: asyncio.Future[HttpReply] | None = None
-        self._read: Callable[[int, bytes], Any] | None = None
+        self.call: HttpCall | None = None
+        """The request that it serves."""
         self.closing = False
         """The connection takes no more requests."""
 
-    @property
-    def usable(self) -> bool:
-        """Whether another request may be sent."""
-        return not self.closing and self.transport is not None and not self.transport.is_closing()
-
-    def send(
-        self,
-        pieces: tuple[bytes, ...],
-        loop: asyncio.AbstractEventLoop,
-        read: Callable[[int, bytes], Any] | None = None,
-        most: int = MAX_BODY,
-    ) -> asyncio.Future[HttpReply]:
-        """Send a whole request. The future is its reply, or HttpFailure.
-
-        The pieces are joined here, so that the joined bytes are not kept until the reply arrives.
-
-        Args:
-            pieces: Head and body.
-            loop: The running event loop.
-            read: See `HttpClient.request`.
-            most: Maximum size of the reply's body in bytes.
-        """
-        assert self.transport is not None
-        assert self._waiter is None, "a connection serves one request at a time"
-        self._reader.start(most)
-        self._waiter = loop.create_future()
-        self._read = read
+    def send(self, call: HttpCall) -> None:
+        """Send a whole request. The pieces are joined here, so that the joined bytes are not kept until the reply arrives."""
+        assert self.call is None, "a connection serves one request at a time"
+        self._reader.start(call.most)
+        self.call = call
         outbox = self._buffer.outbox
         if not outbox:
-            loop.call_soon(self._buffer.send_all)
-        outbox.append((self, b"".join(pieces)))
+            asyncio.get_running_loop().call_soon(self._buffer.send_all)
+        outbox.append((self, call, b"".join(call.pieces)))
         if len(outbox) >= _OUTBOX:
             self._buffer.send_all()
-        return self._waiter
-
-    def send_now(self, data: bytes) -> None:
-        """Send a request, unless its caller has given it up."""
-        waiter, transport = self._waiter, self.transport
-        if waiter is not None and not waiter.done() and transport is not None and not transport.is_closing():
-            transport.write(data)
 
     def close(self) -> None:
         """Close the connection without waiting for a reply. Its event loop may be closed already."""
         self.closing = True
-        self._waiter = None
+        self.call = None
         self._reader.release()
         if self.transport is not None and self._loop is not None and not self._loop.is_closed():
             self.transport.abort()
 
-    def fail(self, error: HttpFailure) -> None:
-        """Close the connection; the waiting caller gets this error."""
-        waiter = self._waiter
+    def fail(self, failure: HttpFailure) -> None:
+        """Close the connection; its request is lost."""
+        call = self.call
         self.close()
-        if waiter is not None and not waiter.done():
-            waiter.set_exception(error)
+        if call is not None:
+            self._owner.failed(self, call, failure)
 
     # -- asyncio.BufferedProtocol
 
@@ -125,57 +142,53 @@ class Connection(asyncio.BufferedProtocol):
         return self._buffer.view
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._waiter is None:  # nobody asked, so the next reply could not be told apart from these bytes
+        if self.call is None:  # nobody asked, so the next reply could not be told apart from these bytes
             self.close()
             return
         try:
-            whole = self._reader.feed(self._buffer.bytes, self._buffer.view, nbytes)
+            complete = self._reader.feed(self._buffer.bytes, self._buffer.view, nbytes)
         except MalformedReply as error:
             self.fail(error)
         except ValueError as error:
             self.fail(MalformedReply(str(error)))
         else:
-            if whole:
-                self._done()
+            if complete:
+                self._done(self.call)
 
     def eof_received(self) -> bool | None:
-        if self._waiter is not None and self._reader.end():
-            self._done()
+        if self.call is None:
+            self.closing = True
+        elif self._reader.end():
+            self._done(self.call)
         return None  # the transport closes itself, and connection_lost follows
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closing = True
-        if self._waiter is None:
+        if self.call is None:
             return
         if exc is None and self._reader.end():
-            self._done()
+            self._done(self.call)
             return
         answered = self._reader.started
         where = "in the middle of a reply" if answered else "before a reply came"
         reason = f" ({exc})" if exc is not None else ""
         self.fail(HttpFailure(f"the connection was lost {where}{reason}", answered=answered, reused=self.served > 0))
 
-    def _done(self) -> None:
-        """Give the caller its reply."""
+    def _done(self, call: HttpCall) -> None:
+        """Give the request its reply. The connection is free before, so that what the request starts next may use it."""
         reader = self._reader
-        waiter, self._waiter = self._waiter, None
+        self.call = None
         self.served += 1
-        if reader.surplus or not reader.keep:
-            self.close()
+        body, reader.body = reader.body, b""
+        if usable := reader.keep and not reader.surplus:
+            if reader.held:
+                reader.release()
         else:
-            reader.release()
-        if waiter is not None and not waiter.done():
-            status, body, read = reader.status, bytes(reader.body), self._read
-            wait = None if reader.retry_after is None else retry_seconds(reader.retry_after)
-            try:
-                waiter.set_result(
-                    HttpReply(status, body, None, wait, reader.head)
-                    if read is None
-                    else HttpReply(status, b"", read(status, body), wait, reader.head)
-                )
-            except Exception as error:  # noqa: BLE001  (the caller gets it, not the event loop)
-                waiter.set_exception(error)
-        reader.body = b""
+            self.close()
+        self._owner.ended(self, usable=usable and not self.closing)
+        wait = None if reader.retry_after is None else retry_seconds(reader.retry_after)
+        if not call.received(reader.status, bytes(body), wait, reader.head):
+            self.close()
 
 
 def _keep_alive(sock: socket.socket) -> None:

@@ -57,13 +57,13 @@ class ReplyReader:
         "_chunks",
         "_collected",
         "_head",
-        "_held",
         "_interim",
         "_known",
         "_left",
         "_most",
         "body",
         "head",
+        "held",
         "keep",
         "retry_after",
         "status",
@@ -73,7 +73,7 @@ class ReplyReader:
     def __init__(self, known: KnownHeads) -> None:
         """`known`: heads that were parsed before; shared by the connections to one server."""
         self._known = known
-        self._held = 0
+        self.held = 0
         self.start(MAX_BODY)
 
     def start(self, most: int) -> None:
@@ -103,9 +103,9 @@ class ReplyReader:
 
     def release(self) -> None:
         """Drop an incomplete body from the count of all connections."""
-        if self._held:
-            HELD.bytes -= self._held
-            self._held = 0
+        if self.held:
+            HELD.bytes -= self.held
+            self.held = 0
 
     def feed(self, buffer: bytearray, view: memoryview, count: int) -> bool:
         """Read the first `count` bytes of a buffer.
@@ -201,7 +201,7 @@ class ReplyReader:
         if HELD.bytes + count > MAX_HELD:
             raise MalformedReply(f"the incomplete replies of all connections are larger than {MAX_HELD} bytes")
         HELD.bytes += count
-        self._held += count
+        self.held += count
 
     def _read_head(self, head: bytes) -> bool:
         """Read the head of a reply. Returns False for an interim reply."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import Any
 
 import msgspec
 
@@ -38,8 +37,6 @@ class HttpReply(msgspec.Struct, frozen=True):
 
     status: int
     body: bytes
-    read: Any = None
-    """The result of the request's `read`."""
     retry_after: float | None = None
     """Seconds until the next request, from the header `Retry-After`; only with status 429, 503 and 529."""
     head: bytes = b""

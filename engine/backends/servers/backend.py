@@ -1,4 +1,4 @@
-"""Backends whose servers take token ids: one reply of several requests, deadlines, and counts.
+"""Backends whose servers take token ids: tries, deadlines, interruptions and aborts.
 
 Invariant: one call of `generate` returns at most one generation, and each of its tokens was sampled after exactly the prompt
 that was sent. Lost connections and servers change only the counts.
@@ -6,35 +6,69 @@ that was sent. Lost connections and servers change only the counts.
 
 from __future__ import annotations
 
-import time
+import asyncio
+import itertools
+import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import structlog
+from msgspec.structs import replace
 
 from engine.backends.backend import Backend
 from engine.backends.http.keys import key_headers
-from engine.backends.servers.attempts import Attempts
-from engine.backends.servers.resume import can_resume, clean_cut, cut, join
+from engine.backends.http.retries import Tries
+from engine.backends.servers.reply_call import PolicyAdapter, ReplyCall
+from engine.backends.servers.resume import can_resume, clean_cut, cut
 from engine.backends.servers.server import Server
+from engine.backends.slots import Slots
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
     from engine.backends.http.outage import Outage
-    from engine.backends.servers.attempts import Decode, GivenWeights
     from engine.backends.servers.launched import LaunchedServers
     from engine.backends.servers.pool import Pool
-    from engine.backends.servers.reply import Part
-    from engine.backends.servers.request import PromptEncoder
+    from engine.backends.servers.reply import ReplyPart
+    from engine.backends.servers.request import EncodedRequest, PromptEncoder
     from engine.schemas.backend import ServersSpec
     from engine.tokens.template import ChatTemplate
 
-INTERRUPTIONS = 32
-"""Maximum number of times that one reply is continued."""
+log = structlog.get_logger(__name__)
+
+ABORT_SECONDS = 2.0
+"""Time that `close` waits until servers have received their aborts, in seconds."""
+Decode = Callable[[bytes, "EncodedRequest", int], "ReplyPart"]
+"""Reads the body of a reply to a request, for a vocabulary of a given size; it raises ReplyError or PromptMismatch."""
+
+
+class GivenWeights(Protocol):
+    """Which weights the servers were given; None: their own."""
+
+    @property
+    def expected(self) -> str | None:
+        """Name of the weights that every request sent from now on must be sampled with."""
+
+    @property
+    def prefixes(self) -> str | None:
+        """Name of the weights that computed the cached prefixes that requests may use from now on."""
+
+    def accepts(self, version: str, expected: str) -> bool:
+        """Whether a reply may be sampled with the weights `version`, if `expected` was expected when it was requested."""
+
+
+class OwnWeights:
+    """The `GivenWeights` of servers that are given none."""
+
+    expected: str | None = None
+    prefixes: str | None = None
+
+    def accepts(self, version: str, expected: str) -> bool:
+        """Nothing is expected."""
+        return True
 
 
 def servers_of(spec: ServersSpec, api_key: str | None, launched: LaunchedServers | None) -> list[Server]:
@@ -74,40 +108,42 @@ class ServersBackend(Backend):
             model: The model's name in the spec.
             launched: The servers of `spec.launch`, started with the backend and stopped with it.
             pool: The servers.
-            encoder: See `Attempts`, as for `decode`, `path`, `abort_path` and `weights`.
+            encoder: Encodes the requests; replaced when the servers' facts are known.
             decode: Reads the body of a reply.
             path: Path of the requests.
-            abort_path: Path of the calls that abort a request, if there is one.
+            abort_path: Path of the calls that abort a request; None: a server aborts a request whose connection is closed.
             weights: Says which weights the servers must have.
         """
         self._spec = spec
         self._format = format
         self._sampling = sampling
         self._model = model
-        self._counts: Counter[str] = Counter()
-        self.pool = pool
-        self.attempts = Attempts(
-            pool,
-            encoder,
-            path=path,
-            decode=decode,
-            abort_path=abort_path,
-            weights=weights,
-            retries=spec.retries,
-            try_timeout=spec.try_timeout or spec.timeout / 2,
-            counts=self._counts,
-        )
+        self._launched = launched
+        self._abort_path = abort_path
+        self.pool, self.encoder, self.decode, self.path, self.weights = pool, encoder, decode, path, weights
+        self.counts: Counter[str] = Counter()
         self.at_close: list[Callable[[], Awaitable[None]]] = []
         """Called by `close` while the servers can still be asked. They must not raise."""
         self.outage: Outage = pool.outage
         self.vocab_size = format.vocab_size
-        self._launched = launched
-        self._timeout = spec.timeout
-        self._resumes = spec.interrupted == "resume"
-        self._decode = format.decode
-        self._deadlines = Deadlines(spec.timeout)
-        pool.outage.clocks.add(self._deadlines)
-        pool.outage.clocks.add(self.attempts.deadlines)
+        self.seconds = spec.timeout
+        """Time limit of one reply."""
+        self.resumes = spec.interrupted == "resume"
+        """Whether a reply that was interrupted is continued."""
+        self.tries = Deadlines(min(spec.try_timeout or spec.timeout / 2, spec.timeout))
+        pool.outage.clocks.add(self.tries)
+        self.policy: PolicyAdapter | None = None
+        """Set while the policy is a LoRA adapter: a reply then has the version of the adapter."""
+        self.adapter_uses: Counter[str] = Counter()
+        """Adapter name -> number of requests in flight that are sampled with it."""
+        self.calls: dict[ReplyCall, Server] = {}
+        """The requests that were sent and neither answered nor given up."""
+        self._nonce = secrets.token_hex(8)
+        self._numbers = itertools.count()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._closed = asyncio.Event()
+        self._stopped = False
+        """Closed: no more aborts are sent."""
 
     async def launch(self) -> None:
         """Start the servers of `backend.launch`, if there are any.
@@ -122,12 +158,13 @@ class ServersBackend(Backend):
         """Begin with another server than the other processes of the run: among equally loaded servers the first is chosen."""
         self.pool.rotate(number)
 
-    async def prepare(self, request: GenerateRequest) -> None:
-        """Prepare a request before its deadline starts.
+    def prepare(self, request: GenerateRequest) -> Awaitable[None] | None:
+        """Prepare a request before it gets a slot. None: nothing must be done.
 
         Raises:
             BackendError: The servers cannot serve it.
         """
+        return None
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one reply: ids int32 [tokens], log-probs float32 [tokens]. Cancelling the call stops the server's work.
@@ -138,36 +175,169 @@ class ServersBackend(Backend):
             BackendError: Kinds `timeout`, `unreachable`, `unavailable`, `rate_limited`, `server_error`, `bad_reply`,
                 `bad_request`, `bad_prompt`, `prompt_mismatch`, `unauthorized`, `not_found`, `closed`.
         """
-        began = time.perf_counter()
+        return await self.generate_in_slot(request, Slots(1))
+
+    async def generate_in_slot(self, request: GenerateRequest, slots: Slots) -> Generation:
+        """See `Backend.generate_in_slot`. The usual reply is one wait: the rest happens in the callbacks of `ReplyCall`."""
         if self.context is not None and len(request.input_ids) >= self.context:
             raise ContextOverflow(f"{len(request.input_ids)} tokens; the servers take fewer than {self.context}")
-        await self.prepare(request)
+        if (preparing := self.prepare(request)) is not None:
+            await preparing
+        call = ReplyCall(self, request, slots)
+        slots.take(call)
         try:
-            with self._deadlines.begin():
-                part = await self._part(request, request.input_ids, request.max_new_tokens, 0)
-                parts, finish = [part], part.finish
-                if finish.type == "abort" and self._resumes:
-                    parts, finish = await self._continue(request, part)
+            await call.over
+            return call.generation or await self._go_on(call)
+        finally:
+            if call.holds_slot:
+                call.give_up()
+
+    async def _go_on(self, call: ReplyCall) -> Generation:
+        """Get the rest of a reply that was interrupted, or whose first request failed."""
+        try:
+            if (left := call.must_end - self.tries.now()) <= 0:
+                raise TimeoutError
+            async with self.outage.clocks.timeout(left):
+                while call.generation is None:
+                    if self._closed.is_set():
+                        raise BackendError("the backend was closed", kind="closed")
+                    if call.error is not None:
+                        await self._before_another_try(call, call.error)
+                    elif call.parts and call.parts[-1].finish.type == "abort":
+                        self._resume(call)
+                        if call.generation is not None:
+                            break
+                    if not any(server.usable for server in self.pool.servers):
+                        await self.pool.available(call.request.episode_id, call.failed_servers)
+                    call.send_again()
+                    await call.over
         except TimeoutError:
-            self._counts["timeouts"] += 1
-            raise BackendError(f"no reply within {self._timeout:g} s", kind="timeout") from None
-        generation = join(parts, finish, time.perf_counter() - began)
-        counts = self._counts
-        counts["turns"] += 1
-        counts["unchecked" if generation.prompt_unchecked else "checked"] += 1
-        counts["tokens"] += len(generation.output_ids)
-        counts["cached_tokens"] += generation.cached_tokens
-        counts["prompt_tokens"] += generation.prompt_tokens
-        return generation
+            self.counts["timeouts"] += 1
+            raise BackendError(f"no reply within {self.seconds:g} s", kind="timeout") from None
+        return call.generation
+
+    async def _before_another_try(self, call: ReplyCall, error: Exception) -> None:
+        """Wait before another try at a request that failed, where all servers have failed it.
+
+        An attempt that no server worked on does not count as a retry. Raises the error if there is no other try.
+        """
+        if not isinstance(error, BackendError):
+            raise error
+        call.tries = call.tries or Tries(self._spec.retries, self.pool.outage)
+        if not call.tries.another(error):
+            raise error
+        if error.kind == "stale_weights" and not any(other.usable for other in self.pool.servers):
+            raise error  # waiting brings no other weights: only the next push does
+        assert call.server is not None  # else nothing is retried
+        request, server, failed = call.request, call.server, call.failed_servers
+        self.counts["retries"] += 1
+        log.info("retrying", episode=request.episode_id, turn=request.turn, server=server.url, reason=str(error))
+        if server not in failed:
+            failed.append(server)
+        if not error.refused and all(other in failed or not other.usable for other in self.pool.servers):
+            await self._wait(call.tries.pause)
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait before another try. Raises: BackendError: the backend was closed meanwhile."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._closed.wait()
+        except TimeoutError:
+            return
+        raise BackendError("the backend was closed", kind="closed")
+
+    def _resume(self, call: ReplyCall) -> None:
+        """Ask for the rest of a reply that was interrupted; or end it, where nothing is left to sample."""
+        call.interruptions += 1
+        self.counts["interruptions"] += 1
+        request, parts = call.request, self._kept(call.request, call.parts)
+        call.parts = parts
+        sampled = sum(len(part.ids) for part in parts)
+        if sampled == request.max_new_tokens:
+            call.complete(FinishReason(type="length"))
+            return
+        ids = np.concatenate([request.input_ids, *(part.ids for part in parts)])
+        call.begin_part(_without_experts_of(request, parts), ids, sampled)
+
+    def _kept(self, request: GenerateRequest, parts: list[ReplyPart]) -> list[ReplyPart]:
+        """The parts of an interrupted reply that its rest may be sampled after."""
+        if not can_resume(request.sampling):
+            return []
+        sampled = [token for part in parts for token in part.ids.tolist()]
+        keep = clean_cut(sampled, request.sampling.stop, self._format.decode)
+        resumed: list[ReplyPart] = []
+        for part in parts:
+            if keep > 0 and len(part.ids):
+                resumed.append(cut(part, min(keep, len(part.ids))))
+            keep -= len(part.ids)
+        return resumed
+
+    # -- what a `ReplyCall` asks
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed.is_set()
+
+    def policy_of(self, request: GenerateRequest) -> PolicyAdapter | None:
+        """The policy's adapter if there is one, for a request that is not for the base model and names no other one."""
+        return None if request.adapter is not None or request.base_model else self.policy
+
+    def encode(self, call: ReplyCall) -> EncodedRequest:
+        """The body of a request. Its id has a fixed length: SGLang aborts every request whose id begins with the given one."""
+        rid = f"{self._nonce}{next(self._numbers):012x}"
+        return self.encoder.encode(
+            call.asked, rid, call.ids, call.most_tokens, call.sampled, prefixes=self.weights.prefixes
+        )
+
+    def stale(self, server: Server, part: ReplyPart, expected: str | None) -> BackendError | None:
+        """The error of a reply that was sampled with older weights than were expected when it was requested."""
+        if expected is None or expected != self.weights.expected or not len(part.ids) or part.version is None:
+            return None
+        if self.weights.accepts(part.version, expected):
+            return None
+        self.pool.failed(server, f"samples with weights {part.version!r}; every server was given {expected!r}")
+        message = f"{server.url} samples with weights {part.version!r}, not {expected!r}"
+        return BackendError(message, kind="stale_weights", retryable=True)
+
+    def abort(self, server: Server, rid: str) -> None:
+        """Have a server stop a request. This does not wait for the server; `close` does."""
+        if self._stopped:
+            return
+        self.counts["aborts"] += 1
+        if self._abort_path is None:  # its connection is closed, since the reply was not read to the end
+            return
+        targets = [server] if server in self.pool.workers else self.pool.workers
+        for target in targets:
+            task = asyncio.get_running_loop().create_task(self._send_abort(target, self._abort_path, rid))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+
+    async def _send_abort(self, server: Server, path: str, rid: str) -> None:
+        try:
+            await server.json("POST", path, {"rid": rid}, timeout=ABORT_SECONDS)
+        except BackendError as error:  # a server that is gone has stopped anyway
+            log.debug("abort was not delivered", server=server.url, rid=rid, reason=str(error))
+
+    # -- the end
 
     def release(self, episode_id: str) -> None:
         """Drop the prompt and the server of an episode that has ended."""
-        self.attempts.encoder.forget(episode_id)
+        self.encoder.forget(episode_id)
         self.pool.forget(episode_id)
 
     async def close(self) -> None:
-        """Have the servers stop what is running, and close all connections."""
-        await self.attempts.close()
+        """Have the servers stop what is running, wait up to `ABORT_SECONDS` until they know, and close all connections."""
+        self._closed.set()
+        for call, server in list(self.calls.items()):
+            self.abort(server, call.rid)
+        if self._aborts:
+            await asyncio.wait(list(self._aborts), timeout=ABORT_SECONDS)
+        self._stopped = True
+        late = list(self._aborts)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
         for end in self.at_close:
             await end()
         await self.pool.close()
@@ -190,56 +360,22 @@ class ServersBackend(Backend):
         )
         return {
             "certificate": {
-                "turns_checked": self._counts["checked"],
-                "turns_unchecked": self._counts["unchecked"],
-                "prompt_mismatches": self._counts["mismatches"],
+                "turns_checked": self.counts["checked"],
+                "turns_unchecked": self.counts["unchecked"],
+                "prompt_mismatches": self.counts["mismatches"],
             },
-            **{name: self._counts[name] for name in names},
-            "bad_replies": self._counts["bad_replies"],
+            **{name: self.counts[name] for name in names},
+            "bad_replies": self.counts["bad_replies"],
             "failovers": self.pool.failovers,
             **self.outage.stats(),
             "servers": [server.stats() for server in self.pool.servers],
             **({} if self._launched is None else {"launched": self._launched.stats()}),
         }
 
-    # -- one reply
 
-    async def _continue(self, request: GenerateRequest, part: Part) -> tuple[list[Part], FinishReason]:
-        """Continue a reply whose first part was interrupted. Returns all parts."""
-        parts: list[Part] = []
-        for _ in range(INTERRUPTIONS):
-            self._counts["interruptions"] += 1
-            parts = self._kept(request, [*parts, part])
-            sampled = sum(len(kept.ids) for kept in parts)
-            if sampled == request.max_new_tokens:
-                return parts, FinishReason(type="length")
-            ids = np.concatenate([request.input_ids, *(kept.ids for kept in parts)])
-            part = await self._part(_without_experts_of(request, parts), ids, request.max_new_tokens - sampled, sampled)
-            if part.finish.type != "abort":
-                break
-        return [*parts, part], part.finish
-
-    def _kept(self, request: GenerateRequest, parts: list[Part]) -> list[Part]:
-        """The parts of an interrupted reply that its rest may be sampled after."""
-        if not can_resume(request.sampling):
-            return []
-        sampled = [token for part in parts for token in part.ids.tolist()]
-        keep = clean_cut(sampled, request.sampling.stop, self._decode)
-        kept: list[Part] = []
-        for part in parts:
-            if keep > 0 and len(part.ids):
-                kept.append(cut(part, min(keep, len(part.ids))))
-            keep -= len(part.ids)
-        return kept
-
-    def _part(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Coroutine[Any, Any, Part]:
-        """One reply of one server; see `Attempts.reply`."""
-        return self.attempts.reply(request, ids, most, sampled)
-
-
-def _without_experts_of(request: GenerateRequest, parts: list[Part]) -> GenerateRequest:
+def _without_experts_of(request: GenerateRequest, parts: list[ReplyPart]) -> GenerateRequest:
     """The request for the rest of a reply: experts that `parts` have are not requested again."""
-    known = sum(len(part.experts) for part in parts if part.experts is not None)
-    if request.experts_from is None or not known:
+    reported = sum(len(part.experts) for part in parts if part.experts is not None)
+    if request.experts_from is None or not reported:
         return request
-    return replace(request, experts_from=request.experts_from + known)
+    return replace(request, experts_from=request.experts_from + reported)

@@ -23,7 +23,7 @@ class ReplyError(Exception):
     """A reply is unusable; another try may succeed."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class ReplyPart(msgspec.Struct, frozen=True):
     """One reply of the server: a whole generation, or what was sampled before it was interrupted."""
 
     ids: np.ndarray
@@ -41,7 +41,7 @@ class Part(msgspec.Struct, frozen=True):
     echoed: bool
     """Whether the server's prompt was compared with the one that was sent."""
     experts: np.ndarray | None = None
-    """[tokens, layers, top_k]: the experts of the tokens from `Outgoing.experts_from` up to the last but one."""
+    """[tokens, layers, top_k]: the experts of the tokens from `EncodedRequest.experts_from` up to the last but one."""
 
 
 class PromptMismatch(BackendError):

@@ -24,7 +24,7 @@ _CHOICE_BYTES = 6
 """Bytes of one choice of an expert in base64: at most 5.4, of an int32."""
 
 
-class Outgoing(msgspec.Struct, frozen=True):
+class EncodedRequest(msgspec.Struct, frozen=True):
     """The body of one request."""
 
     pieces: tuple[bytes, ...]
@@ -81,7 +81,7 @@ class PromptEncoder(ABC):
         sampled: int = 0,
         *,
         prefixes: str | None = None,
-    ) -> Outgoing:
+    ) -> EncodedRequest:
         """The body that asks for up to `max_new_tokens` after `ids`.
 
         Args:

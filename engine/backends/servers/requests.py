@@ -12,8 +12,8 @@ import structlog
 
 from engine.backends.http.refusal import error_text
 from engine.backends.http.reply import HttpFailure, HttpReply
-from engine.backends.servers.reply import Part, ReplyError
-from engine.backends.servers.request import Outgoing, PromptEncoder
+from engine.backends.servers.reply import ReplyError, ReplyPart
+from engine.backends.servers.request import EncodedRequest, PromptEncoder
 from engine.backends.servers.server import Server
 from engine.errors import BackendError, OutageError
 from engine.schemas.generation import GenerateRequest, SamplingParams
@@ -123,7 +123,7 @@ async def try_sampling(
     server: Server,
     path: str,
     encoder: PromptEncoder,
-    decode: Callable[[bytes, Outgoing, int], Part],
+    decode: Callable[[bytes, EncodedRequest, int], ReplyPart],
     *,
     spec: ServersSpec,
     format: ChatTemplate,

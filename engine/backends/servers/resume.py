@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from engine.backends.servers.reply import Part
+from engine.backends.servers.reply import ReplyPart
 from engine.schemas.generation import FinishReason, Generation, SamplingParams, VersionSpan
 
 TAIL = 64
@@ -63,7 +63,7 @@ def _begins_at_end(text: str, stop: str) -> bool:
     return any(text.endswith(stop[:size]) for size in range(1, len(stop)))
 
 
-def cut(part: Part, count: int) -> Part:
+def cut(part: ReplyPart, count: int) -> ReplyPart:
     """The first `count` tokens of a part."""
     versions = [
         span if span.end <= count else VersionSpan(version=span.version, start=span.start, end=count)
@@ -75,7 +75,7 @@ def cut(part: Part, count: int) -> Part:
     return replace(part, ids=part.ids[:count], logprobs=part.logprobs[:count], versions=versions, experts=experts)
 
 
-def join(parts: Sequence[Part], finish: FinishReason, seconds: float) -> Generation:
+def join(parts: Sequence[ReplyPart], finish: FinishReason, seconds: float) -> Generation:
     """One generation out of its parts, in order; at least one.
 
     Args:
@@ -104,13 +104,13 @@ def join(parts: Sequence[Part], finish: FinishReason, seconds: float) -> Generat
     )
 
 
-def _join_experts(parts: Sequence[Part]) -> np.ndarray | None:
+def _join_experts(parts: Sequence[ReplyPart]) -> np.ndarray | None:
     """The experts of all parts; each part has those of the tokens for which no earlier part had any."""
     found = [part.experts for part in parts if part.experts is not None]
     return np.concatenate(found) if found else None
 
 
-def _join_versions(parts: Sequence[Part]) -> list[VersionSpan]:
+def _join_versions(parts: Sequence[ReplyPart]) -> list[VersionSpan]:
     spans: list[VersionSpan] = []
     at = 0
     for part in parts:

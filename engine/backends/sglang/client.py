@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import structlog
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from engine.backends.http.keys import key_headers, read_key
 from engine.backends.servers.backend import ServersBackend, servers_of
 from engine.backends.servers.launched import LaunchedServers, launched_servers
 from engine.backends.servers.pool import Pool
-from engine.backends.servers.reply import Part
 from engine.backends.servers.server import Server
 from engine.backends.sglang.checks import ask_worker, check_model_path, check_server, check_servers
 from engine.backends.sglang.control import Control
@@ -26,11 +21,10 @@ from engine.backends.sglang.routing import layout_of
 from engine.backends.weight_target import ServerWeights
 from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec
-from engine.schemas.base import Struct
-from engine.schemas.generation import GenerateRequest, SamplingParams, VersionSpan
+from engine.schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from engine.backends.sglang.verify import Difference
@@ -40,13 +34,6 @@ if TYPE_CHECKING:
     from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)
-
-
-class PolicyAdapter(Struct, frozen=True, kw_only=True):
-    """The LoRA adapter under training: requests that name no adapter are sampled with it."""
-
-    name: str
-    version: int
 
 
 class SGLangBackend(ServersBackend):
@@ -61,6 +48,7 @@ class SGLangBackend(ServersBackend):
 
     declared = SGLangBackendSpec
     _spec: SGLangBackendSpec
+    encoder: Encoder
 
     def __init__(
         self,
@@ -100,7 +88,6 @@ class SGLangBackend(ServersBackend):
             wake=self._wake,
         )
         self.control = Control(pool)
-        self.encoder = Encoder(vocab_size=format.vocab_size, vision=format.vision, layout=layout)
         super().__init__(
             spec,
             format,
@@ -108,16 +95,12 @@ class SGLangBackend(ServersBackend):
             model=model,
             launched=launched,
             pool=pool,
-            encoder=self.encoder,
+            encoder=Encoder(vocab_size=format.vocab_size, vision=format.vision, layout=layout),
             decode=decode,
             path="/generate",
             abort_path="/abort_request",
             weights=self.control,
         )
-        self.policy: PolicyAdapter | None = None
-        """Set while the policy is a LoRA adapter: a reply then has the version of the adapter."""
-        self.adapter_uses: Counter[str] = Counter()
-        """Adapter name -> number of requests in flight that are sampled with it."""
         self.dropped: list[str] = []
         """Parameters that the router drops."""
         self.verified: Difference | None = None
@@ -188,7 +171,7 @@ class SGLangBackend(ServersBackend):
         self.vocab_size = facts.vocab_size
         self.context = facts.context
         self.dropped = facts.dropped
-        self.encoder = self.attempts.encoder = Encoder(
+        self.encoder = Encoder(
             vocab_size=facts.vocab_size,
             seeded=any(server.seeded for server in self.workers),
             echo="return_prompt_token_ids" not in facts.dropped,
@@ -208,7 +191,7 @@ class SGLangBackend(ServersBackend):
                 self.verified = await verify_servers(there, self._format, self._folder, ask_worker)
         self.pool.watch()
 
-    async def prepare(self, request: GenerateRequest) -> None:
+    def prepare(self, request: GenerateRequest) -> Awaitable[None] | None:
         """See `ServersBackend.prepare`.
 
         Raises:
@@ -221,8 +204,7 @@ class SGLangBackend(ServersBackend):
             )
         if request.adapter is not None and request.adapter in self.control.unloaded:
             raise BackendError(f"the adapter {request.adapter!r} was unloaded", kind="bad_request")
-        if request.images:
-            await self.encoder.scale_images(request)
+        return self.encoder.scale_images(request) if request.images else None
 
     def server_weights(self, version: int) -> ServerWeights:
         """See `WeightTarget.server_weights`."""
@@ -258,26 +240,6 @@ class SGLangBackend(ServersBackend):
             "server_processors": sorted({facts.processor for facts in known}),
             "unscaled_gap": max((facts.unscaled_gap for facts in known), default=None),
         }
-
-    # -- one reply
-
-    def _part(self, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int) -> Coroutine[Any, Any, Part]:
-        """One reply of one server, sampled with the policy's adapter if there is one and the request is not for the base model."""
-        if self.policy is None or request.adapter is not None or request.base_model:
-            return self.attempts.reply(request, ids, most, sampled)
-        return self._adapted(self.policy, request, ids, most, sampled)
-
-    async def _adapted(
-        self, policy: PolicyAdapter, request: GenerateRequest, ids: np.ndarray, most: int, sampled: int
-    ) -> Part:
-        self.adapter_uses[policy.name] += 1
-        try:
-            named = dataclasses.replace(request, adapter=policy.name)
-            part = await self.attempts.reply(named, ids, most, sampled)
-        finally:
-            self.adapter_uses[policy.name] -= 1
-        tokens = len(part.ids)
-        return replace(part, versions=[VersionSpan(version=policy.version, start=0, end=tokens)] if tokens else [])
 
     async def check_sampling(self, sampling: SamplingParams) -> None:
         """See `Backend.check_sampling`."""

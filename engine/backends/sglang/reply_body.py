@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from engine.backends.servers.reply import Part, PromptMismatch, ReplyError, arrays, ending
-from engine.backends.servers.request import Outgoing
+from engine.backends.servers.reply import PromptMismatch, ReplyError, ReplyPart, arrays, ending
+from engine.backends.servers.request import EncodedRequest
 from engine.backends.sglang.routing import routed_experts
 from engine.schemas.generation import FinishReason, VersionSpan
 
@@ -62,7 +62,7 @@ _flat_decoder = msgspec.json.Decoder(list[float | int | None])
 _rows_decoder = msgspec.json.Decoder(list[tuple[float | None, int, Any]])
 
 
-def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
+def decode(body: bytes, sent: EncodedRequest, vocab_size: int) -> ReplyPart:
     """Read the reply to a request and check it against the request.
 
     Raises:
@@ -96,7 +96,7 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
     if not same and tokens != ids:
         raise ReplyError(f"its {len(tokens)} log-probs are not those of its {len(ids)} tokens")
     array, logprobs = arrays(ids, values, vocab_size)
-    return Part(
+    return ReplyPart(
         ids=array,
         logprobs=logprobs,
         finish=finish,
@@ -113,7 +113,7 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
 _NOT_ECHOED: list[int] = []
 
 
-def _read(body: bytes, sent: Outgoing) -> tuple[_Reply, list[int] | None]:
+def _read(body: bytes, sent: EncodedRequest) -> tuple[_Reply, list[int] | None]:
     """The reply, and the prompt that it echoes: None for ours, `_NOT_ECHOED` for none.
 
     The echo comes last: where it is ours, to the byte, it is not parsed.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from engine.backends.servers.request import Outgoing, PromptEncoder
+from engine.backends.servers.request import EncodedRequest, PromptEncoder
 from engine.errors import BackendError
 from engine.schemas.generation import GenerateRequest, SamplingParams
 
@@ -73,7 +73,7 @@ class Encoder(PromptEncoder):
         sampled: int = 0,
         *,
         prefixes: str | None = None,
-    ) -> Outgoing:
+    ) -> EncodedRequest:
         prompt = self._prompt(request.episode_id, ids)
         sent, images = prompt, b""
         if request.images:
@@ -96,7 +96,7 @@ class Encoder(PromptEncoder):
             b"" if request.adapter is None else b',"lora_path":' + msgspec.json.encode(request.adapter),
             fields,
         )
-        return Outgoing(
+        return EncodedRequest(
             (head, sent, tail),
             rid,
             prompt,

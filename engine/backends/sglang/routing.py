@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.backends.servers.reply import ReplyError
-from engine.backends.servers.request import Outgoing
+from engine.backends.servers.request import EncodedRequest
 from engine.errors import BackendError
 from engine.schemas.experts import expert_dtype
 from engine.tokens.experts import ExpertLayout, expert_layout
@@ -42,7 +42,7 @@ def layout_of(folder: Path) -> ExpertLayout:
     return found
 
 
-def routed_experts(text: str | None, sent: Outgoing, sampled: int) -> np.ndarray | None:
+def routed_experts(text: str | None, sent: EncodedRequest, sampled: int) -> np.ndarray | None:
     """Read the experts of a reply.
 
     Args:

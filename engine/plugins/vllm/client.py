@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.backends.http.keys import key_headers, read_key
-from engine.backends.servers.attempts import OwnWeights
-from engine.backends.servers.backend import ServersBackend, servers_of
+from engine.backends.servers.backend import OwnWeights, ServersBackend, servers_of
 from engine.backends.servers.launched import launched_servers
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.server import Server
@@ -116,14 +115,14 @@ class VLLMBackend(ServersBackend):
         facts = await check_servers(self.pool, self._spec, self._format, self._sampling, self._model)
         self.vocab_size = facts.vocab_size
         self.context = facts.context
-        self.attempts.encoder = Encoder(vocab_size=facts.vocab_size)
+        self.encoder = Encoder(vocab_size=facts.vocab_size)
         self.pool.watch()
 
     async def check_sampling(self, sampling: SamplingParams) -> None:
         """See `Backend.check_sampling`."""
         await check_servers(self.pool, self._spec, self._format, sampling, self._model)
 
-    async def prepare(self, request: GenerateRequest) -> None:
+    def prepare(self, request: GenerateRequest) -> None:
         """See `ServersBackend.prepare`.
 
         Raises:

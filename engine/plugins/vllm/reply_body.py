@@ -10,8 +10,8 @@ from itertools import repeat
 
 import msgspec
 
-from engine.backends.servers.reply import Part, PromptMismatch, ReplyError, arrays, ending
-from engine.backends.servers.request import Outgoing
+from engine.backends.servers.reply import PromptMismatch, ReplyError, ReplyPart, arrays, ending
+from engine.backends.servers.request import EncodedRequest
 from engine.schemas.generation import FinishReason
 
 LOWEST = -9999.0
@@ -52,7 +52,7 @@ _decoder = msgspec.json.Decoder(_Reply)
 _ids_decoder = msgspec.json.Decoder(list[int])
 
 
-def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
+def decode(body: bytes, sent: EncodedRequest, vocab_size: int) -> ReplyPart:
     """Read the reply to a request and check it against the request.
 
     Raises:
@@ -86,7 +86,7 @@ def decode(body: bytes, sent: Outgoing, vocab_size: int) -> Part:
     if len(values) and logprobs.min() <= LOWEST:
         raise ReplyError(f"token {int(logprobs.argmin())} has probability 0")
     cached = usage.prompt_tokens_details
-    return Part(
+    return ReplyPart(
         ids=array,
         logprobs=logprobs,
         finish=_finish(choice, ids),

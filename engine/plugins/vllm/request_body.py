@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from engine.backends.servers.request import Outgoing, PromptEncoder
+from engine.backends.servers.request import EncodedRequest, PromptEncoder
 from engine.schemas.generation import GenerateRequest, SamplingParams
 
 BANNED = -100.0
@@ -32,7 +32,7 @@ class Encoder(PromptEncoder):
         sampled: int = 0,
         *,
         prefixes: str | None = None,
-    ) -> Outgoing:
+    ) -> EncodedRequest:
         prompt = self._prompt(request.episode_id, ids)
         tail = b'],"request_id":%b,"max_tokens":%d,"seed":%d%b%b,%b}' % (
             msgspec.json.encode(rid),
@@ -42,7 +42,7 @@ class Encoder(PromptEncoder):
             b"" if request.adapter is None else b',"model":' + msgspec.json.encode(request.adapter),
             self._sampling_text(request, sampled),
         )
-        return Outgoing((b'{"prompt":[', prompt, tail), rid, prompt, ids, max_new_tokens)
+        return EncodedRequest((b'{"prompt":[', prompt, tail), rid, prompt, ids, max_new_tokens)
 
     def dump(self, sampling: SamplingParams, request: GenerateRequest) -> bytes:
         return msgspec.json.encode(sampling_fields(sampling, request.stop_token_ids, request.banned_token_ids))[1:-1]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from engine.backends.http.chunked import ChunkedBody
 from engine.backends.http.client import HttpClient
+from engine.backends.http.connection import HttpCall
 from engine.backends.http.reply import HttpFailure, HttpReply, MalformedReply
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
@@ -321,21 +322,45 @@ async def test_a_length_that_is_none_is_refused_though_its_like_was_met(lengths:
             await client.request("GET", "/")
 
 
-async def test_a_reply_can_be_read_where_it_arrives() -> None:
-    async with serving(OK, [b"HTTP/1.1 500 No\r\nContent-Length: 3\r\n\r\nbad"]) as (_, client):
-        for wanted in ((200, b"ok"), (500, b"bad")):
-            reply = await client.request("GET", "/", read=lambda status, body: (status, body))
-            assert (reply.body, reply.read) == (b"", wanted)
+class _Call(HttpCall):
+    """A request that notes its replies, and sends the next ones from the callback in which a reply arrives."""
+
+    def __init__(self, client: HttpClient, count: int, *, trusted: bool = True) -> None:
+        super().__init__(client.pieces("GET", "/"))
+        self.client = client
+        self.left = count
+        self.trusted = trusted
+        self.replies: list[tuple[int, bytes]] = []
+
+    def received(self, status: int, body: bytes, retry_after: float | None, head: bytes) -> bool:
+        self.replies.append((status, body))
+        self.left -= 1
+        if self.left:
+            self.client.start(self)
+        else:
+            self.over.set_result(None)
+        return self.trusted
+
+    def lost(self, failure: HttpFailure) -> None:
+        raise AssertionError("a reply came")
 
 
-async def test_a_reader_that_raises_tells_whoever_asked_and_nobody_else() -> None:
-    def broken(status: int, body: bytes) -> None:
-        raise KeyError("mine")
+async def test_the_callback_that_gets_a_reply_may_send_the_next_request() -> None:
+    async with serving(OK, [b"HTTP/1.1 500 No\r\nContent-Length: 3\r\n\r\nbad"], OK) as (_, client):
+        call = _Call(client, 3)
+        client.start(call)
+        await call.over
+        assert call.replies == [(200, b"ok"), (500, b"bad"), (200, b"ok")]
+        assert client.opened == 1
 
+
+async def test_a_connection_whose_reply_may_belong_to_another_request_is_not_used_again() -> None:
     async with serving(OK, OK) as (_, client):
-        with pytest.raises(KeyError, match="mine"):
-            await client.request("GET", "/", read=broken)
+        call = _Call(client, 1, trusted=False)
+        client.start(call)
+        await call.over
         assert (await client.request("GET", "/")).body == b"ok"
+        assert client.opened == 2
 
 
 async def test_a_request_that_is_cancelled_before_the_round_ends_is_never_sent() -> None:

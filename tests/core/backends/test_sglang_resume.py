@@ -8,19 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.backends.servers.reply import Part
+from engine.backends.servers.reply import ReplyPart
 from engine.backends.servers.resume import can_resume, clean_cut, cut, join
 from engine.schemas.generation import FinishReason, SamplingParams, VersionSpan
 
 STOP = FinishReason(type="stop", matched=2)
 
 
-def part(ids: list[int], *versions: tuple[int, int], **changes: object) -> Part:
+def part(ids: list[int], *versions: tuple[int, int], **changes: object) -> ReplyPart:
     spans, at = [], 0
     for version, count in versions:
         spans.append(VersionSpan(version=version, start=at, end=at + count))
         at += count
-    made = Part(
+    made = ReplyPart(
         ids=np.array(ids, np.int32),
         logprobs=-np.array(ids, np.float32),
         finish=FinishReason(type="abort"),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.backends.servers.reply import PromptMismatch, ReplyError
-from engine.backends.servers.request import Outgoing
+from engine.backends.servers.request import EncodedRequest
 from engine.backends.sglang.reply_body import decode, version_number
 from engine.backends.sglang.request_body import Encoder
 from engine.errors import BackendError
@@ -25,15 +25,15 @@ VOCAB = 1000
 request = partial(generate_request, seed=41)
 
 
-def encode(encoder: Encoder, asked: GenerateRequest, rid: str = "rid-0") -> Outgoing:
+def encode(encoder: Encoder, asked: GenerateRequest, rid: str = "rid-0") -> EncodedRequest:
     return encoder.encode(asked, rid, asked.input_ids, asked.max_new_tokens)
 
 
-def body(sent: Outgoing) -> dict[str, Any]:
+def body(sent: EncodedRequest) -> dict[str, Any]:
     return dict(json.loads(b"".join(sent.pieces)))
 
 
-def reply(sent: Outgoing, output: list[int] | None = None, **changes: Any) -> bytes:
+def reply(sent: EncodedRequest, output: list[int] | None = None, **changes: Any) -> bytes:
     output = [5, 6, 2] if output is None else output
     meta: dict[str, Any] = {
         "id": sent.rid,
@@ -53,7 +53,7 @@ def reply(sent: Outgoing, output: list[int] | None = None, **changes: Any) -> by
     return json.dumps(ordered, separators=(",", ":")).encode()
 
 
-def sent(ids: list[int] | None = None) -> Outgoing:
+def sent(ids: list[int] | None = None) -> EncodedRequest:
     return encode(Encoder(vocab_size=VOCAB), request([1, 22, 333] if ids is None else ids))
 
 

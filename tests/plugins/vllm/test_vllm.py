@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_server import EOS, VOCAB, Fault, VLLMServer, log_softmax, reply
 
-from engine.backends.servers.request import Outgoing
+from engine.backends.servers.request import EncodedRequest
 from engine.errors import BackendError, ContextOverflow, OutageError
 from engine.plugins.launch.vllm import launched_servers
 from engine.plugins.vllm.client import VLLMBackend
@@ -332,7 +332,7 @@ async def test_the_key_is_sent_and_never_shown(chat_format: ChatTemplate) -> Non
 
 
 def sent(request: GenerateRequest, **sizes: int) -> dict[str, Any]:
-    body: Outgoing = Encoder(vocab_size=VOCAB).encode(
+    body: EncodedRequest = Encoder(vocab_size=VOCAB).encode(
         request, "rid", request.input_ids, request.max_new_tokens, **sizes
     )
     return dict(json.loads(b"".join(body.pieces)))
