@@ -23,8 +23,8 @@ from engine.errors import BackendError
 
 log = structlog.get_logger(__name__)
 
-ReplyPart = Literal["weights", "kv_cache"]
-PARTS: tuple[ReplyPart, ...] = ("weights", "kv_cache")
+Part = Literal["weights", "kv_cache"]
+PARTS: tuple[Part, ...] = ("weights", "kv_cache")
 """Parts of a server's memory, in the order in which they are taken back."""
 IDLE_SECONDS = 60.0
 """Time in which requests that were cancelled must have ended on the servers."""
@@ -44,7 +44,7 @@ class ServerMemory:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._released: dict[str, tuple[str, list[ReplyPart]]] = {}
+        self._released: dict[str, tuple[str, list[Part]]] = {}
         """URL -> which process released memory, and the parts that it has not taken back."""
         self.out = False
         """Whether the trainer has the memory now."""
@@ -118,7 +118,7 @@ class ServerMemory:
         self._released[server.url] = (process, list(PARTS))
         self._write()
 
-    async def resume(self, *parts: ReplyPart) -> None:
+    async def resume(self, *parts: Part) -> None:
         """Have the servers take these parts back, or all that they have released; nothing where nothing was released.
 
         Raises:
@@ -133,7 +133,7 @@ class ServerMemory:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def _resume(self, server: Server, wanted: tuple[ReplyPart, ...]) -> None:
+    async def _resume(self, server: Server, wanted: tuple[Part, ...]) -> None:
         process, left = self._released[server.url]
         left = list(left)
         self._released[server.url] = (process, left)
