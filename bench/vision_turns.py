@@ -42,7 +42,7 @@ def pictures(count: int, size: int, seed: int) -> list[bytes]:
     return found
 
 
-def engine_turns(form: Any, shown: list[bytes], store_images: Callable[[Any, Any], Any]) -> list[float]:
+def engine_turns(form: Any, shown: list[bytes], filter_record: Callable[[Any, Any], Any]) -> list[float]:
     """Seconds of each turn through the engine: from the user's message to the next prompt."""
     from engine.schemas.environment import UserTurn
     from engine.schemas.generation import FinishReason, Generation
@@ -60,7 +60,7 @@ def engine_turns(form: Any, shown: list[bytes], store_images: Callable[[Any, Any
             part = image_part(data)
             began = time.perf_counter()
             record = UserRecord(turn=UserTurn(content=[part, TextPart(text=QUESTION)]))
-            record = loop.run_until_complete(store_images(episode, record))
+            record = loop.run_until_complete(filter_record(episode, record))
             message = Message(role="user", content=record.turn.content)
             if turn:
                 conversation.add([message])
@@ -124,9 +124,9 @@ def main() -> None:
         raise SystemExit(f"{options.model} sees nothing")
     images = MemoryImages()
     spec: Any = SimpleNamespace(condense=None, limits=SimpleNamespace(on_overflow="end"))
-    store_images = ImageStorer(form, images, images.fetch, spec).store_images
+    filter_record = ImageStorer(form, images, images.fetch, spec).filter
     seed = 0
-    engine_turns(form, pictures(3, options.size, 10**6), store_images)
+    engine_turns(form, pictures(3, options.size, 10**6), filter_record)
     rerender_turns(form, pictures(3, options.size, 10**6))
     print(f"images of {options.size} x {options.size} pixels, median of {options.rounds} rounds")
     print(
@@ -138,7 +138,7 @@ def main() -> None:
         for _ in range(options.rounds):
             seed += 1
             shown = pictures(turns, options.size, seed)
-            ours.append(engine_turns(form, shown, store_images))
+            ours.append(engine_turns(form, shown, filter_record))
             theirs.append(rerender_turns(form, shown))
         ratio = statistics.median(sum(b) / sum(a) for a, b in zip(ours, theirs, strict=True))
         cells = [1000 * statistics.median(sum(row) / turns for row in rows) for rows in (ours, theirs)]

@@ -33,6 +33,7 @@ HOOKS = frozenset(
         "observe_training",
         "open_service",
         "record_scenario",
+        "reward_source",
         "slow_findings",
         "spec_facts",
     }

@@ -7,21 +7,20 @@ know. `apply` is pure: the same record always leads to the same event. A replay 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from engine.actions.facts import ACTIONS
 from engine.errors import LedgerError
 from engine.limit import Limit
 from engine.limits import limits_of
-from engine.rewards.ledger import blame_of
+from engine.rewards.ledger import OWN_BLAMES, blame_of
 
 if TYPE_CHECKING:
     from engine.actions.agent_run import AgentRun
     from engine.actions.calling.host import EpisodeHost
     from engine.actions.calling.workers import Workers
-    from engine.actions.role_models import RoleModel, RoleModels
     from engine.actions.toolbox import Toolbox
     from engine.agents.program import ProgramBodies
     from engine.backends.backend import Sampler
@@ -31,10 +30,12 @@ if TYPE_CHECKING:
     from engine.schemas.journal import Record
     from engine.schemas.machine import StateSpec
     from engine.schemas.role import UserSpec
+    from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
 
 
+P = TypeVar("P")
 MAX_EVENTS = 1_000
 """Maximum number of rewards in one answer: writing one blocks the event loop for about 40 µs."""
 MAX_POSTINGS = 10_000
@@ -50,6 +51,8 @@ class EpisodeObjects:
     user_name: str = ""
     """The name of the user among the spec's `users`; empty for the user of `user`."""
     toolbox: Toolbox | None = None
+    parts: dict[type, Any] = field(default_factory=dict)
+    """See `part`."""
     opened: list[Any] = field(default_factory=list)
     """The objects with a `close` method, in the order of construction."""
     agent: AgentRun | None = None
@@ -60,8 +63,6 @@ class EpisodeObjects:
     """What runs all code of the spec for this episode, if the engine died during it."""
     sampler: Sampler | None = None
     """Samples the policy's replies; None where nothing is sampled."""
-    roles: RoleModels | None = None
-    """The models that play users and judges."""
     programs: ProgramBodies | None = None
     """The agent programs that run elsewhere; None: the spec's own program is started."""
 
@@ -70,10 +71,12 @@ class EpisodeObjects:
         assert self.sampler is not None  # where nothing is sampled, nothing is performed
         return self.sampler.generate(request)
 
-    def model(self, *path: str) -> RoleModel:
-        """The model of the role declared at `path`. Raises: SpecCodeError: none plays it."""
-        assert self.roles is not None  # where no role is played, nothing is performed
-        return self.roles.model(*path)
+    def part(self, cls: type[P]) -> P:
+        """What a service or an action of a plugin keeps here, made when it is first asked for."""
+        part: P | None = self.parts.get(cls)
+        if part is None:
+            part = self.parts[cls] = cls()
+        return part
 
 
 class Action(ABC):
@@ -148,8 +151,14 @@ def first_reached(episode: Episode, bounds: Sequence[tuple[Limit, float]]) -> tu
     return None
 
 
-def post_rewards(episode: Episode, rewards: list[Any], source: str) -> None:
+def post_rewards(episode: Episode, rewards: list[Any], source: str, blames: Mapping[str, Blame] = OWN_BLAMES) -> None:
     """Write the rewards of an answer into the ledger; rewards without a source get the given one.
+
+    Args:
+        episode: The episode.
+        rewards: The rewards.
+        source: The source of those that name none.
+        blames: The blame for one that cannot be applied, by its source; for other sources see `blame_of`.
 
     Raises:
         LedgerError: an event cannot be applied, or there are more than MAX_EVENTS events or MAX_POSTINGS postings.
@@ -157,15 +166,15 @@ def post_rewards(episode: Episode, rewards: list[Any], source: str) -> None:
     if len(rewards) > MAX_EVENTS:
         raise LedgerError(
             f"{source}: {len(rewards)} rewards in one answer; at most {MAX_EVENTS} are allowed: add them up first",
-            blame=blame_of(source),
+            blame=blame_of(source, blames),
         )
     written = 0
     for event in rewards:
         named = event if event.source else event.model_copy(update={"source": source})
-        written += len(episode.ledger.post(named, episode.turn, episode.locate))
+        written += len(episode.ledger.post(named, episode.turn, episode.locate, blames))
         if written > MAX_POSTINGS:
             raise LedgerError(
                 f"{source}: the rewards of one answer touch turns {written} times; at most {MAX_POSTINGS} are allowed: "
                 "add them up first",
-                blame=blame_of(source),
+                blame=blame_of(source, blames),
             )

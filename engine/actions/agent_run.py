@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from engine.actions.calling.code_call import LoopReplacedError
 from engine.actions.calling.workers import call_spec_code, is_async, on_main_loop
 from engine.actions.images import in_memory
+from engine.actions.reward_source import PROGRAM, RewardSource
 from engine.agents.command import CommandProgram
 from engine.agents.coroutine import CoroutineProgram
 from engine.agents.inbox import Inbox
@@ -23,6 +24,7 @@ from engine.limit import Limit
 from engine.limits import CONTEXT, LIMITS, PROMPT_LIMITS
 from engine.rewards.ledger import REWARD
 from engine.schemas.environment import ProgramSettings
+from engine.schemas.journal import ScoreRecord
 from engine.schemas.reward import RewardEvent
 from engine.spec.code.entry import load_entry
 
@@ -264,6 +266,25 @@ class AgentStarter:
             what=f"`{self._spec.use}`",
             effects=self._spec.effects,
         )
+
+
+class AgentRewards(RewardSource):
+    """The rewards that a program gives at its end. It is ended here, if it still runs."""
+
+    order, source = PROGRAM, SOURCE
+    asked_without_turns = True
+
+    def __init__(self, spec: EpisodeSpec) -> None:
+        self._is_only_source = only_source(spec)
+
+    async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
+        """End the program, and return what it gives. Raises: SpecCodeError: the reward cannot be read."""
+        return ScoreRecord(rewards=[] if objects.agent is None else await objects.agent.final_rewards())
+
+    def check(self, episode: Episode) -> None:
+        """Raise if a limit ended an episode to which only its program gives rewards, and it gave none."""
+        if self._is_only_source and episode.turn >= 0 and episode.failure is None:
+            require_reward(episode, f"the episode ended by {episode.limit or episode.event}")
 
 
 def only_source(spec: EpisodeSpec) -> bool:

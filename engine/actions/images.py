@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Protocol
 from engine.actions.room import rooms_of
 from engine.errors import ImageError, RenderError, SpecCodeError
 from engine.schemas.journal import (
-    GenerationRecord,
     Record,
     ResetRecord,
     StepRecord,
@@ -32,14 +31,10 @@ if TYPE_CHECKING:
     from engine.tokens.template import ChatTemplate
     from engine.tokens.vision import Vision
 Content = str | list[ContentPart]
-StoreImages = Callable[["Episode", Record], Awaitable[Record] | None]
-"""None if a record has no image to store."""
 
 
 def _in_parts(record: Record) -> bool:
     """Return whether a record has content that is not only text."""
-    if isinstance(record, GenerationRecord):
-        return False
     if isinstance(record, UserRecord):
         return not isinstance(record.turn.content, str)
     if isinstance(record, ToolsRecord):
@@ -123,14 +118,14 @@ class ImageStorer:
         if self._vision is not None:
             self._vision.bank.read_from(fetch)
 
-    def store_images(self, episode: Episode, record: Record) -> Awaitable[Record] | None:
-        """Return the record with digests instead of images; None if there is nothing to do.
+    def filter(self, episode: Episode, record: Record) -> Record | Awaitable[Record]:
+        """Return the record with digests instead of images; see `EpisodeService.filter`.
 
         Raises:
             ImageError: An image cannot be used, there are too many, or a text contains a placeholder.
             RenderError: The model has no vision.
         """
-        return None if self._vision is None and not _in_parts(record) else self._with_digests(episode, record)
+        return record if self._vision is None and not _in_parts(record) else self._with_digests(episode, record)
 
     async def _with_digests(self, episode: Episode, record: Record) -> Record:
         if isinstance(record, ResetRecord):

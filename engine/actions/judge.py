@@ -12,15 +12,19 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine.episode.episode import derive_seed
+from engine.actions.reward_source import JUDGE, RewardSource, graded
+from engine.actions.role_models import RoleModels
+from engine.episode.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
 from engine.schemas.base import Struct
 from engine.schemas.environment import EpisodeView
+from engine.schemas.journal import ScoreRecord
 from engine.schemas.message import Message
 from engine.schemas.reward import RewardEvent
 from engine.spec.template import fill, own_spans
 
 if TYPE_CHECKING:
+    from engine.actions.action import EpisodeObjects
     from engine.actions.role_models import RoleModel
     from engine.schemas.role import ScorerSpec
 
@@ -36,12 +40,20 @@ class Judgement(Struct, frozen=True, kw_only=True):
     """The judge's reply."""
 
 
-class Judge:
+class Judge(RewardSource):
     """The judge of all episodes; it has no state per episode."""
+
+    order, source, blame = JUDGE, "judge", "spec"
 
     def __init__(self, spec: ScorerSpec) -> None:
         self._spec = spec
         self._pattern = re.compile(spec.pattern)
+
+    async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
+        """Judge the episode. Raises as `score`."""
+        model = objects.part(RoleModels).model("rewards", "scorer")
+        judgements = await self.score(graded(episode.view()), model)
+        return ScoreRecord(rewards=[item.reward for item in judgements], replies=[item.said for item in judgements])
 
     async def score(self, view: EpisodeView, model: RoleModel) -> list[Judgement]:
         """Judge the last reply, or each reply, in order.
@@ -69,7 +81,7 @@ class Judge:
                 low, high = self._spec.scale
                 cause = f"the judge gave {number:g}; the scale is from {low:g} to {high:g}"
                 value = (number - low) / (high - low)
-                event = RewardEvent(turn=turn, name=self._spec.name, value=value, cause=cause, source="judge")
+                event = RewardEvent(turn=turn, name=self._spec.name, value=value, cause=cause, source=self.source)
                 return Judgement(reward=event, said=said)
         raise SpecCodeError(
             f"the judge gave no number on its scale in {self._spec.tries} replies; the last one was {said[:200]!r}: "

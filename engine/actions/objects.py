@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from engine.actions.action import EpisodeObjects
 from engine.actions.calling.host import HostedObject, Origin, SpecCode
 from engine.actions.calling.this_process import shape_or_fault
 from engine.actions.calling.workers import call_spec_code
-from engine.actions.llm_user import ModelUser
+from engine.actions.services import EpisodeService
 from engine.actions.spec_code import CallToolsAction
 from engine.actions.tool_servers import ToolServers
 from engine.actions.toolbox import BoundTool, Toolbox, bind_tool
@@ -22,7 +23,6 @@ from engine.spec.conversation import tools_of
 
 if TYPE_CHECKING:
     from engine.actions.calling.workers import Workers
-    from engine.actions.role_models import RoleModels
     from engine.agents.program import ProgramBodies
     from engine.backends.backend import Sampler
     from engine.machine.machine import Machine
@@ -48,7 +48,7 @@ class ObjectBuilder:
         machine: Its machine.
         code: Runs the spec's code.
         sampler: Samples the policy's replies; None where nothing is sampled.
-        roles: The models of users and judges; None where no role is played.
+        services: Asked to open each episode.
         programs: Agent programs that run elsewhere, instead of the spec's.
 
     Raises:
@@ -62,12 +62,13 @@ class ObjectBuilder:
         code: Workers,
         *,
         sampler: Sampler | None = None,
-        roles: RoleModels | None = None,
+        services: Sequence[EpisodeService] = (),
         programs: ProgramBodies | None = None,
     ) -> None:
         spec = loaded.spec
         self._loaded, self._code = loaded, code
-        self._bare = partial(EpisodeObjects, sampler=sampler, roles=roles, programs=programs)
+        self._opening = [service for service in services if type(service).open is not EpisodeService.open]
+        self._bare = partial(EpisodeObjects, sampler=sampler, programs=programs)
         self._environment = None if spec.environment is None else self._load_environment(spec.environment)
         self._users = {
             name: None if (entry := _code_of_user(user)) is None else self._load(entry, "user", user.isolation)
@@ -169,10 +170,7 @@ class ObjectBuilder:
         built = await self._construct(code, "user", spec.effects, objects) if code is not None else None
         if code is not None:
             _must_have(built, "respond", code.origin.use)
-        if not spec.model_played:
-            return built
-        path = ("users", name) if name else ("user",)
-        return ModelUser(spec, lambda: objects.model(*path), built, self._code)
+        return built
 
     async def _toolbox(self, objects: EpisodeObjects) -> Toolbox:
         tools = list(self._static)
@@ -228,11 +226,14 @@ class ObjectBuilder:
                 engine died. Where no plugin has such a host, it is built as usual.
         """
         host = self._code.apart(self._loaded.base) if alone else None
-        if host is None and self._environment is None and not self._users and self.shared_toolbox is not None:
+        bare = host is None and not (self._environment or self._users or self._opening)
+        if bare and self.shared_toolbox is not None:
             return self._bare(toolbox=self._for_task(self.shared_toolbox, task))
         objects = self._bare(host=host)
         try:
             await self._build(objects, task)
+            for service in self._opening:
+                await service.open(task, objects)
         except BaseException:
             await self.close(objects)
             raise

@@ -14,11 +14,13 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engine.actions.llm_user import ModelUser
 from engine.actions.role_weights import frozen_refusal, role_weights, shares_policy
+from engine.actions.services import EpisodeService, ServiceInputs
 from engine.backends.slots import Slots
 from engine.errors import ContextOverflow, EngineError, SpecCodeError, TrainError
 from engine.schemas.backend import BackendBase, LocalBackendSpec
@@ -27,19 +29,17 @@ from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import Message
 from engine.spec.added import PlayedRole, added_roles
-from engine.spec.load import LoadedSpec
 
 if TYPE_CHECKING:
+    from engine.actions.action import EpisodeObjects
     from engine.backends.backend import Backend
-    from engine.backends.http.outage import Outage
+    from engine.schemas.environment import Task
     from engine.schemas.trajectory import Blame
+    from engine.spec.load import LoadedSpec
     from engine.spec.text.diagnostic import DataPath
     from engine.tokens.template import ChatTemplate
     from engine.tokens.views import IntendedTokens
 
-
-RoleBackends = Literal["any", "scripted"]
-"""Backends that may serve roles: any backend, or only the role's own scripted ones."""
 
 _THINK_OPEN, _THINK_CLOSE = "<think>", "</think>"
 
@@ -192,38 +192,18 @@ def without_reasoning(text: str) -> str:
     return said.partition(_THINK_OPEN)[0].strip()
 
 
-class RoleModels:
-    """The models of all roles of a spec, by the path where each is declared. `start` loads formats and opens backends.
+class RoleModels(EpisodeService):
+    """The models of all roles of a spec, by the path where each is declared. `start` loads formats and opens backends."""
 
-    Args:
-        loaded: The spec.
-        format: The policy's chat format.
-        backend: The policy's backend, started by its owner.
-        slots: Generation slots of the policy.
-        allowed: Which backends may serve roles.
-        training: The weights of the policy change while episodes run.
-    """
-
-    def __init__(
-        self,
-        loaded: LoadedSpec,
-        format: ChatTemplate,
-        backend: Backend,
-        slots: Slots,
-        *,
-        allowed: RoleBackends = "any",
-        training: bool = False,
-    ) -> None:
-        self._loaded = loaded
-        self._training = training
-        self._format = format
-        self._policy = RoleBackend(backend, slots, borrowed=True)
-        self._allowed = allowed
+    def __init__(self, inputs: ServiceInputs) -> None:
+        self._inputs = inputs
+        self._loaded = inputs.loaded
+        self._policy = RoleBackend(inputs.backend, inputs.slots, borrowed=True)
         self._backends: dict[str, RoleBackend] = {}
         self._models: dict[DataPath, RoleModel] = {}
-        self._declared = roles_of(loaded.spec)
+        self._declared = roles_of(inputs.loaded.spec)
 
-    async def start(self) -> None:
+    async def start(self, backends: Sequence[Backend] = ()) -> None:
         """Load the formats and start the backends. If one fails, the started ones are closed.
 
         Raises:
@@ -236,15 +216,15 @@ class RoleModels:
             undo.push_async_callback(self.close)
             for path, role in self._declared.items():
                 part = role.spec
-                weights = role_weights(self._loaded.spec, part) if self._training else "apart"
+                weights = role_weights(self._loaded.spec, part) if self._inputs.training else "apart"
                 copied = weights == "copy"
                 borrows = shares_policy(self._loaded.spec, part) and not copied
                 scripted = not borrows and section_of(self._loaded, path).spec.backend.scripted
-                if self._allowed == "scripted" and not scripted:
+                if self._inputs.only_scripted and not scripted:
                     continue
                 if weights == "impossible":
                     raise TrainError("; ".join(frozen_refusal(role.name, self._loaded.spec)), kind="train_setup")
-                template = self._format if part.model is None else load_format(part.model, self._loaded.base)
+                template = self._inputs.template if part.model is None else load_format(part.model, self._loaded.base)
                 served = self._policy if borrows else await self._open(path, template, copied=copied)
                 self._models[path] = RoleModel(role, template, served, base_model=weights == "base")
             undo.pop_all()
@@ -265,6 +245,14 @@ class RoleModels:
             self._backends[key] = served  # before it starts, so that it is closed if the start fails
             await backend.start()
         return self._backends[key]
+
+    async def open(self, task: Task | None, objects: EpisodeObjects) -> None:
+        """Let the model play the episode's user, if one does; a grader is then its part."""
+        objects.parts[RoleModels] = self
+        user = self._loaded.spec.users_by_name.get(objects.user_name)
+        if user is not None and user.model_played:
+            path = ("users", objects.user_name) if objects.user_name else ("user",)
+            objects.user = ModelUser(user, lambda: self.model(*path), objects.user, self._inputs.code)
 
     def model(self, *path: str) -> RoleModel:
         """The model of the role declared at `path`.
@@ -298,17 +286,17 @@ class RoleModels:
         """The backends that were opened here."""
         return [served.backend for served in self._backends.values()]
 
-    @property
-    def outages(self) -> list[Outage]:
-        """Outages of the backends that were opened here."""
-        return [served.backend.outage for served in self._backends.values() if served.backend.outage is not None]
-
     def stats(self) -> dict[str, Any]:
         """Counts of each backend that was opened here, by the kind of its first role."""
         return {
             f"{index}:{served.backend.declared.kind_name()}": served.backend.stats()
             for index, served in enumerate(self._backends.values())
         }
+
+
+def open_service(inputs: ServiceInputs) -> RoleModels | None:
+    """The hook `open_service`: None if no model plays a role."""
+    return RoleModels(inputs) if roles_of(inputs.loaded.spec) else None
 
 
 def roles_of(spec: EpisodeSpec) -> dict[DataPath, PlayedRole]:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from engine.actions.action import Action, EpisodeObjects, post_rewards
-from engine.actions.agent_run import AgentRun, AgentStarter, only_source, require_reward
+from engine.actions.agent_run import AgentRewards, AgentRun, AgentStarter, only_source, require_reward
 from engine.actions.ahead import AheadSampler
 from engine.actions.generate import GenerateAction
 from engine.agents.inbox import Exchange
@@ -157,7 +157,7 @@ class RunAgentAction(Action):
         others = {turn: why for turn, why in episode.untrained.items() if why != UNRECEIVED}
         episode.untrained = others | dict.fromkeys(record.unreceived, UNRECEIVED)
         if episode.turn >= 0:
-            post_rewards(episode, record.rewards, SOURCE)
+            post_rewards(episode, record.rewards, SOURCE, {SOURCE: AgentRewards.blame})
         if record.event == "request":
             threads.attach(episode, record)
             episode.sampling = record.sampling

@@ -1,10 +1,18 @@
-"""What plugins do beside the episodes of a `Runner`: services that start before the first episode and end after the last."""
+"""What takes part in the episodes of one `Runner`: services, which start before the first episode and end after the last.
+
+    class Dice(EpisodeService):                             # made by a function that the hook `open_service` names
+        async def open(self, task, objects):
+            objects.environment = Game(self.table)          # also `sampler`, `user`, `toolbox`
+
+A service is asked only for what it overrides, so one that does not read records costs a turn nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from engine.actions.cut_texts import TextCutter
 from engine.plugin import Hook
 from engine.schemas.base import Struct
 from engine.schemas.sections import used_plugins
@@ -12,8 +20,21 @@ from engine.schemas.sections import used_plugins
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine.actions.action import EpisodeObjects
+    from engine.actions.calling.workers import Workers
+    from engine.actions.images import ImageStorer
     from engine.backends.backend import Backend
+    from engine.backends.http.outage import Outage
+    from engine.backends.slots import Slots
+    from engine.episode.episode import Episode
+    from engine.schemas.environment import Task
+    from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.journal import Record
     from engine.spec.load import LoadedSpec
+    from engine.tokens.template import ChatTemplate
+
+Filter = Callable[["Episode", "Record"], "Record | Awaitable[Record]"]
+"""See `EpisodeService.filter`."""
 
 
 class Cost(Struct, frozen=True, kw_only=True):
@@ -24,11 +45,53 @@ class Cost(Struct, frozen=True, kw_only=True):
     """What it may cost; None: any amount."""
 
 
+class ServiceInputs(Struct, frozen=True, kw_only=True):
+    """What the services of one `Runner` are made from."""
+
+    loaded: LoadedSpec
+    template: ChatTemplate
+    """The policy's chat format."""
+    code: Workers
+    """Runs the spec's code."""
+    backend: Backend
+    """The policy's backend, which its owner starts and closes."""
+    slots: Slots
+    """The generation slots of the policy."""
+    folder: Path | None = None
+    """The folder of the run, or of its training; None: nothing is stored."""
+    training: bool = False
+    """Whether the weights of the policy change while episodes run."""
+    only_scripted: bool = False
+    """Whether other models than scripted ones may not be used."""
+
+
 class EpisodeService:
     """Takes part in the episodes of one `Runner`. A subclass defines what it needs."""
 
+    order: ClassVar[int] = 0
+    """Services with a lower number start first and close last."""
+
+    def check(self) -> None:
+        """Called before any service starts. Raises: EngineError: the spec cannot be run as things are."""
+
     async def start(self, backends: Sequence[Backend]) -> None:
-        """The backends of the policy and of roles are started, and episodes begin next. Raises: EngineError: it cannot work."""
+        """Episodes begin soon. Raises: EngineError: it cannot work.
+
+        Args:
+            backends: The policy's backend, and those of the services that have started.
+        """
+
+    async def open(self, task: Task | None, objects: EpisodeObjects) -> None:
+        """The objects of an episode are built; it may replace some of them. What it adds to `objects.opened` is closed with them.
+
+        Raises:
+            SpecCodeError: the episode fails with it.
+        """
+
+    def filter(self, episode: Episode, record: Record) -> Record | Awaitable[Record]:
+        """Return the record that the episode is given and that is stored, in place of one that an action has returned. It is not asked
+        for generations: what the model has sampled stays as it is. Raises: EngineError: the action fails with it."""
+        return record
 
     def release(self, episode_id: str) -> None:
         """An attempt of an episode is over."""
@@ -37,16 +100,44 @@ class EpisodeService:
         """No more episodes run. Called also where `start` was not, or failed."""
 
     @property
+    def backends(self) -> Sequence[Backend]:
+        """The backends that it has opened."""
+        return ()
+
+    @property
+    def outages(self) -> list[Outage]:
+        """The outages of its backends."""
+        return [backend.outage for backend in self.backends if backend.outage is not None]
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of its backends by name, for the end of the run. Read before `close`."""
+        return {}
+
+    @property
     def cost(self) -> Cost | None:
         """The costs that it counts; None if it counts none. Read after `close` too."""
         return None
 
 
-OPEN_SERVICE: Hook[Callable[[LoadedSpec, Path], EpisodeService | None]] = Hook("open_service")
+OPEN_SERVICE: Hook[Callable[[ServiceInputs], EpisodeService | None]] = Hook("open_service")
 """Makes the service of a `Runner`; None if the spec needs none. Asked if the spec has a section, a backend or another part of the plugin."""
 
 
-def open_services(loaded: LoadedSpec, folder: Path) -> list[EpisodeService]:
-    """The services that plugins give to the episodes of one `Runner`, not started. `folder`: of the run, or of its training."""
-    opened = [make(loaded, folder) for make in OPEN_SERVICE.all(used_plugins(loaded.spec))]
-    return [service for service in opened if service is not None]
+def open_services(inputs: ServiceInputs) -> list[EpisodeService]:
+    """The services that plugins give to the episodes of one `Runner`, not started, in their order."""
+    from engine.actions.role_models import open_service
+
+    opened = [make(inputs) for make in (open_service, *OPEN_SERVICE.all(used_plugins(inputs.loaded.spec)))]
+    return sorted((service for service in opened if service is not None), key=lambda service: service.order)
+
+
+def record_filters(
+    spec: EpisodeSpec, template: ChatTemplate, services: Sequence[EpisodeService], images: ImageStorer
+) -> list[Filter]:
+    """What records pass before they are stored: long texts are cut, services filter, and images become digests."""
+    filters: list[Filter] = []
+    if spec.limits.tool_result_tokens is not None:
+        cutter = TextCutter(spec.limits, template)
+        filters.append(lambda _, record: cutter.cut(record))
+    filters += [service.filter for service in services if type(service).filter is not EpisodeService.filter]
+    return [*filters, images.filter]

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.actions.action import Action, EpisodeObjects, bounds_of, first_reached, post_rewards
 from engine.actions.action_facts import OWN_ACTION_SECONDS
-from engine.actions.agent_run import only_source, require_reward
+from engine.actions.agent_run import AgentRewards
 from engine.actions.calling.host import Origin
 from engine.actions.calling.workers import call_spec_code
 from engine.actions.facts import SCORERS, owns_conversation
 from engine.actions.judge import Judge
+from engine.actions.reward_source import ENVIRONMENT, SCORER, RewardSource, added_sources, graded
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.schemas.environment import EpisodeView, Reset, Step, UserTurn
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from engine.actions.calling.workers import Workers
     from engine.schemas.entry import Effects, IsolationSpec
+    from engine.schemas.environment_spec import EnvironmentSpec
     from engine.schemas.machine import StateSpec
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
@@ -462,71 +464,41 @@ class OwnAction(StepAction):
 
 
 class ScoreAction(SpecCodeAction):
-    """Call the environment's `score` and the spec's scorer, if they exist."""
+    """Write the final rewards of an episode: those of its sources, in their order."""
 
     name = "score"
 
     def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         super().__init__(loaded, state, template, code)
-        self._environment = loaded.spec.environment
-        self._only_program = only_source(loaded.spec)
-        self._spec = scorer = loaded.spec.rewards.scorer
-        self._judge = Judge(scorer) if scorer is not None and scorer.model_played else None
-        self._scorer: SpecFunction | None = None
-        if scorer is not None and scorer.use is not None:
-            use = SCORERS.get(scorer.use, scorer.use)
-            self._scorer = SpecFunction(loaded, code, use, scorer.with_, scorer.isolation, "rewards")
+        self._environment = environment = loaded.spec.environment
+        scorer = loaded.spec.rewards.scorer
+        sources = added_sources(loaded, code)
+        if loaded.spec.agent is not None:
+            sources.append(AgentRewards(loaded.spec))
+        if environment is not None:
+            sources.append(EnvironmentRewards(self, environment))
+        if scorer is not None:
+            sources.append(Judge(scorer) if scorer.model_played else ScorerRewards(self, loaded, code))
+        self.sources = sorted(sources, key=lambda source: source.order)
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
-        """Return their rewards, in that order."""
-        rewards: list[RewardEvent] = []
-        if objects.agent is not None:
-            rewards = await objects.agent.final_rewards()  # a program must not change what is scored
-        if episode.turn < 0:
-            return ScoreRecord(rewards=[])  # no turn to reward
-        score = getattr(objects.environment, "score", None)
-        if callable(score):
-            assert self._environment is not None
-            rewards += await self.ask_rewards(
-                score,
-                episode.view(),
-                source="environment",
-                seconds=self._environment.timeout,
-                what=f"`{self._environment.use}`.score",
-                effects=self._environment.effects,
-            )
-        final = await self.final(episode, objects)
-        return ScoreRecord(rewards=[*rewards, *final.rewards], replies=final.replies)
-
-    async def final(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
-        """Return the rewards of the spec's scorer, or of its judge; none if it has neither."""
+        """Return the rewards of all sources."""
         rewards: list[RewardEvent] = []
         replies: list[str] = []
-        if self._scorer is not None:
-            assert self._spec is not None
-            rewards += await self.ask_rewards(
-                self._scorer.of(objects),
-                graded(episode.view()),
-                source="score",
-                seconds=self._spec.seconds,
-                what=f"`{self._spec.use}`",
-            )
-        if self._judge is not None:
-            model = objects.model("rewards", "scorer")
-            for judgement in await self._judge.score(graded(episode.view()), model):
-                rewards.append(judgement.reward)
-                replies.append(judgement.said)
+        for source in self.sources:
+            if episode.turn >= 0:
+                record = await source.rewards(episode, objects)
+                rewards += record.rewards
+                replies += record.replies
+            elif source.asked_without_turns:
+                await source.rewards(episode, objects)
         return ScoreRecord(rewards=rewards, replies=replies)
 
     def apply(self, episode: Episode, record: ScoreRecord) -> str:
-        """Write the rewards.
-
-        Raises:
-            SpecCodeError: A limit ended an episode to which only its program gives rewards, and it gave none.
-        """
-        post_rewards(episode, record.rewards, "score")
-        if self._only_program and episode.turn >= 0 and episode.failure is None:
-            require_reward(episode, f"the episode ended by {episode.limit or episode.event}")
+        """Write the rewards. Raises: SpecCodeError: see `RewardSource.check`."""
+        post_rewards(episode, record.rewards, "score", {source.source: source.blame for source in self.sources})
+        for source in self.sources:
+            source.check(episode)
         return ""
 
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
@@ -535,7 +507,50 @@ class ScoreAction(SpecCodeAction):
         return self._environment.effects if self._environment is not None and asked else "pure"
 
 
-def graded(view: EpisodeView) -> EpisodeView:
-    """Return the view of a grader, whose messages are only the episode's assistant turns."""
-    replies = [message for message in view.messages if message.role == "assistant"]
-    return replace(view, messages=replies[len(replies) - (view.turn + 1) :])
+class EnvironmentRewards(RewardSource):
+    """The environment's `score`, if it has one."""
+
+    order, source = ENVIRONMENT, "environment"
+
+    def __init__(self, action: SpecCodeAction, environment: EnvironmentSpec) -> None:
+        self._action, self._environment = action, environment
+
+    async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
+        """Ask it."""
+        score = getattr(objects.environment, "score", None)
+        if not callable(score):
+            return ScoreRecord(rewards=[])
+        rewards = await self._action.ask_rewards(
+            score,
+            episode.view(),
+            source=self.source,
+            seconds=self._environment.timeout,
+            what=f"`{self._environment.use}`.score",
+            effects=self._environment.effects,
+        )
+        return ScoreRecord(rewards=rewards)
+
+
+class ScorerRewards(RewardSource):
+    """`rewards.scorer`: a function of the spec."""
+
+    order, source = SCORER, "score"
+
+    def __init__(self, action: SpecCodeAction, loaded: LoadedSpec, code: Workers) -> None:
+        scorer = loaded.spec.rewards.scorer
+        assert scorer is not None
+        assert scorer.use is not None
+        use = SCORERS.get(scorer.use, scorer.use)
+        self._action, self._spec = action, scorer
+        self._function = SpecFunction(loaded, code, use, scorer.with_, scorer.isolation, "rewards")
+
+    async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
+        """Ask it about the assistant's messages."""
+        rewards = await self._action.ask_rewards(
+            self._function.of(objects),
+            graded(episode.view()),
+            source=self.source,
+            seconds=self._spec.seconds,
+            what=f"`{self._spec.use}`",
+        )
+        return ScoreRecord(rewards=rewards)

@@ -251,7 +251,7 @@ async def _session(setup: Setup, slot: int, coordinator: Coordinating) -> Done |
             await feed.flush()
         finally:
             await backend.close()
-        told = backend.stats() | ({"played": runner.role_stats} if runner.role_stats else {})
+        told = backend.stats() | ({"played": runner.service_stats} if runner.service_stats else {})
         (store.folder / "backend.json").write_text(json.dumps(told, indent=2, default=str) + "\n")
         spent = runner.cost.spent if runner.cost is not None else 0.0
         result.summary.causes.place = None  # it does not travel

@@ -18,22 +18,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.actions.action import Action, EpisodeObjects
 from engine.actions.calling.code_call import LoopReplacedError
-from engine.actions.cut_texts import TextCutter
 from engine.deadline import EpisodeDeadline, PausableClocks
 from engine.episode.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, SpecCodeError
 from engine.limit import MAX_STEPS
 from engine.limits import CONTEXT, EPISODE_SECONDS, PROMPT_LIMITS
-from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
+from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record, RecordBase
 from engine.store.codec import EncodedRecord, encode_record
 
 if TYPE_CHECKING:
-    from engine.actions.images import StoreImages
+    from engine.actions.services import Filter
     from engine.episode.compiled import CompiledSpec
     from engine.store.journal import Journal, MemoryJournal
     from engine.store.writer import Write
@@ -59,7 +58,7 @@ class Executor:
         compiled: CompiledSpec,
         *,
         watch: Watch | None = None,
-        store_images: StoreImages | None = None,
+        filters: Sequence[Filter] = (),
         clocks: PausableClocks | None = None,
     ) -> None:
         """Drive episodes of a compiled spec.
@@ -67,16 +66,15 @@ class Executor:
         Args:
             compiled: The spec.
             watch: Called at each transition.
-            store_images: Stores the images that records bring.
+            filters: See `EpisodeService.filter`; each gets what the one before it returned.
             clocks: Paused while no server is reachable; the episodes' clocks are added to it.
         """
         limits = compiled.spec.limits
         self._compiled = compiled
         self._seconds = limits.episode_seconds
         self._watch = watch
-        self._store_images = store_images
+        self._filters = filters
         self._clocks = clocks or PausableClocks()
-        self._cut = None if limits.tool_result_tokens is None else TextCutter(limits, compiled.template).cut
 
     async def run(self, episode: Episode, objects: EpisodeObjects, journal: Journal | MemoryJournal) -> None:
         """Drive the episode to its end. The journal then holds its last entry. An error is stored in the episode's `failure`.
@@ -107,8 +105,8 @@ class Executor:
                         record = self._limited(episode, action, clock)
                         if record is None:
                             record = await action.perform(episode, objects)
-                            if (storing := self._storing(episode, record)) is not None:
-                                record = await storing
+                            if not isinstance(record, GenerationRecord):  # what the model sampled stays as it is
+                                record = await self._filtered(episode, record)
                             if clock is not None and clock.over:
                                 clock.withdraw()
                 except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  (an error in one episode ends no other)
@@ -194,17 +192,12 @@ class Executor:
             clock.acting = True
         return None
 
-    def _storing(self, episode: Episode, record: Record) -> Awaitable[Record] | None:
-        """Makes the record that is stored: texts cut, images as digests. None: the record itself."""
-        if isinstance(record, GenerationRecord):  # what the model sampled stays as it is
-            return None
-        if self._cut is not None:
-            return self._stored(episode, self._cut(record))
-        return None if self._store_images is None else self._store_images(episode, record)
-
-    async def _stored(self, episode: Episode, record: Record) -> Record:
-        storing = None if self._store_images is None else self._store_images(episode, record)
-        return record if storing is None else await storing
+    async def _filtered(self, episode: Episode, record: Record) -> Record:
+        """Return the record that is stored in place of what an action has returned."""
+        for filter_record in self._filters:
+            filtered = filter_record(episode, record)
+            record = filtered if isinstance(filtered, RecordBase) else await filtered
+        return record
 
     def _excused(self, error: BaseException, episode: Episode, clock: EpisodeDeadline | None) -> Record:
         """The record of an action that raised. Raises the error where it ends more than the action."""
@@ -262,8 +255,7 @@ class Executor:
         """The record that an action gives when it is performed again, without limits."""
         try:
             record = await action.perform(episode, objects)
-            storing = self._storing(episode, record)
-            return record if storing is None else await storing
+            return record if isinstance(record, GenerationRecord) else await self._filtered(episode, record)
         except Exception as error:  # noqa: BLE001  (as in `run`)
             return self._excused(error, episode, None)
 

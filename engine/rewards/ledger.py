@@ -35,18 +35,19 @@ REWARD = "reward"
 LARGEST = 1e30
 """Maximum absolute value of a turn's reward and of an event, so that sums are finite in the float32 of training rows too."""
 
-_BLAME: Mapping[str, Blame] = {
+OWN_BLAMES: Mapping[str, Blame] = {
     "environment": "environment",
     "user": "user",
     "tool": "tool",
     "score": "environment",
-    "agent": "environment",
 }
+"""The blame for an event that cannot be applied, by its `source`, for the sources of the engine."""
 
 
-def blame_of(source: str) -> Blame:
-    """The blame for an event that cannot be applied, by its `source`: the spec, unless an environment, user or tool wrote it."""
-    return _BLAME.get(source.partition(":")[0], "spec")
+def blame_of(source: str, blames: Mapping[str, Blame] = OWN_BLAMES) -> Blame:
+    """The blame for an event that cannot be applied, by its `source`: the spec, if the source is another one."""
+    name = source.partition(":")[0]
+    return blames.get(name) or OWN_BLAMES.get(name, "spec")
 
 
 class TurnPart(Struct, frozen=True, kw_only=True):
@@ -161,13 +162,20 @@ class Ledger:
         """All postings so far, oldest first."""
         return tuple(self._postings)
 
-    def post(self, event: RewardEvent, at_turn: int, locate: Locate | None = None) -> list[Posting]:
+    def post(
+        self,
+        event: RewardEvent,
+        at_turn: int,
+        locate: Locate | None = None,
+        blames: Mapping[str, Blame] = OWN_BLAMES,
+    ) -> list[Posting]:
         """Apply an event.
 
         Args:
             event: The amount to add, set or transfer.
             at_turn: The newest assistant turn, from 0; -1 before the first.
             locate: Finds the tokens of a part of a turn, for events that address one.
+            blames: See `blame_of`.
 
         Returns:
             The new postings: one for each turn and name; for a transfer, a pair for each payer, receiver and name (more than
@@ -185,7 +193,7 @@ class Ledger:
             return self._write(changes, event, at_turn)
         except LedgerError as error:
             who = event.source or "a reward event"
-            raise LedgerError(f"{who}: {error}", blame=blame_of(event.source)) from None
+            raise LedgerError(f"{who}: {error}", blame=blame_of(event.source, blames)) from None
 
     def _writes(self, event: RewardEvent, at_turn: int, locate: Locate | None) -> list[tuple[_Place, float]]:
         """`add` and `set`: each place with the amount to add, or the new amount."""

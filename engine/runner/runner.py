@@ -26,8 +26,7 @@ from engine.actions.calling.code_call import SCOPE, EpisodeScope, LoopReplacedEr
 from engine.actions.calling.workers import Workers
 from engine.actions.images import ImageStorer
 from engine.actions.objects import ObjectBuilder
-from engine.actions.role_models import RoleModels
-from engine.actions.services import open_services
+from engine.actions.services import ServiceInputs, open_services, record_filters
 from engine.backends.backend import SlotSampler
 from engine.backends.slots import Slots
 from engine.deadline import PausableClocks
@@ -52,7 +51,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.actions.action import EpisodeObjects
-    from engine.actions.services import Cost
+    from engine.actions.services import Cost, EpisodeService
     from engine.agents.program import ProgramBodies
     from engine.backends.backend import Backend
     from engine.episode.episode import Episode
@@ -171,20 +170,27 @@ class Runner:
         self._isolation = CrashIsolation(store.crashes())
         slots = Slots(spec.rollout.concurrency)
         self._compiled = compile_spec(loaded, format, self._workers, context=backend.context)
-        self._roles = RoleModels(loaded, format, backend, slots, training=training)
+        inputs = ServiceInputs(
+            loaded=loaded,
+            template=format,
+            code=self._workers,
+            backend=backend,
+            slots=slots,
+            folder=folder or store.folder,
+            training=training,
+        )
+        self._services = open_services(inputs)
         self._object_builder = ObjectBuilder(
             loaded,
             self._compiled.machine,
             self._workers,
             sampler=SlotSampler(backend, slots),
-            roles=self._roles,
+            services=self._services,
             programs=programs,
         )
-        self._services = open_services(loaded, folder or store.folder)
         images = ImageStorer(format, store, stored_images(store), spec)
-        self._executor = Executor(
-            self._compiled, watch=self.counters.watch, store_images=images.store_images, clocks=self._clocks
-        )
+        filters = record_filters(spec, format, self._services, images)
+        self._executor = Executor(self._compiled, watch=self.counters.watch, filters=filters, clocks=self._clocks)
         self._tool_schemas = ToolSchemas(store.folder)
         self._observers = episode_observers(loaded, store)
         self.guard = EpisodeGuard(format, loaded, store.folder) if backend.declared.exact_ids else None
@@ -195,8 +201,8 @@ class Runner:
         self._stopped: EngineError | None = None
         self._halt = asyncio.Event()
         """Set if an error stops the whole run."""
-        self.role_stats: dict[str, Any] = {}
-        """After the run: counts of the backends of model-played users and judges."""
+        self.service_stats: dict[str, Any] = {}
+        """After the run: counts of the backends of services, such as those of model-played users and judges."""
 
     async def run(self, source: EpisodeSource | None = None, stop: asyncio.Event | None = None) -> RunResult:
         """Run the episodes that `source` gives. Setting `stop` ends the run early and cleanly.
@@ -338,7 +344,6 @@ class Runner:
         if attempt.objects is not None:
             await self._object_builder.close(attempt.objects)
             self._backend.release(attempt.journal.episode_id)
-            self._roles.release(attempt.journal.episode_id)
             for service in self._services:
                 service.release(attempt.journal.episode_id)
         attempt.objects = attempt.episode = None
@@ -416,29 +421,28 @@ class Runner:
                 blame="spec",
                 kind="agent_elsewhere",
             )
-        await self._roles.start()
-        own = self._backend.outage
-        outages = [*([own] if own is not None else []), *self._roles.outages]
-        self.counters.outages = outages
-        for outage in outages:
-            outage.clocks.add(self._clocks)
+        for service in self._services:
+            service.check()
         async with AsyncExitStack() as ending:  # one that cannot be closed leaves none of the others open
-            ending.push_async_callback(self._close_roles)
             for observer in reversed(self._observers):
                 ending.push_async_callback(asyncio.to_thread, observer.close)
             ending.callback(self._workers.close)
-            for outage in outages:
-                ending.callback(outage.clocks.remove, self._clocks)
-            for service in reversed(self._services):
-                ending.push_async_callback(service.close)
+            for service in self._services:
+                ending.push_async_callback(self._close_service, service)
             with rare_collections():
+                backends = [self._backend]
                 for service in self._services:
-                    await service.start([self._backend, *self._roles.backends])
+                    await service.start(backends)
+                    backends += service.backends
+                self.counters.outages = [backend.outage for backend in backends if backend.outage is not None]
+                for outage in self.counters.outages:
+                    outage.clocks.add(self._clocks)
+                    ending.callback(outage.clocks.remove, self._clocks)
                 yield
 
-    async def _close_roles(self) -> None:
-        self.role_stats = self._roles.stats()
-        await self._roles.close()
+    async def _close_service(self, service: EpisodeService) -> None:
+        self.service_stats |= service.stats()
+        await service.close()
 
     def _shared(self, episode_id: str) -> Sequence[JournalEntry]:
         """Return the entries that the episode shares with the run from which this one was forked."""

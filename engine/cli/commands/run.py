@@ -315,7 +315,7 @@ async def drive(
             finally:
                 await backend.close()
         await observers.of_result(result)
-    told = backend.stats() | ({"played": runner.role_stats} if runner.role_stats else {})
+    told = backend.stats() | ({"played": runner.service_stats} if runner.service_stats else {})
     try:
         report = private_file(store.folder / "backend.json")
         report.write_text(mask_credentials(json.dumps(told, indent=2, default=str)) + "\n")

@@ -14,8 +14,8 @@ from engine.plugins.chat_apis.spec import CostSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine.actions.services import ServiceInputs
     from engine.backends.backend import Backend
-    from engine.spec.load import LoadedSpec
 
 COSTS = "costs.jsonl"
 """Name of the file in the folder of the run or training."""
@@ -28,6 +28,8 @@ class CountedCosts(EpisodeService):
         file: Where costs are counted. Runners of one training count in one file.
         most: What the run or training may cost; None: any amount.
     """
+
+    order = 1  # it counts in the backends of other services
 
     def __init__(self, file: Path, most: float | None) -> None:
         self._file = file
@@ -58,8 +60,9 @@ class CountedCosts(EpisodeService):
         return None if self._budget is None else Cost(spent=self._budget.count(), most=self._most)
 
 
-def open_service(loaded: LoadedSpec, folder: Path) -> CountedCosts | None:
+def open_service(inputs: ServiceInputs) -> CountedCosts | None:
     """The hook `open_service`: counts if a backend of the spec has prices."""
-    if not any(section.priced for section in backend_specs(loaded.spec)):
+    spec = inputs.loaded.spec
+    if inputs.folder is None or not any(backend.priced for backend in backend_specs(spec)):
         return None
-    return CountedCosts(folder / COSTS, CostSpec.or_default(loaded.spec.rollout).max_cost)
+    return CountedCosts(inputs.folder / COSTS, CostSpec.or_default(spec.rollout).max_cost)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.actions.action import Action, EpisodeObjects
 from engine.actions.images import in_memory
+from engine.actions.role_models import RoleModels
 from engine.actions.spec_code import SpecCodeAction, SpecFunction
 from engine.episode.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
@@ -173,7 +174,7 @@ class CondenseAction(SpecCodeAction):
     async def _summary(
         self, spec: SummarySpec, text: str, episode: Episode, objects: EpisodeObjects, index: int
     ) -> tuple[str, int]:
-        model = objects.model("condense", "condenser")
+        model = objects.part(RoleModels).model("condense", "condenser")
         fields = {"text": text, "tokens": spec.tokens, "task": episode.task.fields}
         reply = await model.reply(
             [Message(role=item.role, content=fill(item.content, fields)) for item in spec.messages],

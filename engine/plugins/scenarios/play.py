@@ -5,12 +5,14 @@ Invariant: the result depends only on the spec, the scenario and the tokenizer. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.actions.images import ImageStorer, MemoryImages
 from engine.actions.objects import ObjectBuilder
-from engine.actions.role_models import RoleModels
+from engine.actions.services import EpisodeService, ServiceInputs, open_services, record_filters
 from engine.backends.backend import SlotSampler
 from engine.backends.scripted import ScriptedBackend
 from engine.backends.slots import Slots
@@ -68,14 +70,17 @@ async def play(
     # No scenario waits for a model.
     slots = Slots(1)
     compiled = compile_spec(loaded, template, workers, context=backend.context)
-    roles = RoleModels(loaded, template, backend, slots, allowed="scripted")
-    builder = ObjectBuilder(loaded, compiled.machine, workers, sampler=SlotSampler(backend, slots), roles=roles)
-    scripted = _ScenarioEpisode(compiled, builder, workers, scenario)
-    await roles.start()
-    try:
+    inputs = ServiceInputs(
+        loaded=loaded, template=template, code=workers, backend=backend, slots=slots, only_scripted=True
+    )
+    services = open_services(inputs)
+    builder = ObjectBuilder(loaded, compiled.machine, workers, sampler=SlotSampler(backend, slots), services=services)
+    scripted = _ScenarioEpisode(compiled, builder, services, workers, scenario)
+    async with AsyncExitStack() as ending:
+        for service in services:
+            ending.push_async_callback(service.close)
+            await service.start([backend])
         return await scripted.play(task, scenarios, index)
-    finally:
-        await roles.close()
 
 
 def _script(scenario: Scenario) -> Script:
@@ -86,7 +91,14 @@ def _script(scenario: Scenario) -> Script:
 class _ScenarioEpisode:
     """One episode of a scenario."""
 
-    def __init__(self, compiled: CompiledSpec, builder: ObjectBuilder, workers: Workers, scenario: Scenario) -> None:
+    def __init__(
+        self,
+        compiled: CompiledSpec,
+        builder: ObjectBuilder,
+        services: Sequence[EpisodeService],
+        workers: Workers,
+        scenario: Scenario,
+    ) -> None:
         self._compiled = compiled.with_actions(
             script_actions(compiled.actions, scenario, compiled.spec.limits.episode_seconds)
         )
@@ -97,7 +109,8 @@ class _ScenarioEpisode:
         self._journal = MemoryJournal()
         images = MemoryImages()
         storer = ImageStorer(compiled.template, images, images.fetch, compiled.spec)
-        self._executor = Executor(self._compiled, watch=self._watcher, store_images=storer.store_images)
+        filters = record_filters(compiled.spec, compiled.template, services, storer)
+        self._executor = Executor(self._compiled, watch=self._watcher, filters=filters)
 
     async def play(self, task: Task, scenarios: ScenarioSet, index: int) -> Played:
         """Run the episode to its end."""

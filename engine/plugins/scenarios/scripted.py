@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel
 from engine.actions.action import Action
 from engine.actions.calling.host import HostedTool
 from engine.actions.calling.workers import call_spec_code, on_main_loop
+from engine.actions.reward_source import JUDGE, SCORER, RewardSource
 from engine.actions.spec_code import ScoreAction, StepAction
 from engine.actions.toolbox import BoundTool, Toolbox
 from engine.errors import SpecCodeError
@@ -242,24 +244,31 @@ class ScriptedStepAction(StepAction):
         return _faulted(answer, self.blame, self.what) if answer.faulty else _as(Step, answer)
 
 
-class ScriptedScoreAction(ScoreAction):
-    """`score` with a scripted answer in place of the spec's scorer. The environment's `score` is asked as in a run."""
+class ScriptedRewards(RewardSource):
+    """A scripted answer in place of the spec's scorer or judge. The environment's `score` is asked as in a run."""
 
-    def __init__(self, real: ScoreAction, answer: ScriptedScore) -> None:
-        vars(self).update(vars(real))
-        self._answer = answer
+    order = SCORER
 
-    async def final(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
+    def __init__(self, action: ScoreAction, answer: ScriptedScore, source: str) -> None:
+        self._action, self._answer, self.source = action, answer, source
+
+    async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
         """Return the scripted rewards."""
-        source = "score" if self._judge is None else "judge"
-        rewards = await self.ask_rewards(
-            self._say, episode.view(), source=source, seconds=SCORER_SECONDS, what="the scorer"
+        rewards = await self._action.ask_rewards(
+            self._say, episode.view(), source=self.source, seconds=SCORER_SECONDS, what="the scorer"
         )
         return ScoreRecord(rewards=rewards)
 
     def _say(self, view: EpisodeView) -> Any:
         answer = self._answer
         return _faulted(answer, "environment", "the scorer") if answer.faulty else list(answer.rewards)
+
+
+def _scripted_sources(action: ScoreAction, answer: ScriptedScore) -> list[RewardSource]:
+    """The sources of an action, with a scripted one in place of the scorer or the judge."""
+    real = next((source for source in action.sources if source.order in (SCORER, JUDGE)), None)
+    scripted = ScriptedRewards(action, answer, "score" if real is None else real.source)
+    return sorted([scripted, *(source for source in action.sources if source is not real)], key=lambda item: item.order)
 
 
 class OutOfTimeAction(Action):
@@ -320,7 +329,8 @@ def script_actions(
     if scenario.scorer is not None:
         for state, action in actions.items():
             if isinstance(action, ScoreAction):
-                changed[state] = ScriptedScoreAction(action, scenario.scorer)
+                changed[state] = scripted = copy(action)
+                scripted.sources = _scripted_sources(action, scenario.scorer)
     if (late := scenario.out_of_time) is not None:
         changed[late.state] = _late(changed[late.state], late, episode_seconds)
     return changed

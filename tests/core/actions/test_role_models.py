@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
+from service_inputs import service_inputs
 from written_specs import save_spec
 
 from engine.actions.role_models import RoleModels, roles_of, section_of
@@ -62,7 +62,7 @@ async def roles_of_spec(spec: LoadedSpec, **kwargs: Any) -> tuple[RoleModels, Sc
     form = load_format(spec.spec.model, spec.base)
     backend = ScriptedBackend(Script.model_validate(["policy"]), form)
     await backend.start()
-    roles = RoleModels(spec, form, backend, asyncio.Semaphore(4), **kwargs)
+    roles = RoleModels(service_inputs(spec, form, backend, **kwargs))
     await roles.start()
     return roles, backend
 
@@ -88,7 +88,7 @@ async def test_parts_with_the_same_weights_and_backend_share_one(tmp_path: Path,
 
 
 async def test_a_scenario_opens_no_model(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
-    roles, _ = await roles_of_spec(loaded(tmp_path, tiny_tokenizer_dir, {}), allowed="scripted")
+    roles, _ = await roles_of_spec(loaded(tmp_path, tiny_tokenizer_dir, {}), only_scripted=True)
     with pytest.raises(SpecCodeError, match="no model plays `user` here") as caught:
         roles.model("user")
     assert (caught.value.blame, caught.value.kind) == ("user", "user_not_played")

@@ -19,7 +19,7 @@ BUILT_IN = {
     "Episode": ["episode/compiled.py"],
     "Executor": ["plugins/scenarios/play.py", "runner/runner.py"],
     "Journal": ["store/store.py"],
-    "RoleModels": ["plugins/scenarios/play.py", "runner/runner.py"],
+    "ServiceInputs": ["plugins/scenarios/play.py", "runner/runner.py"],
 }
 """Where the constructor of each class is called."""
 

@@ -178,7 +178,7 @@ async def test_an_episode_is_taken_up_again_without_asking_for_what_was_answered
         await again.run()
         (trajectory,) = store.trajectories()
         assert [message.text for message in trajectory.messages] == [message.text for message in ran.only.messages]
-        asked = {name: counts["requests"] for name, counts in again.role_stats.items()}
+        asked = {name: counts["requests"] for name, counts in again.service_stats.items()}
         assert asked == {"0:scripted": 1}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from service_inputs import service_inputs
 from slow_cases import each_once
 from trainings import begin_training
 
@@ -88,7 +89,6 @@ def test_the_weights_of_a_role_on_servers(
 
 
 async def test_frozen_weights_that_cannot_be_had_are_refused(train_spec: Any, tiny_tokenizer_dir: Path) -> None:
-    import asyncio
 
     from engine.actions.role_models import RoleModels
     from engine.backends.scripted import ScriptedBackend
@@ -98,11 +98,11 @@ async def test_frozen_weights_that_cannot_be_had_are_refused(train_spec: Any, ti
     loaded = load_spec(train_spec(user={"prompt": [{"role": "user", "content": "{{reply}}"}]}, backend=SERVERS))
     form = load_format(loaded.spec.model, loaded.base)
     backend = ScriptedBackend(Script.model_validate(["policy"]), form)
-    await RoleModels(loaded, form, backend, asyncio.Semaphore(1)).start()  # a run trains nothing
+    await RoleModels(service_inputs(loaded, form, backend)).start()  # a run trains nothing
     with pytest.raises(
         TrainError, match="on the same servers, and all weights are trained; give it a `backend` of its own"
     ):
-        await RoleModels(loaded, form, backend, asyncio.Semaphore(1), training=True).start()
+        await RoleModels(service_inputs(loaded, form, backend, training=True)).start()
 
 
 async def test_a_role_of_the_base_model_names_no_adapter(train_spec: Any) -> None:
@@ -118,7 +118,7 @@ async def test_a_role_of_the_base_model_names_no_adapter(train_spec: Any) -> Non
     form = load_format(loaded.spec.model, loaded.base)
     backend = SGLangBackend.open(loaded.spec.backend, form, loaded)
     backend.policy = PolicyAdapter(name="policy-1", version=1)
-    roles = RoleModels(loaded, form, backend, asyncio.Semaphore(1), training=True)
+    roles = RoleModels(service_inputs(loaded, form, backend, training=True))
     await roles.start()
     sent: list[str | None] = []
 
