@@ -81,4 +81,5 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "view": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("view",)},
     "vllm": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "backends": ("vllm",)},
+    "weights": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "weight_syncs": ("sglang",)},
 }

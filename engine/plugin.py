@@ -93,6 +93,8 @@ class Plugin:
     """`train.loss.kind` -> its config class, a `Loss`."""
     train_kinds: Entries = field(default_factory=dict)
     """`train.kind` -> its `engine.schemas.train_kinds:TrainKind`."""
+    weight_syncs: Entries = field(default_factory=dict)
+    """`backend.kind` -> function that opens the `WeightSync` of a training: see `engine.train.sync.open_sync`."""
     critics: Entries = field(default_factory=dict)
     """`train.critic.kind` -> its config class, a `CriticBase`; what runs it comes from the hook `auxiliary_objective`."""
     actions: Entries = field(default_factory=dict)

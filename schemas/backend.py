@@ -43,7 +43,6 @@ class LocalBackendSpec(BackendBase):
 
     runtime: ClassVar[str] = "engine.backends.local.backend:LocalBackend"
     trains: ClassVar[bool] = True
-    weight_sync: ClassVar[str] = "engine.train.sync:open_local_sync"
     weight_methods: ClassVar[tuple[str, ...]] = ("auto", "tensors")
     unsupported_sampling: ClassVar[tuple[str, ...]] = CONSTRAINTS
     reports_experts: ClassVar[bool] = True

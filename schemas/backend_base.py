@@ -29,9 +29,7 @@ class BackendBase(Contract):
     reports_versions: ClassVar[bool] = True
     """Replies name the weight version that sampled each token."""
     trains: ClassVar[bool] = False
-    """It takes new weights while it runs; `weight_sync` and `weight_methods` say how."""
-    weight_sync: ClassVar[str]
-    """With `trains`: `module:function` that opens a `WeightSync`, as `engine.train.sync.open_sync` calls it."""
+    """It takes new weights while it runs, by one of `weight_methods`; the point `weight_syncs` has what sends them."""
     weight_methods: ClassVar[tuple[str, ...]] = ()
     """With `trains`: the values of `train.weight_sync.method` that it takes."""
     weights_in_servers: ClassVar[bool] = False

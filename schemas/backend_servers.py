@@ -144,7 +144,6 @@ class SGLangBackendSpec(ServersSpec):
 
     runtime: ClassVar[str] = "engine.backends.sglang.client:SGLangBackend"
     trains: ClassVar[bool] = True
-    weight_sync: ClassVar[str] = "engine.train.sync_sglang:open_sglang_sync"
     weight_methods: ClassVar[tuple[str, ...]] = ("auto", "disk", "tensors", "collective", "adapter")
     releases_memory: ClassVar[bool] = True
     reports_experts: ClassVar[bool] = True

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from engine.backends.local.device import pick_device
+from engine.backends.weight_target import missing_sync
 from engine.errors import TrainError
 from engine.plugin import load
 from engine.schemas.backend import kinds_that_train
@@ -44,6 +45,8 @@ def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
             f"{loaded.path}: a `{spec.backend.kind}` backend cannot take new weights; train with {kinds_that_train()}",
             kind="train_setup",
         )
+    if spec.train.uses_backend and (why := missing_sync(spec.backend.kind)) is not None:
+        raise TrainError(f"{loaded.path}: {why}", kind="train_setup")
     train = spec.train.effective()
     if train.epochs is None:
         return train

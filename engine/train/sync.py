@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from engine import plugin
+from engine.backends.weight_target import missing_sync, sync_openers
 from engine.errors import BackendError, TrainError
 from engine.schemas.backend import kinds_that_train
+from engine.schemas.base import Struct
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from engine.train.policy import Policy
 
 
-@dataclass(frozen=True, slots=True)
-class Pushed:
+class Pushed(Struct, frozen=True, kw_only=True):
     """What a push cost."""
 
     bytes: int
@@ -84,8 +84,9 @@ def open_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) 
             f"`train.weight_sync.method: {weights.method}`: the `{spec.backend.kind}` backend takes only {taken}",
             kind="train_setup",
         )
-    module, _, name = spec.backend.weight_sync.partition(":")
-    opened: WeightSync = getattr(import_module(module), name)(spec, backend, folder, lora=lora)
+    if (why := missing_sync(spec.backend.kind)) is not None:
+        raise TrainError(why, kind="train_setup")
+    opened: WeightSync = plugin.load(sync_openers()[spec.backend.kind])(spec, backend, folder, lora=lora)
     return opened
 
 
@@ -120,7 +121,7 @@ class LocalSync:
                 f"the local backend samples with version {taken}, but was sent version {version}",
                 kind="weights_not_taken",
             )
-        return Pushed(tensor_bytes(weights.values()), time.monotonic() - began)
+        return Pushed(bytes=tensor_bytes(weights.values()), pause_seconds=time.monotonic() - began)
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:

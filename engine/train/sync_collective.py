@@ -94,7 +94,7 @@ class CollectiveSync:
             await check_versions(self._backend, version)
 
         await through_outages(self._backend, version, update)
-        return Pushed(tensor_bytes(weights.values()), self._backend.control.paused_seconds - paused)
+        return Pushed(bytes=tensor_bytes(weights.values()), pause_seconds=self._backend.control.paused_seconds - paused)
 
     async def close(self) -> None:
         """End the group on the servers too: NCCL may end a process whose peer is gone."""

@@ -114,7 +114,7 @@ class DiskSync:
 
         await through_outages(self._backend, version, update)
         await asyncio.to_thread(_remove_others, self._folder, "version-*", {target.name})
-        return Pushed(_file_bytes(target), self._backend.control.paused_seconds - paused)
+        return Pushed(bytes=_file_bytes(target), pause_seconds=self._backend.control.paused_seconds - paused)
 
 
 class TensorSync:
@@ -174,7 +174,7 @@ class TensorSync:
             await check_versions(self._backend, version)
 
         await through_outages(self._backend, version, update)
-        return Pushed(tensor_bytes(weights.values()), self._backend.control.paused_seconds - paused)
+        return Pushed(bytes=tensor_bytes(weights.values()), pause_seconds=self._backend.control.paused_seconds - paused)
 
     def _buffer(self, server: Server, facts: dict[str, Any], policy: Policy, size: int) -> Buffer:
         gpu = _only_gpu(policy)
@@ -237,7 +237,7 @@ class AdapterSync:
             except BackendError as error:  # it uses memory of the server, but no request names it
                 log.warning("an old adapter was not unloaded", adapter=old, reason=str(error))
             await asyncio.to_thread(shutil.rmtree, self._folder / old, True)
-        return Pushed(_file_bytes(target), 0.0)
+        return Pushed(bytes=_file_bytes(target), pause_seconds=0.0)
 
 
 def _write_adapter(policy: Policy, target: Path) -> None:

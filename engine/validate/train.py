@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
+from engine.backends.weight_target import missing_sync
 from engine.schemas.backend import backend_classes, kinds_that_train
 from engine.schemas.train import TrainSpec
 from engine.spec.text.diagnostic import DataPath
@@ -70,6 +71,9 @@ def backend(ctx: CheckContext) -> Iterator[Finding]:
             message = f"the `{declared.kind}` backend {why}, so the model cannot be trained on its replies"
             path: DataPath = ("backend", "kind") if ctx.written("backend", "kind") else ("backend",)
             yield Finding(message, path, f"use {kinds_that_train()}, or remove `train`")
+        elif train.uses_backend and (lacking := missing_sync(declared.kind)) is not None:
+            message, _, fix = lacking.partition(": ")
+            yield Finding(message, ("backend",), fix)
 
 
 @rule("train.adapter", "error", "the sampler uses an adapter that the trainer does not have")

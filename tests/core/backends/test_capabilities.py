@@ -6,7 +6,6 @@ import inspect
 import json
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ import yaml
 
 from engine.backends.backend import Backend
 from engine.backends.registry import runtime_class
+from engine.backends.weight_target import missing_sync, sync_openers
+from engine.plugin import load
 from engine.schemas.backend import BackendBase, backend_classes, kinds_that_train
 from engine.schemas.generation import SamplingParams
 from engine.spec.load import load_spec
@@ -70,8 +71,7 @@ def test_a_kind_that_trains_has_exact_ids_with_versions_and_a_way_for_weights(de
         assert declared.weight_methods == ()
         return
     assert (declared.exact_ids, declared.reports_versions) == (True, True)
-    module, _, name = declared.weight_sync.partition(":")
-    assert callable(getattr(import_module(module), name))
+    assert missing_sync(declared.kind_name()) is not None or callable(load(sync_openers()[declared.kind_name()]))
     assert "auto" in declared.weight_methods
 
 

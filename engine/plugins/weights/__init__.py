@@ -1,0 +1,16 @@
+"""How servers get the weights of a training.
+
+sync_sglang.py      the ways to send weights to SGLang servers: `disk`, `tensors`, `adapter`; sync_collective.py: `collective`
+server_pushes.py    what these have in common
+server_models.py    whether a server has the model that is trained
+shared_tensors.py   weights in the memory of one host
+broadcasts.py       weights in a process group with the servers
+"""
+
+from engine.plugin import Plugin
+
+PLUGIN = Plugin(
+    name="weights",
+    about="Sends the weights of a training to servers",
+    weight_syncs={"sglang": "engine.train.sync_sglang:open_sglang_sync"},
+)
