@@ -12,5 +12,5 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="weights",
     about="Sends the weights of a training to servers",
-    weight_syncs={"sglang": "engine.train.sync_sglang:open_sglang_sync"},
+    weight_syncs={"sglang": "engine.plugins.weights.sync_sglang:open_sglang_sync"},
 )

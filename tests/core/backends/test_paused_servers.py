@@ -15,10 +15,10 @@ from slow_cases import slow_but_each
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
+from engine.plugins.weights.sync_sglang import DiskSync, TensorSync
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.tokens.template import ChatTemplate
-from engine.train.sync_sglang import DiskSync, TensorSync
 
 sys.path.insert(0, str(Path(__file__).parent))
 
