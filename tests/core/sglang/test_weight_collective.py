@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from engine.backends.sglang.client import SGLangBackend
+from engine.plugins.weights import sync_collective
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.tokens.template import ChatTemplate
-from engine.train import broadcasts, sync_collective
+from engine.train import broadcasts
 from engine.train.broadcasts import BroadcastGroup
 from engine.train.sync import open_sync
 
