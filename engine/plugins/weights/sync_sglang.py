@@ -27,9 +27,15 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.backends.sglang.control import PauseMode
 from engine.backends.sglang.loads import from_disk, separately
 from engine.errors import BackendError, TrainError
+from engine.plugins.weights.server_pushes import (
+    check_versions,
+    ignore_failure,
+    post_update,
+    through_outages,
+    with_retry,
+)
 from engine.plugins.weights.sync_collective import CollectiveSync
 from engine.train.server_models import ServerModels
-from engine.train.server_pushes import check_versions, ignore_failure, post_update, through_outages, with_retry
 from engine.train.shared_tensors import Buffer, DeviceBuffer, SharedBuffer, buckets, buffer_bytes
 from engine.train.sync import Pushed, tensor_bytes
 
