@@ -27,6 +27,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.backends.sglang.control import PauseMode
 from engine.backends.sglang.loads import from_disk, separately
 from engine.errors import BackendError, TrainError
+from engine.plugins.weights.server_models import ServerModels
 from engine.plugins.weights.server_pushes import (
     check_versions,
     ignore_failure,
@@ -35,7 +36,6 @@ from engine.plugins.weights.server_pushes import (
     with_retry,
 )
 from engine.plugins.weights.sync_collective import CollectiveSync
-from engine.train.server_models import ServerModels
 from engine.train.shared_tensors import Buffer, DeviceBuffer, SharedBuffer, buckets, buffer_bytes
 from engine.train.sync import Pushed, tensor_bytes
 

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import OutageError, TrainError
+from engine.plugins.weights.server_models import difference
 from engine.plugins.weights.sync_sglang import AdapterSync, DiskSync
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.tokens.template import ChatTemplate
-from engine.train.server_models import difference
 
 sys.path.insert(0, str(Path(__file__).parent))
 
