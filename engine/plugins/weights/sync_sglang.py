@@ -35,8 +35,8 @@ from engine.plugins.weights.server_pushes import (
     through_outages,
     with_retry,
 )
+from engine.plugins.weights.shared_tensors import Buffer, DeviceBuffer, SharedBuffer, buckets, buffer_bytes
 from engine.plugins.weights.sync_collective import CollectiveSync
-from engine.train.shared_tensors import Buffer, DeviceBuffer, SharedBuffer, buckets, buffer_bytes
 from engine.train.sync import Pushed, tensor_bytes
 
 if TYPE_CHECKING:

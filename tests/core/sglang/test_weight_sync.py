@@ -17,13 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, TrainError
 from engine.plugins.weights.server_pushes import check_versions
+from engine.plugins.weights.shared_tensors import SharedBuffer, buffer_bytes
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.train import TrainSpec
 from engine.tokens.template import ChatTemplate
 from engine.train.policy import Policy
-from engine.train.shared_tensors import SharedBuffer, buffer_bytes
 from engine.train.sync import open_sync
 
 Running = Any

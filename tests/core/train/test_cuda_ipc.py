@@ -17,13 +17,13 @@ from torch.multiprocessing import reductions
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
+from engine.plugins.weights.shared_tensors import DeviceBuffer, SharedBuffer
 from engine.plugins.weights.sync_sglang import TensorSync, _launched_gpus
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.backend_servers import LaunchSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
-from engine.train.shared_tensors import DeviceBuffer, SharedBuffer
 
 UUID = "0a1b2c3d-0000-1111-2222-333344445555"
 ALLOWED = {

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.backends.local.backend import LocalBackend
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
+from engine.plugins.weights.shared_tensors import SharedBuffer, buckets, buffer_bytes
 from engine.schemas.backend import LocalBackendSpec, SGLangBackendSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import Generation, SamplingParams
@@ -28,7 +29,6 @@ from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.tokens.loading import load_format
 from engine.train.policy import Policy
-from engine.train.shared_tensors import SharedBuffer, buckets, buffer_bytes
 from engine.train.sync import open_sync
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
