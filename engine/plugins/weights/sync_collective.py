@@ -20,10 +20,10 @@ import structlog
 
 from engine.backends.sglang.control import PauseMode
 from engine.errors import BackendError
+from engine.plugins.weights.broadcasts import JOIN_SECONDS, BroadcastGroup, GroupKind, check_own, own_address
 from engine.plugins.weights.server_models import ServerModels
 from engine.plugins.weights.server_pushes import check_versions, post_update, through_outages
 from engine.plugins.weights.shared_tensors import buckets
-from engine.train.broadcasts import JOIN_SECONDS, BroadcastGroup, GroupKind, check_own, own_address
 from engine.train.sync import Pushed, tensor_bytes
 
 if TYPE_CHECKING:

@@ -15,12 +15,11 @@ from test_push_outages import Policy
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
-from engine.plugins.weights import sync_collective
+from engine.plugins.weights import broadcasts, sync_collective
 from engine.plugins.weights.sync_collective import CollectiveSync
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.tokens.template import ChatTemplate
-from engine.train import broadcasts
 
 PUSH = ["/end_weight_update", "/begin_weight_update", *["/update_weights_from_distributed"] * 2, "/end_weight_update"]
 JOIN = ["/destroy_weights_update_group", "/init_weights_update_group"]

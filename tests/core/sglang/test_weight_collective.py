@@ -16,12 +16,11 @@ import pytest
 import torch
 
 from engine.backends.sglang.client import SGLangBackend
-from engine.plugins.weights import sync_collective
+from engine.plugins.weights import broadcasts, sync_collective
+from engine.plugins.weights.broadcasts import BroadcastGroup
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.tokens.template import ChatTemplate
-from engine.train import broadcasts
-from engine.train.broadcasts import BroadcastGroup
 from engine.train.sync import open_sync
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -149,7 +148,7 @@ import test_weight_collective as kit
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
 from engine.train import sync_collective
-from engine.train.broadcasts import BroadcastGroup
+from engine.plugins.weights.broadcasts import BroadcastGroup
 
 url, model, folder, number = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 sync_collective.BUCKET_BYTES = 100_000

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from torch import distributed as dist
 
 from engine.errors import TrainError
+from engine.plugins.weights import broadcasts
+from engine.plugins.weights.broadcasts import BroadcastGroup, own_address
 from engine.schemas.train import WeightSyncSpec
-from engine.train import broadcasts
-from engine.train.broadcasts import BroadcastGroup, own_address
 
 SERVER = Path(__file__).with_name("joining_server.py")
 TENSORS = [
