@@ -34,6 +34,7 @@ NAMING: dict[str, Spec] = {
     "sft": {"train": {"kind": "sft", "data": {"path": "rows.jsonl"}}},
     "traces": {"traces": {}},
     "vllm": {"backend": {"kind": "vllm", "urls": ["http://127.0.0.1:9"]}},
+    "weights": {"backend": {"kind": "sglang", "urls": ["http://127.0.0.1:9"]}, "train": {}},
 }
 """Plugin -> keys of a spec that name it. What commands name it is in `KNOWN`."""
 CONDENSING: Spec = {

@@ -17,7 +17,6 @@ import torch
 from torch import distributed
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_sglang import FakeSGLang
 from sglang_cluster import OUTPUT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -11,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from generate_requests import generate_request as request
+from sglang_cluster import OUTPUT, FakeSGLang
 from slow_cases import slow_but_each
+from test_push_outages import Policy
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
@@ -19,12 +21,6 @@ from engine.plugins.weights.sync_sglang import DiskSync, TensorSync
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.tokens.template import ChatTemplate
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from generate_requests import generate_request as request
-from sglang_cluster import OUTPUT, FakeSGLang
-from test_push_outages import Policy
 
 
 class Server(FakeSGLang):

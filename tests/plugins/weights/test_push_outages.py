@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -12,7 +11,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from generate_requests import generate_request as request
 from safetensors.torch import save_file
+from sglang_cluster import OUTPUT, FakeSGLang
+from slow_cases import slow_after
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import OutageError, TrainError
@@ -21,12 +23,6 @@ from engine.plugins.weights.sync_sglang import AdapterSync, DiskSync
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.tokens.template import ChatTemplate
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from generate_requests import generate_request as request
-from sglang_cluster import OUTPUT, FakeSGLang
-from slow_cases import slow_after
 
 Death = Literal["for good", "restarted", "connection"]
 
