@@ -56,6 +56,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "commands": ("plan",),
         "old_options": ("train --plan", "train --processes", "train --memory", "train --images", "train --image-size"),
     },
+    "plots": {"install": ("pip install --force-reinstall --no-deps episode-engine",)},
     "report": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "sections": ("train.report_to", "train.tracking"),

@@ -77,8 +77,9 @@ class TrainingObserver:
     async def ended(self, step: int, metrics: Mapping[str, float]) -> None:
         """It reached its last step, which has these metrics."""
 
-    def close(self) -> None:
-        """No more calls follow."""
+    def close(self) -> str | None:
+        """No more calls follow. Returns a line for the end of the command's output, if there is one to show."""
+        return None
 
 
 OBSERVE_RUN: Hook[Callable[[LoadedSpec, RunStore], RunObserver | None]] = Hook("observe_run")
@@ -184,7 +185,6 @@ class TrainingObservers:
         for observer in self._observers:
             await observer.ended(step, metrics)
 
-    def close(self) -> None:
-        """No more calls follow."""
-        for observer in self._observers:
-            observer.close()
+    def close(self) -> list[str]:
+        """No more calls follow. Returns lines for the end of the command's output."""
+        return [line for observer in self._observers if (line := observer.close()) is not None]

@@ -127,6 +127,8 @@ class Trainer:
         self.state = State()
         self.batch_log = BatchLog(folder)
         self.observers = TrainingObservers(loaded, folder)
+        self.last_lines: list[str] = []
+        """What observers show at the end of the command's output."""
         self.source: StepSource = source_class(self.train)(self)
         self._process_group = process_group or SingleProcessGroup()
         self._on_step = on_step
@@ -160,7 +162,7 @@ class Trainer:
             await self.observers.failed(error, self.state.step)
             raise
         finally:
-            self.observers.close()
+            self.last_lines = self.observers.close()
 
     # --- beginning and end ----------------------------------------------------------------------------------
 

@@ -96,7 +96,6 @@ def train(
         if isinstance(error, FailingError):
             echo(error.cause, err=True)
         if folder is not None and (resume is not None or not folders.discard(folder)):
-            _draw_plots(folder, console)
             console.print(
                 f"Training: {folder}\nTo continue: engine train --resume {folder} {error.resume_words}".rstrip()
             )
@@ -236,8 +235,12 @@ async def _train(
         keep_going=keep_going,
     )
     hint = f"To continue: engine train --resume {folder}"
-    with stop_on_signals(stop, hint, train.checkpoints.grace), shown(panel, console, quiet=quiet):
-        return await trainer.run(stop=stop)
+    try:
+        with stop_on_signals(stop, hint, train.checkpoints.grace), shown(panel, console, quiet=quiet):
+            return await trainer.run(stop=stop)
+    finally:
+        for line in trainer.last_lines:
+            console.print(line)
 
 
 def _print_result(result: TrainResult, folder: Path, console: Console, seconds: float) -> None:
@@ -268,7 +271,6 @@ def _print_result(result: TrainResult, folder: Path, console: Console, seconds: 
 
         for line in disk_lines(result.disk):
             console.print(line)
-    _draw_plots(folder, console)
     for fault in result.faults:
         console.print(f"could not be finished: {fault}", style="red")
     console.print(f"Training: {folder}")
@@ -283,16 +285,3 @@ def _print_result(result: TrainResult, folder: Path, console: Console, seconds: 
         raise typer.Exit(interrupted())
     if result.faults:
         raise typer.Exit(ERROR)
-
-
-def _draw_plots(folder: Path, console: Console) -> None:
-    from engine.errors import EngineError
-    from engine.train.plots import draw
-
-    try:
-        drawn = draw(folder)
-    except EngineError as error:
-        console.print(f"plots were not written: {error}")
-        return
-    if drawn:
-        console.print(f"Plots: {drawn[0].parent}")
