@@ -12,8 +12,8 @@ import math
 import sys
 from pathlib import Path
 
+from engine.plugins.plots.plots import draw_curves
 from engine.train.metrics import read_metrics
-from engine.train.plots import draw_curves
 
 KEPT = (
     "step",

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
+from engine.plugins.plots.plots import draw
 from engine.runner.observers import TrainingObserver
-from engine.train.plots import draw
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec

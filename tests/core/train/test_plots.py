@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from engine.errors import StoreError
+from engine.plugins.plots.plots import Curve, Line, Panel, curve, draw, draw_curves, panels
 from engine.train.metrics import MetricsLog
-from engine.train.plots import Curve, Line, Panel, curve, draw, draw_curves, panels
 
 
 def run(folder: Path, name: str, values: dict[int, float]) -> Path:
