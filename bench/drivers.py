@@ -82,7 +82,7 @@ class Measured:
 
 async def run_once(spec: Path, out: Path) -> Measured:
     """One run with Ray, also for one driver, so that all are measured alike."""
-    from engine.drivers.run import Fleet, run_drivers
+    from engine.plugins.drivers.run import Fleet, run_drivers
     from engine.runner.stats import RunCounters, RunSummary
     from engine.spec.load import load_spec
     from engine.spec.tasks import load_tasks
@@ -187,7 +187,7 @@ def slots(model: str, counts: list[int], groups: int) -> dict[int, float]:
 
 def leases(groups: int = 5000) -> dict[str, float]:
     """Seconds of a call that leases one group and reports one as done: CPU and wall time, with the file's commit."""
-    from engine.drivers.leases import Leases
+    from engine.plugins.drivers.leases import Leases
 
     with tempfile.TemporaryDirectory(prefix="bench-drivers-") as folder:
         held = Leases(Path(folder) / "leases.db", groups)
@@ -215,8 +215,8 @@ def leases(groups: int = 5000) -> dict[str, float]:
 
 async def ray_calls(calls: int = 2000) -> dict[str, float]:
     """CPU seconds of the coordinator's process per call through Ray, each of which leases one group and reports one; 16 calls at a time."""
-    from engine.drivers.actors import Coordinator, RemoteCoordinator
-    from engine.drivers.cluster import cluster
+    from engine.plugins.drivers.actors import Coordinator, RemoteCoordinator
+    from engine.plugins.drivers.cluster import cluster
 
     report = {"incarnation": "a", "states": {"GENERATING": 8}, "failures": {}, "limits": {}, "store": "0"}
     with cluster(1) as ray, tempfile.TemporaryDirectory(prefix="bench-drivers-") as folder:
@@ -251,7 +251,7 @@ def simulate(
 
     Assumptions: one driver a host, which has `alive` episodes in groups of `SAMPLES` whose episodes end together; an episode has `TURNS` turns,
     each of which waits `turn_wait` for a server and costs its driver `turn_cost` of one core; servers are never the bound. A driver keeps a
-    quarter of its episodes ahead and calls when half of these are left, as `engine.drivers.feed` does, and twice a second. Calls cost the
+    quarter of its episodes ahead and calls when half of these are left, as `engine.plugins.drivers.feed` does, and twice a second. Calls cost the
     coordinator `call_cost` each, one after another, on a core of its own; the network adds 1 ms there and 1 ms back. Hosts do not fail.
 
     Args:

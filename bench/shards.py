@@ -46,11 +46,11 @@ def make(folder: Path, model: str, episodes: int, parts: int) -> None:
     """Run the episodes of one part, publish it, and copy it."""
     import yaml
 
+    from engine.plugins.drivers.places import Place
+    from engine.plugins.drivers.publisher import Publisher
+    from engine.plugins.drivers.shards import Part, create_shards
     from engine.store.find import list_runs
-    from engine.store.places import Place
-    from engine.store.publisher import Publisher
     from engine.store.reading import own_header
-    from engine.store.shards import Part, create_shards
 
     spec = {
         "spec": "episode/v1",

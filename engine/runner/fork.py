@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import StoreError
+from engine.plugins.drivers.rules import refuse_many
+from engine.plugins.drivers.shards import shards_of
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.store.header import Fork
 from engine.store.reader import RunReader
-from engine.store.shards import shards_of
-from engine.validate.drivers import refuse_many
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec

@@ -34,6 +34,7 @@ from engine.episode.compiled import compile_spec
 from engine.episode.episode import never_built, until_end
 from engine.episode.executor import Executor, RestartNeededError
 from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
+from engine.plugins.drivers.rules import refuse_many
 from engine.runner.crash_isolation import CrashIsolation
 from engine.runner.failure_causes import Causes, Verdict, places
 from engine.runner.guarded import EpisodeGuard
@@ -45,7 +46,6 @@ from engine.store.images import stored_images
 from engine.store.store import episode_id_of
 from engine.store.tool_schemas import ToolSchemas
 from engine.store.upkeep.fork import shared_entries
-from engine.validate.drivers import refuse_many
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,7 +140,7 @@ class Runner:
         programs: Agent programs that run elsewhere, instead of the spec's.
 
     Raises:
-        SpecError: `rollout.drivers` is more than 1: `engine.drivers.run.run_drivers` runs such a spec.
+        SpecError: `rollout.drivers` is more than 1: `engine.plugins.drivers.run.run_drivers` runs such a spec.
     """
 
     def __init__(

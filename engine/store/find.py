@@ -9,12 +9,12 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from engine.errors import StoreError
+from engine.plugins.drivers.catalogue import catalogue_folder
+from engine.plugins.drivers.places import is_url
+from engine.plugins.drivers.shards import RUN as SHARDS
+from engine.plugins.drivers.shards import SHARDED, VERSION
 from engine.store import database
-from engine.store.catalogue import catalogue_folder
-from engine.store.places import is_url
 from engine.store.private import private_folder, whole_file
-from engine.store.shards import RUN as SHARDS
-from engine.store.shards import SHARDED, VERSION
 
 MAX_CHARACTERS = 255
 """Maximum length of a folder's name on common file systems."""

@@ -33,6 +33,8 @@ from msgspec.structs import astuple
 
 import engine
 from engine.errors import StoreError
+from engine.plugins.drivers.sharded import ShardedRun, note_status
+from engine.plugins.drivers.shards import DRIVERS, SHARDED, shards_of
 from engine.schemas.environment import Task
 from engine.schemas.message import ImagePart
 from engine.schemas.trajectory import Blame, EpisodeScore
@@ -49,8 +51,6 @@ from engine.store.private import private_folder
 from engine.store.reader import RunReader
 from engine.store.reading import EpisodeRow, own_header, reading
 from engine.store.scores import write_score
-from engine.store.sharded import ShardedRun, note_status
-from engine.store.shards import DRIVERS, SHARDED, shards_of
 from engine.store.upkeep import dropped
 from engine.store.upkeep.again import begin_again
 from engine.store.upkeep.fork import copy_shared

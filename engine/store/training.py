@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from engine.errors import TrainError
+from engine.plugins.drivers.shards import SHARDED
 from engine.store import RunHeader, RunStore
 from engine.store.database import FILE as RUN_FILE
 from engine.store.find import is_file
 from engine.store.lock import FILE as LOCK_FILE
 from engine.store.private import private_file, private_folder
-from engine.store.shards import SHARDED
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec

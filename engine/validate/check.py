@@ -34,12 +34,12 @@ UNFINISHED = "check.unfinished"
 
 def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
-    from engine.validate import (  # noqa: F401  (importing them registers their rules)
+    from engine.plugins.drivers import rules as drivers
+    from engine.validate import (
         agents,
         backend,
         credit_reach,
         cycles,
-        drivers,
         experts,
         guards,
         keep,

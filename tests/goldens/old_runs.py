@@ -173,7 +173,7 @@ def pack(folder: Path, file: Path) -> None:
 
 def replace_path(folder: Path, before: str, after: str) -> None:
     """Replace a path in the headers of stores and in text files, and the machine of drivers' stores by this one."""
-    from engine.drivers.session import machine_id
+    from engine.plugins.drivers.session import machine_id
 
     for path in [*folder.rglob("*.db"), *folder.rglob("*.json"), *folder.rglob("*.jsonl"), *folder.rglob("*.yaml")]:
         if path.suffix == ".db":
@@ -347,12 +347,12 @@ def resume_drivers(engine: Callable[..., tuple[int, str]], run: Path) -> Record:
     """Both drivers go on with what they had begun, in this process: `test_old_sharded_run` resumes them on a cluster."""
     from local_coordinator import Here
 
-    from engine.drivers.leases import Leases
-    from engine.drivers.run import prepare_leases
-    from engine.drivers.session import Setup, run_driver
+    from engine.plugins.drivers.leases import Leases
+    from engine.plugins.drivers.run import prepare_leases
+    from engine.plugins.drivers.session import Setup, run_driver
+    from engine.plugins.drivers.shards import shards_of
     from engine.spec.tasks import load_tasks
     from engine.store import RunStore
-    from engine.store.shards import shards_of
 
     with RunStore.open(run, readonly=True) as store:
         loaded, header = store.header.loaded_spec(strict=True), store.header

@@ -56,10 +56,10 @@ async def _rescore(
 ) -> tuple[Rescored, Path, str]:
     from engine.cli.reports.report import dropped_words
     from engine.errors import StoreError
+    from engine.plugins.drivers.shards import shards_of
     from engine.runner.rescore import rescore as score
     from engine.spec.load import load_spec
     from engine.store import RunStore, find_run
-    from engine.store.shards import shards_of
     from engine.tokens.loading import load_format
     from engine.validate import refuse_errors
 

@@ -76,9 +76,9 @@ def run(
     Ctrl-C; 143 after SIGTERM.
     """
     from engine.cli.console import make_console
-    from engine.cli.reports.run_drivers import refuse_resume
     from engine.errors import EngineError
     from engine.logs import configure_logging
+    from engine.plugins.drivers.run_command import refuse_resume
 
     configure_logging()
     console = make_console()
@@ -162,8 +162,8 @@ def print_stopped(result: RunResult, folder: Path) -> None:
     """
     from engine.cli.console import make_console
     from engine.errors import FailingError
+    from engine.plugins.drivers.shards import SHARDED
     from engine.runner.failure_causes import with_trace
-    from engine.store.shards import SHARDED
 
     stopped, summary = result.stopped, result.summary
     if stopped is None and not summary.backend_failed and not summary.all_failed:
@@ -280,9 +280,9 @@ async def drive(
 
     from engine.backends.registry import open_backend
     from engine.cli.reports.report import print_summary
-    from engine.cli.reports.run_drivers import drive_many, is_sharded
     from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
+    from engine.plugins.drivers.run_command import drive_many, is_sharded
     from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
     from engine.runner.runner import Runner

@@ -200,8 +200,8 @@ def _check(console: Console, loaded: LoadedSpec) -> None:
     Raises:
         SpecError: a rule found an error.
     """
+    from engine.plugins.drivers.rules import refuse_training
     from engine.validate import refuse_errors
-    from engine.validate.drivers import refuse_training
 
     refuse_training(loaded)
     for item in refuse_errors(loaded):

@@ -16,7 +16,7 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.drivers.rollouts import DriverRollouts
+    from engine.plugins.drivers.driver_runner import DriverRollouts
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
     from engine.store.store import RunStore
@@ -67,11 +67,11 @@ def serve(
     from engine.cli.commands.run import prepare
     from engine.cli.console import make_console
     from engine.cli.stopping import interrupted
-    from engine.drivers.leases import FILE as LEASES
     from engine.errors import EngineError, StoreError
     from engine.logs import configure_logging
+    from engine.plugins.drivers.leases import FILE as LEASES
+    from engine.plugins.drivers.rules import refuse_many, refuse_serving
     from engine.plugins.serve.groups import refuse_unserved
-    from engine.validate.drivers import refuse_many, refuse_serving
 
     if api and (trainer, token_file, ahead) != (None, None, None):
         wrong_usage("--trainer, --token-file and --ahead are for groups; leave out --api")
@@ -155,13 +155,13 @@ async def _serve(
     from engine.cli.reports.progress import ticking
     from engine.cli.reports.report import Panel, print_summary
     from engine.cli.stopping import stop_on_signals
+    from engine.plugins.drivers.shards import shards_of
     from engine.plugins.serve.episodes import ServedEpisodes
     from engine.plugins.serve.groups import GroupService
     from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
     from engine.runner.runner import Runner
     from engine.store.private import private_file
-    from engine.store.shards import shards_of
     from engine.store.store import RunStore
     from engine.tokens.loading import load_format
 
@@ -186,7 +186,7 @@ async def _serve(
                 training = groups is not None
                 runner: Runner | DriverRollouts
                 if loaded.spec.rollout.drivers > 1:
-                    from engine.drivers.rollouts import DriverRollouts
+                    from engine.plugins.drivers.driver_runner import DriverRollouts
 
                     runner = DriverRollouts(loaded, store, None, keep_going=True)
                 else:

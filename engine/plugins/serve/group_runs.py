@@ -29,7 +29,7 @@ from engine.train.batches import GroupBuilder
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend
-    from engine.drivers.rollouts import DriverRollouts
+    from engine.plugins.drivers.driver_runner import DriverRollouts
     from engine.plugins.serve.request_log import GroupRequest, RequestLog
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory

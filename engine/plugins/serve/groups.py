@@ -28,7 +28,7 @@ from engine.validate.trainers import TrainerError, trainer_of
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend
-    from engine.drivers.rollouts import DriverRollouts
+    from engine.plugins.drivers.driver_runner import DriverRollouts
     from engine.runner.runner import Runner
     from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from engine.errors import TrainError, first_of
+from engine.plugins.drivers.rules import refuse_many
 from engine.plugins.trainers.capabilities import TRAINERS
 from engine.plugins.trainers.handover import final_rows
 from engine.plugins.trainers.pixels import Pixels
@@ -32,7 +33,6 @@ from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
 from engine.train.batches import GroupBuilder
 from engine.validate import refuse_first_tasks
-from engine.validate.drivers import refuse_many
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend

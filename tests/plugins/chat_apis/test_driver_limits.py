@@ -6,7 +6,7 @@ from pathlib import Path
 
 from written_specs import save_spec
 
-from engine.drivers.session import of_driver
+from engine.plugins.drivers.session import of_driver
 from engine.spec.load import load_spec
 
 

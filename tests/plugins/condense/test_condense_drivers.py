@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.drivers.session import of_driver
 from engine.plugins.condense.spec import CondenseSpec
+from engine.plugins.drivers.session import of_driver
 from engine.spec.load import load_spec
 
 API = {"kind": "openai", "url": "http://127.0.0.1:9", "model": "m", "requests_per_minute": 100}

@@ -22,11 +22,11 @@ import numpy as np
 import structlog
 
 from engine.errors import StoreError
+from engine.plugins.drivers.catalogue import STORE
 from engine.plugins.show.listing.heads import read_head
 from engine.plugins.show.listing.logs import sampled_tasks
 from engine.plugins.show.listing.sources import Source
 from engine.store import codec
-from engine.store.catalogue import STORE
 from engine.store.episode_filter import END_VALUES
 from engine.store.private import private_file, private_folder
 from engine.store.reader import RunReader

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.drivers.cluster import TOKEN
-from engine.drivers.feed import Feed
-from engine.drivers.leases import Answer, Lease
 from engine.errors import EngineError, StoreError
+from engine.plugins.drivers.cluster import TOKEN
+from engine.plugins.drivers.feed import Feed
+from engine.plugins.drivers.leases import Answer, Lease
 from engine.schemas.base import Contract, Struct
 from engine.schemas.sections import SectionOwner
 
@@ -293,7 +293,7 @@ def open_driver_store(stores: Path, name: str, header: RunHeader, *, existing: b
 def _publisher(setup: Setup, store: RunStore, name: str) -> Callable[[list[str]], Awaitable[None]] | None:
     if setup.shards is None:
         return None
-    from engine.store.publisher import Publisher
+    from engine.plugins.drivers.publisher import Publisher
 
     publisher = Publisher(store.folder, setup.shards, driver=name)
 

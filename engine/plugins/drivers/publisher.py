@@ -1,4 +1,4 @@
-"""Publishes the finished groups of one driver as parts, whose layout `engine.store.shards` has."""
+"""Publishes the finished groups of one driver as parts, whose layout `engine.plugins.drivers.shards` has."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from engine.errors import StoreError
+from engine.plugins.drivers.places import Place
+from engine.plugins.drivers.shards import META, SUMMARY, TOOLS, VERSION, Part, list_parts
 from engine.store import codec, database
-from engine.store.places import Place
 from engine.store.private import private_file
 from engine.store.reader import RunReader
 from engine.store.reading import own_header, reading
 from engine.store.rows.build import RowBuilder
 from engine.store.rows.export import export_rows
 from engine.store.rows.row import columns_of
-from engine.store.shards import META, SUMMARY, TOOLS, VERSION, Part, list_parts
 from engine.store.tool_schemas import ToolSchemas
 from engine.store.upkeep.compact import mentioned_images
 from engine.store.upkeep.dropped import has_table

@@ -2,7 +2,7 @@
 
     place = create_shards(run_folder, header, "s3://bucket/runs/r1")      # once per run
     publisher = Publisher(run_folder / "drivers" / "0", place, "0")       # one per driver
-    publisher.publish(publisher.ready())                              # `engine.store.publisher`
+    publisher.publish(publisher.ready())                              # `engine.plugins.drivers.publisher`
 
 A part has three files. `part-<driver>-<n>.db` is a run store with the journals, trajectories and images of the part's episodes,
 `part-<driver>-<n>.parquet` has their training rows, and `episodes-<driver>-<n>.parquet` a summary of each. `run.json` is the run's header, and
@@ -11,7 +11,7 @@ A part has three files. `part-<driver>-<n>.db` is a run store with the journals,
 Invariants:
 - A part exists when its file `episodes-…` exists: it is written last. No file of a part changes after that.
 - The parts of a driver are numbered from 0 without gaps, and one process at a time writes under a driver's name.
-- What a crash leaves unpublished or unnoted is published again. Readers count (episode, attempt) once (`engine.store.catalogue`).
+- What a crash leaves unpublished or unnoted is published again. Readers count (episode, attempt) once (`engine.plugins.drivers.catalogue`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from pydantic import ValidationError
 
 from engine.errors import StoreError
+from engine.plugins.drivers.places import Place, is_url
 from engine.schemas.base import Struct
 from engine.store.header import RunHeader
-from engine.store.places import Place, is_url
 from engine.store.private import whole_file
 from engine.store.reader import RunStatus
 

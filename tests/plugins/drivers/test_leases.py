@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.drivers.leases import Answer, Counts, Leases
 from engine.errors import StoreError
+from engine.plugins.drivers.leases import Answer, Counts, Leases
 
 
 class Clock:

@@ -14,17 +14,17 @@ from ended_runs import run_to_end
 from local_coordinator import Here
 from written_specs import save_spec, scripted_spec
 
-from engine.drivers.actors import Coordinator
-from engine.drivers.feed import Feed
-from engine.drivers.leases import Answer, Leases
-from engine.drivers.run import prepare_leases, summary_of
-from engine.drivers.session import Setup, machine_id, of_driver, run_driver, share_of
+from engine.plugins.drivers.actors import Coordinator
+from engine.plugins.drivers.feed import Feed
+from engine.plugins.drivers.leases import Answer, Leases
+from engine.plugins.drivers.run import prepare_leases, summary_of
+from engine.plugins.drivers.session import Setup, machine_id, of_driver, run_driver, share_of
+from engine.plugins.drivers.shards import create_shards
 from engine.runner.guarded import FILE, read_reason
 from engine.schemas.environment import Task
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
-from engine.store.shards import create_shards
 
 GROUPS, SAMPLES = 9, 2
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.drivers.leases import Answer, Lease, Leases
-from engine.drivers.session import Coordinating, Report
+from engine.plugins.drivers.leases import Answer, Lease, Leases
+from engine.plugins.drivers.session import Coordinating, Report
 
 
 class Here(Coordinating):

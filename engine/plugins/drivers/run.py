@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import structlog
 
-from engine.drivers.actors import Coordinator, Driver, RemoteCoordinator, engine_error
-from engine.drivers.cluster import cluster, nodes_of
-from engine.drivers.leases import FILE, Leases
-from engine.drivers.session import STORES, Done, Report, Setup
 from engine.errors import EngineError, StoreError
+from engine.plugins.drivers.actors import Coordinator, Driver, RemoteCoordinator, engine_error
+from engine.plugins.drivers.cluster import cluster, nodes_of
+from engine.plugins.drivers.leases import FILE, Leases
+from engine.plugins.drivers.session import STORES, Done, Report, Setup
 from engine.runner.failure_causes import Causes, places
 from engine.runner.runner import RunResult
 from engine.runner.stats import RunCounters, RunSummary
@@ -135,7 +135,7 @@ async def run_drivers(
         EngineError: no cluster, or no driver that can work.
         StoreError: a store cannot be read or written.
     """
-    from engine.store.shards import create_shards, shards_of
+    from engine.plugins.drivers.shards import create_shards, shards_of
 
     rollout = loaded.spec.rollout
     folder = store.folder.absolute()
@@ -203,7 +203,7 @@ def summary_of(folder: Path, loaded: LoadedSpec, tasks: TaskList, ended: Sequenc
 
     They differ if an episode was finished in two stores, or in that of a host that is lost, from which its shards are left.
     """
-    from engine.store.sharded import ShardedRun
+    from engine.plugins.drivers.sharded import ShardedRun
 
     found = RunSummary(causes=Causes(places(loaded, tasks)), mix=tuple(loaded.spec.tasks.mix or ()))
     merged = ShardedRun(folder)

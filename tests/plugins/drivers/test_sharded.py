@@ -18,14 +18,14 @@ from msgspec.structs import replace
 from store_kit import make_entry, make_header, make_task, make_trajectory, plain
 
 from engine.errors import StoreError
+from engine.plugins.drivers.publisher import Publisher
+from engine.plugins.drivers.sharded import ShardedRun
+from engine.plugins.drivers.shards import Part, create_shards
 from engine.plugins.show.listing.heads import heads
 from engine.plugins.show.listing.listing import Listing
 from engine.schemas.trajectory import Outcome
 from engine.store import RunStore, find_run
-from engine.store.publisher import Publisher
 from engine.store.rows.export import export_rows
-from engine.store.sharded import ShardedRun
-from engine.store.shards import Part, create_shards
 
 HEADER = make_header()
 TASKS, SAMPLES = 4, 2

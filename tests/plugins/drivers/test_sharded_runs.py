@@ -17,13 +17,13 @@ from command_line import engine_here
 from written_specs import save_spec
 
 from engine.backends.registry import open_backend
+from engine.plugins.drivers.places import Place
+from engine.plugins.drivers.publisher import Publisher
+from engine.plugins.drivers.shards import create_shards, list_parts
 from engine.runner.runner import Runner
 from engine.spec.tasks import load_tasks
 from engine.store import RunStore, list_runs
 from engine.store.header import RunHeader
-from engine.store.places import Place
-from engine.store.publisher import Publisher
-from engine.store.shards import create_shards, list_parts
 from engine.tokens.loading import load_format
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from engine.cli.reports.report import Panel
 from engine.terminal import echo
 
 if TYPE_CHECKING:
-    from engine.drivers.run import Fleet
+    from engine.plugins.drivers.run import Fleet
     from engine.runner.runner import RunResult
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def is_sharded(loaded: LoadedSpec, store: RunStore) -> bool:
     """Whether a run is driven by drivers: by its spec, or because drivers have begun it."""
-    from engine.store.shards import SHARDED
+    from engine.plugins.drivers.shards import SHARDED
 
     return loaded.spec.rollout.drivers > 1 or (store.folder / SHARDED).exists()
 
@@ -43,9 +43,9 @@ def refuse_resume(loaded: LoadedSpec, store: RunStore, *, retry: bool = False) -
         StoreError: the run was begun without drivers, or one with drivers is asked for something that these do not support.
     """
     from engine.errors import StoreError
+    from engine.plugins.drivers.rules import refuse_drivers
+    from engine.plugins.drivers.shards import SHARDED
     from engine.spec.added import spec_facts
-    from engine.store.shards import SHARDED
-    from engine.validate.drivers import refuse_drivers
 
     try:
         if loaded.spec.rollout.drivers > 1 and not (store.folder / SHARDED).exists() and store.statuses():
@@ -133,8 +133,8 @@ async def drive_many(
     from engine.cli.reports.progress import ticking
     from engine.cli.reports.report import print_summary
     from engine.cli.stopping import stop_on_signals
-    from engine.drivers.run import Fleet, run_drivers
     from engine.masking import mask_credentials
+    from engine.plugins.drivers.run import Fleet, run_drivers
     from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
     from engine.runner.stats import RunCounters, RunSummary

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from written_specs import save_spec
 
-from engine.drivers.leases import Leases
+from engine.plugins.drivers.leases import Leases
 from engine.store import RunStore
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")

@@ -16,18 +16,9 @@ from pathlib import Path
 import structlog
 
 from engine.errors import StoreError
-from engine.schemas.journal import JournalEntry
-from engine.schemas.trajectory import Trajectory
-from engine.store import database
-from engine.store.catalogue import STORE, Catalogue, catalogue_folder
-from engine.store.ended import report_lost
-from engine.store.images import StoredImage
-from engine.store.lock import is_held
-from engine.store.places import Place
-from engine.store.reader import RunReader, RunStatus
-from engine.store.reading import EpisodeRow, own_header
-from engine.store.scores import ScoreHead
-from engine.store.shards import (
+from engine.plugins.drivers.catalogue import STORE, Catalogue, catalogue_folder
+from engine.plugins.drivers.places import Place
+from engine.plugins.drivers.shards import (
     DRIVERS,
     SHARDED,
     STATUS,
@@ -38,6 +29,15 @@ from engine.store.shards import (
     read_header,
     shards_of,
 )
+from engine.schemas.journal import JournalEntry
+from engine.schemas.trajectory import Trajectory
+from engine.store import database
+from engine.store.ended import report_lost
+from engine.store.images import StoredImage
+from engine.store.lock import is_held
+from engine.store.reader import RunReader, RunStatus
+from engine.store.reading import EpisodeRow, own_header
+from engine.store.scores import ScoreHead
 from engine.store.tool_schemas import ToolSchemas
 from engine.store.upkeep.dropped import Dropped
 

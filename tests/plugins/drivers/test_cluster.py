@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from engine.drivers.cluster import ADDRESS, TOKEN, ClusterError, cluster
-from engine.drivers.session import Setup, prepare_process
+from engine.plugins.drivers.cluster import ADDRESS, TOKEN, ClusterError, cluster
+from engine.plugins.drivers.session import Setup, prepare_process
 
 HERE = """
 import json, os, sys
 if {imported}:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     import ray
-from engine.drivers.cluster import _token, cluster
+from engine.plugins.drivers.cluster import _token, cluster
 
 def children(of):
     found = [of]

@@ -11,10 +11,10 @@ from journals import write_entries, write_result
 from store_kit import make_entry, make_header, make_task, make_trajectory, plain
 
 from engine.errors import StoreError
+from engine.plugins.drivers.places import Place
+from engine.plugins.drivers.publisher import Publisher
+from engine.plugins.drivers.shards import Part, create_shards, list_parts, read_header, shards_of
 from engine.store import RunStore
-from engine.store.places import Place
-from engine.store.publisher import Publisher
-from engine.store.shards import Part, create_shards, list_parts, read_header, shards_of
 
 HEADER = make_header()
 

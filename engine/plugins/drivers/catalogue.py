@@ -22,12 +22,12 @@ from urllib.parse import quote
 import filelock
 
 from engine.errors import StoreError
+from engine.plugins.drivers.places import Place
+from engine.plugins.drivers.shards import SUMMARY, Part, list_parts, read_summaries
 from engine.store import codec, database
 from engine.store.header import RunHeader
-from engine.store.places import Place
 from engine.store.private import private_folder
 from engine.store.reading import reading
-from engine.store.shards import SUMMARY, Part, list_parts, read_summaries
 from engine.tokens.catalogue import cache_root
 
 STORE = 2**32

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from engine.drivers.leases import EPOCH_ATTEMPTS, Answer, Lease
+from engine.plugins.drivers.leases import EPOCH_ATTEMPTS, Answer, Lease
 from engine.store.episode_rows import episode_id_of
 
 if TYPE_CHECKING:

@@ -9,17 +9,17 @@ from command_line import engine_here
 from written_specs import save_spec, scripted_spec
 
 from engine.backends.registry import open_backend
-from engine.drivers.leases import Leases
 from engine.errors import EngineError, SpecError
+from engine.plugins.drivers.leases import Leases
+from engine.plugins.drivers.rules import refuse_training
+from engine.plugins.drivers.shards import create_shards
 from engine.runner.fork import fork
 from engine.runner.runner import Runner
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
-from engine.store.shards import create_shards
 from engine.tokens.loading import load_format
 from engine.validate.check import check_spec
-from engine.validate.drivers import refuse_training
 
 
 @pytest.fixture

@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.backends.weight_target import weight_target
-from engine.drivers.actors import PAUSE, engine_error
-from engine.drivers.cluster import cluster
-from engine.drivers.run import POLL, STOP_SECONDS, Fleet
-from engine.drivers.session import (
+from engine.errors import StoreError
+from engine.plugins.drivers.actors import PAUSE, engine_error
+from engine.plugins.drivers.cluster import cluster
+from engine.plugins.drivers.run import POLL, STOP_SECONDS, Fleet
+from engine.plugins.drivers.session import (
     STORES,
     Report,
     Setup,
@@ -34,7 +35,6 @@ from engine.drivers.session import (
     prepare_process,
     report_of,
 )
-from engine.errors import StoreError
 from engine.runner.failure_causes import Causes, Verdict, places
 from engine.runner.stats import RunCounters, RunSummary
 from engine.store.store import RunStore, episode_id_of
@@ -200,8 +200,8 @@ class DriverRollouts:
     """
 
     def __init__(self, loaded: LoadedSpec, store: RunStore, weights: ServerWeights | None, *, keep_going: bool) -> None:
-        from engine.store.sharded import ShardedRun
-        from engine.store.shards import create_shards, shards_of
+        from engine.plugins.drivers.sharded import ShardedRun
+        from engine.plugins.drivers.shards import create_shards, shards_of
 
         if shards_of(store.folder) is None:
             create_shards(store.folder, store.header)

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.drivers.leases import FILE, Answer, Lease, Leases
-from engine.drivers.session import Coordinating, Done, Report, Setup, machine_id, prepare_process, run_driver
 from engine.errors import EngineError, StoreError
+from engine.plugins.drivers.leases import FILE, Answer, Lease, Leases
+from engine.plugins.drivers.session import Coordinating, Done, Report, Setup, machine_id, prepare_process, run_driver
 
 PAUSE = 0.1
 """Seconds before a call is repeated, because the coordinator is being started again."""

@@ -1,1 +1,0 @@
-"""Episodes of one run in many processes and on many hosts, on Ray."""

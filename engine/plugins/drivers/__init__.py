@@ -1,0 +1,19 @@
+"""One run in several processes on Ray: leases of groups, what a driver does, and shards.
+
+spec.py           the section `rollout.drivers`, `rollout.shards`
+hooks.py          what the engine asks: who runs the episodes, which runs these files are, what belongs to one process
+leases.py         which driver runs which group, in a file; actors.py, cluster.py: Ray
+session.py, feed.py   what a driver of a run does
+run.py            a run with several drivers; run_command.py: its panel and its summary
+driver_runner.py  the episodes of a training or a service on drivers
+shards.py, publisher.py, places.py   finished groups as files in a folder or an object store
+sharded.py, catalogue.py   reads stores and shards as one run
+rules.py          the rules `rollout.drivers` and `rollout.shards`
+"""
+
+from engine.plugin import Plugin
+
+PLUGIN = Plugin(
+    name="drivers",
+    about="One run in several processes on Ray, and shards",
+)
