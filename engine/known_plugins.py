@@ -38,6 +38,11 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "export_formats": ("sft", "trl", "verl"),
     },
     "doctor": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("doctor",)},
+    "drivers": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "sections": ("rollout.drivers", "rollout.shards"),
+        "old_options": ("run --drivers",),
+    },
     "harbor": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "adapters": ("harbor",),

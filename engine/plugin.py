@@ -27,10 +27,13 @@ OFF = "ENGINE_PLUGINS_OFF"
 HOOKS = frozenset(
     {
         "auxiliary_objective",
+        "drive",
         "examine_file",
+        "find_run",
         "observe_episodes",
         "observe_run",
         "observe_training",
+        "open_run",
         "open_service",
         "record_scenario",
         "reward_source",

@@ -47,11 +47,6 @@ class RolloutSpec(SectionOwner):
     """Maximum number of generations at once. An episode that waits for a tool or a user does not count."""
     live_episodes: int | None = Field(default=None, ge=1)
     """Maximum number of running episodes. Default: twice `concurrency`."""
-    drivers: int = Field(default=1, ge=1)
-    """Processes that drive the episodes of `engine run`, `engine eval`, `engine train` and `engine serve SPEC`, on Ray; other commands refuse more than 1. 1: this
-    process alone, without Ray. `concurrency` and `live_episodes` are those of all drivers together."""
-    shards: str | None = None
-    """With several drivers: a folder or URL (`s3://bucket/runs`) to which finished groups are copied. Needed if drivers run on several hosts."""
     seed: int = Field(default=0, ge=0)
     """The seed from which the seeds of all episodes and turns are derived."""
     salt: int = Field(default=0, ge=0)

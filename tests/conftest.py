@@ -100,7 +100,7 @@ settings.load_profile("fixed")
 
 REAL_SERVER = ("tests/core/sglang/", "tests/plugins/vllm/served/", "tests/core/vision/test_vision_sglang.py")
 """Where the tests of the real server are."""
-RAY = "tests/core/drivers/"
+RAY = "tests/plugins/drivers/"
 """Where the tests of Ray's clusters are."""
 
 

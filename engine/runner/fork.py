@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import StoreError
-from engine.plugins.drivers.rules import refuse_many
-from engine.plugins.drivers.shards import shards_of
+from engine.runner.processes import refuse_many
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.store.header import Fork
@@ -33,12 +32,12 @@ def fork(source: RunReader, out: Path, turn: int, salt: int) -> tuple[LoadedSpec
         (spec, tasks, store), the arguments of `Runner`. The store is open for writing.
 
     Raises:
-        StoreError: the run has shards, or the new run cannot be written.
+        StoreError: the run is one of several processes, or the new run cannot be written.
         EngineError: the tasks cannot be read.
     """
     loaded = source.header.loaded_spec(strict=True)
     refuse_many(loaded, "a fork")
-    if shards_of(source.folder) is not None:
+    if source.divided:
         raise StoreError(
             f"{source.shards_only or source.folder} is a run of several drivers; forks of such runs are not supported"
         )

@@ -34,11 +34,11 @@ from engine.episode.compiled import compile_spec
 from engine.episode.episode import never_built, until_end
 from engine.episode.executor import Executor, RestartNeededError
 from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
-from engine.plugins.drivers.rules import refuse_many
 from engine.runner.crash_isolation import CrashIsolation
 from engine.runner.failure_causes import Causes, Verdict, places
 from engine.runner.guarded import EpisodeGuard
 from engine.runner.observers import episode_observers
+from engine.runner.processes import refuse_many
 from engine.runner.source import EpisodeSource, InOrder, unfinished_episodes
 from engine.runner.stats import RunCounters, RunSummary
 from engine.storable import words_of
@@ -86,6 +86,7 @@ class EpisodeRunner(Protocol):
     """Runs single episodes: a `Runner`, or what gives them to runners in other processes."""
 
     counters: RunCounters
+    summary: RunSummary
     faults: list[str]
     """Episodes that could not be finished because of an error in the engine, and why."""
 
@@ -140,7 +141,7 @@ class Runner:
         programs: Agent programs that run elsewhere, instead of the spec's.
 
     Raises:
-        SpecError: `rollout.drivers` is more than 1: `engine.plugins.drivers.run.run_drivers` runs such a spec.
+        SpecError: the spec asks for several processes; see `engine.runner.processes`.
     """
 
     def __init__(

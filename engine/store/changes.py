@@ -15,16 +15,13 @@ if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
 
 
-OF_THE_CORE = ("rollout.drivers",)
-
-
 def resumable_keys() -> tuple[str, ...]:
-    """Paths of values that a resume may change: the core's, and those that a section or a backend names; `*` stands for any characters."""
+    """Paths of values that a resume may change: those that a section or a backend names; `*` stands for any characters."""
     sections = (section for plugin in installed().plugins.values() for section in plugin.sections)
     keys = [section.path(key) for section in sections for key in section.resumable]
     of_backends = dict.fromkeys(key for backend in backend_classes() for key in backend.resumable)
     keys += [f"{place}backend.{key}" for key in of_backends for place in ("", "*.")]
-    return OF_THE_CORE + tuple(pattern for key in keys for pattern in (key, f"{key}.*"))
+    return tuple(pattern for key in keys for pattern in (key, f"{key}.*"))
 
 
 def changes_of(before: EpisodeSpec, after: EpisodeSpec, allowed: Sequence[str]) -> tuple[list[str], list[str]]:

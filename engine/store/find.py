@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from contextlib import closing
 from difflib import get_close_matches
 from pathlib import Path
 
 from engine.errors import StoreError
-from engine.plugins.drivers.catalogue import catalogue_folder
-from engine.plugins.drivers.places import is_url
-from engine.plugins.drivers.shards import RUN as SHARDS
-from engine.plugins.drivers.shards import SHARDED, VERSION
 from engine.store import database
-from engine.store.private import private_folder, whole_file
+from engine.store.elsewhere import find_elsewhere
 
 MAX_CHARACTERS = 255
 """Maximum length of a folder's name on common file systems."""
@@ -38,11 +33,9 @@ def find_run(run: Path | str, out: Path | str = "runs") -> Path:
     Raises:
         StoreError: no run matches, or several do.
     """
-    if is_url(str(run)):
-        return _of_shards(str(run).rstrip("/"))
+    if (folder := find_elsewhere(str(run))) is not None:
+        return folder
     path = Path(run)
-    if is_file(path / SHARDS) and not is_file(path / database.FILE):
-        return _of_shards(str(path.absolute()))
     if path.name == database.FILE and is_file(path):
         return path.parent
     if is_file(path / database.FILE):
@@ -78,20 +71,6 @@ def is_file(path: Path) -> bool:
         return path.is_file()
     except (OSError, ValueError):
         return False
-
-
-def _of_shards(place: str) -> Path:
-    """Return a folder in the cache that stands for a run of which only the shards are here."""
-    folder = catalogue_folder(place) / "run"
-    try:
-        private_folder(folder, exist_ok=True)
-        with whole_file(folder / SHARDED) as draft:
-            draft.write_text(json.dumps({"version": VERSION, "shards": place}), encoding="utf-8")
-    except OSError as error:
-        raise StoreError(
-            f"cannot write {folder}: {error}; set EPISODE_ENGINE_CACHE to a folder that you can write"
-        ) from error
-    return folder
 
 
 def _created(folder: Path) -> tuple[bool, float]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from msgspec.structs import replace
 from pydantic_core import from_json
@@ -46,11 +46,13 @@ RunStatus = Literal["running", "stopped", "interrupted", "done"]
 
 _SCORED = "SELECT e.id, s.score FROM scored s JOIN episodes e ON e.number = s.episode WHERE s.label = ?"
 _PAGE = 64
+STORE = 2**32
+"""Numbers of episodes from one of several stores of a run: those of the next begin `STORE` later."""
 """Number of trajectories that are read at a time: a long read would prevent the writer from resetting its WAL."""
 
 
 class RunReader:
-    """Read access to a run. `RunStore` and `ShardedRun` are subclasses."""
+    """Read access to a run. `RunStore` and the readers of plugins are subclasses."""
 
     def __init__(self, folder: Path, header: RunHeader, file: str = database.FILE) -> None:
         self.folder = folder
@@ -77,6 +79,9 @@ class RunReader:
     def path(self) -> Path:
         """The SQLite file."""
         return self._path
+
+    divided: ClassVar[bool] = False
+    """Whether the episodes are in several stores; `contents` then gives one after the other."""
 
     @property
     def shards_only(self) -> str | None:

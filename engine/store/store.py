@@ -33,13 +33,12 @@ from msgspec.structs import astuple
 
 import engine
 from engine.errors import StoreError
-from engine.plugins.drivers.sharded import ShardedRun, note_status
-from engine.plugins.drivers.shards import DRIVERS, SHARDED, shards_of
 from engine.schemas.environment import Task
 from engine.schemas.message import ImagePart
 from engine.schemas.trajectory import Blame, EpisodeScore
 from engine.storable import stored_fields
 from engine.store import codec, crashes, database, episode_rows
+from engine.store.elsewhere import open_elsewhere
 from engine.store.ended import EndedList, report_lost
 from engine.store.episode_rows import episode_id_of
 from engine.store.find import find_run
@@ -117,31 +116,31 @@ class RunStore(RunReader):
 
     @overload
     @classmethod
-    def open(cls, folder: Path | str, readonly: Literal[False] = False) -> RunStore: ...
+    def open(cls, folder: Path | str, readonly: Literal[False] = False, *, part: bool = False) -> RunStore: ...
 
     @overload
     @classmethod
     def open(cls, folder: Path | str, readonly: bool) -> RunReader: ...
 
     @classmethod
-    def open(cls, folder: Path | str, readonly: bool = False) -> RunReader:
-        """Open the run in `folder`. A sharded run is read as one; for writing, its own store is opened.
+    def open(cls, folder: Path | str, readonly: bool = False, *, part: bool = False) -> RunReader:
+        """Open the run in `folder`. A run of several processes is read as one; for writing, its own store is opened.
 
         Args:
             folder: The run's folder.
             readonly: Open it for reading only.
+            part: For writing, the store is one of several of a run.
 
         Raises:
             StoreError: there is no run, it has another version, or (for writing) another writer has it open.
         """
         folder = Path(folder)
-        sharded = (folder / SHARDED).is_file()
-        if readonly and sharded:
-            return ShardedRun(folder)
         path = folder / database.FILE
-        if sharded and not path.is_file():
+        if (readonly or not path.is_file()) and (reader := open_elsewhere(folder)) is not None:
+            if readonly:
+                return reader
             raise StoreError(
-                f"{shards_of(folder)} has only the shards of a run, which can be read; to write, give the folder of the run"
+                f"{reader.shards_only} has only the shards of a run, which can be read; to write, give the folder of the run"
             )
         header = own_header(folder)
         if readonly:
@@ -153,7 +152,7 @@ class RunStore(RunReader):
             connection = database.connect_writer(path)
             opening = (time.time(), os.getpid(), engine.__version__, codec.json_of(package_versions()))
             with reading(path):
-                if folder.parent.name != DRIVERS:  # of a driver: its shards may have them; `ShardedRun` looks
+                if not part:  # what it lost may be elsewhere; the reader of the whole run looks
                     report_lost([folder], path, connection)
                 connection.execute("INSERT INTO openings VALUES (?, ?, ?, ?)", opening)
                 connection.execute("UPDATE run SET status = 'running'")
@@ -163,7 +162,6 @@ class RunStore(RunReader):
             lock.restore()
             lock.release()
             raise
-        note_status(folder, "running")
         return opened
 
     @property
@@ -334,7 +332,6 @@ class RunStore(RunReader):
         finally:
             self._lock.mark_stopped()
             self._lock.release()
-        note_status(self.folder)
 
     def _writing(self) -> Writer:
         if self._writer is None:

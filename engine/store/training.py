@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from engine.errors import TrainError
-from engine.plugins.drivers.shards import SHARDED
 from engine.store import RunHeader, RunStore
 from engine.store.database import FILE as RUN_FILE
+from engine.store.elsewhere import open_elsewhere
 from engine.store.find import is_file
 from engine.store.lock import FILE as LOCK_FILE
 from engine.store.private import private_file, private_folder
@@ -160,4 +160,4 @@ def open_reader(store: RunStore) -> RunReader:
     Raises:
         StoreError: a driver's store is damaged.
     """
-    return RunStore.open(store.folder, readonly=True) if (store.folder / SHARDED).is_file() else store
+    return open_elsewhere(store.folder) or store

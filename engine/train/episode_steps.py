@@ -16,7 +16,8 @@ from engine.backends.weight_target import weight_target
 from engine.errors import StoreError
 from engine.runner.groups import GroupRunner, GroupSchedule
 from engine.runner.overlong import fitting_tasks
-from engine.runner.runner import Runner
+from engine.runner.processes import processes_of
+from engine.runner.runner import EpisodeRunner, Runner
 from engine.runner.task_order import TaskOrder
 from engine.spec.tasks import load_tasks
 from engine.store import training as folders
@@ -30,11 +31,9 @@ from engine.train.overlong import masked_metrics
 from engine.train.step_source import StepBatch, StepSource
 from engine.train.stored_groups import StoredEpisodes
 from engine.validate import refuse_first_tasks
-from engine.validate.drivers import refuse_training
 
 if TYPE_CHECKING:
     from engine.actions.services import Cost
-    from engine.drivers.rollouts import DriverRollouts
     from engine.runner.batch import Batch
     from engine.runner.stats import RunCounters
     from engine.schemas.train import TrainSpec
@@ -54,15 +53,14 @@ class EpisodeSteps(StepSource):
     _rows: GroupBuilder
     _store: RunStore
     _stored: StoredEpisodes
-    _runner: Runner | DriverRollouts
+    _runner: EpisodeRunner
     _schedule: GroupSchedule
     _counters: RunCounters | None = None
     _difficulty: DifficultyFilter | None = None
-    drivers: DriverRollouts | None = None
-    """With `rollout.drivers`: what runs the episodes."""
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
+        self._processes = processes_of(trainer.loaded)
         self._missing = MissingSignal(trainer.train)
         self._warning: str | None = None
         """About the newest batch and those before it: they have no learning signal."""
@@ -119,16 +117,13 @@ class EpisodeSteps(StepSource):
         result.faults = runner.faults
         await self._compact_at_end(result)
 
-    def _open_runner(self) -> Runner | DriverRollouts:
-        """What runs the episodes: this process, or several drivers."""
+    def _open_runner(self) -> EpisodeRunner:
+        """What runs the episodes: this process, or several."""
         trainer = self._trainer
-        if trainer.spec.rollout.drivers > 1:
-            refuse_training(trainer.loaded)
-            from engine.drivers.rollouts import DriverRollouts
-
+        if self._processes is not None:
+            self._processes.refuse_training()
             weights = weight_target(trainer.backend).server_weights(trainer.state.version)
-            self.drivers = DriverRollouts(trainer.loaded, self._store, weights, keep_going=trainer.keep_going)
-            return self.drivers
+            return self._processes.episodes(self._store, weights, keep_going=trainer.keep_going)
         return Runner(
             trainer.loaded,
             [],
@@ -162,10 +157,10 @@ class EpisodeSteps(StepSource):
         return rows if len(rows) == record.rows else None
 
     async def begin(self, records: Sequence[BatchRecord]) -> None:
-        """Make the schedule. Drivers, which sample from the same servers, are told the version."""
+        """Make the schedule. Processes that sample from the same servers are told the version."""
         trainer, rollout = self._trainer, self._trainer.spec.rollout
         runner, version = self._runner, trainer.state.version
-        await self._tell_drivers(version)
+        await self._tell_processes(version)
         if trainer.train.difficulty is not None:
             self._difficulty = DifficultyFilter(trainer.train.difficulty, self._order, trainer.train.seed)
             for record in records:
@@ -233,12 +228,12 @@ class EpisodeSteps(StepSource):
             await self._trainer.observers.lacks_signal(self._trainer.state.step, self._warning)
         if self._difficulty is not None:
             self._difficulty.add(self._solved)
-        await self._tell_drivers(version)
+        await self._tell_processes(version)
         self._schedule.trained(version)
 
-    async def _tell_drivers(self, version: int) -> None:
-        if self.drivers is not None:
-            await self.drivers.follow(weight_target(self._trainer.backend).server_weights(version))
+    async def _tell_processes(self, version: int) -> None:
+        if self._processes is not None:
+            await self._processes.follow(weight_target(self._trainer.backend).server_weights(version))
 
     async def checkpointed(self) -> Mapping[str, float]:
         """Drop the stored episodes that `rollout.keep` does not keep. Returns the metrics."""

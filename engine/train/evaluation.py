@@ -10,6 +10,7 @@ import structlog
 from engine.errors import StoreError, TrainError
 from engine.runner.evaluate import evaluate
 from engine.runner.overlong import fitting_tasks
+from engine.runner.processes import processes_of
 from engine.runner.runner import Runner
 from engine.schemas.generation import SamplingParams
 from engine.schemas.tasks import TasksSpec
@@ -40,6 +41,9 @@ def evaluation_of(loaded: LoadedSpec, name: str = "") -> LoadedSpec:
     Raises:
         TrainError: kind `train_setup`: `train.eval.tasks` or `train.eval.sampling` is invalid.
     """
+    # evaluations run in the process of the trainer, also those of a training whose episodes run in several
+    if (processes := processes_of(loaded)) is not None:
+        loaded = processes.alone
     spec = loaded.spec
     whole = spec.train.eval if spec.train is not None else None
     if whole is None:
@@ -54,8 +58,7 @@ def evaluation_of(loaded: LoadedSpec, name: str = "") -> LoadedSpec:
     tasks = loaded.spec.tasks
     if wanted.limit is not None:
         tasks = tasks.model_copy(update={"limit": wanted.limit})
-    # evaluations run in the process of the trainer, also those of a training with several drivers
-    rollout = spec.rollout.model_copy(update={"samples_per_task": wanted.samples, "drivers": 1})
+    rollout = spec.rollout.model_copy(update={"samples_per_task": wanted.samples})
     changed = loaded.spec.model_copy(update={"tasks": tasks, "sampling": sampling, "rollout": rollout})
     return replace(loaded, spec=changed)
 

@@ -112,7 +112,7 @@ def write_sharded(folder: Path) -> None:
         done = [count(file, "status = 'done'") for file in folder.glob("runs/*/drivers/*/run.db")]
         return len(done) == 2 and min(done) >= 2
 
-    stop_when([*COMMAND, "run", spec, "--quiet", "--drivers", "2", *places], one_task_each, signal.SIGINT)
+    stop_when([*COMMAND, "run", spec, "--quiet", "--set", "rollout.drivers=2", *places], one_task_each, signal.SIGINT)
     script.write_text(yaml.safe_dump({"replies": replies}), encoding="utf-8")
 
 

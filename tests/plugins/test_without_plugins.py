@@ -25,6 +25,7 @@ NAMING: dict[str, Spec] = {
     },
     "condense": {"condense": {"expand": True}},
     "critic": {"train": {"critic": {"kind": "probe"}}},
+    "drivers": {"rollout": {"drivers": 2}},
     "harbor": {"tasks": {"source": "harbor", "path": "tasks"}},
     "isolation": {"environment": {"use": "engine.environments.arithmetic:Arithmetic", "isolation": "process"}},
     "launch": {"backend": {"kind": "sglang", "launch": {"gpus": 0}}},

@@ -56,17 +56,17 @@ async def _rescore(
 ) -> tuple[Rescored, Path, str]:
     from engine.cli.reports.report import dropped_words
     from engine.errors import StoreError
-    from engine.plugins.drivers.shards import shards_of
     from engine.runner.rescore import rescore as score
     from engine.spec.load import load_spec
     from engine.store import RunStore, find_run
+    from engine.store.elsewhere import is_divided
     from engine.tokens.loading import load_format
     from engine.validate import refuse_errors
 
     loaded = load_spec(path, overrides)
     refuse_errors(loaded)
     folder = find_run(run, out=out)
-    if shards_of(folder) is not None:
+    if is_divided(folder):
         raise StoreError(
             f"{run} is a sharded run: a score is written into the store of a run, and this one has many. Export its rows with "
             "another `rewards.credit` by `engine export --credit`, or run it with one driver"

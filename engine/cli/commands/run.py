@@ -59,13 +59,6 @@ def run(
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Continue if the first 16 episodes all fail with one cause.")
     ] = False,
-    drivers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Processes that drive the episodes, on Ray, instead of the spec's `rollout.drivers`; also with --resume.",
-        ),
-    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only the summary.")] = False,
 ) -> None:
     """Run episodes, and store every token, reward and event.
@@ -78,7 +71,7 @@ def run(
     from engine.cli.console import make_console
     from engine.errors import EngineError
     from engine.logs import configure_logging
-    from engine.plugins.drivers.run_command import refuse_resume
+    from engine.runner.processes import processes_of
 
     configure_logging()
     console = make_console()
@@ -87,12 +80,9 @@ def run(
             raise typer.BadParameter(
                 "it says what to do again in a run: give --resume RUN too", param_hint="--retry-failed"
             )
-        changes = list(overrides or ())
-        if drivers is not None:
-            changes.append(f"rollout.drivers={drivers}")
-        loaded, tasks, store = prepare(console, spec, changes, limit, out, resume)
-        if resume is not None:
-            refuse_resume(loaded, store, retry=retry_failed is not None)
+        loaded, tasks, store = prepare(console, spec, list(overrides or ()), limit, out, resume)
+        if resume is not None and (processes := processes_of(loaded, store.folder)) is not None:
+            processes.refuse_resume(store, retry=retry_failed is not None)
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(ERROR) from None
@@ -162,8 +152,8 @@ def print_stopped(result: RunResult, folder: Path) -> None:
     """
     from engine.cli.console import make_console
     from engine.errors import FailingError
-    from engine.plugins.drivers.shards import SHARDED
     from engine.runner.failure_causes import with_trace
+    from engine.store.elsewhere import is_divided
 
     stopped, summary = result.stopped, result.summary
     if stopped is None and not summary.backend_failed and not summary.all_failed:
@@ -181,7 +171,7 @@ def print_stopped(result: RunResult, folder: Path) -> None:
         stderr.print(f"The backend failed {failed} of {summary.episodes} episodes", style="red")
     if stopped is not None and not isinstance(stopped, FailingError):
         echo(f"To continue: {resume} {stopped.resume_words}".rstrip(), err=True)
-    elif (folder / SHARDED).exists():  # a run of several drivers does not run failed episodes again
+    elif is_divided(folder):  # a run of several drivers does not run failed episodes again
         echo("Correct it, and run the spec again", err=True)
     else:
         keep = " (--keep-going ignores this)" if stopped is not None else ""
@@ -282,15 +272,15 @@ async def drive(
     from engine.cli.reports.report import print_summary
     from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
-    from engine.plugins.drivers.run_command import drive_many, is_sharded
     from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
+    from engine.runner.processes import processes_of
     from engine.runner.runner import Runner
     from engine.store.private import private_file
     from engine.tokens.loading import load_format
 
-    if is_sharded(loaded, store):
-        return await drive_many(loaded, tasks, store, console, quiet=quiet, summary=summary, keep_going=keep_going)
+    if (processes := processes_of(loaded, store.folder)) is not None:
+        return await processes.run(tasks, store, console, quiet=quiet, summary=summary, keep_going=keep_going)
     began = time.perf_counter()
     chat_format = load_format(loaded.spec.model, loaded.base)
     tasks = fitting_tasks(tasks, loaded, chat_format)

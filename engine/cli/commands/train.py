@@ -200,10 +200,11 @@ def _check(console: Console, loaded: LoadedSpec) -> None:
     Raises:
         SpecError: a rule found an error.
     """
-    from engine.plugins.drivers.rules import refuse_training
+    from engine.runner.processes import processes_of
     from engine.validate import refuse_errors
 
-    refuse_training(loaded)
+    if (processes := processes_of(loaded)) is not None:
+        processes.refuse_training()
     for item in refuse_errors(loaded):
         console.print(str(item), style="yellow")
 

@@ -27,11 +27,10 @@ from engine.plugins.drivers.shards import SUMMARY, Part, list_parts, read_summar
 from engine.store import codec, database
 from engine.store.header import RunHeader
 from engine.store.private import private_folder
+from engine.store.reader import STORE
 from engine.store.reading import reading
 from engine.tokens.catalogue import cache_root
 
-STORE = 2**32
-"""Numbers of episodes from one store or part: those of the next begin `STORE` later."""
 _LIVE = SUMMARY + ", status"
 _TABLES = """
 CREATE TABLE sources (

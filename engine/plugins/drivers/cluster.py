@@ -77,12 +77,12 @@ def _imported() -> Any:
         import ray
     except ImportError:
         raise ClusterError(
-            "`rollout.drivers` needs Ray: pip install 'episode-engine[ray]', or run one driver (--drivers 1)"
+            "`rollout.drivers` needs Ray: pip install 'episode-engine[ray]', or run one driver (--set rollout.drivers=1)"
         ) from None
     if tuple(int(part) for part in ray.__version__.split(".")[:2]) < OLDEST:
         raise ClusterError(
             f"Ray {ray.__version__} runs the code of every client that reaches its ports; pip install 'episode-engine[ray]' "
-            f"(Ray {OLDEST[0]}.{OLDEST[1]} or newer), or run one driver (--drivers 1)"
+            f"(Ray {OLDEST[0]}.{OLDEST[1]} or newer), or run one driver (--set rollout.drivers=1)"
         )
     return ray
 

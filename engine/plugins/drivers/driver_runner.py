@@ -186,7 +186,7 @@ class EpisodeDriver:
         self._stop.set()
 
 
-class DriverRollouts:
+class DriverRunner:
     """Runs single episodes on `rollout.drivers` drivers. Use it inside `serving`, as a `Runner`.
 
     Args:

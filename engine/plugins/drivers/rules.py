@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from engine.errors import SpecError
-from engine.schemas.backend import BackendBase, LocalBackendSpec
+from engine.plugins.drivers.spec import DriversSpec
+from engine.schemas.backend_base import BackendBase
 from engine.spec.added import spec_facts
 from engine.spec.text.diagnostic import DataPath, Diagnostic
 from engine.validate.context import CheckContext
@@ -29,7 +30,8 @@ def unshared(ctx: CheckContext) -> Iterator[Finding]:
 @rule("rollout.shards", "warning", "a place for shards in a run with one driver")
 def unused_shards(ctx: CheckContext) -> Iterator[Finding]:
     """`rollout.shards` without several drivers."""
-    if ctx.spec.rollout.shards is not None and ctx.spec.rollout.drivers == 1:
+    section = DriversSpec.of(ctx.spec)
+    if section.shards is not None and section.drivers == 1:
         yield Finding(
             "`shards` has no effect with one driver: its rows stay in the run's store",
             ("rollout", "shards"),
@@ -41,13 +43,13 @@ def problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
     """What prevents several drivers: a message, its place, and what to do."""
     from engine.actions.role_models import roles_of
 
-    rollout = spec.rollout
-    if rollout.drivers == 1:
+    rollout, drivers = spec.rollout, DriversSpec.of(spec).drivers
+    if drivers == 1:
         return
     live = rollout.live_episodes or 2 * rollout.concurrency
-    if min(rollout.concurrency, live) < rollout.drivers:
+    if min(rollout.concurrency, live) < drivers:
         yield (
-            f"{rollout.drivers} drivers share {min(rollout.concurrency, live)} places (`concurrency`, `live_episodes`)",
+            f"{drivers} drivers share {min(rollout.concurrency, live)} places (`concurrency`, `live_episodes`)",
             ("rollout", "drivers"),
             "use fewer drivers, or raise `rollout.concurrency` and `rollout.live_episodes`",
         )
@@ -64,7 +66,7 @@ def problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
             if role.spec.backend is not None
         ]
     for backend, path in backends:
-        if isinstance(backend, LocalBackendSpec):
+        if not backend.weights_in_servers and not backend.scripted:
             yield (
                 "each driver would load a copy of the weights",
                 path,
@@ -84,45 +86,11 @@ def problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
         )
 
 
-def refuse_many(loaded: LoadedSpec, who: str) -> None:
-    """Refuse a spec with several drivers for something that drives its episodes in one process.
-
-    Args:
-        loaded: The spec.
-        who: What does so, as a message names it.
-
-    Raises:
-        SpecError: `rollout.drivers` is more than 1.
-    """
-    path = ("rollout", "drivers")
-    if loaded.spec.rollout.drivers > 1:
-        message = f"{who} does not support several drivers; `engine run`, `engine eval`, `engine train` and `engine serve SPEC` do"
-        fix = "give --set rollout.drivers=1, or set it in the spec"
-        raise SpecError([Diagnostic(RULE, "error", message, fix, loaded.origin(path), path)])
-
-
-def refuse_drivers(loaded: LoadedSpec) -> None:
-    """Check a spec whose number of drivers was changed after it was checked.
-
-    Raises:
-        SpecError: it cannot run with so many drivers.
-    """
-    _refuse(loaded, problems(loaded.spec))
-
-
-def refuse_training(loaded: LoadedSpec) -> None:
-    """Check what a training with several drivers cannot do.
-
-    Raises:
-        SpecError: something belongs to one process.
-    """
-    _refuse(loaded, training_problems(loaded.spec))
-
-
 def training_problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
     """What prevents a training with several drivers, in addition to `problems`: a message, its place, and what to do."""
     train = spec.train
-    if spec.rollout.drivers == 1 or train is None:
+    section = DriversSpec.of(spec)
+    if section.drivers == 1 or train is None:
         return
     one = "or set `rollout.drivers: 1`"
     if not train.samples_episodes:
@@ -146,7 +114,7 @@ def training_problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
             ("rollout", "keep"),
             f"remove it, {one}",
         )
-    if spec.rollout.shards is not None:
+    if section.shards is not None:
         yield (
             "a training publishes no shards; its drivers run on the trainer's machine",
             ("rollout", "shards"),
@@ -154,20 +122,23 @@ def training_problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
         )
 
 
-def refuse_serving(loaded: LoadedSpec) -> None:
-    """Check what a service with several drivers cannot do.
+def serving_problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
+    """What prevents a service with several drivers, in addition to `problems`."""
+    section = DriversSpec.of(spec)
+    if section.drivers > 1 and section.shards is not None:
+        yield (
+            "a service publishes no shards; its drivers run on its machine",
+            ("rollout", "shards"),
+            "remove it, or set `rollout.drivers: 1`",
+        )
+
+
+def refuse(loaded: LoadedSpec, problems: Iterator[tuple[str, DataPath, str]]) -> None:
+    """Raise what prevents several drivers.
 
     Raises:
-        SpecError: it publishes no shards.
+        SpecError: there is something.
     """
-    rollout = loaded.spec.rollout
-    if rollout.drivers > 1 and rollout.shards is not None:
-        fix = "remove it, or set `rollout.drivers: 1`"
-        message = "a service publishes no shards; its drivers run on its machine"
-        _refuse(loaded, iter([(message, ("rollout", "shards"), fix)]))
-
-
-def _refuse(loaded: LoadedSpec, found: Iterator[tuple[str, DataPath, str]]) -> None:
-    errors = [Diagnostic(RULE, "error", message, fix, loaded.origin(path), path) for message, path, fix in found]
+    errors = [Diagnostic(RULE, "error", message, fix, loaded.origin(path), path) for message, path, fix in problems]
     if errors:
         raise SpecError(errors)

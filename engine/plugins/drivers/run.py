@@ -18,6 +18,7 @@ from engine.plugins.drivers.actors import Coordinator, Driver, RemoteCoordinator
 from engine.plugins.drivers.cluster import cluster, nodes_of
 from engine.plugins.drivers.leases import FILE, Leases
 from engine.plugins.drivers.session import STORES, Done, Report, Setup
+from engine.plugins.drivers.spec import DriversSpec
 from engine.runner.failure_causes import Causes, places
 from engine.runner.runner import RunResult
 from engine.runner.stats import RunCounters, RunSummary
@@ -137,29 +138,29 @@ async def run_drivers(
     """
     from engine.plugins.drivers.shards import create_shards, shards_of
 
-    rollout = loaded.spec.rollout
+    samples, section = loaded.spec.rollout.samples_per_task, DriversSpec.of(loaded.spec)
     folder = store.folder.absolute()
     place = await asyncio.to_thread(shards_of, folder)
     if place is None:
-        place = await asyncio.to_thread(create_shards, folder, store.header, rollout.shards)
-    await asyncio.to_thread(prepare_leases, folder, tasks, rollout.drivers, rollout.samples_per_task)
-    await store.plan(tasks, rollout.samples_per_task)
+        place = await asyncio.to_thread(create_shards, folder, store.header, section.shards)
+    await asyncio.to_thread(prepare_leases, folder, tasks, section.drivers, samples)
+    await store.plan(tasks, samples)
     setup = Setup.of(
         loaded,
         store.header,
         folder,
         kept=None if kept is None else kept.tolist(),
-        shards=place if rollout.shards is not None else None,
+        shards=place if section.shards is not None else None,
         keep_going=keep_going,
     )
-    with cluster(rollout.drivers) as ray:
+    with cluster(section.drivers) as ray:
         crew = _Crew(ray, setup, fleet, len(tasks), lease_seconds, stop)
         ready()
         ended = await crew.run()
     summary = await asyncio.to_thread(summary_of, folder, loaded, tasks, ended)
     faults = [fault for done in ended for fault in done.faults]
     stopped = next((done.stopped for done in ended if done.stopped is not None), None)
-    total = len(tasks) * rollout.samples_per_task
+    total = len(tasks) * samples
     interrupted = stop.is_set() and summary.episodes < total
     if not interrupted and stopped is None and not faults and summary.episodes < total:
         raise StoreError(

@@ -1,4 +1,4 @@
-"""`engine run --drivers N`: the drivers' table, and a resume with another number of drivers."""
+"""`engine run` with several drivers: the drivers' table, and the run from its tasks to its summary."""
 
 from __future__ import annotations
 
@@ -21,45 +21,6 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
     from engine.store.store import RunStore
-
-
-def is_sharded(loaded: LoadedSpec, store: RunStore) -> bool:
-    """Whether a run is driven by drivers: by its spec, or because drivers have begun it."""
-    from engine.plugins.drivers.shards import SHARDED
-
-    return loaded.spec.rollout.drivers > 1 or (store.folder / SHARDED).exists()
-
-
-def refuse_resume(loaded: LoadedSpec, store: RunStore, *, retry: bool = False) -> None:
-    """Refuse a resume that does not fit the number of drivers: that with which the run was begun, and the new one.
-
-    Args:
-        loaded: The run's spec, with what the resume changes.
-        store: The run's store; closed if the resume is refused.
-        retry: Whether failed episodes are to run again.
-
-    Raises:
-        SpecError: the spec cannot run with several drivers.
-        StoreError: the run was begun without drivers, or one with drivers is asked for something that these do not support.
-    """
-    from engine.errors import StoreError
-    from engine.plugins.drivers.rules import refuse_drivers
-    from engine.plugins.drivers.shards import SHARDED
-    from engine.spec.added import spec_facts
-
-    try:
-        if loaded.spec.rollout.drivers > 1 and not (store.folder / SHARDED).exists() and store.statuses():
-            raise StoreError(f"{store.folder} was begun by one process, and is continued by one: leave out --drivers")
-        if is_sharded(loaded, store):
-            refused = [message for facts in spec_facts(loaded.spec) for message, _, _ in facts.one_process]
-            if retry:
-                refused = ["--retry-failed is not supported in a run with several drivers: leave it out"]
-            if refused:
-                raise StoreError(refused[0])
-        refuse_drivers(loaded)
-    except BaseException:
-        store.close()
-        raise
 
 
 class DriversPanel(Panel):
@@ -135,6 +96,7 @@ async def drive_many(
     from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
     from engine.plugins.drivers.run import Fleet, run_drivers
+    from engine.plugins.drivers.spec import DriversSpec
     from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
     from engine.runner.stats import RunCounters, RunSummary
@@ -155,7 +117,7 @@ async def drive_many(
     def ready() -> None:
         console.print(
             f"{loaded.spec.name}: {len(fitting)} tasks × {rollout.samples_per_task} samples on {loaded.spec.backend.kind}, "
-            f"{rollout.drivers} drivers asked to begin after {time.perf_counter() - began:.1f} s",
+            f"{DriversSpec.of(loaded.spec).drivers} drivers asked to begin after {time.perf_counter() - began:.1f} s",
         )
         fleet.counters.began = time.perf_counter()
 

@@ -19,6 +19,7 @@ from engine.errors import EngineError, StoreError
 from engine.plugins.drivers.cluster import TOKEN
 from engine.plugins.drivers.feed import Feed
 from engine.plugins.drivers.leases import Answer, Lease
+from engine.plugins.drivers.spec import DriversSpec
 from engine.schemas.base import Contract, Struct
 from engine.schemas.sections import SectionOwner
 
@@ -77,7 +78,7 @@ class Setup(Struct, frozen=True, kw_only=True):
             loaded=loaded,
             header=header,
             folder=str(folder.absolute()),
-            drivers=loaded.spec.rollout.drivers,
+            drivers=DriversSpec.of(loaded.spec).drivers,
             kept=kept,
             shards=shards,
             keep_going=keep_going,
@@ -123,24 +124,23 @@ def machine_id() -> str:
     return f"{socket.gethostname()}-{uuid.getnode():012x}"
 
 
-def share_of(whole: int, drivers: int, slot: int) -> int:
+def share_of(limit: int, drivers: int, slot: int) -> int:
     """The part of a number that one of several drivers gets, at least 1; the parts of all drivers differ by at most 1."""
-    return max(1, whole // drivers + (slot < whole % drivers))
+    return max(1, limit // drivers + (slot < limit % drivers))
 
 
 def of_driver(loaded: LoadedSpec, drivers: int, slot: int) -> LoadedSpec:
     """The spec of one driver: limits of the whole run (`rollout.concurrency`, `rollout.live_episodes`, `DIVIDED`) in equal parts."""
     rollout = loaded.spec.rollout
     live = rollout.live_episodes or 2 * rollout.concurrency
-    own = rollout.model_copy(
+    spec: EpisodeSpec = _divided(loaded.spec, lambda limit: share_of(limit, drivers, slot))
+    of_one = spec.rollout.model_copy(
         update={
-            "drivers": 1,
             "concurrency": share_of(rollout.concurrency, drivers, slot),
             "live_episodes": share_of(live, drivers, slot),
         }
-    )
-    spec: EpisodeSpec = _divided(loaded.spec, lambda whole: share_of(whole, drivers, slot))
-    return replace(loaded, spec=spec.model_copy(update={"rollout": own}))
+    ).with_value("drivers", 1)
+    return replace(loaded, spec=spec.model_copy(update={"rollout": of_one}))
 
 
 def _divided(part: Any, share: Callable[[int], int]) -> Any:
@@ -282,7 +282,7 @@ def open_driver_store(stores: Path, name: str, header: RunHeader, *, existing: b
     from engine.store.store import RunStore
 
     if existing:
-        return RunStore.open(stores / name)
+        return RunStore.open(stores / name, part=True)
     try:
         stores.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -6,6 +6,7 @@ store of a part in an object store is copied into the cache folder when the cont
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections import Counter
@@ -16,13 +17,14 @@ from pathlib import Path
 import structlog
 
 from engine.errors import StoreError
-from engine.plugins.drivers.catalogue import STORE, Catalogue, catalogue_folder
+from engine.plugins.drivers.catalogue import Catalogue, catalogue_folder
 from engine.plugins.drivers.places import Place
 from engine.plugins.drivers.shards import (
     DRIVERS,
     SHARDED,
     STATUS,
     TOOLS,
+    VERSION,
     driver_of,
     noted_status,
     put_json,
@@ -35,7 +37,8 @@ from engine.store import database
 from engine.store.ended import report_lost
 from engine.store.images import StoredImage
 from engine.store.lock import is_held
-from engine.store.reader import RunReader, RunStatus
+from engine.store.private import private_folder, whole_file
+from engine.store.reader import STORE, RunReader, RunStatus
 from engine.store.reading import EpisodeRow, own_header
 from engine.store.scores import ScoreHead
 from engine.store.tool_schemas import ToolSchemas
@@ -57,6 +60,8 @@ class ShardedRun(RunReader):
     Raises:
         StoreError: the folder is not of a sharded run, or a store or a shard of it cannot be read.
     """
+
+    divided = True
 
     def __init__(self, folder: Path) -> None:
         place = shards_of(folder)
@@ -321,6 +326,20 @@ class ShardedRun(RunReader):
             if reader.has_image(digest):
                 return reader.image(digest)
         raise StoreError(f"{self.run_id} has no image {digest}")
+
+
+def stand_in(place: str) -> Path:
+    """Return a folder in the cache that stands for a run of which only the shards are here."""
+    folder = catalogue_folder(place) / "run"
+    try:
+        private_folder(folder, exist_ok=True)
+        with whole_file(folder / SHARDED) as draft:
+            draft.write_text(json.dumps({"version": VERSION, "shards": place}), encoding="utf-8")
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {folder}: {error}; set EPISODE_ENGINE_CACHE to a folder that you can write"
+        ) from error
+    return folder
 
 
 def note_status(run: Path, status: RunStatus | None = None) -> None:

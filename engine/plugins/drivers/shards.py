@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from engine.errors import StoreError
 from engine.plugins.drivers.places import Place, is_url
 from engine.schemas.base import Struct
+from engine.store.elsewhere import DIVIDED
 from engine.store.header import RunHeader
 from engine.store.private import whole_file
 from engine.store.reader import RunStatus
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 """Version of the layout; others are refused."""
-SHARDED = "sharded.json"
+SHARDED = DIVIDED
 """In a run's folder: where the shards of the run are."""
 RUN = "run.json"
 """Beside the shards: the run's header."""

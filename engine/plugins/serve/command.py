@@ -16,7 +16,6 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.plugins.drivers.driver_runner import DriverRollouts
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
     from engine.store.store import RunStore
@@ -67,11 +66,10 @@ def serve(
     from engine.cli.commands.run import prepare
     from engine.cli.console import make_console
     from engine.cli.stopping import interrupted
-    from engine.errors import EngineError, StoreError
+    from engine.errors import EngineError
     from engine.logs import configure_logging
-    from engine.plugins.drivers.leases import FILE as LEASES
-    from engine.plugins.drivers.rules import refuse_many, refuse_serving
     from engine.plugins.serve.groups import refuse_unserved
+    from engine.runner.processes import processes_of, refuse_many
 
     if api and (trainer, token_file, ahead) != (None, None, None):
         wrong_usage("--trainer, --token-file and --ahead are for groups; leave out --api")
@@ -86,9 +84,8 @@ def serve(
         opened = store
         if api:
             refuse_many(loaded, "`engine serve --api`")
-        refuse_serving(loaded)
-        if (store.folder / LEASES).exists():
-            raise StoreError(f"{store.folder} is a run of several drivers: `engine run --resume` continues it")
+        if (processes := processes_of(loaded, store.folder)) is not None:
+            processes.refuse_serving(store)
         if not api:
             refuse_unserved(loaded, trainer)
         elif loaded.spec.agent is None:
@@ -155,14 +152,14 @@ async def _serve(
     from engine.cli.reports.progress import ticking
     from engine.cli.reports.report import Panel, print_summary
     from engine.cli.stopping import stop_on_signals
-    from engine.plugins.drivers.shards import shards_of
     from engine.plugins.serve.episodes import ServedEpisodes
     from engine.plugins.serve.groups import GroupService
     from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
-    from engine.runner.runner import Runner
+    from engine.runner.processes import processes_of
+    from engine.runner.runner import EpisodeRunner, Runner
+    from engine.store.elsewhere import open_elsewhere
     from engine.store.private import private_file
-    from engine.store.store import RunStore
     from engine.tokens.loading import load_format
 
     template = load_format(loaded.spec.model, loaded.base)
@@ -184,16 +181,14 @@ async def _serve(
             try:
                 await backend.start()
                 training = groups is not None
-                runner: Runner | DriverRollouts
-                if loaded.spec.rollout.drivers > 1:
-                    from engine.plugins.drivers.driver_runner import DriverRollouts
-
-                    runner = DriverRollouts(loaded, store, None, keep_going=True)
+                runner: EpisodeRunner
+                if (processes := processes_of(loaded)) is not None:
+                    runner = processes.episodes(store, None, keep_going=True)
                 else:
                     runner = Runner(
                         loaded, tasks, template, backend, store, keep_going=True, training=training, programs=programs
                     )
-                reader = RunStore.open(store.folder, readonly=True) if shards_of(store.folder) is not None else store
+                reader = open_elsewhere(store.folder) or store
                 async with runner.serving():
                     if programs is not None:
                         await store.plan(tasks, loaded.spec.rollout.samples_per_task)

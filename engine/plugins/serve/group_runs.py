@@ -29,8 +29,8 @@ from engine.train.batches import GroupBuilder
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend
-    from engine.plugins.drivers.driver_runner import DriverRollouts
     from engine.plugins.serve.request_log import GroupRequest, RequestLog
+    from engine.runner.runner import EpisodeRunner
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
@@ -80,7 +80,7 @@ class GroupRuns:
         format: ChatTemplate,
         backend: Backend,
         store: RunStore,
-        runner: Runner | DriverRollouts,
+        runner: EpisodeRunner,
         log: RequestLog,
         reader: RunReader,
     ) -> None:
@@ -99,7 +99,7 @@ class GroupRuns:
         """Episodes that could not be finished because of an error in the engine."""
         self._live = asyncio.Semaphore(self.capacity)
         self._rows = GroupBuilder(loaded.spec, train, loaded.base)
-        self._runners: dict[bytes, Runner | DriverRollouts] = {b"{}": runner}
+        self._runners: dict[bytes, EpisodeRunner] = {b"{}": runner}
         self._services = AsyncExitStack()
         self._making = asyncio.Lock()
         self._groups: dict[tuple[str, int], asyncio.Task[list[Trajectory]]] = {}
@@ -122,7 +122,7 @@ class GroupRuns:
         """Whether these overrides have been used since the start."""
         return _key(sampling) in self._runners
 
-    async def runner_of(self, request: GroupRequest) -> Runner | DriverRollouts:
+    async def runner_of(self, request: GroupRequest) -> EpisodeRunner:
         """The runner with a request's sampling. All share the store, the backend and the limit of live episodes."""
         key = _key(request.sampling)
         async with self._making:
@@ -153,7 +153,7 @@ class GroupRuns:
                 self._runners[key] = runner
             return self._runners[key]
 
-    async def group(self, request: GroupRequest, number: int, runner: Runner | DriverRollouts) -> ReadyGroup:
+    async def group(self, request: GroupRequest, number: int, runner: EpisodeRunner) -> ReadyGroup:
         """Run a group, or read it from the store."""
         key = request.id, number
         if key not in self._log.began:
@@ -208,7 +208,7 @@ class GroupRuns:
         }
         return ReadyGroup(note | about, rows, {image.digest: (image.mime, image.data) for image in stored})
 
-    async def _episodes(self, runner: Runner | DriverRollouts, task: Task, samples: int) -> list[Trajectory]:
+    async def _episodes(self, runner: EpisodeRunner, task: Task, samples: int) -> list[Trajectory]:
         try:
             async with asyncio.TaskGroup() as running:
                 works = [running.create_task(self._episode(runner, task, sample)) for sample in range(samples)]
@@ -216,7 +216,7 @@ class GroupRuns:
             raise first_of(several) from None
         return [trajectory for work in works if (trajectory := work.result()) is not None]
 
-    async def _episode(self, runner: Runner | DriverRollouts, task: Task, sample: int) -> Trajectory | None:
+    async def _episode(self, runner: EpisodeRunner, task: Task, sample: int) -> Trajectory | None:
         episode = episode_id_of(task.id, sample)
         if episode in self.done:
             self._reader.refresh()

@@ -28,8 +28,7 @@ from engine.validate.trainers import TrainerError, trainer_of
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend
-    from engine.plugins.drivers.driver_runner import DriverRollouts
-    from engine.runner.runner import Runner
+    from engine.runner.runner import EpisodeRunner
     from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader
@@ -109,7 +108,7 @@ class GroupService:
         format: ChatTemplate,
         backend: Backend,
         store: RunStore,
-        runner: Runner | DriverRollouts,
+        runner: EpisodeRunner,
         token: str,
         halt: Callable[[BaseException], None],
         *,
@@ -325,7 +324,7 @@ class GroupService:
     async def _answer(
         self,
         request: GroupRequest,
-        runner: Runner | DriverRollouts,
+        runner: EpisodeRunner,
         opened: _Open,
         skip: frozenset[int],
         writer: WireWriter,

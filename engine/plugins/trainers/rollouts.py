@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import structlog
 
 from engine.errors import TrainError, first_of
-from engine.plugins.drivers.rules import refuse_many
 from engine.plugins.trainers.capabilities import TRAINERS
 from engine.plugins.trainers.handover import final_rows
 from engine.plugins.trainers.pixels import Pixels
 from engine.runner.batch import Batch, Group
 from engine.runner.groups import GroupRequest, GroupRunner
 from engine.runner.overlong import fitting_tasks
+from engine.runner.processes import refuse_many
 from engine.runner.runner import Runner
 from engine.schemas.train import TrainSpec
 from engine.spec.load import LoadedSpec, load_spec

@@ -11,7 +11,7 @@ from written_specs import save_spec, scripted_spec
 from engine.backends.registry import open_backend
 from engine.errors import EngineError, SpecError
 from engine.plugins.drivers.leases import Leases
-from engine.plugins.drivers.rules import refuse_training
+from engine.plugins.drivers.processes import DriverProcesses
 from engine.plugins.drivers.shards import create_shards
 from engine.runner.fork import fork
 from engine.runner.runner import Runner
@@ -90,7 +90,7 @@ def test_what_a_training_with_drivers_cannot_do(spec: Path, change: str, message
     changes = ["backend={kind: sglang, urls: ['http://127.0.0.1:9']}", "train={}", change, "rollout.drivers=2"]
     loaded = load_spec(spec, changes)
     with pytest.raises(SpecError) as caught:
-        refuse_training(loaded)
+        DriverProcesses(loaded).refuse_training()
     assert message in str(caught.value)
 
 
@@ -132,7 +132,7 @@ def test_a_fork_of_a_run_of_several_drivers(spec: Path) -> None:
 def test_a_resume_of_several_drivers_does_not_retry(spec: Path) -> None:
     for folder in (sharded(spec), sharded(spec, "rollout.drivers=2")):
         status, _, errors = engine_here(
-            "run", "--resume", folder, "--drivers", "1", "--retry-failed", "all", cwd=spec.parent
+            "run", "--resume", folder, "--set", "rollout.drivers=1", "--retry-failed", "all", cwd=spec.parent
         )
         assert status == 1
         assert "--retry-failed is not supported in a run with several drivers: leave it out" in errors
@@ -149,14 +149,16 @@ def test_a_service_does_not_continue_a_run_of_drivers(spec: Path) -> None:
 
 def test_a_run_of_one_process_is_not_continued_by_several(spec: Path) -> None:
     assert engine_here("run", spec, "-q", cwd=spec.parent)[0] == 0
-    for option in (("--drivers", "2"), ("--set", "rollout.drivers=2")):
-        status, _, errors = engine_here("run", "--resume", "latest", *option, cwd=spec.parent)
-        assert status == 1
-        assert "was begun by one process, and is continued by one: leave out --drivers" in errors
+    status, _, errors = engine_here("run", "--resume", "latest", "--set", "rollout.drivers=2", cwd=spec.parent)
+    assert status == 1
+    assert "was begun by one process, and is continued by one: leave out `rollout.drivers`" in errors
 
 
 def test_without_ray_the_command_says_what_to_install(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    status, _, errors = engine_here("run", spec, "--drivers", "2", cwd=spec.parent)
+    status, _, errors = engine_here("run", spec, "--set", "rollout.drivers=2", cwd=spec.parent)
     assert status == 1
-    assert "`rollout.drivers` needs Ray: pip install 'episode-engine[ray]', or run one driver (--drivers 1)" in errors
+    assert (
+        "`rollout.drivers` needs Ray: pip install 'episode-engine[ray]', or run one driver (--set rollout.drivers=1)"
+        in errors
+    )

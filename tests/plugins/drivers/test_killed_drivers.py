@@ -91,7 +91,7 @@ def test_random_kills_lose_no_episode_and_repeat_none(
     limit = ["--limit", str(groups)]
     at_once = ["--set", "rollout.concurrency=256", "--set", "rollout.live_episodes=512"]
     assert command(spec, "alone", *limit, *at_once).wait() == 0
-    run = command(spec, "many", "--drivers", "2", *limit)
+    run = command(spec, "many", "--set", "rollout.drivers=2", *limit)
     choice, killed = random.Random(22), 0
     while killed < kills and run.poll() is None:
         time.sleep(choice.uniform(0.5, 2.0))
@@ -117,7 +117,7 @@ def test_a_signal_stops_all_drivers_and_a_resume_with_another_number_finishes(
     tmp_path: Path, tiny_tokenizer_dir: Path, number: signal.Signals, status: int
 ) -> None:
     spec = spec_of(tmp_path, tiny_tokenizer_dir)
-    run = command(spec, "many", "--drivers", "3", "--limit", "60")
+    run = command(spec, "many", "--set", "rollout.drivers=3", "--limit", "60")
     while len(list((tmp_path / "many").glob("*/drivers/*/run.db"))) < 3 and run.poll() is None:
         time.sleep(0.2)
     (folder,) = (tmp_path / "many").iterdir()

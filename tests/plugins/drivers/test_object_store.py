@@ -125,7 +125,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path) ->
         spec = spec_of(folder, tiny_tokenizer_dir)
         alone = store.engine("run", spec, "-q", "--out", "one")
         assert alone.code == 0, alone.err
-        places = ("--set", f"rollout.shards={URL}", "--drivers", "2")
+        places = ("--set", f"rollout.shards={URL}", "--set", "rollout.drivers=2")
         run = store.start("run", spec, "-q", "--out", "many", *places)
         while not {f"runs/r1/episodes-{driver}-000000.parquet" for driver in "01"} <= store.ask("list").keys():
             assert run.poll() is None, run.communicate()
@@ -139,7 +139,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path) ->
         store.ask("half", "runs/r1/episodes-1-000001.parquet")
         shown = store.engine("show", URL, "--json", "--limit", "1000")
         (one,), (many,) = (list((folder / name).iterdir()) for name in ("one", "many"))
-        resumed = store.engine("run", "--resume", many, "-q", "--drivers", "3")
+        resumed = store.engine("run", "--resume", many, "-q", "--set", "rollout.drivers=3")
         yield Story(
             store, one, many, Ended(run.returncode, out, err), unread, before, shown, resumed, store.ask("list")
         )

@@ -57,7 +57,7 @@ def test_a_job_runs_its_drivers_on_several_raylets(
         variables = {name: value for name, value in os.environ.items() if name.startswith("EPISODE_ENGINE_")}
         environment = {"env_vars": {**variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}}
         words = ["--address", address, "--working-dir", str(work), "--runtime-env-json", json.dumps(environment)]
-        run = [sys.executable, "-m", "engine.cli.main", "run", "spec.yaml", "-q", "--drivers", "3"]
+        run = [sys.executable, "-m", "engine.cli.main", "run", "spec.yaml", "-q", "--set", "rollout.drivers=3"]
         ended = subprocess.run(
             [
                 sys.executable,

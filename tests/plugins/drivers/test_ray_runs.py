@@ -22,7 +22,7 @@ from engine.store import RunStore
 pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
-CODE = Path(__file__).parent.parent / "runner"
+CODE = Path(__file__).parents[2] / "core" / "runner"
 
 
 def spec_of(folder: Path, tokenizer: Path) -> Path:

@@ -19,7 +19,7 @@ from store_kit import make_entry, make_header, make_task, make_trajectory, plain
 
 from engine.errors import StoreError
 from engine.plugins.drivers.publisher import Publisher
-from engine.plugins.drivers.sharded import ShardedRun
+from engine.plugins.drivers.sharded import ShardedRun, note_status
 from engine.plugins.drivers.shards import Part, create_shards
 from engine.plugins.show.listing.heads import heads
 from engine.plugins.show.listing.listing import Listing
@@ -174,7 +174,7 @@ async def test_a_folder_or_url_of_shards_alone_is_a_run(tmp_path: Path, url: boo
             await finish(store, task, 0)
             Publisher(store.folder, place, "0").publish([f"t{task}"])
         expected = contents(store)
-    RunStore.open(run).close()  # what notes the status of the run beside its shards
+    note_status(run)  # as `engine run` does at its end
     shutil.rmtree(run)
     read = RunStore.open(find_run(place), readonly=True)
     assert contents(read) == expected

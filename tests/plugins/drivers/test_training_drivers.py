@@ -67,7 +67,7 @@ class Replying(FakeSGLang):
 
 @pytest.fixture(autouse=True)
 def _spec_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "train"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "core" / "train"))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("EPISODE_ENGINE_CACHE", str(tmp_path / "cache"))
 
@@ -185,7 +185,7 @@ async def test_the_command_stops_at_a_signal_and_is_resumed(tmp_path: Path, tiny
     async with served(tiny_model_dir) as (server, url):
         trainer = begin(tmp_path, tiny_model_dir, url, 2, steps=40)  # for its spec and its folder
         path = os.pathsep.join(
-            [str(Path(__file__).parents[1] / "train"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            [str(Path(__file__).parents[2] / "core" / "train"), *filter(None, [os.environ.get("PYTHONPATH")])]
         )
 
         async def command(*more: str) -> asyncio.subprocess.Process:

@@ -13,9 +13,9 @@ import msgspec
 from pydantic_core import from_json
 
 from engine.errors import StoreError
-from engine.plugins.drivers.catalogue import STORE
 from engine.schemas.trajectory import Outcome, Turn
 from engine.store import codec, database
+from engine.store.reader import STORE
 from engine.store.reading import decoding, reading
 
 if TYPE_CHECKING:

@@ -22,14 +22,13 @@ import numpy as np
 import structlog
 
 from engine.errors import StoreError
-from engine.plugins.drivers.catalogue import STORE
 from engine.plugins.show.listing.heads import read_head
 from engine.plugins.show.listing.logs import sampled_tasks
 from engine.plugins.show.listing.sources import Source
 from engine.store import codec
 from engine.store.episode_filter import END_VALUES
 from engine.store.private import private_file, private_folder
-from engine.store.reader import RunReader
+from engine.store.reader import STORE, RunReader
 from engine.store.reading import reading
 from engine.store.training import BATCHES
 from engine.store.upkeep.dropped import dropped_among

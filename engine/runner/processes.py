@@ -1,0 +1,107 @@
+"""The episodes of a spec in several processes, which a plugin drives instead of one `Runner` (the hook `drive`).
+
+Invariant: a spec that asks for several processes is driven by them or refused; it never runs in one process in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from engine.errors import SpecError
+from engine.plugin import Hook
+from engine.schemas.sections import written
+from engine.spec.text.diagnostic import Diagnostic
+from engine.store.elsewhere import is_divided
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from engine.backends.weight_target import ServerWeights
+    from engine.runner.runner import EpisodeRunner, RunResult
+    from engine.spec.load import LoadedSpec
+    from engine.spec.rows.mix import TaskList
+    from engine.spec.text.diagnostic import DataPath
+    from engine.store.store import RunStore
+
+
+class Processes(Protocol):
+    """The processes that run the episodes of one spec."""
+
+    rule: str
+    """Id of the rule by which something is refused that runs in one process."""
+    path: DataPath
+    """The key of the spec that asks for them."""
+
+    @property
+    def alone(self) -> LoadedSpec:
+        """The spec for a part of the work that one process does, such as a training's evaluations."""
+
+    def refuse_resume(self, store: RunStore, *, retry: bool) -> None:
+        """Raise SpecError or StoreError if they cannot continue a run. `retry`: failed episodes are to run again."""
+
+    def refuse_training(self) -> None:
+        """Raise SpecError if a training cannot use them."""
+
+    def refuse_serving(self, store: RunStore) -> None:
+        """Raise SpecError or StoreError if a service cannot use them."""
+
+    async def run(
+        self,
+        tasks: TaskList,
+        store: RunStore,
+        console: Console,
+        *,
+        quiet: bool,
+        summary: bool,
+        keep_going: bool,
+    ) -> RunResult:
+        """Run a prepared run to its end; the arguments are those of `engine.cli.commands.run.drive`."""
+
+    def episodes(self, store: RunStore, weights: ServerWeights | None, *, keep_going: bool) -> EpisodeRunner:
+        """What runs single episodes of a training or a service.
+
+        Args:
+            store: The run's store, open for writing.
+            weights: What a trainer has given the servers; None: the versions are not known here.
+            keep_going: See `Runner`.
+        """
+
+    async def follow(self, weights: ServerWeights) -> None:
+        """Tell the processes of `episodes` what the servers have."""
+
+
+DRIVE: Hook[Callable[[LoadedSpec, Path | None], Processes | None]] = Hook("drive")
+"""The processes of a spec, or of the run in a folder that such processes have begun; None: one process runs it."""
+
+
+def processes_of(loaded: LoadedSpec, folder: Path | None = None) -> Processes | None:
+    """The processes that run the episodes of a spec; None: this one.
+
+    Args:
+        loaded: The spec.
+        folder: The folder of a run that goes on: processes that have begun it continue it, whatever the spec says now.
+    """
+    asked = None if folder is not None and is_divided(folder) else written(loaded.spec)
+    made = (drive(loaded, folder) for drive in DRIVE.all(asked))
+    return next((processes for processes in made if processes is not None), None)
+
+
+def refuse_many(loaded: LoadedSpec, who: str) -> None:
+    """Refuse a spec with several processes for something that drives its episodes in one.
+
+    Args:
+        loaded: The spec.
+        who: What does so, as a message names it.
+
+    Raises:
+        SpecError: the spec asks for several processes.
+    """
+    processes = processes_of(loaded)
+    if processes is None:
+        return
+    message = f"{who} does not support several drivers; `engine run`, `engine eval`, `engine train` and `engine serve SPEC` do"
+    fix = f"give --set {'.'.join(map(str, processes.path))}=1, or set it in the spec"
+    raise SpecError([Diagnostic(processes.rule, "error", message, fix, loaded.origin(processes.path), processes.path)])
