@@ -28,7 +28,7 @@ from engine.spec.conversation import conversation_of
 from engine.spec.template import fill, fill_words, found_image, image_folders, own_spans
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Awaitable, Mapping
 
     from engine.actions.calling.workers import Workers
     from engine.schemas.entry import Effects, IsolationSpec
@@ -220,8 +220,8 @@ class CallToolsAction(SpecCodeAction):
         super().__init__(loaded, state, template, code)
         self._most = loaded.spec.limits.tool_calls
 
-    async def perform(self, episode: Episode, objects: EpisodeObjects) -> ToolsRecord:
-        """Return one result per attempted call.
+    def perform(self, episode: Episode, objects: EpisodeObjects) -> Awaitable[ToolsRecord]:
+        """Begin the calls; the record has one result per attempted call.
 
         Raises:
             SpecCodeError: the spec has no tools.
@@ -230,8 +230,7 @@ class CallToolsAction(SpecCodeAction):
             raise SpecCodeError("tools are called, but the spec has none", blame="spec", kind="no_tools")
         attempts = episode.reply.attempts
         left = self._most - episode.counts.tool_calls if self._most is not None else len(attempts)
-        results = await objects.toolbox.call_all(attempts, episode.turn, episode.view, budget=left)
-        return ToolsRecord(results=results)
+        return objects.toolbox.call_all(attempts, episode.turn, episode.view, budget=left)
 
     def apply(self, episode: Episode, record: ToolsRecord) -> str:
         """Add the results to the conversation, and write their rewards and facts. A fact `solved: true` marks the outcome as solved."""
@@ -259,10 +258,16 @@ class CallToolsAction(SpecCodeAction):
 
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the strongest effects of the called tools."""
-        called = {objects.toolbox.effects(call.name) for call in episode.reply.calls} if objects.toolbox else set()
-        if "external" in called:
-            return "external"
-        return "replayable" if "replayable" in called else "pure"
+        if (toolbox := objects.toolbox) is None:
+            return "pure"
+        strongest = "pure"
+        for call in episode.reply.calls:
+            effects = toolbox.effects(call.name)
+            if effects == "external":
+                return effects
+            if effects == "replayable":
+                strongest = effects
+        return strongest
 
 
 def _of_call(event: RewardEvent, call_id: str) -> RewardEvent:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache, partial
@@ -19,8 +19,9 @@ from pydantic import ValidationError
 from engine.actions.calling.code_call import LoopReplacedError
 from engine.actions.calling.host import HostedTool, InvalidArguments
 from engine.actions.calling.this_process import shape_or_fault
-from engine.actions.calling.workers import Workers, call_spec_code
+from engine.actions.calling.workers import CodePlace, Workers, call_spec_code, place_of
 from engine.errors import SpecCodeError
+from engine.schemas.journal import ToolsRecord
 from engine.schemas.message import MalformedCall, ToolCall, ToolResult
 from engine.spec.code.signature import ToolShape, checked_arguments, explain, reply_of
 from engine.storable import message_of
@@ -38,6 +39,8 @@ class BoundTool:
     shape: ToolShape
     seconds: float
     effects: Effects
+    place: CodePlace | None = None
+    """Where its function runs; None until it is called in this process."""
 
     def checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return a call's arguments, validated and converted for the function.
@@ -82,15 +85,15 @@ class Toolbox:
         tool = self.tools.get(name)
         return tool.effects if tool else "pure"
 
-    async def call_all(
+    def call_all(
         self,
         attempts: Sequence[ToolCall | MalformedCall],
         turn: int,
         view: Callable[[], EpisodeView],
         *,
         budget: int,
-    ) -> list[ToolResult]:
-        """Execute the attempted calls of one turn in parallel, and return their results in order.
+    ) -> Awaitable[ToolsRecord]:
+        """Execute the attempted calls of one turn in parallel; their results are in order.
 
         Args:
             attempts: The calls that the model wrote.
@@ -99,31 +102,32 @@ class Toolbox:
             budget: Number of calls that the limit `tool_calls` leaves.
         """
         if len(attempts) == 1 and budget > 0 and isinstance(attempts[0], ToolCall):
-            return [await self.call(attempts[0], view)]
-        seen = lru_cache(1)(view)  # one view for all calls of a turn
-        jobs = []
+            return self._call(attempts[0], view)
+        return self._call_several(attempts, turn, lru_cache(1)(view), budget)  # one view for all calls of a turn
+
+    async def _call_several(
+        self, attempts: Sequence[ToolCall | MalformedCall], turn: int, view: Callable[[], EpisodeView], budget: int
+    ) -> ToolsRecord:
+        results: dict[int, ToolResult] = {}
+        jobs: dict[int, Awaitable[ToolsRecord]] = {}
         for index, attempt in enumerate(attempts):
             if isinstance(attempt, MalformedCall):
-                jobs.append(_answer(f"call_{turn}_{index}", "", "malformed", attempt.problem))
+                results[index] = _answer(f"call_{turn}_{index}", "", "malformed", attempt.problem)
             elif budget <= 0:
-                jobs.append(
-                    _answer(attempt.id, attempt.name, "limit", "You have no tool calls left. Answer without tools.")
-                )
+                words = "You have no tool calls left. Answer without tools."
+                results[index] = _answer(attempt.id, attempt.name, "limit", words)
             else:
                 budget -= 1
-                jobs.append(self.call(attempt, seen))
-        return list(await asyncio.gather(*jobs))
+                jobs[index] = self._call(attempt, view)
+        records = await asyncio.gather(*jobs.values())
+        results |= {index: record.results[0] for index, record in zip(jobs, records, strict=True)}
+        return ToolsRecord(results=[results[index] for index in range(len(attempts))])
 
-    async def call(self, call: ToolCall, view: Callable[[], EpisodeView]) -> ToolResult:
+    async def _call(self, call: ToolCall, view: Callable[[], EpisodeView]) -> ToolsRecord:
         """Execute one call. An exception of the tool becomes an error result."""
         tool = self.tools.get(call.name)
         if tool is None:
-            near = get_close_matches(call.name, self.tools, n=1)
-            known = ", ".join(f"`{name}`" for name in self.tools)
-            hint = f" Did you mean `{near[0]}`?" if near else ""
-            return await _answer(
-                call.id, call.name, "unknown_tool", f"There is no tool `{call.name}`.{hint} Tools: {known}."
-            )
+            return ToolsRecord(results=[self._unknown(call)])
         began = time.perf_counter()
         try:
             if isinstance(tool.function, HostedTool):
@@ -137,6 +141,8 @@ class Toolbox:
                 arguments = tool.checked(call.arguments)
                 if tool.shape.view:
                     arguments[tool.shape.view] = view()
+                if tool.place is None:
+                    tool.place = place_of(tool.function)
                 value = await call_spec_code(
                     self._workers,
                     partial(tool.function, **arguments),
@@ -144,36 +150,44 @@ class Toolbox:
                     blame="tool",
                     what=f"tool `{call.name}`",
                     effects=tool.effects,
+                    place=tool.place,
                 )
         except InvalidArguments as problem:
-            return await _answer(
-                call.id, call.name, "invalid_arguments", f"Wrong arguments for `{call.name}`: {problem}."
-            )
-        except LoopReplacedError:  # not caused by the tool, so the policy does not see it
-            raise
+            words = f"Wrong arguments for `{call.name}`: {problem}."
+            return ToolsRecord(results=[_answer(call.id, call.name, "invalid_arguments", words)])
         except SpecCodeError as error:
-            if isinstance(tool.function, HostedTool) and tool.function.lost:
-                raise  # the tool's state is lost, so the episode cannot continue
-            if error.kind == "tool_bad_result":
-                raise  # of a worker process; the same as below, where the tool runs in this one
-            late = error.kind == "tool_timeout"
-            words = (
-                f"`{call.name}` did not answer within {tool.seconds:g} s."
-                if late
-                else f"`{call.name}` failed: {message_of(error.__cause__ or error)}"
-            )
-            return ToolResult(
-                call_id=call.id,
-                name=call.name,
-                content=words,
-                error="timeout" if late else "raised",
-                seconds=time.perf_counter() - began,
-            )
-        return _result(call, value, time.perf_counter() - began)
+            return ToolsRecord(results=[_failed(call, tool, error, time.perf_counter() - began)])
+        return ToolsRecord(results=[_result(call, value, time.perf_counter() - began)])
+
+    def _unknown(self, call: ToolCall) -> ToolResult:
+        near = get_close_matches(call.name, self.tools, n=1)
+        names = ", ".join(f"`{name}`" for name in self.tools)
+        hint = f" Did you mean `{near[0]}`?" if near else ""
+        words = f"There is no tool `{call.name}`.{hint} Tools: {names}."
+        return _answer(call.id, call.name, "unknown_tool", words)
 
 
-async def _answer(call_id: str, name: str, error: Any, words: str) -> ToolResult:
+def _answer(call_id: str, name: str, error: Any, words: str) -> ToolResult:
     return ToolResult(call_id=call_id, name=name, content=words, error=error)
+
+
+def _failed(call: ToolCall, tool: BoundTool, error: SpecCodeError, seconds: float) -> ToolResult:
+    """The result of a tool that raised or took too long. Raises the error where the policy must not see it."""
+    if isinstance(error, LoopReplacedError):  # not caused by the tool
+        raise error
+    if isinstance(tool.function, HostedTool) and tool.function.lost:
+        raise error  # the tool's state is lost, so the episode cannot continue
+    if error.kind == "tool_bad_result":
+        raise error  # of a worker process; the same as in `_result`, where the tool runs in this one
+    late = error.kind == "tool_timeout"
+    words = (
+        f"`{call.name}` did not answer within {tool.seconds:g} s."
+        if late
+        else f"`{call.name}` failed: {message_of(error.__cause__ or error)}"
+    )
+    return ToolResult(
+        call_id=call.id, name=call.name, content=words, error="timeout" if late else "raised", seconds=seconds
+    )
 
 
 def _result(call: ToolCall, value: Any, seconds: float) -> ToolResult:

@@ -17,6 +17,8 @@ from engine.errors import SpecCodeError
 if TYPE_CHECKING:
     from engine.actions.calling.code_loop import CodeLoop
     from engine.actions.calling.interrupt import CodeThread
+    from engine.actions.calling.threads import Threads
+    from engine.schemas.entry import Effects
     from engine.schemas.trajectory import Blame
 
 
@@ -47,46 +49,72 @@ CALL: ContextVar[CodeCall | None] = ContextVar("call", default=None)
 
 
 class CodeCall:
-    """A call of a spec's code.
+    """A call of a spec's code. Made where it is begun, on the main loop.
 
     Args:
         function: The function to call.
         args: Its arguments.
+        seconds: Its deadline; None where it has its own.
         what: Its name in messages.
         blame: The blame of its failures.
+        effects: See `call_spec_code`.
+        bound: See `call_spec_code`.
     """
 
     __slots__ = (
-        "_untaken",
-        "_waiter",
         "args",
         "began",
         "blame",
         "blocked",
+        "bound",
         "context",
+        "delay",
         "delivered",
-        "episode",
+        "effects",
+        "ends",
         "function",
         "loop",
         "lost",
         "own",
+        "place",
         "result",
+        "scope",
+        "seconds",
         "task",
         "thread",
+        "untaken",
+        "waiter",
         "what",
     )
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], what: str, blame: Blame) -> None:
-        scope = SCOPE.get()
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        seconds: float | None,
+        what: str,
+        blame: Blame,
+        effects: Effects = "pure",
+        bound: bool = False,
+    ) -> None:
+        self.scope = SCOPE.get()
         self.function = function
         self.args = args
+        self.seconds = seconds
         self.what = what
         self.blame: Blame = blame
-        self.episode = "" if scope is None else scope.episode
+        self.effects: Effects = effects
+        self.bound = bound
         self.loop = asyncio.get_running_loop()
         """The main loop."""
         self.context = copy_context()
         self.context.run(CALL.set, self)
+        self.place: Threads | CodeLoop | None = None
+        """What runs it."""
+        self.ends = 0.0
+        """See `Deadlines.watch`."""
+        self.delay = 0.0
+        """See `LoopDelay.seconds`, when it began."""
         self.began: float | None = None
         """The time (`time.monotonic`) at which a thread began to run it; None before."""
         self.result: tuple[Any, BaseException | None] | None = None
@@ -94,7 +122,7 @@ class CodeCall:
         self.thread: CodeThread | None = None
         """The thread that runs it, for plain functions."""
         self.task: asyncio.Task[None] | None = None
-        """Its task, if it runs on an event loop."""
+        """The task in which it waits, if it runs on an event loop."""
         self.blocked = 0.0
         """Seconds for which its loop had been blocked before it began."""
         self.own = 0.0
@@ -103,36 +131,48 @@ class CodeCall:
         """Whether its result has reached the main loop."""
         self.lost = False
         """Whether its loop was replaced, so that it will have no result."""
-        self._untaken = [True]
-        self._waiter: asyncio.Future[None] | None = None
+        self.untaken = [True]
+        """Empty once it has finished or was abandoned."""
+        self.waiter: asyncio.Future[None] = asyncio.Future(loop=self.loop)
+        """Done when the call has a result, is lost, or its time has ended."""
+
+    @property
+    def episode(self) -> str:
+        """The id of its episode, for messages."""
+        return "" if self.scope is None else self.scope.episode
 
     def take(self) -> bool:
         """Claim the end of the call; True for the first caller. Atomic, because `list.pop` is."""
         try:
-            return self._untaken.pop()
+            return self.untaken.pop()
         except IndexError:
             return False
 
     @property
     def over(self) -> bool:
         """Whether it has finished or was abandoned."""
-        return not self._untaken
+        return not self.untaken
 
     def remaining(self, seconds: float) -> float:
         """Return the rest of a deadline that began with the call; all of it while the call waits for a thread."""
         return seconds if self.began is None else self.began + seconds - time.monotonic()
 
     async def wait(self) -> None:
-        """Wait until the call has a result or is lost."""
+        """Wait on, after `strike`, until the call has a result or is lost."""
         if not self.delivered and not self.lost:
-            self._waiter = self.loop.create_future()
-            await self._waiter
+            self.waiter = self.loop.create_future()
+            await self.waiter
+
+    def strike(self) -> None:
+        """Wake the caller, because the time of the call has ended."""
+        if not self.waiter.done():
+            self.waiter.set_result(None)
 
     def deliver(self, *, lost: bool = False) -> None:
         """Give the result to the waiting caller. Runs in the main loop's thread."""
         self.delivered, self.lost = not lost, lost
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if not self.waiter.done():
+            self.waiter.set_result(None)
 
 
 class LoopReplacedError(SpecCodeError):

@@ -1,10 +1,12 @@
 """An event loop in its own thread for `async` user code, and the watchdog that detects when it is blocked.
 
 The main loop passes all calls of one iteration at once, and gets all results of one iteration of this loop at
-once: a burst of calls costs one wake-up in each direction.
+once: a burst of calls costs one wake-up in each direction. One task runs those that do not wait, one after the other, each in a
+context of its own.
 
 Every `TICK` the watchdog schedules a callback on the loop. A loop that does not run it is blocked. The stack of its thread
-holds the running `Handle`, whose context names the call: this also works for tasks and callbacks that a call has started.
+holds the running `Handle`. The loop says which call a step belongs to; tasks and callbacks that a call has started have a context
+that names it.
 The time for which a loop is blocked does not count for the deadlines of other calls on it. A loop that is blocked by an
 abandoned or ended call is replaced.
 """
@@ -16,11 +18,13 @@ import sys
 import threading
 import time
 import traceback
+import types
 from asyncio.events import Handle
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from types import FrameType
+from types import CoroutineType, FrameType
 from typing import Any
 
 import structlog
@@ -62,7 +66,8 @@ class CodeLoop:
         self.retired = False
         """Whether it no longer takes calls."""
         self._on_blocked = on_blocked
-        self._main = asyncio.get_running_loop()
+        self.main = asyncio.get_running_loop()
+        """The loop whose calls it runs."""
         self._new: list[CodeCall] = []
         self._calls: dict[CodeCall, None] = {}
         """Calls without a delivered result; used only in the main loop's thread."""
@@ -79,17 +84,16 @@ class CodeLoop:
         """Time of the last probe, and time up to which blocking is counted."""
         self._answered = True
         self._since = 0.0
-        self._warned = False
+        self.warned = False
+        """Whether it has been blocked for `WARN_SECONDS` since the last probe."""
+        self._stepping: CodeCall | None = None
+        """The call of which a step runs now."""
+        self._stepped: CodeCall | None = None
         self._handle: Handle | None = None
         self._suspect: CodeCall | None = None
         self._thread = threading.Thread(target=self._work, name="code-loop", daemon=True)
         self._thread.start()
         threading.Thread(target=self._watch, name="code-watchdog", daemon=True).start()
-
-    @property
-    def main(self) -> asyncio.AbstractEventLoop:
-        """The loop whose calls it runs."""
-        return self._main
 
     # --- the main loop's thread ---
 
@@ -97,7 +101,7 @@ class CodeLoop:
         """Start a call."""
         self._calls[call] = None
         if not self._new:
-            self._main.call_soon(self._hand_over)
+            self.main.call_soon(self._hand_over)
         self._new.append(call)
 
     def abandon(self, call: CodeCall) -> bool:
@@ -122,7 +126,7 @@ class CodeLoop:
     @property
     def blocks(self) -> bool:
         """Whether it has been blocked for `WARN_SECONDS` and still is."""
-        return self._warned and not self._answered
+        return self.warned and not self._answered
 
     def close(self) -> None:
         """Take no more calls, cancel the tasks, and let the thread end."""
@@ -180,28 +184,67 @@ class CodeLoop:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
     def _begin(self, calls: list[CodeCall]) -> None:
-        for call in calls:
-            if not call.over:
-                call.task = self._loop.create_task(self._run(call), context=call.context)
+        self._loop.create_task(self._run(deque(calls)))
 
-    async def _run(self, call: CodeCall) -> None:
-        call.began = time.monotonic()
-        call.blocked = self.blocked
-        try:
-            call.result = (await call.function(*call.args), None)
-        except BaseException as error:  # noqa: BLE001  (any exception is passed to the caller)
-            call.result = (None, error)
-        call.task = None
-        if not call.take():
-            return
-        if not self._finished:
-            self._loop.call_soon(self._post)
-        self._finished.append(call)
+    async def _run(self, calls: deque[CodeCall]) -> None:
+        """Run calls one after the other, as long as they do not wait: one that waits keeps this task, and another runs the rest."""
+        task = asyncio.current_task()
+        while calls:
+            call = calls.popleft()
+            if not call.untaken:
+                continue
+            call.began, call.blocked = time.monotonic(), self.blocked
+            self._stepping = call
+            try:
+                code = call.context.run(call.function, *call.args)
+                if type(code) is not CoroutineType:
+                    code = _awaiting(code)
+                waited_for = call.context.run(code.send, None)
+            except StopIteration as end:
+                call.result = (end.value, None)
+            except BaseException as error:  # noqa: BLE001  (any exception is passed to the caller)
+                call.result = (None, error)
+            else:
+                self._stepping, call.task = None, task
+                if calls:
+                    self._loop.create_task(self._run(calls))
+                    calls = deque()
+                try:
+                    call.result = (await self._rest(call, code, waited_for), None)
+                except BaseException as error:  # noqa: BLE001  (as above)
+                    call.result = (None, error)
+                call.task = None
+            self._stepping = None
+            if call.take():
+                if not self._finished:
+                    self._loop.call_soon(self._post)
+                self._finished.append(call)
+            if calls and task is not None and task.cancelling():  # the call has cancelled the task that it ran in
+                self._loop.create_task(self._run(calls))
+                return
+
+    @types.coroutine
+    def _rest(self, call: CodeCall, code: Any, waited_for: Any) -> Generator[Any, Any, Any]:
+        """Run the rest of a coroutine that waits, each step in the call's context."""
+        while True:
+            try:
+                sent = yield waited_for
+            except BaseException as error:  # noqa: BLE001  (thrown into the code)
+                step, value = code.throw, error
+            else:
+                step, value = code.send, sent
+            self._stepping = call
+            try:
+                waited_for = call.context.run(step, value)
+            except StopIteration as end:
+                return end.value
+            finally:
+                self._stepping = None
 
     def _post(self) -> None:
         finished, self._finished = self._finished, []
         try:
-            self._main.call_soon_threadsafe(self._deliver, finished)
+            self.main.call_soon_threadsafe(self._deliver, finished)
         except RuntimeError:  # the main loop is closed: nothing waits for results
             self.close()
 
@@ -216,7 +259,7 @@ class CodeLoop:
 
     def _watch(self) -> None:
         while not self._over.wait(TICK):
-            if self._main.is_closed():
+            if self.main.is_closed():
                 self.close()
                 return
             if not self._answered:
@@ -230,9 +273,9 @@ class CodeLoop:
         with self._lock:
             self._answered = False
             self._probed = self._counted = time.monotonic()
-            self._handle = self._suspect = None
+            self._handle = self._suspect = self._stepped = None
         self._since = 0.0
-        self._warned = False
+        self.warned = False
         self._loop.call_soon_threadsafe(self._answer)
 
     def _check(self) -> bool:
@@ -242,26 +285,29 @@ class CodeLoop:
             if self._answered:
                 return False
             now = time.monotonic()
-            if handle is not self._handle or handle is None:
-                self._handle, self._since = handle, now
-                self._suspect = handle._context.get(CALL) if handle is not None else None  # type: ignore[attr-defined]
+            stepping = self._stepping
+            if handle is not self._handle or handle is None or stepping is not self._stepped:
+                self._handle, self._since, self._stepped = handle, now, stepping
+                self._suspect = stepping
+                if stepping is None and handle is not None:  # a task or a callback that a call has started
+                    self._suspect = handle._context.get(CALL)  # type: ignore[attr-defined]
             self._count(now)
             suspect, stuck = self._suspect, now - self._since
         given_up = suspect is not None and suspect.over and stuck > 0
         if given_up or (suspect is None and handle is not None and stuck > UNKNOWN_SECONDS):
             self._warn("the loop is replaced", suspect, now - self._probed, stack)
-            self._warned = True
+            self.warned = True
             self.blocker = suspect
             if self._code_thread is not None:
                 self._interrupter.add(self._code_thread, suspect)
             self._over.set()
             try:
-                self._main.call_soon_threadsafe(self._on_blocked, self)
+                self.main.call_soon_threadsafe(self._on_blocked, self)
             except RuntimeError:  # the main loop is closed
                 self.close()
             return True
-        if not self._warned and now - self._probed > WARN_SECONDS:
-            self._warned = True
+        if not self.warned and now - self._probed > WARN_SECONDS:
+            self.warned = True
             self._warn("other calls on this loop wait", suspect, now - self._probed, stack)
         return False
 
@@ -292,6 +338,11 @@ class CodeLoop:
             seconds=round(seconds, 1),
             stack="".join(stack[-_SHOWN:]),
         )
+
+
+async def _awaiting(awaitable: Any) -> Any:
+    """A coroutine of what a function marked as asynchronous returned instead of one."""
+    return await awaitable
 
 
 _SHOWN = 6

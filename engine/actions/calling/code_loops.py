@@ -37,9 +37,9 @@ class CodeLoops:
             scope: Scope of the episode.
             tries: How often this call has lost its loop.
         """
-        found = self._loops.get(0)
-        if self._most == 1 and found is not None and not found.blocks and found.main is asyncio.get_running_loop():
-            return found
+        only = self._loops.get(0) if self._most == 1 else None
+        if only is not None and not (only.warned and only.blocks) and only.main is asyncio.get_running_loop():
+            return only
         first = 0
         if scope is not None:
             first = crc32(f"{scope.episode}/{scope.losses + tries}".encode())

@@ -13,39 +13,36 @@ TICK = 0.05
 
 
 class LoopDelay:
-    """Sums the delays of the running loop's timer while calls run."""
+    """Sums the delays of the running loop's timer while calls run. The caller counts calls and calls `start` for a new loop."""
+
+    __slots__ = ("_due", "calls", "loop", "seconds")
 
     def __init__(self) -> None:
         self.calls = 0
         """Number of running calls; the timer stops at its next event if it is 0."""
-        self._seconds = 0.0
+        self.seconds = 0.0
+        """Total delay so far."""
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The loop whose timer runs; None: no timer runs."""
         self._due = 0.0
-        self._loop: asyncio.AbstractEventLoop | None = None
 
-    def begin(self, loop: asyncio.AbstractEventLoop) -> float:
-        """Count a call as running; return the total seconds of lag so far."""
-        self.calls += 1
-        if self._loop is not loop:
-            self._loop, self.calls = loop, 1
-            self._due = loop.time() + TICK
-            loop.call_at(self._due, self._tick)
-        return self._seconds
-
-    def end(self) -> None:
-        """Count a call as ended."""
-        self.calls -= 1
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the timer of a loop, for the first of its calls."""
+        self.loop, self.calls = loop, 1
+        self._due = loop.time() + TICK
+        loop.call_at(self._due, self._tick)
 
     def since(self, before: float) -> float:
-        """Return the seconds of lag since `begin` returned `before`."""
-        assert self._loop is not None
-        return self._seconds - before + max(0.0, self._loop.time() - self._due)
+        """Return the seconds of delay since `seconds` was `before`."""
+        assert self.loop is not None
+        return self.seconds - before + max(0.0, self.loop.time() - self._due)
 
     def _tick(self) -> None:
-        assert self._loop is not None
-        now = self._loop.time()
-        self._seconds += now - self._due
+        assert self.loop is not None
+        now = self.loop.time()
+        self.seconds += now - self._due
         if self.calls <= 0:
-            self._loop = None
+            self.loop = None
             return
         self._due = now + TICK
-        self._loop.call_at(self._due, self._tick)
+        self.loop.call_at(self._due, self._tick)

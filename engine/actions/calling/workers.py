@@ -19,13 +19,13 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from engine import plugin
-from engine.actions.calling.code_call import SCOPE, CodeCall, LoopReplacedError
+from engine.actions.calling.code_call import CodeCall, LoopReplacedError
 from engine.actions.calling.code_loop import CodeLoop
 from engine.actions.calling.code_loops import CodeLoops
 from engine.actions.calling.host import CodeHost, EpisodeHost, HostedCallable, Origin, SpecCode
@@ -35,6 +35,7 @@ from engine.actions.calling.this_process import ThisProcess
 from engine.actions.calling.threads import Threads
 from engine.deadline import Deadlines
 from engine.errors import EngineError, SpecCodeError
+from engine.schemas.base import Struct
 from engine.schemas.trajectory import Blame
 from engine.storable import words_of
 
@@ -92,6 +93,43 @@ class Workers:
             host = self._hosts[mode] = modes[mode]()
         return host
 
+    def begin(self, call: CodeCall, place: CodePlace, tries: int = 0) -> None:
+        """Begin a call, whose `waiter` the caller waits for; `end` must follow.
+
+        Raises:
+            LoopReplacedError: the loop of its object was replaced.
+            SpecCodeError: the system cannot start a thread.
+        """
+        if place.is_async:
+            scope = call.scope
+            if scope is None or not call.bound:
+                code_loop = self.code_loops.choose(scope, tries)
+            elif (bound_to := scope.code_loop) is None:
+                code_loop = scope.code_loop = self.code_loops.choose(scope)
+            else:
+                code_loop = bound_to
+            call.place = code_loop
+            if code_loop.retired:
+                raise _loop_replaced(call)
+            code_loop.start(call)
+        else:
+            call.place = self.threads
+            self.threads.start(call)
+        delay = self.delay
+        if delay.loop is call.loop:
+            delay.calls += 1
+        else:
+            delay.start(call.loop)
+        call.delay = delay.seconds
+        if call.seconds is not None:
+            self._deadlines[call.seconds].watch(call)
+
+    def end(self, call: CodeCall) -> None:
+        """Count a call that has a result, is lost, or was abandoned."""
+        if call.seconds is not None:
+            self._deadlines[call.seconds].calls.pop(call, None)
+        self.delay.calls -= 1
+
     def within(self, seconds: float | None) -> AbstractContextManager[Any]:
         """Return a context manager with a deadline; None is no deadline."""
         return nullcontext() if seconds is None else self._deadlines[seconds].begin()
@@ -110,8 +148,26 @@ class _ByLength(dict[float, Deadlines]):
     """A cache of deadlines by their length; a spec has few."""
 
     def __missing__(self, seconds: float) -> Deadlines:
-        found = self[seconds] = Deadlines(seconds)
-        return found
+        deadlines = self[seconds] = Deadlines(seconds)
+        return deadlines
+
+
+class CodePlace(Struct, frozen=True, kw_only=True):
+    """Where a function runs; the same for each of its calls."""
+
+    is_async: bool
+    on_main_loop: bool
+    """It is the engine's, and is awaited on the main loop."""
+    bound: bool
+    """It belongs to an object, which may hold locks or sessions of its loop."""
+
+
+def place_of(function: Callable[..., Any]) -> CodePlace:
+    """Return where a function runs."""
+    bare = _bare(function)
+    waits = is_async(bare)
+    bound = not inspect.isfunction(bare) and not inspect.isbuiltin(bare)
+    return CodePlace(is_async=waits, on_main_loop=waits and _is_ours(bare), bound=bound)
 
 
 def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,6 +204,7 @@ async def call_spec_code(
     what: str,
     effects: Effects = "pure",
     bound: bool | None = None,
+    place: CodePlace | None = None,
 ) -> Any:
     """Call a spec's code, in the place that the module's docstring describes.
 
@@ -163,6 +220,7 @@ async def call_spec_code(
         effects: What may be done where its loop is replaced: an `external` call is never repeated.
         bound: The call belongs to an object of the episode, which may hold locks or sessions of its loop. Left out:
             methods and objects do, functions do not.
+        place: Where the function runs, if the caller knows it.
 
     Raises:
         SpecCodeError: kind `<blame>_timeout` past the deadline, `<blame>_error` for what it raised.
@@ -170,33 +228,41 @@ async def call_spec_code(
     """
     if isinstance(function, HostedCallable):
         return await function.call(args, seconds=seconds, blame=blame, what=what)
-    bare = _bare(function)
-    if not is_async(bare):
-        call = CodeCall(function, args, what, blame)
-        workers.threads.start(call)
-        await _wait(workers, workers.threads, call, seconds)
-        return _result(call)
-    if _is_ours(bare):
+    place = place or place_of(function)
+    if place.on_main_loop:
         return await _here(workers, function, args, seconds, blame, what)
     if bound is None:
-        bound = not inspect.isfunction(bare) and not inspect.isbuiltin(bare)
-    scope = SCOPE.get()
-    again = effects != "external" and scope is not None and not scope.last
+        bound = place.bound
+    call = CodeCall(function, args, seconds, what, blame, effects, bound)
     for tries in range(1 + REPEATS):
-        if bound and scope is not None:
-            code_loop = scope.code_loop = scope.code_loop or workers.code_loops.choose(scope)
-            if code_loop.retired:
-                raise LoopReplacedError(what, code_loop.blocker, blame, repeatable=again)
-        else:
-            code_loop = workers.code_loops.choose(scope, tries)
-        call = CodeCall(function, args, what, blame)
-        code_loop.start(call)
-        await _wait(workers, code_loop, call, seconds)
+        workers.begin(call, place, tries)
+        try:
+            await call.waiter
+            if not call.delivered and not call.lost:
+                await _more_time(workers, call)
+        except asyncio.CancelledError:
+            assert call.place is not None
+            call.place.abandon(call)
+            raise
+        finally:
+            workers.end(call)
         if not call.lost:
-            return _result(call)
+            assert call.result is not None
+            value, error = call.result
+            if error is None:
+                return value
+            _fail(what, blame, error)
         if bound or effects == "external":
-            raise LoopReplacedError(what, code_loop.blocker, blame, repeatable=again)
-    raise LoopReplacedError(what, code_loop.blocker, blame, repeatable=False)
+            raise _loop_replaced(call)
+        call, lost = CodeCall(function, args, seconds, what, blame, effects, bound), call
+    raise _loop_replaced(lost, repeatable=False)
+
+
+def _loop_replaced(call: CodeCall, *, repeatable: bool = True) -> LoopReplacedError:
+    """The error of a call whose loop was replaced, and which is not repeated by itself."""
+    assert isinstance(call.place, CodeLoop)
+    again = repeatable and call.effects != "external" and call.scope is not None and not call.scope.last
+    return LoopReplacedError(call.what, call.place.blocker, call.blame, repeatable=again)
 
 
 async def _here(
@@ -222,42 +288,22 @@ async def _here(
         _fail(what, blame, error)
 
 
-async def _wait(workers: Workers, place: Threads | CodeLoop, call: CodeCall, seconds: float | None) -> None:
-    """Wait until a call has a result or is lost; abandon it after its deadline."""
-    deadline = workers.within(seconds)
-    before = workers.delay.begin(call.loop)
-    extended = False
-    try:
-        while True:
-            try:
-                with deadline:
-                    await call.wait()
-                return
-            except asyncio.CancelledError:
-                place.abandon(call)
-                raise
-            except TimeoutError:
-                assert seconds is not None  # or there is no deadline
-            left = place.remaining(call, seconds)
-            if left <= 0 and not extended and workers.delay.since(before) > STARVED_SHARE * seconds:
-                left, extended = seconds, True
-            if not call.delivered and left > 0:  # it waited for a thread or a blocked loop, or its deadline is extended
-                deadline = Deadlines(left).begin()
-            elif call.delivered or not place.abandon(call):  # it has finished, and its result will arrive
-                deadline = nullcontext()
-            else:
-                raise _late(call.what, call.blame, seconds) from None
-    finally:
-        workers.delay.end()
-
-
-def _result(call: CodeCall) -> Any:
-    """Return the value of a finished call, or raise its failure."""
-    assert call.result is not None
-    value, error = call.result
-    if error is not None:
-        _fail(call.what, call.blame, error)
-    return value
+async def _more_time(workers: Workers, call: CodeCall) -> None:
+    """The deadline of a call has passed: wait on, where its own time has not; else abandon it."""
+    seconds, extended = call.seconds, False
+    assert seconds is not None  # or there is no deadline
+    assert call.place is not None
+    while not call.delivered and not call.lost:
+        left = call.place.remaining(call, seconds)
+        if left <= 0 and not extended and workers.delay.since(call.delay) > STARVED_SHARE * seconds:
+            left, extended = seconds, True
+        deadline: AbstractContextManager[Any] = nullcontext()
+        if left > 0:  # it waited for a thread or a blocked loop, or its deadline is extended
+            deadline = Deadlines(left).begin()
+        elif call.place.abandon(call):  # else it has finished, and its result will arrive
+            raise _late(call.what, call.blame, seconds)
+        with suppress(TimeoutError), deadline:
+            await call.wait()
 
 
 def _late(what: str, blame: Blame, seconds: float) -> SpecCodeError:

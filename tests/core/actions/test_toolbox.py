@@ -159,7 +159,7 @@ async def test_calls_run_at_once_and_results_come_in_their_order() -> None:
     workers = Workers(4)
     tools = [bind_tool(tool, name=None, seconds=60, effects="pure", where="tools") for tool in (first, search, last)]
     calls = [call("first", 0), call("search", 1, query="q"), call("last", 2)]
-    results = await Toolbox(tools, workers).call_all(calls, VIEW.turn, lambda: VIEW, budget=9)
+    results = (await Toolbox(tools, workers).call_all(calls, VIEW.turn, lambda: VIEW, budget=9)).results
     workers.close()
     assert [(r.call_id, r.content, r.error) for r in results] == [
         ("call_2_0", "first", None),
@@ -177,7 +177,7 @@ async def test_every_attempt_has_a_result_that_says_what_to_do(box: Toolbox) -> 
         call("slow", 4, seconds=5),
         call("search", 5, query="last"),
     ]
-    results = await box.call_all(attempts, VIEW.turn, lambda: VIEW, budget=4)
+    results = (await box.call_all(attempts, VIEW.turn, lambda: VIEW, budget=4)).results
     assert [(r.call_id, r.error) for r in results] == [
         ("call_2_0", "unknown_tool"),
         ("call_2_1", "malformed"),
@@ -198,13 +198,13 @@ async def test_every_attempt_has_a_result_that_says_what_to_do(box: Toolbox) -> 
 
 
 async def test_tools_may_write_rewards_and_facts(box: Toolbox) -> None:
-    (result,) = await box.call_all([call("peek", word="see")], VIEW.turn, lambda: VIEW, budget=1)
+    (result,) = (await box.call_all([call("peek", word="see")], VIEW.turn, lambda: VIEW, budget=1)).results
     assert (result.content, result.facts) == ("see t", {"peeked": True})
     assert result.rewards == [RewardEvent(value=0.5)]
 
 
 async def test_json_values_are_shown_as_json(box: Toolbox) -> None:
-    (result,) = await box.call_all([call("numbers")], VIEW.turn, lambda: VIEW, budget=1)
+    (result,) = (await box.call_all([call("numbers")], VIEW.turn, lambda: VIEW, budget=1)).results
     assert result.content == '{"n":[1,2]}'
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -211,7 +212,7 @@ async def test_the_time_for_which_others_block_the_loop_does_not_count(
 
 async def test_the_time_for_which_a_call_blocks_its_loop_itself_counts() -> None:
     code_loop = CodeLoop(lambda code_loop: None, Interrupter())
-    own, other = (CodeCall(asyncio.sleep, (0,), "c", "tool") for _ in range(2))
+    own, other = (CodeCall(asyncio.sleep, (0,), None, "c", "tool") for _ in range(2))
     own.began = other.began = 0.0
     code_loop.blocked, own.own = 5.0, 5.0
     assert code_loop.remaining(other, 1.0) - code_loop.remaining(own, 1.0) == pytest.approx(5.0, abs=0.1)
@@ -220,7 +221,7 @@ async def test_the_time_for_which_a_call_blocks_its_loop_itself_counts() -> None
 
 async def test_a_call_that_has_finished_is_not_lost_with_its_loop() -> None:
     code_loop = CodeLoop(lambda code_loop: None, Interrupter())
-    finished, running = (CodeCall(asyncio.sleep, (0,), "c", "tool") for _ in range(2))
+    finished, running = (CodeCall(asyncio.sleep, (0,), None, "c", "tool") for _ in range(2))
     code_loop._calls = {finished: None, running: None}
     assert finished.take()
     code_loop.close()
@@ -237,3 +238,73 @@ async def test_the_number_of_loops_grows_with_each_replacement() -> None:
     assert counts == [1, 4, 16, 64, MAX_LOOPS]
     assert len({id(code_loops.choose(EpisodeScope(f"{n}/0"))) for n in range(40)}) > 8, "episodes are spread over them"
     code_loops.close()
+
+
+MARK: contextvars.ContextVar[str] = contextvars.ContextVar("mark", default="none")
+
+
+async def test_calls_that_do_not_wait_share_a_task_and_no_context(workers: Workers) -> None:
+    async def mark(name: str) -> tuple[int, str]:
+        before = MARK.get()
+        MARK.set(name)
+        return id(asyncio.current_task()), before
+
+    answers = await asyncio.gather(*(task(workers, partial(mark, f"{n}"), f"{n}/0") for n in range(8)))
+    assert {before for _, before in answers} == {"none"}
+    assert len({own for own, _ in answers}) == 1
+
+
+async def test_a_call_that_waits_keeps_its_task_and_its_context_and_the_rest_runs(workers: Workers) -> None:
+    goes_on = asyncio.Event()
+
+    async def waits() -> tuple[int, int, str]:
+        MARK.set("waits")
+        first = id(asyncio.current_task())
+        await asyncio.wait_for(goes_on.wait(), 60)
+        return first, id(asyncio.current_task()), MARK.get()
+
+    async def runs() -> tuple[int, str]:
+        goes_on.set()
+        return id(asyncio.current_task()), MARK.get()
+
+    (first, second, mark), (other, other_mark) = await asyncio.gather(
+        task(workers, waits, "a/0"), task(workers, runs, "b/0")
+    )
+    assert (first == second, other == first, mark, other_mark) == (True, False, "waits", "none")
+
+
+async def test_a_call_that_cancels_its_own_task_ends_no_other(workers: Workers) -> None:
+    async def cancels(then_waits: bool) -> str:
+        current = asyncio.current_task()
+        assert current is not None
+        current.cancel()
+        if then_waits:
+            await asyncio.sleep(0)
+        return "went on"
+
+    async def healthy() -> str:
+        await asyncio.sleep(0)
+        return "healthy"
+
+    functions = [partial(cancels, False), healthy, partial(cancels, True), healthy]
+    answers = await asyncio.gather(
+        *(task(workers, function, f"{n}/0") for n, function in enumerate(functions)), return_exceptions=True
+    )
+    assert [str(answer) for answer in answers] == ["went on", "healthy", "`2/0`.call cancelled itself", "healthy"]
+
+
+async def test_a_call_that_blocks_after_it_has_waited_is_known(workers: Workers, release: threading.Event) -> None:
+    neighbour = Neighbour()
+    call = task(workers, neighbour.ask, "good/0")
+    assert await asyncio.to_thread(neighbour.waits.wait, 60)
+
+    async def blocks() -> None:
+        await asyncio.sleep(0.01)
+        release.wait()
+
+    with pytest.raises(SpecCodeError, match="did not answer within"):
+        await task(workers, blocks, "bad/0", seconds=0.3, blame="tool")
+    with pytest.raises(LoopReplacedError) as caught:
+        await call
+    assert caught.value.blocker is not None
+    assert (caught.value.blocker.episode, caught.value.blame) == ("bad/0", "tool")
