@@ -118,8 +118,8 @@ class Action(ABC):
         return None
 
     @abstractmethod
-    def perform(self, episode: Episode, objects: EpisodeObjects) -> Awaitable[Record]:
-        """Do the I/O of the action. Raises an `EngineError` if it fails."""
+    def perform(self, episode: Episode, objects: EpisodeObjects) -> Record | Awaitable[Record]:
+        """Do the I/O of the action: the record, if it is there at once. Raises an `EngineError` if it fails."""
 
     @abstractmethod
     def apply(self, episode: Episode, record: Any) -> str:

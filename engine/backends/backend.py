@@ -7,7 +7,8 @@ rewards or machines.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import BackendError
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 class Sampler(Protocol):
     """Samples replies for episodes: ids in; ids with log-probs, or a typed error, out."""
 
-    def generate(self, request: GenerateRequest) -> Awaitable[Generation]:
+    @property
+    def generate(self) -> Callable[[GenerateRequest], Awaitable[Generation]]:
         """See `Backend.generate`."""
         ...
 
@@ -122,14 +124,13 @@ class Backend(ABC):
 class SlotSampler:
     """Samples from a backend, which holds one of the slots for each reply."""
 
-    __slots__ = ("_backend", "_slots")
+    __slots__ = ("generate",)
 
     def __init__(self, backend: Backend, slots: Slots) -> None:
-        self._backend, self._slots = backend, slots
-
-    def generate(self, request: GenerateRequest) -> Awaitable[Generation]:
+        self.generate: Callable[[GenerateRequest], Awaitable[Generation]] = partial(
+            backend.generate_in_slot, slots=slots
+        )
         """See `Backend.generate`."""
-        return self._backend.generate_in_slot(request, self._slots)
 
 
 def refuse_parameters(declared: BackendBase, sampling: SamplingParams) -> None:

@@ -325,11 +325,17 @@ class Episode:
         state, compiled = self.state, self.compiled
         self.seq += 1
         self.seconds[state] = self.seconds.get(state, 0.0) + seconds
+        gave_up = isinstance(record, GAVE_UP)
         try:
-            event = self._apply(record)
+            if gave_up:
+                event = self._gave_up(record)
+            else:
+                event = compiled.actions[state].apply(self, record)
+                name = str(compiled.machine.states[state].action)
+                self.performed[name] = self.performed.get(name, 0) + 1
             if self.solved and self.solved_turn is None:
                 self.solved_turn = self.turn
-            if state in compiled.rules.states and not isinstance(record, GAVE_UP):
+            if state in compiled.rules.states and not gave_up:
                 compiled.rules.apply(self)
         except EngineError as error:
             event = self._failed(self.failure_of(error))
@@ -344,12 +350,7 @@ class Episode:
         self.event, self.state = event, dest
         return event, dest
 
-    def _apply(self, record: Record) -> str:
-        if not isinstance(record, GAVE_UP):
-            event = self.compiled.actions[self.state].apply(self, record)
-            name = str(self.compiled.machine.states[self.state].action)
-            self.performed[name] = self.performed.get(name, 0) + 1
-            return event
+    def _gave_up(self, record: Any) -> str:
         self.conversation.take_back()  # a prompt may have been made for a reply that never arrived
         if isinstance(record, FailureRecord):
             return self._failed(record.failure)

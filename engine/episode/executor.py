@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine.actions.action import Action, EpisodeObjects
@@ -28,7 +29,8 @@ from engine.episode.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, SpecCodeError
 from engine.limit import MAX_STEPS
 from engine.limits import CONTEXT, EPISODE_SECONDS, PROMPT_LIMITS
-from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record, RecordBase
+from engine.schemas.base import Struct
+from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
 from engine.store.codec import EncodedRecord, encode_record
 
 if TYPE_CHECKING:
@@ -42,12 +44,29 @@ _ROOM = frozenset({"images", *PROMPT_LIMITS})
 """Limits that may be avoided by a shorter prompt."""
 
 
+_UNCHANGED = (GenerationRecord, LimitRecord)
+"""Records that are stored as they are: what the model sampled, and what holds no content."""
 Watch = Callable[[Episode, str, str], None]
 """Called at each transition with the episode, the state before it, and the event."""
 
 
 class RestartNeededError(ReplayError):
     """The episode cannot be resumed where it stopped: it must start again from the beginning."""
+
+
+@dataclass(slots=True)
+class _Stage:
+    """What the executor knows of a state."""
+
+    action: Action | None
+    ends: bool
+    """Whether an episode that comes here has ended."""
+    final: bool
+    """Whether its action has no limits."""
+    makes_room: bool
+    """Whether it handles the event `overflow`."""
+    prepares: bool
+    """Whether its limits may need work first that would block the event loop."""
 
 
 class Executor:
@@ -69,9 +88,9 @@ class Executor:
             filters: See `EpisodeService.filter`; each gets what the one before it returned.
             clocks: Paused while no server is reachable; the episodes' clocks are added to it.
         """
-        limits = compiled.spec.limits
         self._compiled = compiled
-        self._seconds = limits.episode_seconds
+        self._stages = {state: _stage(compiled, state) for state in ("", *compiled.machine.states)}
+        self._seconds = compiled.spec.limits.episode_seconds
         self._watch = watch
         self._filters = filters
         self._clocks = clocks or PausableClocks()
@@ -83,12 +102,12 @@ class Executor:
             LoopReplacedError: its objects are bound to an event loop that another call blocked; the episode can be
                 resumed from its journal, with new objects.
         """
-        ends, actions, clock = self._compiled.ends, self._compiled.actions, self._clock(episode)
+        stages, clock = self._stages, self._clock(episode)
         pending: Write | None = None
         """The newest entry, which may not be durable yet."""
         try:
-            while episode.state not in ends:
-                action = actions.get(episode.state)
+            while not (stage := stages[episode.state]).ends:
+                action = stage.action
                 if (
                     pending is not None
                     and not pending.durable
@@ -97,18 +116,15 @@ class Executor:
                     await pending
                 at, began, stood = time.time(), time.perf_counter(), 0.0 if clock is None else clock.stood
                 try:
-                    record = self._refused(episode, action, clock, began)
-                    if record is None:
-                        assert action is not None  # else it is refused
-                        if (preparing := action.prepare(episode)) is not None:
-                            await preparing
-                        record = self._limited(episode, action, clock)
-                        if record is None:
-                            record = await action.perform(episode, objects)
-                            if not isinstance(record, GenerationRecord):  # what the model sampled stays as it is
-                                record = await self._filtered(episode, record)
-                            if clock is not None and clock.over:
-                                clock.withdraw()
+                    record = self._begin(episode, stage, objects, clock, began)
+                    if not isinstance(record, Struct):
+                        record = await record
+                    if not isinstance(record, _UNCHANGED):
+                        record = self._filtered(episode, record)
+                        if not isinstance(record, Struct):
+                            record = await record
+                    if clock is not None and clock.over:
+                        clock.withdraw()
                 except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  (an error in one episode ends no other)
                     if isinstance(error, LoopReplacedError) and pending is not None:
                         await pending  # a resume reads the journal
@@ -120,7 +136,7 @@ class Executor:
                 if pending is not None and not pending.durable and isinstance(record, GenerationRecord):
                     await pending
                 entry, encoded = self._fed(episode, record, at, seconds)
-                if entry.dest in ends:
+                if stages[entry.dest].ends:
                     journal.hold(entry, encoded)
                     return
                 pending = journal.append(entry, encoded)
@@ -149,7 +165,10 @@ class Executor:
     def _fed(self, episode: Episode, record: Record, at: float, seconds: float) -> tuple[JournalEntry, EncodedRecord]:
         """Feed a record and return its journal entry, which is still to be written."""
         seq, state = episode.seq, episode.state
-        encoded = _encoded(record, episode)
+        try:
+            encoded = encode_record(record)
+        except EngineError as error:  # an answer of the spec's code that cannot be stored
+            encoded = encode_record(FailureRecord(failure=episode.failure_of(error)))
         record = encoded.record  # in the form in which a replay reads it, so that both give the same result
         event, dest = episode.feed(record, seconds)
         if self._watch is not None and dest:
@@ -158,46 +177,59 @@ class Executor:
             seq=seq, state=state, event=event, dest=dest, record=record, at=at, seconds=seconds
         ), encoded
 
-    def _refused(
-        self, episode: Episode, action: Action | None, clock: EpisodeDeadline | None, now: float
-    ) -> Record | None:
-        """The limit on time, where the episode has used it up. Raises: SpecCodeError: the machine leads nowhere."""
-        if action is None:
-            raise SpecCodeError(
-                f"state `{episode.state}` has no action and is not final; give it one", blame="spec", kind="no_action"
-            )
-        if episode.seq >= MAX_STEPS:
-            raise SpecCodeError(
-                f"{MAX_STEPS} steps without reaching a final state: bound the machine's cycles with a limit",
-                blame="spec",
-                kind="unbounded",
-            )
-        if clock is None or now < clock.ends or episode.state in self._compiled.machine.final or not clock.passed(now):
-            return None
-        return LimitRecord(limit=EPISODE_SECONDS.name, value=clock.spent(now))
+    def _begin(
+        self, episode: Episode, stage: _Stage, objects: EpisodeObjects, clock: EpisodeDeadline | None, now: float
+    ) -> Record | Awaitable[Record]:
+        """Begin the state's action, or give the record of the limit that stops it.
 
-    def _limited(self, episode: Episode, action: Action, clock: EpisodeDeadline | None) -> Record | None:
-        """The limit that stops the action now; None if it begins, which the clock then interrupts when the time ends."""
-        state, compiled = episode.state, self._compiled
-        if state in compiled.machine.final:
-            return None
-        reached = action.limit(episode)
-        if state in compiled.makes_room and (reached is None or reached[0] in _ROOM):
-            full = action.overflow(episode)
-            if full is not None:
-                return LimitRecord(limit=full[0], value=full[1], overflow=True)
-        if reached is not None:
-            return LimitRecord(limit=reached[0], value=float(reached[1]))
-        if clock is not None:
-            clock.acting = True
-        return None
+        Raises:
+            SpecCodeError: the machine leads nowhere.
+            Exception: as `Action.perform`.
+        """
+        action = stage.action
+        if action is None or episode.seq >= MAX_STEPS:
+            raise _lost_in(episode, action)
+        if clock is not None and now >= clock.ends and not stage.final and clock.passed(now):
+            return LimitRecord(limit=EPISODE_SECONDS.name, value=clock.spent(now))
+        if stage.prepares and (preparing := action.prepare(episode)) is not None:
+            return self._prepared(preparing, episode, stage, objects, clock)
+        if not stage.final:
+            reached = action.limit(episode)
+            if stage.makes_room and (reached is None or reached[0] in _ROOM):
+                full = action.overflow(episode)
+                if full is not None:
+                    return LimitRecord(limit=full[0], value=full[1], overflow=True)
+            if reached is not None:
+                return LimitRecord(limit=reached[0], value=float(reached[1]))
+            if clock is not None:
+                clock.acting = True
+        return action.perform(episode, objects)
 
-    async def _filtered(self, episode: Episode, record: Record) -> Record:
-        """Return the record that is stored in place of what an action has returned."""
-        for filter_record in self._filters:
-            filtered = filter_record(episode, record)
-            record = filtered if isinstance(filtered, RecordBase) else await filtered
+    async def _prepared(
+        self,
+        preparing: Awaitable[object],
+        episode: Episode,
+        stage: _Stage,
+        objects: EpisodeObjects,
+        clock: EpisodeDeadline | None,
+    ) -> Record:
+        """Begin the state's action when what its limits need is done."""
+        await preparing
+        record = self._begin(episode, replace(stage, prepares=False), objects, clock, time.perf_counter())
+        return record if isinstance(record, Struct) else await record
+
+    def _filtered(self, episode: Episode, record: Record, first: int = 0) -> Record | Awaitable[Record]:
+        """The record that is stored in place of what an action has returned: what the filters from `first` on make of it."""
+        for place in range(first, len(self._filters)):
+            filtered = self._filters[place](episode, record)
+            if not isinstance(filtered, Struct):
+                return self._filtered_later(episode, filtered, place + 1)
+            record = filtered
         return record
+
+    async def _filtered_later(self, episode: Episode, filtering: Awaitable[Record], rest: int) -> Record:
+        record = self._filtered(episode, await filtering, rest)
+        return record if isinstance(record, Struct) else await record
 
     def _excused(self, error: BaseException, episode: Episode, clock: EpisodeDeadline | None) -> Record:
         """The record of an action that raised. Raises the error where it ends more than the action."""
@@ -252,10 +284,11 @@ class Executor:
         episode.started = time.time() - sum(entry.seconds for entry in journal)
 
     async def _again(self, episode: Episode, action: Action, objects: EpisodeObjects) -> Record:
-        """The record that an action gives when it is performed again, without limits."""
+        """The record that an action gives when it is performed again, without limits, as a journal would have it."""
         try:
-            record = await action.perform(episode, objects)
-            return record if isinstance(record, GenerationRecord) else await self._filtered(episode, record)
+            record = action.perform(episode, objects)
+            record = self._filtered(episode, record if isinstance(record, Struct) else await record)
+            return encode_record(record if isinstance(record, Struct) else await record).record
         except Exception as error:  # noqa: BLE001  (as in `run`)
             return self._excused(error, episode, None)
 
@@ -273,18 +306,25 @@ class Executor:
         if isinstance(record, LimitRecord):
             raise RestartNeededError(f"{episode.id}: episode_seconds interrupted the call in {entry.state}")
         objects.repeating = record
-        again = _encoded(await self._again(episode, action, objects), episode)
+        again = await self._again(episode, action, objects)
         objects.repeating = None
-        if _comparable(again.record) != _comparable(record):
+        if _comparable(again) != _comparable(record):
             raise RestartNeededError(f"{episode.id}: {entry.state} (step {entry.seq}) gives a different answer now")
 
 
-def _encoded(record: Record, episode: Episode) -> EncodedRecord:
-    """A record in columns; the record of a failure instead, where an answer of the spec's code cannot be stored."""
-    try:
-        return encode_record(record)
-    except EngineError as error:
-        return encode_record(FailureRecord(failure=episode.failure_of(error)))
+def _stage(compiled: CompiledSpec, state: str) -> _Stage:
+    action, final = compiled.actions.get(state), state in compiled.machine.final
+    prepares = action is not None and type(action).prepare is not Action.prepare
+    return _Stage(action, state in compiled.ends, final, state in compiled.makes_room, prepares)
+
+
+def _lost_in(episode: Episode, action: Action | None) -> SpecCodeError:
+    """The error of an episode that the machine leads nowhere."""
+    if action is None:
+        message = f"state `{episode.state}` has no action and is not final; give it one"
+        return SpecCodeError(message, blame="spec", kind="no_action")
+    message = f"{MAX_STEPS} steps without reaching a final state: bound the machine's cycles with a limit"
+    return SpecCodeError(message, blame="spec", kind="unbounded")
 
 
 def _comparable(record: Record) -> Any:

@@ -141,7 +141,8 @@ class ServersBackend(Backend):
         self._nonce = secrets.token_hex(8)
         self._numbers = itertools.count()
         self._aborts: set[asyncio.Task[None]] = set()
-        self._closed = asyncio.Event()
+        self.closed = False
+        self._closing = asyncio.Event()
         self._stopped = False
         """Closed: no more aborts are sent."""
 
@@ -197,9 +198,9 @@ class ServersBackend(Backend):
         try:
             if (left := call.must_end - self.tries.now()) <= 0:
                 raise TimeoutError
-            async with self.outage.clocks.timeout(left):
+            async with self.outage.clocks.timeout(min(left, self.seconds)):
                 while call.generation is None:
-                    if self._closed.is_set():
+                    if self.closed:
                         raise BackendError("the backend was closed", kind="closed")
                     if call.error is not None:
                         await self._before_another_try(call, call.error)
@@ -241,7 +242,7 @@ class ServersBackend(Backend):
         """Wait before another try. Raises: BackendError: the backend was closed meanwhile."""
         try:
             async with asyncio.timeout(seconds):
-                await self._closed.wait()
+                await self._closing.wait()
         except TimeoutError:
             return
         raise BackendError("the backend was closed", kind="closed")
@@ -274,25 +275,13 @@ class ServersBackend(Backend):
 
     # -- what a `ReplyCall` asks
 
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed."""
-        return self._closed.is_set()
+    def new_rid(self) -> str:
+        """A request's id of fixed length: SGLang aborts every request whose id begins with the given one."""
+        return f"{self._nonce}{next(self._numbers):012x}"
 
-    def policy_of(self, request: GenerateRequest) -> PolicyAdapter | None:
-        """The policy's adapter if there is one, for a request that is not for the base model and names no other one."""
-        return None if request.adapter is not None or request.base_model else self.policy
-
-    def encode(self, call: ReplyCall) -> EncodedRequest:
-        """The body of a request. Its id has a fixed length: SGLang aborts every request whose id begins with the given one."""
-        rid = f"{self._nonce}{next(self._numbers):012x}"
-        return self.encoder.encode(
-            call.asked, rid, call.ids, call.most_tokens, call.sampled, prefixes=self.weights.prefixes
-        )
-
-    def stale(self, server: Server, part: ReplyPart, expected: str | None) -> BackendError | None:
+    def stale(self, server: Server, part: ReplyPart, expected: str) -> BackendError | None:
         """The error of a reply that was sampled with older weights than were expected when it was requested."""
-        if expected is None or expected != self.weights.expected or not len(part.ids) or part.version is None:
+        if expected != self.weights.expected or not len(part.ids) or part.version is None:
             return None
         if self.weights.accepts(part.version, expected):
             return None
@@ -328,7 +317,8 @@ class ServersBackend(Backend):
 
     async def close(self) -> None:
         """Have the servers stop what is running, wait up to `ABORT_SECONDS` until they know, and close all connections."""
-        self._closed.set()
+        self.closed = True
+        self._closing.set()
         for call, server in list(self.calls.items()):
             self.abort(server, call.rid)
         if self._aborts:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from math import inf
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -68,8 +69,8 @@ class ReplyCall(HttpCall):
         self.parts: list[ReplyPart] = []
         """What is there of a reply that was interrupted."""
         self.interruptions = 0
-        self.ends = 0.0
-        """See `Watched.ends`."""
+        self.ends = inf
+        """See `Watched.ends`; before the first request is sent nothing ends."""
         self.error: Exception | None = None
         """Why the newest request failed."""
         self.server: Server | None = None
@@ -81,9 +82,9 @@ class ReplyCall(HttpCall):
             return False
         self.holds_slot = True
         self.began = time.perf_counter()
-        self.must_end = self._backend.tries.now() + self._backend.seconds
         self.begin_part(self.request, self.request.input_ids, 0)
         self.send()
+        self.must_end = self.ends + self._backend.seconds - self._backend.tries.seconds
         return True
 
     def begin_part(self, request: GenerateRequest, ids: np.ndarray, sampled: int) -> None:
@@ -97,7 +98,8 @@ class ReplyCall(HttpCall):
         self.ids, self.sampled, self.most_tokens = ids, sampled, request.max_new_tokens - sampled
         self.failed_servers: list[Server] = []
         self.tries: Tries | None = None
-        self._policy = policy = self._backend.policy_of(request)
+        policy = self._backend.policy
+        self._policy = policy = None if request.adapter is not None or request.base_model else policy
         if policy is not None:
             self._backend.adapter_uses[policy.name] += 1
             request = replace(request, adapter=policy.name)
@@ -111,7 +113,10 @@ class ReplyCall(HttpCall):
             if server is None or backend.closed:
                 self.over.set_result(None)
                 return
-            self._sent = sent = backend.encode(self)
+            rid, prefixes = backend.new_rid(), backend.weights.prefixes
+            self._sent = sent = backend.encoder.encode(
+                self.asked, rid, self.ids, self.most_tokens, self.sampled, prefixes=prefixes
+            )
         except Exception as error:  # noqa: BLE001  (the caller gets it, not who freed the slot)
             self._fail(error)
             return
@@ -156,7 +161,7 @@ class ReplyCall(HttpCall):
             return not isinstance(part, PromptMismatch)
         if part.version is not None:
             server.version = part.version
-            if (stale := backend.stale(server, part, self._expected)) is not None:
+            if self._expected is not None and (stale := backend.stale(server, part, self._expected)) is not None:
                 self._fail(stale)
                 return True
         self._add(part)

@@ -85,21 +85,28 @@ def join(parts: Sequence[ReplyPart], finish: FinishReason, seconds: float) -> Ge
     """
     first = parts[0]
     if len(parts) == 1:
-        ids, logprobs, versions = first.ids, first.logprobs, first.versions
-    else:
-        ids = np.concatenate([part.ids for part in parts])
-        logprobs = np.concatenate([part.logprobs for part in parts])
-        versions = _join_versions(parts)
+        return Generation(
+            output_ids=first.ids,
+            logprobs=first.logprobs,
+            finish=finish,
+            versions=first.versions,
+            prompt_tokens=first.prompt_tokens,
+            prompt_unchecked=not first.echoed,
+            cached_tokens=first.cached_tokens,
+            seconds=seconds,
+            queue_seconds=first.queue_seconds,
+            routed_experts=first.experts,
+        )
     return Generation(
-        output_ids=ids,
-        logprobs=logprobs,
+        output_ids=np.concatenate([part.ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
         finish=finish,
-        versions=versions,
+        versions=_join_versions(parts),
         prompt_tokens=first.prompt_tokens,
         prompt_unchecked=not all(part.echoed for part in parts),
         cached_tokens=first.cached_tokens,
         seconds=seconds,
-        queue_seconds=first.queue_seconds if len(parts) == 1 else sum(part.queue_seconds for part in parts),
+        queue_seconds=sum(part.queue_seconds for part in parts),
         routed_experts=_join_experts(parts),
     )
 

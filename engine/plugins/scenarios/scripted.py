@@ -289,9 +289,9 @@ class OutOfTimeAction(Action):
         """The action's own."""
         return self._real.prepare(episode)
 
-    async def perform(self, episode: Episode, objects: EpisodeObjects) -> Record:
+    def perform(self, episode: Episode, objects: EpisodeObjects) -> Record | Awaitable[Record]:
         """The action's own."""
-        return await self._real.perform(episode, objects)
+        return self._real.perform(episode, objects)
 
     def apply(self, episode: Episode, record: Any) -> str:
         """The action's own."""
