@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import yaml
 
-from engine.agents.admission import Admission
-from engine.agents.connection import Connection
 from engine.backends.backend import Backend
 from engine.backends.registry import open_backend
+from engine.plugins.agents.admission import Admission
+from engine.plugins.agents.connection import Connection
 from engine.runner.runner import Runner
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.message import Message

@@ -54,8 +54,8 @@ async def in_process(loaded: Any, folder: Path, groups: int, samples: int) -> tu
 
 async def through_serve(loaded: Any, folder: Path, groups: int, samples: int) -> tuple[float, float]:
     """(Wall seconds of the client, CPU seconds of this process) of all groups."""
-    from engine.agents.server import server_of_loop
     from engine.backends.registry import open_backend
+    from engine.plugins.agents.server import server_of_loop
     from engine.plugins.serve.groups import GroupService
     from engine.runner.runner import Runner
     from engine.spec.tasks import load_tasks

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from engine.actions.calling.host import EpisodeHost
     from engine.actions.calling.workers import Workers
     from engine.actions.toolbox import Toolbox
-    from engine.agents.program import ProgramBodies
     from engine.backends.backend import Sampler
     from engine.episode.episode import Episode
+    from engine.plugins.agents.program import ProgramBodies
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.generation import GenerateRequest, Generation
     from engine.schemas.journal import Record

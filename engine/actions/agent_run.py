@@ -13,15 +13,15 @@ from engine.actions.calling.code_call import LoopReplacedError
 from engine.actions.calling.workers import call_spec_code, is_async, on_main_loop
 from engine.actions.images import in_memory
 from engine.actions.reward_source import PROGRAM, RewardSource
-from engine.agents.command import CommandProgram
-from engine.agents.coroutine import CoroutineProgram
-from engine.agents.inbox import Inbox
-from engine.agents.program import AgentProgram, ProgramBody, ProgramEnd
-from engine.agents.rewards import SOURCE, read_end
-from engine.agents.wire.requests import ApiError, ModelRequest, Session
 from engine.errors import SpecCodeError
 from engine.limit import Limit
 from engine.limits import CONTEXT, LIMITS, PROMPT_LIMITS
+from engine.plugins.agents.command import CommandProgram
+from engine.plugins.agents.coroutine import CoroutineProgram
+from engine.plugins.agents.inbox import Inbox
+from engine.plugins.agents.program import AgentProgram, ProgramBody, ProgramEnd
+from engine.plugins.agents.rewards import SOURCE, read_end
+from engine.plugins.agents.wire.requests import ApiError, ModelRequest, Session
 from engine.rewards.ledger import REWARD
 from engine.schemas.environment import ProgramSettings
 from engine.schemas.journal import ScoreRecord
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from engine.actions.action import EpisodeObjects
     from engine.actions.ahead import AheadSampler
     from engine.actions.calling.workers import Workers
-    from engine.agents.threads import AgentThreads
     from engine.episode.episode import Episode
+    from engine.plugins.agents.threads import AgentThreads
     from engine.schemas.agent import AgentSpec
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.generation import GenerateRequest, Generation

@@ -23,9 +23,9 @@ from engine.schemas.generation import GenerateRequest, Generation
 if TYPE_CHECKING:
     from engine.actions.action import EpisodeObjects
     from engine.actions.generate import GenerateAction
-    from engine.agents.inbox import Exchange, Inbox
-    from engine.agents.threads import AgentThreads
     from engine.episode.episode import Episode
+    from engine.plugins.agents.inbox import Exchange, Inbox
+    from engine.plugins.agents.threads import AgentThreads
 
 
 class _Job(Struct, frozen=True, kw_only=True):

@@ -23,9 +23,9 @@ from engine.spec.conversation import tools_of
 
 if TYPE_CHECKING:
     from engine.actions.calling.workers import Workers
-    from engine.agents.program import ProgramBodies
     from engine.backends.backend import Sampler
     from engine.machine.machine import Machine
+    from engine.plugins.agents.program import ProgramBodies
     from engine.schemas.entry import Effects, Entry, IsolationSpec
     from engine.schemas.environment import Task
     from engine.schemas.environment_spec import EnvironmentSpec, ToolSpec

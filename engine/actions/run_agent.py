@@ -14,14 +14,14 @@ from engine.actions.action import Action, EpisodeObjects, post_rewards
 from engine.actions.agent_run import AgentRewards, AgentRun, AgentStarter, only_source, require_reward
 from engine.actions.ahead import AheadSampler
 from engine.actions.generate import GenerateAction
-from engine.agents.inbox import Exchange
-from engine.agents.program import ProgramEnd
-from engine.agents.rewards import SOURCE
-from engine.agents.server import now
-from engine.agents.threads import AgentThreads, newest_reply
-from engine.agents.wire.requests import ApiError, Replies
 from engine.episode.episode import UNRECEIVED, Episode
 from engine.errors import ImageError, RenderError, SpecCodeError
+from engine.plugins.agents.inbox import Exchange
+from engine.plugins.agents.program import ProgramEnd
+from engine.plugins.agents.rewards import SOURCE
+from engine.plugins.agents.server import now
+from engine.plugins.agents.threads import AgentThreads, newest_reply
+from engine.plugins.agents.wire.requests import ApiError, Replies
 from engine.schemas.journal import AgentRecord
 from engine.schemas.machine import StateSpec
 

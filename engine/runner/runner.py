@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
     from engine.actions.action import EpisodeObjects
     from engine.actions.services import Cost, EpisodeService
-    from engine.agents.program import ProgramBodies
     from engine.backends.backend import Backend
     from engine.episode.episode import Episode
+    from engine.plugins.agents.program import ProgramBodies
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory

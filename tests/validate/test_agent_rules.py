@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 from written_specs import save_spec
 
-from engine.agents.wire.fields import SAMPLING
+from engine.plugins.agents.wire.fields import SAMPLING
 from engine.schemas.agent import AllowedParameter
 from engine.spec.load import load_spec
 from engine.validate import check_spec

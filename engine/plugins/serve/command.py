@@ -146,12 +146,12 @@ async def _serve(
     import asyncio
     from contextlib import nullcontext
 
-    from engine.agents.served import ServedPrograms
-    from engine.agents.server import server_of_loop
     from engine.backends.registry import open_backend
     from engine.cli.reports.progress import ticking
     from engine.cli.reports.report import Panel, print_summary
     from engine.cli.stopping import stop_on_signals
+    from engine.plugins.agents.served import ServedPrograms
+    from engine.plugins.agents.server import server_of_loop
     from engine.plugins.serve.episodes import ServedEpisodes
     from engine.plugins.serve.groups import GroupService
     from engine.runner.observers import RunObservers

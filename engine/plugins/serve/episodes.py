@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from engine.agents.rewards import PATH as REWARD_PATH
-from engine.agents.rewards import read_end
-from engine.agents.served import ServedProgram, ServedPrograms
 from engine.errors import EngineError, SpecCodeError
+from engine.plugins.agents.rewards import PATH as REWARD_PATH
+from engine.plugins.agents.rewards import read_end
+from engine.plugins.agents.served import ServedProgram, ServedPrograms
 from engine.plugins.serve.http import Answer, Call, JsonService, ServiceError
 from engine.store.store import episode_id_of
 
 if TYPE_CHECKING:
-    from engine.agents.program import Endpoint
+    from engine.plugins.agents.program import Endpoint
     from engine.runner.runner import Runner
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory

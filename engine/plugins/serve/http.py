@@ -4,7 +4,7 @@
     service.add("POST", "/episodes", open_episode)                  # async (Call) -> Answer; needs the token
     address = await server_of_loop().listen("127.0.0.1", 0, service)
 
-The port is that of the model endpoint (`engine.agents.server`): a request that no route takes goes to it. A handler that raises
+The port is that of the model endpoint (`engine.plugins.agents.server`): a request that no route takes goes to it. A handler that raises
 `ServiceError` is answered with its status; the error has the form `{"error": {"message", "code"}}`. The token is checked from the head: before it,
 no body is read, and no answer depends on what the service holds.
 """
@@ -21,15 +21,15 @@ from urllib.parse import unquote
 
 import structlog
 
-from engine.agents.connection import read_json
-from engine.agents.wire.requests import ApiError
 from engine.errors import EngineError
 from engine.logs import Seldom
+from engine.plugins.agents.connection import read_json
+from engine.plugins.agents.wire.requests import ApiError
 from engine.storable import refusal, valid_text, words_of
 from engine.terminal import brief
 
 if TYPE_CHECKING:
-    from engine.agents.connection import Connection, Head
+    from engine.plugins.agents.connection import Connection, Head
 
 log = Seldom(structlog.get_logger(__name__))
 
@@ -103,7 +103,7 @@ class _Route(NamedTuple):
 
 
 class JsonService:
-    """Routes of one service. See `engine.agents.server.Router`.
+    """Routes of one service. See `engine.plugins.agents.server.Router`.
 
     Args:
         token: The bearer token of the service.

@@ -11,11 +11,11 @@ import pytest
 from agent_kit import Played, play, write_spec
 from stopping import Resumed, content
 
-from engine.agents.command import CommandProgram
-from engine.agents.inbox import Inbox
-from engine.agents.program import AgentProgram, ProgramEnd
-from engine.agents.wire.requests import ApiError, Session
 from engine.errors import SpecError
+from engine.plugins.agents.command import CommandProgram
+from engine.plugins.agents.inbox import Inbox
+from engine.plugins.agents.program import AgentProgram, ProgramEnd
+from engine.plugins.agents.wire.requests import ApiError, Session
 from engine.spec.load import load_spec
 
 POST = """

@@ -18,10 +18,10 @@ from command_line import trajectories_of
 from other_user import other_user
 from waiting import wait_until
 
-from engine.agents import process
-from engine.agents.confined import confine
 from engine.errors import SpecError
 from engine.isolation.sandbox import refusal
+from engine.plugins.agents import process
+from engine.plugins.agents.confined import confine
 from engine.schemas.agent import AgentSandbox
 from engine.spec.load import load_spec
 from engine.store import find_run

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from slow_cases import each_once
 from wire_kit import REPLY, Answers, Talk, endpoint, replies
 
-from engine.agents import server
-from engine.agents.wire.chat import ChatCompletions
-from engine.agents.wire.requests import ApiError, ModelReply, Replies, Session
+from engine.plugins.agents import server
+from engine.plugins.agents.wire.chat import ChatCompletions
+from engine.plugins.agents.wire.requests import ApiError, ModelReply, Replies, Session
 from engine.schemas.message import ImagePart, Message, TextPart
 
 openai = pytest.importorskip("openai")

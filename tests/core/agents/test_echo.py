@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.agents.echo import Continuation, EchoIndex
-from engine.agents.wire.requests import ModelReply
+from engine.plugins.agents.echo import Continuation, EchoIndex
+from engine.plugins.agents.wire.requests import ModelReply
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
 
 

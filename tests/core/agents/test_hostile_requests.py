@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_kit import URI
 
-from engine.agents.wire.registry import APIS
-from engine.agents.wire.requests import ApiError, Session, Stored
+from engine.plugins.agents.wire.registry import APIS
+from engine.plugins.agents.wire.requests import ApiError, Session, Stored
 from engine.schemas.message import Message
 from engine.storable import refusal
 

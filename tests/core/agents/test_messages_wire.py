@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_kit import PNG, REPLY, URI, Answers, Talk, endpoint, replies
 
-from engine.agents import server
-from engine.agents.wire.messages import Messages
-from engine.agents.wire.requests import ApiError, ModelReply, Replies, Session, Stored
+from engine.plugins.agents import server
+from engine.plugins.agents.wire.messages import Messages
+from engine.plugins.agents.wire.requests import ApiError, ModelReply, Replies, Session, Stored
 from engine.schemas.message import ImagePart, Message, TextPart
 
 API = Messages()

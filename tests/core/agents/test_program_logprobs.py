@@ -14,10 +14,10 @@ from agent_kit import Played, play
 from tokenizers import Tokenizer, decoders, models, normalizers
 from wire_kit import Answers, endpoint
 
-from engine.agents.wire.chat import ChatCompletions
-from engine.agents.wire.requests import ApiError, ModelReply, SampledToken, Session
-from engine.agents.wire.responses import Responses
 from engine.backends.scripted import ScriptedBackend
+from engine.plugins.agents.wire.chat import ChatCompletions
+from engine.plugins.agents.wire.requests import ApiError, ModelReply, SampledToken, Session
+from engine.plugins.agents.wire.responses import Responses
 from engine.schemas.generation import GenerateRequest, Generation
 from engine.schemas.message import Message
 from engine.tokens.tokenizer import FastTokenizer

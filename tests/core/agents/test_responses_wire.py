@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from slow_cases import each_once
 from wire_kit import REPLY, URI, Answers, Talk, endpoint, replies
 
-from engine.agents import server
-from engine.agents.wire.requests import ApiError, ModelReply, Session
-from engine.agents.wire.responses import Responses
+from engine.plugins.agents import server
+from engine.plugins.agents.wire.requests import ApiError, ModelReply, Session
+from engine.plugins.agents.wire.responses import Responses
 from engine.schemas.message import ImagePart, Message, TextPart
 
 openai = pytest.importorskip("openai")
@@ -245,7 +245,7 @@ _ENCRYPTED = "reasoning.encrypted_content"
 
 
 def _made(reply: ModelReply, name: str) -> Any:
-    from engine.agents.wire.requests import Replies
+    from engine.plugins.agents.wire.requests import Replies
 
     return Replies(id=name, created=7, replies=[reply])
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from engine.agents.echo import Continuation, EchoIndex, tools_key
-from engine.agents.inbox import Exchange
-from engine.agents.server import server_of_loop
-from engine.agents.wire.api import ModelApi
-from engine.agents.wire.requests import ApiError, ModelReply, ModelRequest, Replies, Session
+from engine.plugins.agents.echo import Continuation, EchoIndex, tools_key
+from engine.plugins.agents.inbox import Exchange
+from engine.plugins.agents.server import server_of_loop
+from engine.plugins.agents.wire.api import ModelApi
+from engine.plugins.agents.wire.requests import ApiError, ModelReply, ModelRequest, Replies, Session
 from engine.schemas.message import Message, ToolCall
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.agents.wire.requests import ApiError
+from engine.plugins.agents.wire.requests import ApiError
 from engine.plugins.serve.http import ServiceError
 from engine.terminal import MAX_LINE
 

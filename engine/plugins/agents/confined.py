@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.agents.keeper import NO_FOLDER
 from engine.isolation import sandbox, system_calls
+from engine.plugins.agents.keeper import NO_FOLDER
 from engine.schemas.agent import AgentSandbox
 from engine.schemas.base import Struct
 

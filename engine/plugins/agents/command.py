@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.agents.confined import HOME, INSIDE, SOCKET, Confined, confine
-from engine.agents.keeper import REWARD, remove
-from engine.agents.process import MOST_OUTPUT, ProgramProcess, programs_folder
-from engine.agents.program import Endpoint
-from engine.agents.rewards import PATH as REWARD_PATH
-from engine.agents.server import Listener, server_of_loop
+from engine.plugins.agents.confined import HOME, INSIDE, SOCKET, Confined, confine
+from engine.plugins.agents.keeper import REWARD, remove
+from engine.plugins.agents.process import MOST_OUTPUT, ProgramProcess, programs_folder
+from engine.plugins.agents.program import Endpoint
+from engine.plugins.agents.rewards import PATH as REWARD_PATH
+from engine.plugins.agents.server import Listener, server_of_loop
 from engine.schemas.agent import AgentSandbox
 
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "SYSTEMROOT", "TMPDIR", "VIRTUAL_ENV")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from math import inf
 from typing import Any, Protocol
 
-from engine.agents.inbox import Exchange, Inbox
-from engine.agents.wire.requests import MODEL, ApiError, Replies, Session
+from engine.plugins.agents.inbox import Exchange, Inbox
+from engine.plugins.agents.wire.requests import MODEL, ApiError, Replies, Session
 from engine.schemas.base import Struct
 
 _PATIENCE = 10.0

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from engine.agents.wire.requests import ApiError
 from engine.logs import Seldom
+from engine.plugins.agents.wire.requests import ApiError
 
 if TYPE_CHECKING:
-    from engine.agents.connection import Connection
+    from engine.plugins.agents.connection import Connection
 
 log = Seldom(structlog.get_logger(__name__))
 

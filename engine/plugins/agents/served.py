@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from engine.agents.program import Endpoint
 from engine.errors import SpecCodeError
+from engine.plugins.agents.program import Endpoint
 
 
 class ServedProgram:

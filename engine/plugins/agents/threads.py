@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from engine.agents.echo import Continuation, EchoIndex, Request, tools_key
-from engine.agents.wire.requests import ModelReply, SampledToken
 from engine.errors import SpecCodeError
+from engine.plugins.agents.echo import Continuation, EchoIndex, Request, tools_key
+from engine.plugins.agents.wire.requests import ModelReply, SampledToken
 from engine.schemas.journal import AgentRecord
 from engine.schemas.message import MalformedCall
 
 if TYPE_CHECKING:
-    from engine.agents.inbox import Exchange
-    from engine.agents.wire.requests import ModelRequest
     from engine.episode.episode import Episode
+    from engine.plugins.agents.inbox import Exchange
+    from engine.plugins.agents.wire.requests import ModelRequest
     from engine.tokens.conversation import Conversation, ConversationMark
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.agents.wire.api import ModelApi
-from engine.agents.wire.chat import ChatCompletions
-from engine.agents.wire.messages import Messages
-from engine.agents.wire.responses import Responses
+from engine.plugins.agents.wire.api import ModelApi
+from engine.plugins.agents.wire.chat import ChatCompletions
+from engine.plugins.agents.wire.messages import Messages
+from engine.plugins.agents.wire.responses import Responses
 
 CHAT, MESSAGES = ChatCompletions(), Messages()
 APIS: dict[str, ModelApi] = {api.path: api for api in (CHAT, Responses(), MESSAGES)}

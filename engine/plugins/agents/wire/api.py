@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from engine.agents.wire.requests import ApiError, ModelRequest, Replies, Session
+from engine.plugins.agents.wire.requests import ApiError, ModelRequest, Replies, Session
 from engine.schemas.base import Struct
 
 

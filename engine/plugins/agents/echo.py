@@ -17,7 +17,7 @@ from hashlib import sha256
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from engine.agents.wire.requests import ModelReply
+from engine.plugins.agents.wire.requests import ModelReply
 from engine.schemas.base import Struct
 from engine.schemas.message import ImagePart, Message
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import h11
 
-from engine.agents.admission import BODY_SECONDS, HEAD_SECONDS
-from engine.agents.wire.requests import ApiError
+from engine.plugins.agents.admission import BODY_SECONDS, HEAD_SECONDS
+from engine.plugins.agents.wire.requests import ApiError
 from engine.schemas.base import Struct
 from engine.storable import valid_text
 
 if TYPE_CHECKING:
-    from engine.agents.admission import Admission
+    from engine.plugins.agents.admission import Admission
 
 MAX_BODY = 64 << 20
 """Maximum bytes of a request's body."""

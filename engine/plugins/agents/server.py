@@ -21,18 +21,18 @@ from weakref import WeakKeyDictionary
 import h11
 import structlog
 
-from engine.agents import rewards
-from engine.agents.admission import Admission
-from engine.agents.connection import MAX_BODY, Connection, Head, read_json
-from engine.agents.wire.api import ModelApi
-from engine.agents.wire.models import MODELS_PATH, list_models, one_model
-from engine.agents.wire.registry import APIS, CHAT, MESSAGES
-from engine.agents.wire.requests import ApiError, ModelRequest, Session
 from engine.logs import Seldom
+from engine.plugins.agents import rewards
+from engine.plugins.agents.admission import Admission
+from engine.plugins.agents.connection import MAX_BODY, Connection, Head, read_json
+from engine.plugins.agents.wire.api import ModelApi
+from engine.plugins.agents.wire.models import MODELS_PATH, list_models, one_model
+from engine.plugins.agents.wire.registry import APIS, CHAT, MESSAGES
+from engine.plugins.agents.wire.requests import ApiError, ModelRequest, Session
 from engine.storable import valid_text, words_of
 
 if TYPE_CHECKING:
-    from engine.agents.inbox import Exchange
+    from engine.plugins.agents.inbox import Exchange
 
 log = Seldom(structlog.get_logger(__name__))
 

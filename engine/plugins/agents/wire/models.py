@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.agents.wire.requests import ApiError, Session
+from engine.plugins.agents.wire.requests import ApiError, Session
 
 MODELS_PATH = "/v1/models"
 

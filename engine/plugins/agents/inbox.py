@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from engine.agents.rewards import read_posted
-from engine.agents.server import server_of_loop
-from engine.agents.wire.requests import ApiError, ModelReply, ModelRequest, Replies, Session
 from engine.errors import EngineError
+from engine.plugins.agents.rewards import read_posted
+from engine.plugins.agents.server import server_of_loop
+from engine.plugins.agents.wire.requests import ApiError, ModelReply, ModelRequest, Replies, Session
 from engine.rewards.ledger import REWARD
 from engine.schemas.reward import RewardEvent
 

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from math import isfinite
 from typing import Any, TypeGuard
 
-from engine.agents.wire.requests import ApiError
 from engine.errors import SpecCodeError
+from engine.plugins.agents.wire.requests import ApiError
 from engine.rewards.ledger import LARGEST, REWARD
 from engine.schemas.reward import RewardEvent
 

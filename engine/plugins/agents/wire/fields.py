@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from engine.agents.wire.requests import ApiError, ModelRequest, Session
+from engine.plugins.agents.wire.requests import ApiError, ModelRequest, Session
 from engine.schemas.message import ContentPart, ImagePart, Message, TextPart, ToolCall
 from engine.storable import refusal
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from typing import Any
 
-from engine.agents.wire import fields
-from engine.agents.wire.api import Event
-from engine.agents.wire.fields import Fields, Reader
-from engine.agents.wire.requests import ApiError, ModelReply, ModelRequest, Replies, Session, Stored
+from engine.plugins.agents.wire import fields
+from engine.plugins.agents.wire.api import Event
+from engine.plugins.agents.wire.fields import Fields, Reader
+from engine.plugins.agents.wire.requests import ApiError, ModelReply, ModelRequest, Replies, Session, Stored
 from engine.schemas.message import ContentPart, Message, TextPart, ToolCall
 
 FIELDS = Fields(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from engine.agents.wire import fields
-from engine.agents.wire.api import Event
-from engine.agents.wire.fields import Fields, Reader
-from engine.agents.wire.requests import ApiError, ModelReply, ModelRequest, Replies, Session
+from engine.plugins.agents.wire import fields
+from engine.plugins.agents.wire.api import Event
+from engine.plugins.agents.wire.fields import Fields, Reader
+from engine.plugins.agents.wire.requests import ApiError, ModelReply, ModelRequest, Replies, Session
 from engine.schemas.message import ContentPart, Message, TextPart, ToolCall
 
 MOST_REPLIES = 64

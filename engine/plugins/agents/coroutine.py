@@ -7,8 +7,8 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from engine.agents.program import Endpoint
 from engine.errors import SpecCodeError
+from engine.plugins.agents.program import Endpoint
 
 Call = Callable[[Mapping[str, Any]], Awaitable[Any]]
 """Calls the spec's function with keyword arguments. Raises SpecCodeError for what it raises."""
