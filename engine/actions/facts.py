@@ -91,7 +91,7 @@ _CORE: Mapping[str, ActionFacts] = {
         seconds=_scoring,
     ),
     "run_agent": ActionFacts(
-        use="engine.actions.run_agent:RunAgentAction",
+        use="engine.plugins.agents.action:RunAgentAction",
         does="Run the program of `agent` until its next request, or its end.",
         events=("request", "exited", "died", "timeout"),
         seconds=_agent,
