@@ -18,12 +18,12 @@ from engine.limits import limits_of
 from engine.rewards.ledger import OWN_BLAMES, blame_of
 
 if TYPE_CHECKING:
-    from engine.actions.agent_run import AgentRun
     from engine.actions.calling.host import EpisodeHost
     from engine.actions.calling.workers import Workers
     from engine.actions.toolbox import Toolbox
     from engine.backends.backend import Sampler
     from engine.episode.episode import Episode
+    from engine.plugins.agents.agent_run import AgentRun
     from engine.plugins.agents.program import ProgramBodies
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.generation import GenerateRequest, Generation

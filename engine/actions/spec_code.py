@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.actions.action import Action, EpisodeObjects, bounds_of, first_reached, post_rewards
 from engine.actions.action_facts import OWN_ACTION_SECONDS
-from engine.actions.agent_run import AgentRewards
 from engine.actions.calling.host import Origin
 from engine.actions.calling.workers import call_spec_code
 from engine.actions.facts import SCORERS, owns_conversation
@@ -20,6 +19,7 @@ from engine.actions.judge import Judge
 from engine.actions.reward_source import ENVIRONMENT, SCORER, RewardSource, added_sources, graded
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
+from engine.plugins.agents.agent_run import AgentRewards
 from engine.schemas.environment import EpisodeView, Reset, Step, UserTurn
 from engine.schemas.journal import ResetRecord, ScoreRecord, StepRecord, ToolsRecord, UserRecord
 from engine.schemas.message import ContentPart, Message, TextPart
