@@ -11,12 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from engine.actions.action import Action, EpisodeObjects, post_rewards
-from engine.actions.ahead import AheadSampler
 from engine.actions.generate import GenerateAction
 from engine.episode.episode import UNRECEIVED, Episode
 from engine.errors import ImageError, RenderError, SpecCodeError
 from engine.plugins.agents.agent_run import AgentRewards, AgentRun, AgentStarter, only_source, require_reward
 from engine.plugins.agents.inbox import Exchange
+from engine.plugins.agents.prefetch import AheadSampler
 from engine.plugins.agents.program import ProgramEnd
 from engine.plugins.agents.rewards import SOURCE
 from engine.plugins.agents.server import now

@@ -30,9 +30,9 @@ from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
     from engine.actions.action import EpisodeObjects
-    from engine.actions.ahead import AheadSampler
     from engine.actions.calling.workers import Workers
     from engine.episode.episode import Episode
+    from engine.plugins.agents.prefetch import AheadSampler
     from engine.plugins.agents.threads import AgentThreads
     from engine.schemas.agent import AgentSpec
     from engine.schemas.episode import EpisodeSpec
