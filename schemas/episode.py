@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.schemas.agent import AgentSpec
+from engine.plugins.agents.spec import AgentSpec
 from engine.schemas.backend import BackendSpec, LocalBackendSpec
 from engine.schemas.base import Contract
 from engine.schemas.entry import IsolationSpec

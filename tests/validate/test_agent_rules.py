@@ -8,8 +8,8 @@ from typing import Any, get_args
 import pytest
 from written_specs import save_spec
 
+from engine.plugins.agents.spec import AllowedParameter
 from engine.plugins.agents.wire.fields import SAMPLING
-from engine.schemas.agent import AllowedParameter
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 from engine.validate.agents import _CHANGED

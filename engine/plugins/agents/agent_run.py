@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from engine.actions.calling.workers import Workers
     from engine.episode.episode import Episode
     from engine.plugins.agents.prefetch import AheadSampler
+    from engine.plugins.agents.spec import AgentSpec
     from engine.plugins.agents.threads import AgentThreads
-    from engine.schemas.agent import AgentSpec
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.generation import GenerateRequest, Generation
     from engine.schemas.journal import AgentRecord

@@ -16,7 +16,7 @@ from engine.plugins.agents.process import MOST_OUTPUT, ProgramProcess, programs_
 from engine.plugins.agents.program import Endpoint
 from engine.plugins.agents.rewards import PATH as REWARD_PATH
 from engine.plugins.agents.server import Listener, server_of_loop
-from engine.schemas.agent import AgentSandbox
+from engine.plugins.agents.spec import AgentSandbox
 
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH", "SYSTEMROOT", "TMPDIR", "VIRTUAL_ENV")
 """Variables of the engine that a program gets. Others may be secret."""

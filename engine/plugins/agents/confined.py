@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.isolation import sandbox, system_calls
 from engine.plugins.agents.keeper import NO_FOLDER
-from engine.schemas.agent import AgentSandbox
+from engine.plugins.agents.spec import AgentSandbox
 from engine.schemas.base import Struct
 
 INSIDE, HOME = "/episode", "/work"

@@ -22,7 +22,7 @@ from engine.errors import SpecError
 from engine.isolation.sandbox import refusal
 from engine.plugins.agents import process
 from engine.plugins.agents.confined import confine
-from engine.schemas.agent import AgentSandbox
+from engine.plugins.agents.spec import AgentSandbox
 from engine.spec.load import load_spec
 from engine.store import find_run
 
