@@ -34,8 +34,8 @@ UNFINISHED = "check.unfinished"
 
 def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
-    from engine.validate import (  # noqa: F401  (importing them registers their rules)
-        agents,
+    from engine.plugins.agents import rules as agents
+    from engine.validate import (
         backend,
         credit_reach,
         cycles,

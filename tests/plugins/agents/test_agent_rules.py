@@ -8,11 +8,11 @@ from typing import Any, get_args
 import pytest
 from written_specs import save_spec
 
+from engine.plugins.agents.rules import _CHANGED
 from engine.plugins.agents.spec import AllowedParameter
 from engine.plugins.agents.wire.fields import SAMPLING
 from engine.spec.load import load_spec
 from engine.validate import check_spec
-from engine.validate.agents import _CHANGED
 
 OPENAI = {"kind": "openai", "url": "http://127.0.0.1:1/v1", "model": "m"}
 
