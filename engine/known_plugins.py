@@ -7,6 +7,13 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "adapters": ("slime", "skyrl_gym", "gymnasium", "verifiers", "reasoning_gym", "verl"),
         "tool_adapters": ("mcp",),
     },
+    "agents": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "sections": ("agent",),
+        "actions": ("run_agent",),
+        "presets": ("agent",),
+        "records": ("agent",),
+    },
     "audit": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("audit",)},
     "chat_apis": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.plugins.agents.spec import AgentSpec
 from engine.schemas.backend import BackendSpec, LocalBackendSpec
 from engine.schemas.base import Contract
 from engine.schemas.entry import IsolationSpec
@@ -80,8 +79,6 @@ class EpisodeSpec(SectionOwner):
     """Several users by name, instead of `user`; `tasks.user` selects the user of a task."""
     machine: MachineSpec = Field(default_factory=lambda: MachineSpec(preset="tools_and_user"))
     limits: LimitsSpec = Field(default_factory=LimitsSpec)
-    agent: AgentSpec | None = None
-    """The program that the action `run_agent` runs; its requests are the turns."""
     rewards: RewardsSpec = Field(default_factory=RewardsSpec)
     recover: RecoverSpec = Field(default_factory=RecoverSpec)
     isolation: IsolationSpec | None = None

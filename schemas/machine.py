@@ -17,7 +17,7 @@ class StateSpec(Contract):
     PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"action": "actions"}
 
     action: str | None = None
-    """`reset`, `generate`, `call_tools`, `ask_user`, `step`, `score`, `run_agent`, or `package.module:action` of your own."""
+    """`reset`, `generate`, `call_tools`, `ask_user`, `step`, `score`, an action of a plugin, or `package.module:action` of your own."""
     with_: dict[str, Any] = Field(default_factory=dict, alias="with")
     """For an action of your own: its keyword arguments."""
     final: bool = False
@@ -48,7 +48,7 @@ class TransitionSpec(Contract):
         return [self.source] if isinstance(self.source, str) else list(self.source)
 
 
-CORE_PRESETS = ("single_turn", "tools", "tools_and_user", "retry_with_feedback", "step", "tools_and_step", "agent")
+CORE_PRESETS = ("single_turn", "tools", "tools_and_user", "retry_with_feedback", "step", "tools_and_step")
 """The presets of the core, by name."""
 PresetName = Annotated[str, NameOf(point="presets", core=CORE_PRESETS)]
 

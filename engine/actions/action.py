@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from engine.actions.toolbox import Toolbox
     from engine.backends.backend import Sampler
     from engine.episode.episode import Episode
-    from engine.plugins.agents.agent_run import AgentRun
-    from engine.plugins.agents.program import ProgramBodies
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.generation import GenerateRequest, Generation
     from engine.schemas.journal import Record
@@ -55,16 +53,12 @@ class EpisodeObjects:
     """See `part`."""
     opened: list[Any] = field(default_factory=list)
     """The objects with a `close` method, in the order of construction."""
-    agent: AgentRun | None = None
-    """The agent program, once it has been started."""
     repeating: Record | None = None
     """While a resume repeats a call: the record that the call gave before."""
     host: EpisodeHost | None = None
     """What runs all code of the spec for this episode, if the engine died during it."""
     sampler: Sampler | None = None
     """Samples the policy's replies; None where nothing is sampled."""
-    programs: ProgramBodies | None = None
-    """The agent programs that run elsewhere; None: the spec's own program is started."""
 
     def sample(self, request: GenerateRequest) -> Awaitable[Generation]:
         """Request a reply of the policy."""

@@ -44,10 +44,6 @@ def _users(spec: EpisodeSpec, state: StateSpec) -> float:
     return max((user.seconds for user in spec.users_by_name.values()), default=0.0)
 
 
-def _agent(spec: EpisodeSpec, state: StateSpec) -> float:
-    return spec.agent.timeout if spec.agent is not None else 0.0
-
-
 def _scoring(spec: EpisodeSpec, state: StateSpec) -> float:
     scorer = spec.rewards.scorer
     return _environment(spec, state) + (scorer.seconds if scorer is not None else 0.0)
@@ -89,13 +85,6 @@ _CORE: Mapping[str, ActionFacts] = {
         does="Ask the environment and the scorer for the last rewards.",
         events=(),
         seconds=_scoring,
-    ),
-    "run_agent": ActionFacts(
-        use="engine.plugins.agents.action:RunAgentAction",
-        does="Run the program of `agent` until its next request, or its end.",
-        events=("request", "exited", "died", "timeout"),
-        seconds=_agent,
-        owns_conversation=True,
     ),
     "step": ActionFacts(
         use="engine.actions.spec_code:EnvironmentStep",

@@ -114,8 +114,7 @@ class GenerateAction(Action):
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> GenerationRecord:
         """Sample one reply. A generation slot is held only while the reply is requested."""
         request = self._request(episode, episode.conversation, episode.turn + 1, episode.sampling)
-        ahead = None if objects.agent is None else objects.agent.take(request)
-        generation = await (ahead or objects.sample(request))
+        generation = await objects.sample(request)
         self._check(episode, generation, request.max_new_tokens)
         return GenerationRecord(generation=generation, whole=episode.conversation.whole)
 

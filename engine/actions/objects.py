@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from engine.actions.calling.workers import Workers
     from engine.backends.backend import Sampler
     from engine.machine.machine import Machine
-    from engine.plugins.agents.program import ProgramBodies
     from engine.schemas.entry import Effects, Entry, IsolationSpec
     from engine.schemas.environment import Task
     from engine.schemas.environment_spec import EnvironmentSpec, ToolSpec
@@ -49,7 +48,6 @@ class ObjectBuilder:
         code: Runs the spec's code.
         sampler: Samples the policy's replies; None where nothing is sampled.
         services: Asked to open each episode.
-        programs: Agent programs that run elsewhere, instead of the spec's.
 
     Raises:
         EngineError: the spec's code cannot be imported.
@@ -63,12 +61,11 @@ class ObjectBuilder:
         *,
         sampler: Sampler | None = None,
         services: Sequence[EpisodeService] = (),
-        programs: ProgramBodies | None = None,
     ) -> None:
         spec = loaded.spec
         self._loaded, self._code = loaded, code
         self._opening = [service for service in services if type(service).open is not EpisodeService.open]
-        self._bare = partial(EpisodeObjects, sampler=sampler, programs=programs)
+        self._bare = partial(EpisodeObjects, sampler=sampler)
         self._environment = None if spec.environment is None else self._load_environment(spec.environment)
         self._users = {
             name: None if (entry := _code_of_user(user)) is None else self._load(entry, "user", user.isolation)

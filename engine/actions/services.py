@@ -59,6 +59,8 @@ class ServiceInputs(Struct, frozen=True, kw_only=True):
     """The generation slots of the policy."""
     folder: Path | None = None
     """The folder of the run, or of its training; None: nothing is stored."""
+    given: Sequence[object] = ()
+    """What the owner of the `Runner` gives; a service takes what is of its class."""
     training: bool = False
     """Whether the weights of the policy change while episodes run."""
     only_scripted: bool = False

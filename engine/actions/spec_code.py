@@ -19,7 +19,6 @@ from engine.actions.judge import Judge
 from engine.actions.reward_source import ENVIRONMENT, SCORER, RewardSource, added_sources, graded
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
-from engine.plugins.agents.agent_run import AgentRewards
 from engine.schemas.environment import EpisodeView, Reset, Step, UserTurn
 from engine.schemas.journal import ResetRecord, ScoreRecord, StepRecord, ToolsRecord, UserRecord
 from engine.schemas.message import ContentPart, Message, TextPart
@@ -478,8 +477,6 @@ class ScoreAction(SpecCodeAction):
         self._environment = environment = loaded.spec.environment
         scorer = loaded.spec.rewards.scorer
         sources = added_sources(loaded, code)
-        if loaded.spec.agent is not None:
-            sources.append(AgentRewards(loaded.spec))
         if environment is not None:
             sources.append(EnvironmentRewards(self, environment))
         if scorer is not None:

@@ -11,7 +11,6 @@ from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
 _AWAITING_TOOL = {"AWAITING_TOOL": StateSpec(action="call_tools")}
 _AWAITING_USER_FEEDBACK = {"AWAITING_USER_FEEDBACK": StateSpec(action="ask_user")}
 _STEPPING = {"STEPPING": StateSpec(action="step")}
-_AGENT_RUNNING = {"AGENT_RUNNING": StateSpec(action="run_agent")}
 
 _READY = TransitionSpec(trigger="ready", source="PENDING", dest="GENERATING")
 _STEPPED = (
@@ -116,24 +115,6 @@ _CORE: Mapping[str, Preset] = {
                 TransitionSpec(trigger=["answered", "truncated"], source="GENERATING", dest="STEPPING"),
                 TransitionSpec(trigger="results", source="AWAITING_TOOL", dest="GENERATING"),
                 *_STEPPED,
-                CUT_SHORT,
-            ],
-        ),
-    ),
-    "agent": Preset(
-        about="The program of `agent` runs, and each of its requests to the model API is a turn, until it ends.",
-        machine=MachineSpec(
-            initial="PENDING",
-            states=PENDING | _AGENT_RUNNING | GENERATING | DONE,
-            transitions=[
-                TransitionSpec(trigger="ready", source="PENDING", dest="AGENT_RUNNING"),
-                TransitionSpec(trigger="request", source="AGENT_RUNNING", dest="GENERATING"),
-                TransitionSpec(trigger=["exited", "died", "timeout"], source="AGENT_RUNNING", dest="DONE"),
-                TransitionSpec(
-                    trigger=["answered", "tool_calls", "malformed", "truncated"],
-                    source="GENERATING",
-                    dest="AGENT_RUNNING",
-                ),
                 CUT_SHORT,
             ],
         ),

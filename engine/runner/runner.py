@@ -33,7 +33,7 @@ from engine.deadline import PausableClocks
 from engine.episode.compiled import compile_spec
 from engine.episode.episode import never_built, until_end
 from engine.episode.executor import Executor, RestartNeededError
-from engine.errors import EngineError, ReplayError, SpecCodeError, StoreError
+from engine.errors import EngineError, ReplayError, StoreError
 from engine.runner.crash_isolation import CrashIsolation
 from engine.runner.failure_causes import Causes, Verdict, places
 from engine.runner.guarded import EpisodeGuard
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from engine.actions.services import Cost, EpisodeService
     from engine.backends.backend import Backend
     from engine.episode.episode import Episode
-    from engine.plugins.agents.program import ProgramBodies
     from engine.schemas.environment import Task
     from engine.schemas.journal import JournalEntry
     from engine.schemas.trajectory import Trajectory
@@ -138,7 +137,7 @@ class Runner:
         keep_going: Do not stop if all first episodes fail with one cause.
         training: The weights of the policy change while episodes run.
         folder: The folder of the training that these episodes are part of. Default: that of the store.
-        programs: Agent programs that run elsewhere, instead of the spec's.
+        given: Objects for the services of plugins; each takes those of its class.
 
     Raises:
         SpecError: the spec asks for several processes; see `engine.runner.processes`.
@@ -155,7 +154,7 @@ class Runner:
         keep_going: bool = False,
         training: bool = False,
         folder: Path | None = None,
-        programs: ProgramBodies | None = None,
+        given: Sequence[object] = (),
     ) -> None:
         refuse_many(loaded, "`Runner`, which runs in one process,")
         spec = loaded.spec
@@ -179,6 +178,7 @@ class Runner:
             slots=slots,
             folder=folder or store.folder,
             training=training,
+            given=given,
         )
         self._services = open_services(inputs)
         self._object_builder = ObjectBuilder(
@@ -187,7 +187,6 @@ class Runner:
             self._workers,
             sampler=SlotSampler(backend, slots),
             services=self._services,
-            programs=programs,
         )
         images = ImageStorer(format, store, stored_images(store), spec)
         filters = record_filters(spec, format, self._services, images)
@@ -196,7 +195,6 @@ class Runner:
         self._observers = episode_observers(loaded, store)
         self.guard = EpisodeGuard(format, loaded, store.folder) if backend.declared.exact_ids else None
         """Judges ended episodes; None where no row is trained on, because its exact ids are not known."""
-        self._elsewhere = programs
         self.faults: list[str] = []
         """Episodes that could not be finished because of an error in the engine, and why."""
         self._stopped: EngineError | None = None
@@ -414,14 +412,8 @@ class Runner:
 
         Raises:
             EngineError: a model that plays a user or judges is not available.
-            SpecCodeError: the spec's agent has no program, and none runs elsewhere.
+            SpecCodeError: a service refuses the spec.
         """
-        if (agent := self.spec.agent) is not None and agent.elsewhere and self._elsewhere is None:
-            raise SpecCodeError(
-                "`agent` has neither `run` nor `use`, so its programs run elsewhere: open episodes with `engine serve --api`",
-                blame="spec",
-                kind="agent_elsewhere",
-            )
         for service in self._services:
             service.check()
         async with AsyncExitStack() as ending:  # one that cannot be closed leaves none of the others open

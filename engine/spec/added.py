@@ -53,8 +53,14 @@ class AddedCode(Struct, frozen=True, kw_only=True):
     """What it is, in words: `condenser`."""
     takes: tuple[str, ...]
     """What the engine gives."""
-    isolation: IsolationSpec | None
+    isolation: IsolationSpec | None = None
     """What the section says about where it runs."""
+    isolated: bool = True
+    """Whether it runs where `isolation` says; otherwise always in the engine's process."""
+    keywords: tuple[str, ...] = ()
+    """What the engine gives by name."""
+    awaited: str = ""
+    """Of a function that must be a coroutine function, because it is cancelled at a limit: what to do where it is none."""
 
 
 class PlayedRole(Struct, frozen=True, kw_only=True):
@@ -85,6 +91,8 @@ class SpecFacts(Struct, frozen=True, kw_only=True):
 
     called: tuple[Called, ...] = ()
     """Functions that it names, and that no episode calls."""
+    rewards: tuple[str, ...] = ()
+    """Names of rewards that its part of an episode may write."""
     one_process: tuple[tuple[str, DataPath, str], ...] = ()
     """Why several drivers cannot run the spec: a message, its place, and what to do."""
     tools: tuple[AddedTool, ...] = ()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.actions.facts import owns_conversation
 from engine.errors import SpecError
 from engine.schemas.prompt import Words
 from engine.spec.access import OUTSIDE_FIX
@@ -151,11 +152,10 @@ def offset_of(template: str, name: str) -> int:
 def prompt_empty(ctx: CheckContext) -> Iterator[Finding]:
     """Neither `prompt` nor an environment, whose `reset` may return messages, nor a program, whose requests have messages."""
     if (
-        ctx.spec.agent is None
-        and not ctx.spec.messages
+        not ctx.spec.messages
         and ctx.spec.conversation is None
         and ctx.spec.environment is None
-        and ctx.spec.agent is None
+        and not owns_conversation(ctx.machine)
     ):
         fix = 'add `prompt: [{role: user, content: "{{question}}"}]`, or an `environment` that begins'
         yield Finding("the model gets no message: the spec has neither a prompt nor an environment", (), fix)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from engine.schemas.reward import TurnAddress
 from engine.schemas.reward_spec import ReassignRule
+from engine.spec.added import spec_facts
 from engine.spec.code.written_names import WrittenNames
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import nearest_name
@@ -130,7 +131,7 @@ def _code_may_reward(ctx: CheckContext) -> bool:
         or ctx.spec.users_by_name
         or ctx.spec.tools
         or ctx.spec.rewards.scorer
-        or ctx.spec.agent
+        or any(facts.rewards for facts in spec_facts(ctx.spec))
         or ctx.own_actions
         or names_of_plugins(ctx)
     )
@@ -172,8 +173,8 @@ def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
 def _spec_rewards(ctx: CheckContext) -> set[str]:
     """The names of rewards that the spec's scorer and marks write."""
     scorer = ctx.spec.rewards.scorer
-    agent = ctx.spec.agent
-    found = {REWARD, *([scorer.name] if scorer is not None else []), *(agent.reward_names if agent is not None else [])}
+    found = {REWARD, *([scorer.name] if scorer is not None else [])}
+    found |= {name for facts in spec_facts(ctx.spec) for name in facts.rewards}
     for _, user in ctx.users:
         found |= {mark.reward for mark in user.marks if mark.reward is not None}
         found |= {event.name for mark in user.marks for event in mark.rewards if event.name is not None}

@@ -19,6 +19,7 @@ NAMING: dict[str, Spec] = {
         "environment": {"adapter": "gymnasium", "use": "FrozenLake-v1"},
         "tools": [{"adapter": "mcp", "use": "serve"}],
     },
+    "agents": {"agent": {"run": "true"}},
     "chat_apis": {
         "backend": {"kind": "openai", "url": "http://127.0.0.1:9/v1", "model": "m"},
         "rollout": {"max_cost": 1},
@@ -47,8 +48,18 @@ CONDENSING: Spec = {
     ],
 }
 """A machine with an action of a plugin, and its events."""
+RUNNING: Spec = {
+    "preset": "single_turn",
+    "states": {"RUNNING": {"action": "run_agent"}},
+    "transitions": [
+        {"trigger": "answered", "source": "GENERATING", "dest": "RUNNING"},
+        {"trigger": "request", "source": "RUNNING", "dest": "GENERATING"},
+        {"trigger": ["exited", "died", "timeout"], "source": "RUNNING", "dest": "DONE"},
+    ],
+}
 FURTHER: dict[str, list[Spec]] = {
-    "condense": [{"limits": {"on_overflow": "condense", "condensations": 2}}, {"machine": CONDENSING}]
+    "agents": [{"machine": "agent"}, {"machine": RUNNING}],
+    "condense": [{"limits": {"on_overflow": "condense", "condensations": 2}}, {"machine": CONDENSING}],
 }
 """Plugin -> keys of further specs that name it in another way."""
 UNNAMED = {"plots"}

@@ -16,13 +16,14 @@ from engine.episode.episode import UNRECEIVED, Episode
 from engine.errors import ImageError, RenderError, SpecCodeError
 from engine.plugins.agents.agent_run import AgentRewards, AgentRun, AgentStarter, only_source, require_reward
 from engine.plugins.agents.inbox import Exchange
-from engine.plugins.agents.prefetch import AheadSampler
 from engine.plugins.agents.program import ProgramEnd
+from engine.plugins.agents.record import AgentRecord
 from engine.plugins.agents.rewards import SOURCE
 from engine.plugins.agents.server import now
+from engine.plugins.agents.service import ProgramObjects
+from engine.plugins.agents.spec import AgentSpec
 from engine.plugins.agents.threads import AgentThreads, newest_reply
 from engine.plugins.agents.wire.requests import ApiError, Replies
-from engine.schemas.journal import AgentRecord
 from engine.schemas.machine import StateSpec
 
 if TYPE_CHECKING:
@@ -43,16 +44,16 @@ class RunAgentAction(Action):
             SpecCodeError: The spec has no `agent`.
         """
         super().__init__(loaded, state, template, code)
-        spec = loaded.spec
-        if spec.agent is None:
+        agent = AgentSpec.section_of(loaded.spec)
+        if agent is None:
             raise SpecCodeError(
                 "a state's action is `run_agent`, but the spec has no `agent`", blame="spec", kind="no_agent"
             )
-        self._spec = spec.agent
+        self._spec = agent
         self._stop_texts = tuple(template.decode([stop]) for stop in template.stop_token_ids)
         self._starter = AgentStarter(loaded, template, code)
         self._generate = GenerateAction(loaded, StateSpec(action="generate"), template, code)
-        self._only_source = only_source(spec)
+        self._only_source = only_source(loaded.spec)
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> AgentRecord:
         """Return the next request, or the end of the program.
@@ -62,7 +63,8 @@ class RunAgentAction(Action):
         """
         threads = AgentThreads.of(episode, self._stop_texts)
         threads.note_reply(episode)
-        run = objects.agent
+        program = objects.part(ProgramObjects)
+        run = program.run
         if run is None:
             run = await self._starter.start(episode, objects, threads, self._generate.bounds)
         elif run.ended:
@@ -74,8 +76,9 @@ class RunAgentAction(Action):
         elif run.current is not None and (again := self._reply(run, run.current, episode)) is not None:
             return again
         repeated = objects.repeating
-        if repeated is None and run.ahead is None:
-            run.ahead = AheadSampler(episode, objects, threads, self._generate, run.inbox)
+        if repeated is None and run.ahead is None and (sampler := program.sampler) is not None:
+            sampler.follow(episode, threads, self._generate, run.inbox)
+            run.ahead = sampler
         recorded = partial(threads.is_recorded, repeated) if isinstance(repeated, AgentRecord) else None
         while isinstance(found := await run.next(recorded), Exchange):
             asked = found.request
@@ -185,4 +188,4 @@ class RunAgentAction(Action):
 
     def effects(self, episode: Episode, objects: EpisodeObjects) -> str:
         """Return the effects of the spec's `agent`; `external` for a program elsewhere, which cannot run again."""
-        return self._spec.effects if objects.programs is None else "external"
+        return self._spec.effects if objects.part(ProgramObjects).elsewhere is None else "external"

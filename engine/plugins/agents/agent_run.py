@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -21,6 +21,8 @@ from engine.plugins.agents.coroutine import CoroutineProgram
 from engine.plugins.agents.inbox import Inbox
 from engine.plugins.agents.program import AgentProgram, ProgramBody, ProgramEnd
 from engine.plugins.agents.rewards import SOURCE, read_end
+from engine.plugins.agents.service import ProgramObjects
+from engine.plugins.agents.spec import AgentSpec
 from engine.plugins.agents.wire.requests import ApiError, ModelRequest, Session
 from engine.rewards.ledger import REWARD
 from engine.schemas.environment import ProgramSettings
@@ -32,12 +34,10 @@ if TYPE_CHECKING:
     from engine.actions.action import EpisodeObjects
     from engine.actions.calling.workers import Workers
     from engine.episode.episode import Episode
-    from engine.plugins.agents.prefetch import AheadSampler
-    from engine.plugins.agents.spec import AgentSpec
+    from engine.plugins.agents.prefetch import PrefetchingSampler
+    from engine.plugins.agents.record import AgentRecord
     from engine.plugins.agents.threads import AgentThreads
     from engine.schemas.episode import EpisodeSpec
-    from engine.schemas.generation import GenerateRequest, Generation
-    from engine.schemas.journal import AgentRecord
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
 
@@ -70,14 +70,10 @@ class AgentRun(AgentProgram):
         session = Session(allow=frozenset(spec.allow), ignore=frozenset(spec.ignore), logprobs=logprobs)
         super().__init__(body, seconds, Inbox(session, episode.id, spec.reward_names), spec.idle or inf)
         self._spec, self._episode, self._bounds = spec, episode, bounds
-        self.ahead: AheadSampler | None = None
+        self.ahead: PrefetchingSampler | None = None
         self.record: AgentRecord | None = None
         self.asked_at = -1
         self.ended = False
-
-    def take(self, request: GenerateRequest) -> Awaitable[Generation] | None:
-        """The reply to the current request that was sampled ahead; None if there is none."""
-        return None if self.ahead is None else self.ahead.take(request)
 
     def end_rewards(self, end: ProgramEnd) -> list[RewardEvent]:
         """The rewards that are in no record yet, and those of the program's end.
@@ -150,8 +146,9 @@ class AgentStarter:
     """
 
     def __init__(self, loaded: LoadedSpec, template: ChatTemplate, code: Workers) -> None:
-        assert loaded.spec.agent is not None
-        self._spec, self._loaded, self._template, self._code = loaded.spec.agent, loaded, template, code
+        agent = AgentSpec.section_of(loaded.spec)
+        assert agent is not None
+        self._spec, self._loaded, self._template, self._code = agent, loaded, template, code
         self._answers = _answers(loaded.spec, loaded.base)
         self._function = None if self._spec.use is None else load_entry(self._spec.use, loaded.base)
         if self._function is not None and not is_async(self._function):
@@ -183,7 +180,8 @@ class AgentStarter:
         }
         added = await self._settings(objects)
         body: ProgramBody
-        if (elsewhere := objects.programs) is not None:
+        program = objects.part(ProgramObjects)
+        if (elsewhere := program.elsewhere) is not None:
             body = elsewhere.body(episode.id, task | ({"env": added.env} if added.env else {}))
         elif self._spec.run is not None:
             if self._spec.sandbox is not None and added.env:
@@ -214,7 +212,7 @@ class AgentStarter:
         logprobs = not self._loaded.spec.backend.takes_messages
         run = AgentRun(self._spec, body, episode, seconds, bounds, logprobs=logprobs)
         run.inbox.counter = lambda request: self._count(episode, threads, request)
-        objects.agent = run
+        program.run = run
         objects.opened.append(run)
         try:
             await run.start()
@@ -279,7 +277,8 @@ class AgentRewards(RewardSource):
 
     async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
         """End the program, and return what it gives. Raises: SpecCodeError: the reward cannot be read."""
-        return ScoreRecord(rewards=[] if objects.agent is None else await objects.agent.final_rewards())
+        run = objects.part(ProgramObjects).run
+        return ScoreRecord(rewards=[] if run is None else await run.final_rewards())
 
     def check(self, episode: Episode) -> None:
         """Raise if a limit ended an episode to which only its program gives rewards, and it gave none."""
@@ -287,9 +286,16 @@ class AgentRewards(RewardSource):
             require_reward(episode, f"the episode ended by {episode.limit or episode.event}")
 
 
+def reward_source(loaded: LoadedSpec, code: Workers) -> AgentRewards:
+    """The hook `reward_source`."""
+    return AgentRewards(loaded.spec)
+
+
 def only_source(spec: EpisodeSpec) -> bool:
     """Whether nothing but the program of a spec gives rewards."""
-    return spec.agent is not None and not (spec.rewards.scorer or spec.environment or spec.rewards.reassign)
+    return AgentSpec.section_of(spec) is not None and not (
+        spec.rewards.scorer or spec.environment or spec.rewards.reassign
+    )
 
 
 def require_reward(episode: Episode, what: str, tail: str = "") -> None:

@@ -21,8 +21,8 @@ from engine.schemas.base import Struct
 from engine.schemas.generation import GenerateRequest, Generation
 
 if TYPE_CHECKING:
-    from engine.actions.action import EpisodeObjects
     from engine.actions.generate import GenerateAction
+    from engine.backends.backend import Sampler
     from engine.episode.episode import Episode
     from engine.plugins.agents.inbox import Exchange, Inbox
     from engine.plugins.agents.threads import AgentThreads
@@ -33,27 +33,29 @@ class _Job(Struct, frozen=True, kw_only=True):
     task: asyncio.Task[Generation]
 
 
-class AheadSampler:
-    """The replies of one episode that are sampled ahead. See `SampledAhead`.
+class _Source(Struct, frozen=True, kw_only=True):
+    """Where the prompts of requests come from."""
+
+    episode: Episode
+    threads: AgentThreads
+    """Where its requests continue."""
+    generate: GenerateAction
+    """How a reply is asked for."""
+    inbox: Inbox
+    """Its requests."""
+
+
+class PrefetchingSampler:
+    """Samples the replies of one episode, and once it follows the episode's program also those to requests that wait.
+    See `SampledAhead`.
 
     Args:
-        episode: The episode.
-        objects: Its objects, which sample.
-        threads: Where its requests continue.
-        generate: How a reply is sampled.
-        inbox: Its requests.
+        sampler: Samples replies.
     """
 
-    def __init__(
-        self,
-        episode: Episode,
-        objects: EpisodeObjects,
-        threads: AgentThreads,
-        generate: GenerateAction,
-        inbox: Inbox,
-    ) -> None:
-        self._episode, self._objects, self._threads = episode, objects, threads
-        self._generate, self._inbox = generate, inbox
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._source: _Source | None = None
         self._jobs: dict[Exchange, deque[_Job]] = {}
         self._stopped: set[Exchange] = set()
         """Requests that a limit stops, as far as is known."""
@@ -63,38 +65,46 @@ class AheadSampler:
         self._asked_at = -1
         """The newest turn when the current request was attached."""
 
+    def generate(self, request: GenerateRequest) -> Awaitable[Generation]:
+        """The reply that was sampled ahead for this prompt; without one, a new reply."""
+        return self._take(request) or self._sampler.generate(request)
+
+    def follow(self, episode: Episode, threads: AgentThreads, generate: GenerateAction, inbox: Inbox) -> None:
+        """Sample the requests of a program ahead from now on."""
+        self._source = _Source(episode=episode, threads=threads, generate=generate, inbox=inbox)
+
     def begin(self, exchange: Exchange) -> None:
         """Begin to sample the replies to a request, if limits allow it; a second call does nothing."""
-        if exchange in self._jobs:
+        source = self._source
+        if source is None or exchange in self._jobs:
             return
         jobs = self._jobs[exchange] = deque()
-        asked, vision = exchange.request, self._generate.vision
+        asked, vision, episode = exchange.request, source.generate.vision, source.episode
         try:
             if vision is not None:  # images are stored when its turn comes
                 asked = replace(asked, messages=in_memory(asked.messages, vision))
-            conversation = self._threads.conversation_for(self._episode, asked)
+            conversation = source.threads.conversation_for(episode, asked)
         except EngineError:  # its turn reports it
             return
         if not any(self._jobs.values()):
             self._next = 0
-        sampling = (
-            self._current is not None and self._episode.turn == self._asked_at and not self._jobs.get(self._current)
-        )
-        self._next = max(self._next, self._episode.turn + 1 + sampling)
+        sampling = self._current is not None and episode.turn == self._asked_at and not self._jobs.get(self._current)
+        self._next = max(self._next, episode.turn + 1 + sampling)
         for _ in range(asked.replies):
-            request = self._generate.request_ahead(self._episode, conversation, self._next, asked.sampling)
+            request = source.generate.request_ahead(episode, conversation, self._next, asked.sampling)
             if request is None:
                 self._stopped.add(exchange)
                 return
             self._next += 1
-            task = asyncio.ensure_future(self._objects.sample(request))
+            task = asyncio.ensure_future(self._sampler.generate(request))
             task.add_done_callback(self._done)
             jobs.append(_Job(request=request, task=task))
 
     def _done(self, task: asyncio.Task[Generation]) -> None:
         if not task.cancelled():
             task.exception()  # raised again when its turn comes; a reply that is never used fails nothing
-        self._inbox.woken.set()
+        if self._source is not None:
+            self._source.inbox.woken.set()
 
     def has_begun(self, exchange: Exchange) -> bool:
         """Whether a reply to a request is being sampled, or was."""
@@ -110,9 +120,10 @@ class AheadSampler:
         if self._current is not None and exchange is not self._current:
             for job in self._jobs.pop(self._current, ()):
                 job.task.cancel()
-        self._current, self._asked_at = exchange, self._episode.turn
+        self._current = exchange
+        self._asked_at = -1 if self._source is None else self._source.episode.turn
 
-    def take(self, request: GenerateRequest) -> Awaitable[Generation] | None:
+    def _take(self, request: GenerateRequest) -> Awaitable[Generation] | None:
         """The reply to the current request that was sampled ahead; None if there is none for this prompt."""
         jobs = None if self._current is None else self._jobs.get(self._current)
         if not jobs:

@@ -6,9 +6,9 @@ Invariant: after `stop` the program does not run, its key is refused, and its wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import inf
-from typing import Any, Protocol
+from typing import Protocol
 
 from engine.plugins.agents.inbox import Exchange, Inbox
 from engine.plugins.agents.wire.requests import MODEL, ApiError, Replies, Session
@@ -63,14 +63,6 @@ class ProgramBody(Protocol):
 
     async def close(self) -> None:
         """Remove what it left; a second call does nothing."""
-        ...
-
-
-class ProgramBodies(Protocol):
-    """Programs that run elsewhere."""
-
-    def body(self, episode: str, task: Mapping[str, Any]) -> ProgramBody:
-        """The program of an episode. Raises SpecCodeError if there is none."""
         ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from engine.plugins.agents.spec import AgentSpec
 from engine.schemas.generation import SamplingParams
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
@@ -14,7 +15,7 @@ from engine.validate.registry import Finding, rule
 def missing(ctx: CheckContext) -> Iterator[Finding]:
     """`run_agent` without `agent`."""
     running = [name for name, state in ctx.states.items() if state.action == "run_agent"]
-    if running and ctx.spec.agent is None:
+    if running and AgentSpec.section_of(ctx.spec) is None:
         yield Finding(
             f"{running[0]} runs a program, and the spec has no `agent`", ("machine",), "add `agent: {run: …}`"
         )
@@ -24,7 +25,7 @@ def missing(ctx: CheckContext) -> Iterator[Finding]:
 def no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """`agent` without a state that runs it; tools and condensing of the spec, of which the program knows nothing."""
     spec = ctx.spec
-    if spec.agent is None:
+    if AgentSpec.section_of(spec) is None:
         return
     if not any(state.action == "run_agent" for state in ctx.states.values()):
         yield Finding("`agent` has no effect: no state runs it", ("agent",), "write `machine: agent`", key=True)
@@ -53,7 +54,7 @@ _CHANGED: dict[str, Any] = {
 @rule("agent.allow", "error", "a parameter that programs may set cannot have its effect")
 def allow(ctx: CheckContext) -> Iterator[Finding]:
     """`agent.allow` against `agent.ignore`, the backend's parameters, and the log-probs of a training."""
-    agent = ctx.spec.agent
+    agent = AgentSpec.section_of(ctx.spec)
     if agent is None:
         return
     backend, train = ctx.spec.backend, ctx.spec.train

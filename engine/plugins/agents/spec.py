@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from engine.schemas.base import Bytes, Contract, Seconds
+from engine.schemas.sections import SpecSection
 
 AllowedParameter = Literal[
     "frequency_penalty", "max_tokens", "presence_penalty", "stop", "temperature", "top_k", "top_p"
@@ -32,10 +33,11 @@ class AgentSandbox(Contract):
     """Maximum address space of each of its processes. Default: no limit."""
 
 
-class AgentSpec(Contract):
+class AgentSpec(SpecSection):
     """The program of the action `run_agent`: `run` or `use`. Without both, programs that run elsewhere open the episodes
-    (`engine serve --api`)."""
+    (`engine serve --api`). Its requests are the turns."""
 
+    NULLABLE = True
     run: str | None = Field(default=None, min_length=1)
     """A shell command, which runs in the spec's folder. It finds OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its
     environment, and its task as JSON in EPISODE_TASK and in the file EPISODE_TASK_FILE."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from engine.errors import SpecCodeError
 from engine.plugins.agents.echo import Continuation, EchoIndex, Request, tools_key
+from engine.plugins.agents.record import AgentRecord
 from engine.plugins.agents.wire.requests import ModelReply, SampledToken
-from engine.schemas.journal import AgentRecord
 from engine.schemas.message import MalformedCall
 
 if TYPE_CHECKING:

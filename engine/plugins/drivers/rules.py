@@ -78,12 +78,6 @@ def problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
                 (*path, "launch"),
                 "start the servers beside the run, and give their `url` or `urls`, or set `rollout.drivers: 1`",
             )
-    if spec.agent is not None and spec.agent.elsewhere:
-        yield (
-            "agent programs that run elsewhere have one endpoint",
-            ("agent",),
-            "set `rollout.drivers: 1`",
-        )
 
 
 def training_problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:

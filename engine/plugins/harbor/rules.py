@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.actions.facts import owns_conversation
 from engine.errors import SpecError
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
@@ -41,7 +42,7 @@ def harbor_environment(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding("the adapter `harbor` runs only tasks of `source: harbor`", ("environment", "adapter"), fix)
         if environment.use not in ("shell", "program"):
             yield Finding(f"`{environment.use}` is neither `shell` nor `program`", ("environment", "use"))
-        elif (environment.use == "program") != (spec.agent is not None):
+        elif (environment.use == "program") != owns_conversation(ctx.machine):
             other = "shell" if environment.use == "program" else "program"
             why = (
                 "is for agent programs"

@@ -25,7 +25,8 @@ def _parts(ctx: CheckContext) -> Iterator[tuple[DataPath, IsolationSpec | None, 
     if spec.rewards.scorer is not None:
         yield ("rewards", "scorer"), spec.rewards.scorer.isolation, not spec.rewards.scorer.model_played
     for code in added_code(spec):
-        yield code.path, code.isolation, True
+        if code.isolated:
+            yield code.path, code.isolation, True
 
 
 @rule("isolation.no-effect", "error", "a setting of `isolation` has no effect")

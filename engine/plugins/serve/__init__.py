@@ -10,6 +10,7 @@ from engine.plugin import Plugin
 
 PLUGIN = Plugin(
     name="serve",
+    needs=("agents",),
     about="Episodes over HTTP: groups for trainers, and episodes of programs that run elsewhere",
     commands={"serve": "engine.plugins.serve.command:serve"},
 )

@@ -68,6 +68,7 @@ def serve(
     from engine.cli.stopping import interrupted
     from engine.errors import EngineError
     from engine.logs import configure_logging
+    from engine.plugins.agents.spec import AgentSpec
     from engine.plugins.serve.groups import refuse_unserved
     from engine.runner.processes import processes_of, refuse_many
 
@@ -88,7 +89,7 @@ def serve(
             processes.refuse_serving(store)
         if not api:
             refuse_unserved(loaded, trainer)
-        elif loaded.spec.agent is None:
+        elif AgentSpec.section_of(loaded.spec) is None:
             store.discard()
             wrong_usage("the spec has no `agent`: write `agent: {}` and `machine: agent`")
     except EngineError as error:
@@ -152,6 +153,7 @@ async def _serve(
     from engine.cli.stopping import stop_on_signals
     from engine.plugins.agents.served import ServedPrograms
     from engine.plugins.agents.server import server_of_loop
+    from engine.plugins.agents.spec import AgentSpec
     from engine.plugins.serve.episodes import ServedEpisodes
     from engine.plugins.serve.groups import GroupService
     from engine.runner.observers import RunObservers
@@ -175,6 +177,7 @@ async def _serve(
 
     lost = [episode for episode, status in store.statuses().items() if status == "running"]
     programs = ServedPrograms() if groups is None else None
+    served = () if programs is None else (programs,)
     observers = RunObservers(loaded, store)
     with stop_on_signals(stop, f"To continue: {again}"):
         async with observers.of_errors():
@@ -186,7 +189,7 @@ async def _serve(
                     runner = processes.episodes(store, None, keep_going=True)
                 else:
                     runner = Runner(
-                        loaded, tasks, template, backend, store, keep_going=True, training=training, programs=programs
+                        loaded, tasks, template, backend, store, keep_going=True, training=training, given=served
                     )
                 reader = open_elsewhere(store.folder) or store
                 async with runner.serving():
@@ -222,7 +225,7 @@ async def _serve(
                         if lost and programs is not None:
                             shown = ", ".join(lost[:10]) + (", …" if len(lost) > 10 else "")
                             echo(f"Open when the run stopped, so they begin again when they are opened: {shown}")
-                        agent = loaded.spec.agent
+                        agent = AgentSpec.section_of(loaded.spec)
                         if programs is not None and agent is not None and (agent.run or agent.use):
                             echo("The spec's own program is not started: programs run elsewhere.")
                         echo(f"Run: {store.folder}")

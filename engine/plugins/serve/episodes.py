@@ -19,6 +19,7 @@ from engine.errors import EngineError, SpecCodeError
 from engine.plugins.agents.rewards import PATH as REWARD_PATH
 from engine.plugins.agents.rewards import read_end
 from engine.plugins.agents.served import ServedProgram, ServedPrograms
+from engine.plugins.agents.spec import AgentSpec
 from engine.plugins.serve.http import Answer, Call, JsonService, ServiceError
 from engine.store.store import episode_id_of
 
@@ -68,7 +69,7 @@ class ServedEpisodes:
         self._runner, self._programs, self._tasks, self._halt = runner, programs, tasks, halt
         rollout = runner.spec.rollout
         self._samples = rollout.samples_per_task
-        self._reward_names = runner.spec.agent.reward_names if runner.spec.agent else []
+        self._reward_names = AgentSpec.or_default(runner.spec).reward_names
         self.capacity = rollout.live_episodes or 2 * rollout.concurrency
         """Maximum number of open episodes."""
         self._done = store.finished()

@@ -32,7 +32,7 @@ class NamedEntry(NamedTuple):
     """Path of the mapping with `use` and `with`."""
     entry: Entry
     role: str
-    """`environment`, `user`, `tool`, `tool server`, `scorer`, `agent`, or the part of a plugin."""
+    """`environment`, `user`, `tool`, `tool server`, `scorer`, or the part of a plugin."""
     added: AddedCode | None = None
     """Of a part of a plugin: what its section says."""
 
@@ -124,10 +124,8 @@ class CodeContext:
 
     def _mode(self, item: NamedEntry) -> str | None:
         """Where an entry point runs: `thread` or `process`."""
-        if item.role == "agent":
-            return "thread"
         if item.added is not None:
-            return self.spec.isolation_of(item.added.isolation).mode
+            return self.spec.isolation_of(item.added.isolation).mode if item.added.isolated else "thread"
         owner: Any = self.spec
         for key in item.path:
             if key == "grader":
@@ -167,8 +165,6 @@ class CodeContext:
         if scorer is not None and scorer.use is not None:
             entry = Entry(use=SCORERS.get(scorer.use, scorer.use), with_=scorer.with_)
             found.append(NamedEntry(("rewards", "scorer"), entry, "scorer"))
-        if spec.agent is not None and spec.agent.use is not None:
-            found.append(NamedEntry(("agent",), Entry(use=spec.agent.use, with_=spec.agent.with_), "agent"))
         return [*found, *(NamedEntry(code.path, code.entry, code.part, code) for code in added_code(spec))]
 
     @property

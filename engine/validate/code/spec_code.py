@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from engine.actions.facts import ACTIONS, SCORERS
 from engine.moved_names import new_name
-from engine.spec.added import Called, added_tools, spec_facts
+from engine.spec.added import AddedCode, Called, added_tools, spec_facts
 from engine.spec.code.entry import EntryError
 from engine.spec.code.short_names import names_of
 from engine.spec.code.source import NotImported
@@ -86,7 +86,7 @@ def fits_the_calls(ctx: CheckContext) -> Iterator[Finding]:
     for item in ctx.spec_code:
         thing = ctx.code(item.entry.use)
         if thing is not None and item.added is not None:
-            yield from _function(ctx, thing, call_of(item, *item.added.takes))
+            yield from _added(ctx, item, item.added, thing)
         elif thing is not None:
             yield from _PARTS[item.role](ctx, item, thing)
     for call in called(ctx):
@@ -199,13 +199,13 @@ def _scorer(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[F
     yield from _function(ctx, thing, call_of(item, "view"))
 
 
-def _agent(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Finding]:
-    """Check an agent program that is a coroutine: a function of these keyword arguments."""
-    given = dict.fromkeys(("task", "base_url", "key", "model"))
-    yield from _function(ctx, thing, replace(call_of(item), with_={**given, **item.entry.with_}))
-    if thing.kind == "function" and thing.awaited is False:
+def _added(ctx: CheckContext, item: NamedEntry, added: AddedCode, thing: CodeFacts) -> Iterator[Finding]:
+    """Check the function that is a part of a plugin."""
+    call = call_of(item, *added.takes)
+    yield from _function(ctx, thing, replace(call, with_={**dict.fromkeys(added.keywords), **call.with_}))
+    if added.awaited and thing.kind == "function" and thing.awaited is False:
         message = f"`{item.entry.use}` is not a coroutine function, so it cannot be cancelled at a limit"
-        yield Finding(message, (*item.path, "use"), "write it with `async def`, or start a program with `run`")
+        yield Finding(message, (*item.path, "use"), added.awaited)
 
 
 def _function(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator[Finding]:
@@ -223,7 +223,6 @@ _PARTS: Mapping[str, Callable[[CheckContext, NamedEntry, CodeFacts], Iterator[Fi
     "tool": _tool,
     "tool server": _built,
     "scorer": _scorer,
-    "agent": _agent,
 }
 
 

@@ -13,6 +13,8 @@ import pytest
 import yaml
 from waiting import wait_until
 
+from engine.plugin import installed
+
 CODE = """
 import time
 from pathlib import Path
@@ -42,10 +44,12 @@ if hangs:
     time.sleep(1e6)
 """
 USERS: dict[str, dict[str, Any]] = {
-    "program": {"agent": {"run": f"exec {sys.executable} program.py", "timeout": 600}, "machine": "agent"},
     "worker": {"environment": {"use": "board:Board", "isolation": "process", "timeout": 600}, "machine": "single_turn"},
 }
-"""What has temporary folders: an agent program, and a worker process with the spec's code."""
+"""What has temporary folders: a worker process with the spec's code and, where its plugin is there, an agent program."""
+if "agents" in installed().plugins:
+    program = {"run": f"exec {sys.executable} program.py", "timeout": 600}
+    USERS["program"] = {"agent": program, "machine": "agent"}
 ENDS = {"end": [], "killed": [signal.SIGKILL], "stopped": [signal.SIGTERM], "at once": [signal.SIGTERM, signal.SIGTERM]}
 
 

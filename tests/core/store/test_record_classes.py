@@ -174,7 +174,7 @@ def test_what_a_struct_says_as_json_is_read_back_as_the_same(struct: type[Struct
 def test_every_kind_of_record_is_drawn() -> None:
     records = {one for one in RecordBase.__subclasses__() if one in STRUCTS} - {UnreadRecord}
     kinds = {get_args(get_type_hints(one)["kind"])[0] for one in records}
-    core = {"reset", "agent", "generation", "tools", "user", "step", "score", "limit", "failure"}
+    core = {"reset", "generation", "tools", "user", "step", "score", "limit", "failure"}
     assert kinds == core | set(entries("records"))
 
 

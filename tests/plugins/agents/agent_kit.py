@@ -13,9 +13,9 @@ from stopping import Resumed
 from written_specs import save_spec, scripted_spec
 
 from engine.backends.registry import open_backend
+from engine.plugins.agents.record import AgentRecord
 from engine.runner.runner import Runner
 from engine.schemas.generation import GenerateRequest, Generation
-from engine.schemas.journal import AgentRecord
 from engine.schemas.trajectory import Trajectory
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore

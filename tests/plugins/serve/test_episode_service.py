@@ -88,7 +88,7 @@ async def serving(spec: Resumed, out: Path) -> AsyncIterator[Client]:
     backend, programs = open_backend(spec.loaded, spec.template), ServedPrograms()
     await backend.start()
     tasks = load_tasks(spec.loaded)
-    runner = Runner(spec.loaded, tasks, spec.template, backend, store, keep_going=True, programs=programs)
+    runner = Runner(spec.loaded, tasks, spec.template, backend, store, keep_going=True, given=(programs,))
     halted: list[BaseException] = []
     try:
         async with runner.serving():
