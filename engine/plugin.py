@@ -86,7 +86,7 @@ class Plugin:
     install: str = REINSTALL
     """The command that installs it, for messages."""
     needs: tuple[str, ...] = ()
-    """Other plugins without which it is broken."""
+    """Other plugins without which it cannot be used."""
     sections: tuple[Section, ...] = ()
     backends: Entries = field(default_factory=dict)
     """`backend.kind` -> its config class, a `BackendBase`."""
@@ -166,10 +166,15 @@ class Installed:
         self.leave_out_needing()
 
     def leave_out_needing(self) -> None:
-        """Take plugins out that need one which is not there."""
+        """Take plugins out that need one which is not there. One of the engine's own is then as one whose folder is gone too."""
         for plugin in list(self.plugins.values()):
             lacking = [need for need in plugin.needs if need not in self.plugins]
-            if lacking and plugin.name in self.plugins:
+            if not lacking or plugin.name not in self.plugins:
+                continue
+            if self.is_own(plugin.name) and lacking[0] not in self.broken:
+                del self.plugins[plugin.name]
+                self.leave_out_needing()
+            else:
                 self.leave_out(plugin.name, PluginError(f"it needs the plugin `{lacking[0]}`, which is not there"))
 
 
