@@ -168,7 +168,7 @@ def slots(model: str, counts: list[int], groups: int) -> dict[int, float]:
         folder = Path(name)
         sys.path.insert(0, name)
         for count in counts:
-            with rollout.Fake(workload.reply, latency=0.05, slots=SLOTS) as fake:
+            with rollout.Fake(workload, latency=0.05, slots=SLOTS) as fake:
                 os.sched_setaffinity(0, cores)
                 backend = {"kind": "sglang", "urls": [fake.url]}
                 found = asyncio.run(run_once(spec_of(folder, model, backend, groups, count), folder / "runs"))

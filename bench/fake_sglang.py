@@ -21,6 +21,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from fake_vllm import COMPLETIONS, GENERATE, FakeVLLM
+
 PROMPT = b'"input_ids":['
 RID = b'"rid":"'
 LENGTH = b'"max_new_tokens":'
@@ -122,6 +124,7 @@ class FakeSGLang:
         slots: int = 1 << 30,
         vocab_size: int = 1000,
         context: int = 4090,
+        text: str = "",
     ) -> None:
         rng = random.Random(0)
         logprobs = [round(-rng.expovariate(1.0), 6) for _ in output]
@@ -151,8 +154,13 @@ class FakeSGLang:
         self.running: dict[str, Call] = {}
         self.tokenize: Callable[[str], list[int]] | None = None
         self.requests = 0
+        self.prompt_tokens = 0
+        """Ids of all prompts."""
+        self.scored = 0
+        """Requests that asked for log-probs."""
         self.busy = 0.0
         """Seconds of slots that were taken."""
+        self._vllm = FakeVLLM(output, logprobs, text)
         self._slots = asyncio.Semaphore(slots)
         self._many = slots < 1 << 30
         self._connections: set[_Connection] = set()
@@ -166,7 +174,9 @@ class FakeSGLang:
             f'"e2e_latency":{latency},"prompt_tokens":'
         )
         self._metas: dict[str, bytes] = {}
-        self._head = f'{{"text":"","output_ids":[{",".join(map(str, output))}],"meta_info":{{"id":"'.encode()
+        self._head = (
+            f'{{"text":{json.dumps(text)},"output_ids":[{",".join(map(str, output))}],"meta_info":{{"id":"'.encode()
+        )
 
     def good(self, rid: bytes, prompt: bytes, echo: bool = True) -> bytes:
         """What SGLang would answer."""
@@ -199,9 +209,21 @@ class FakeSGLang:
         if path == "/generate":
             await self._generate(Call(self, connection, body))
             return
+        if path in (GENERATE, COMPLETIONS):
+            data, prompt, asked = self._vllm.reply(path, body)
+            self._count(prompt, asked)
+            connection.write(
+                b"HTTP/1.1 200 X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data)
+            )
+            return
         status, reply = self._other(path, body)
         data = json.dumps(reply).encode() if reply is not None else b""
         connection.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%b" % (status, len(data), data))
+
+    def _count(self, prompt: bytes, scored: bool) -> None:
+        self.requests += 1
+        self.prompt_tokens += prompt.count(b",") + 1
+        self.scored += scored
 
     async def _generate(self, call: Call) -> None:
         if b'"2147483647"' in call.body:
@@ -210,7 +232,7 @@ class FakeSGLang:
             return
         while self.paused:  # noqa: ASYNC110  (tests set it)
             await asyncio.sleep(0.01)
-        self.requests += 1
+        self._count(call.prompt, b'"return_logprob":true' in call.body or b'"return_logprob": true' in call.body)
         if self.keep:
             self.calls.append(call.body)
         if self.faults:
@@ -243,6 +265,8 @@ class FakeSGLang:
         if path == "/v1/chat/completions":  # for peers that talk to a chat endpoint
             self.requests += 1
             return 200, _completion(len(self.output))
+        if path == "/workers":  # of a router in front of servers
+            return 200, {"workers": []}
         if path == "/v1/loads":
             return 200, {"loads": [{"num_running_reqs": len(self.running), "num_waiting_reqs": 0}]}
         if path == "/abort_request":
@@ -259,12 +283,14 @@ class FakeSGLang:
         if path == "/fake/stats":
             return 200, {
                 "requests": self.requests,
+                "prompt_tokens": self.prompt_tokens,
+                "scored": self.scored,
                 "busy_seconds": self.busy,
                 "aborted": len(self.aborted),
                 "cpu_seconds": time.process_time(),
             }
         if path == "/fake/reset":
-            self.requests, self.busy = 0, 0.0
+            self.requests, self.prompt_tokens, self.scored, self.busy = 0, 0, 0, 0.0
             return 200, {}
         if path in ("/pause_generation", "/continue_generation"):
             self.paused = path == "/pause_generation"
@@ -274,6 +300,7 @@ class FakeSGLang:
             "/load_lora_adapter",
             "/unload_lora_adapter",
             "/flush_cache",
+            "/finish_session",
         ):
             self.control.append((path, json.loads(body) if body else None))
             return 200, {"success": True}
@@ -312,7 +339,7 @@ class _Connection(asyncio.Protocol):
                 return
             body = bytes(self._buffer[end + 4 : end + 4 + length])
             del self._buffer[: end + 4 + length]
-            path = head.split(b" ", 2)[1].decode()
+            path = head.split(b" ", 2)[1].partition(b"?")[0].decode()
             task = asyncio.ensure_future(self._fake.handle(self, path, body))
             self._tasks.add(task)
             task.add_done_callback(self._handled)
@@ -331,9 +358,14 @@ class _Connection(asyncio.Protocol):
         self._transport.abort()
 
 
-async def _serve(arguments: argparse.Namespace, output: list[int]) -> None:
+async def _serve(arguments: argparse.Namespace, output: list[int], text: str) -> None:
     fake = FakeSGLang(
-        output=output, latency=arguments.latency, slots=arguments.slots or 1 << 30, vocab_size=1 << 20, context=1 << 20
+        output=output,
+        latency=arguments.latency,
+        slots=arguments.slots or 1 << 30,
+        vocab_size=1 << 20,
+        context=1 << 20,
+        text=text,
     )
     print(await fake.start(port=arguments.port), flush=True)
     await asyncio.Event().wait()
@@ -343,12 +375,14 @@ def main() -> None:
     """Run until it is killed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one; the URL is printed")
-    parser.add_argument("--reply", help="JSON file with the ids of every reply")
+    parser.add_argument("--reply", help="JSON file with the `ids` of every reply and their `text`")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds that a reply takes")
     parser.add_argument("--slots", type=int, default=0, help="replies that are worked on at once; 0 is no limit")
     arguments = parser.parse_args()
-    output = json.loads(Path(arguments.reply).read_text()) if arguments.reply else list(range(100, 228))
-    asyncio.run(_serve(arguments, output))
+    reply = (
+        json.loads(Path(arguments.reply).read_text()) if arguments.reply else {"ids": list(range(100, 228)), "text": ""}
+    )
+    asyncio.run(_serve(arguments, reply["ids"], reply["text"]))
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def turns(model: str, names: list[str], rounds: int, file: Path | None = None) -
     """
     workload = Workload.of(load_tokenizer(model), model=model)
     found = saved(file)
-    with Fake(workload.reply) as fake:
+    with Fake(workload) as fake:
         engine = Engine(fake.url, model, TURNS)
 
         def once(name: str, on: bool) -> tuple[float, float]:

@@ -7,11 +7,13 @@ does less than the others. Building its dataset is not part of what is measured.
 from __future__ import annotations
 
 import os
-import time
+from typing import Any
 
-from floor import OBSERVATION, Workload
+import verifiers as vf
+from datasets import Dataset
+from peers import answer
 
-SAID = OBSERVATION.partition("<tool_response>\n")[2].partition("\n</tool_response>")[0]
+os.environ.setdefault("BENCH_KEY", "none")
 
 
 async def calculate(expression: str) -> str:
@@ -20,30 +22,34 @@ async def calculate(expression: str) -> str:
     Args:
         expression: What to work out.
     """
-    return SAID.format(expression, 422)
+    return answer(expression)
 
 
-async def run(url: str, workload: Workload, turns: int, episodes: int, concurrency: int) -> tuple[int, float, float]:
-    """(turns taken, CPU seconds, wall seconds) of so many rollouts."""
-    import verifiers as vf
-    from datasets import Dataset
+class Verifiers:
+    def __init__(self, workload: Any, url: str, turns: int, episodes: int, concurrency: int) -> None:
+        self.turns, self.concurrency, self.outputs = turns, concurrency, []  # type: ignore[var-annotated]
+        prompt = [{"role": "user", "content": workload.question}]
+        rows = Dataset.from_list([{"prompt": prompt, "answer": ""}] * episodes)
+        self.environment = vf.ToolEnv(tools=[calculate], max_turns=turns, dataset=rows, rubric=vf.Rubric())
+        self.client = vf.ClientConfig(api_base_url=f"{url}/v1", api_key_var="BENCH_KEY")
+        self.inputs = self.environment.get_dataset()
 
-    os.environ.setdefault("BENCH_KEY", "none")
-    prompt = [{"role": "user", "content": workload.question}]
-    rows = Dataset.from_list([{"prompt": prompt, "answer": ""}] * episodes)
-    environment = vf.ToolEnv(tools=[calculate], max_turns=turns, dataset=rows, rubric=vf.Rubric())
-    client = vf.ClientConfig(api_base_url=f"{url}/v1", api_key_var="BENCH_KEY")
-    inputs = environment.get_dataset()
-    began, wall = time.process_time(), time.perf_counter()
-    outputs = await environment.generate(
-        inputs,
-        client=client,
-        model="fake",
-        max_concurrent=concurrency,
-        on_start=lambda *_: None,  # or it draws a bar
-        on_progress=lambda *_: None,
-    )
-    spent, took = time.process_time() - began, time.perf_counter() - wall
-    said = sum(message["role"] == "assistant" for output in outputs["outputs"] for message in output["completion"])
-    assert said == turns * episodes, (said, turns * episodes)
-    return said, spent, took
+    async def run(self) -> None:
+        result = await self.environment.generate(
+            self.inputs,
+            client=self.client,
+            model="fake",
+            max_concurrent=self.concurrency,
+            on_start=lambda *_: None,  # or it draws a bar
+            on_progress=lambda *_: None,
+        )
+        self.outputs = result["outputs"]
+
+    def check(self) -> None:
+        assert len(self.outputs) == len(self.inputs), len(self.outputs)
+        for output in self.outputs:
+            said = sum(message["role"] == "assistant" for message in output["completion"])
+            assert said == self.turns, (said, self.turns)
+
+
+episodes = Verifiers

@@ -3,20 +3,22 @@
     python bench/rollout.py --model smollm2-135m-instruct                 # everything
     python bench/rollout.py --measure cost --turns 16 --subjects raw engine
     python bench/rollout.py --measure slots memory
-    python bench/rollout.py --measure cost --peer verifiers               # pip install -c constraints.txt -e '.[bench]'
+    python bench/rollout.py --measure cost --peer skyrl verl              # peers.py says with which Python they run
 
 Subjects run one after another against the same server, which has a core of its own where the machine has two:
 
     wire    the floor: requests only
     raw     the floor: and tokenising, and parsing of tool calls
     client  our SGLang backend alone: the same requests, checked prompts and replies; no tokenizer
-    engine  a run of the engine, journal on (subject.py)
-    guard   the other process of that run, which compares each ended branch with the chat template
+    engine  a run of the engine, journal on (subject.py); its guard, the process that compares each ended branch with the
+            chat template, is measured in the same run and has a column of its own
+    peers   other libraries, each in a process of its own (peers.py)
 
 What is measured:
 
-    cost        CPU microseconds (user and system) a turn at 4, 16 and 64 turns, and `growth`: what turns 17-64 cost
-                over turns 5-16; the server answers at once
+    cost        CPU microseconds (user and system) a turn at 4, 16 and 64 turns, medians of rounds in which all subjects
+                alternate; what they are over `raw` in the same round, and `growth`: what turns 17-64 cost over turns
+                5-16; the server answers at once
     throughput  episodes a second at 4 turns with 256 at once, likewise
     slots       how much of the server's 256 slots a run of 16-turn episodes keeps busy, where a reply takes 50 and 200 ms
     memory      what 1,000 episodes of 16 turns that are alive at once add to the process
@@ -38,6 +40,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 from urllib.request import urlopen
 
@@ -47,13 +50,16 @@ import structlog
 sys.path.insert(0, str(Path(__file__).parent))
 
 from floor import Workload, rollout
+from peers import PEERS
+from peers import Subject as Peer
 from subject import SAMPLES, Engine
 
 Subject = Callable[[str, Workload, int, int, int], Awaitable[tuple[int, float, float]]]
 """(url, workload, turns, episodes, concurrency) -> (turns taken, CPU seconds, wall seconds)."""
 
 SLOTS = 256
-ROUNDS = 3
+GUARD = "guard"
+"""The column of the engine's other process."""
 
 
 async def _floor(kind: str, url: str, workload: Workload, turns: int, episodes: int, concurrency: int) -> int:
@@ -81,12 +87,10 @@ async def _engine(
         engine.close()
 
 
-async def _guard(url: str, workload: Workload, turns: int, episodes: int, concurrency: int) -> tuple[int, float, float]:
+def _guard_seconds() -> float:
     from engine.tokens.bridge.guard import cpu_seconds
 
-    before = cpu_seconds()
-    done, _, took = await _engine(url, workload, turns, episodes, concurrency)
-    return done, cpu_seconds() - before, took
+    return cpu_seconds()
 
 
 async def _client(url: str, workload: Workload, turns: int, episodes: int, concurrency: int) -> int:
@@ -143,17 +147,17 @@ SUBJECTS: dict[str, Subject] = {
     "raw": _timed(partial(_floor, "raw")),
     "client": _timed(_client),
     "engine": _engine,
-    "guard": _guard,
 }
 
 
 class Fake:
     """The fake server in a process of its own."""
 
-    def __init__(self, reply: list[int], *, latency: float = 0.0, slots: int = 0) -> None:
+    def __init__(self, workload: Workload, *, latency: float = 0.0, slots: int = 0) -> None:
         self._folder = tempfile.TemporaryDirectory()
         path = Path(self._folder.name) / "reply.json"
-        path.write_text(json.dumps(reply))
+        text = workload.tokenizer.decode(workload.reply, skip_special_tokens=False)
+        path.write_text(json.dumps({"ids": workload.reply, "text": text}))
         script = Path(__file__).parent / "fake_sglang.py"
         command = [sys.executable, str(script), "--reply", str(path), "--latency", str(latency), "--slots", str(slots)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -190,43 +194,85 @@ def growth(costs: dict[int, float]) -> float | None:
     return ((total[64] - total[16]) / 48) / ((total[16] - total[4]) / 12)
 
 
-def load_tokenizer(model: str) -> Any:
-    """A `tokenizers.Tokenizer` from a folder, or a model of the catalogue."""
-    from tokenizers import Tokenizer
-
+def tokenizer_folder(model: str) -> Path:
+    """A folder with a tokenizer: the given one, or that of a model of the catalogue."""
     folder = Path(model)
     if not folder.exists():
         from engine.tokens.catalogue import resolve_model
 
         folder = resolve_model(model)
-    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return folder
 
 
-def cost(names: list[str], workload: Workload, counts: list[int], total: int, concurrency: int) -> dict[str, Any]:
-    """CPU microseconds a turn: the best of some rounds, since anything else on the machine only adds to it."""
-    found: dict[str, dict[int, float]] = {name: {} for name in names}
-    with Fake(workload.reply) as fake:
+def load_tokenizer(model: str) -> Any:
+    """A `tokenizers.Tokenizer` from a folder, or a model of the catalogue."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(tokenizer_folder(model) / "tokenizer.json"))
+
+
+def cost(
+    names: list[str], workload: Workload, counts: list[int], total: int, concurrency: int, rounds: int
+) -> dict[str, Any]:
+    """CPU microseconds a turn of each subject, by turns: one figure a round."""
+    figures: dict[str, dict[int, list[float]]] = {}
+    with Fake(workload) as fake:
         for turns in counts:
-            episodes = max(SAMPLES, total // turns)
-            for _ in range(ROUNDS):
+            episodes = max(concurrency, total // turns) // SAMPLES * SAMPLES
+            for _ in range(rounds):
                 for name in names:
+                    guard = _guard_seconds() if name == "engine" else 0.0
                     done, spent, _ = asyncio.run(SUBJECTS[name](fake.url, workload, turns, episodes, concurrency))
-                    found[name][turns] = min(found[name].get(turns, float("inf")), spent / done * 1e6)
-    for name, costs in found.items():
-        figures = "  ".join(f"{turns:>3} turns {value:7.1f} µs" for turns, value in costs.items())
-        grown = growth(costs)
-        text = f"{name:<10}{figures}" + (f"  growth {grown:.2f}" if grown else "")
-        if "raw" in found and name != "raw":
-            text += "  over raw " + " ".join(f"{value / found['raw'][turns]:.2f}" for turns, value in costs.items())
-        print(text, flush=True)
-    return {name: {str(turns): value for turns, value in costs.items()} for name, costs in found.items()}
+                    figures.setdefault(name, {}).setdefault(turns, []).append(spent / done * 1e6)
+                    if name == "engine":
+                        guarded = (_guard_seconds() - guard) / done * 1e6
+                        figures.setdefault(GUARD, {}).setdefault(turns, []).append(guarded)
+    for line in table(figures):
+        print(line, flush=True)
+    return {name: {str(turns): values for turns, values in costs.items()} for name, costs in figures.items()}
+
+
+def table(figures: dict[str, dict[int, list[float]]]) -> list[str]:
+    """Markdown: medians for each subject, their ratios to `raw` in the same round, and growth."""
+    counts = list(next(iter(figures.values())))
+    over = [f"/ `raw` at {turns}" for turns in counts]
+    head = [
+        "",
+        *(f"µs, {turns} turns" for turns in counts),
+        *over,
+        "growth",
+        "/ `raw`'s",
+        *(f"guard {one}" for one in over),
+    ]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    raw = figures.get("raw")
+    raw_growth = growth({turns: median(values) for turns, values in raw.items()}) if raw else None
+    for name, costs in figures.items():
+        if name == GUARD:
+            continue
+        medians = {turns: median(values) for turns, values in costs.items()}
+        grown = growth(medians)
+        cells = [f"{value:.0f}" for value in medians.values()]
+        cells += ratios(costs, raw)
+        cells += [f"{grown:.2f}" if grown else "", f"{grown / raw_growth:.2f}" if grown and raw_growth else ""]
+        cells += ratios(figures[GUARD], raw) if name == "engine" else [""] * len(counts)
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+def ratios(costs: dict[int, list[float]], raw: dict[int, list[float]] | None) -> list[str]:
+    """The medians of the rounds' ratios to `raw`, by turns."""
+    if raw is None:
+        return [""] * len(costs)
+    pairs = {turns: zip(values, raw[turns], strict=True) for turns, values in costs.items()}
+    return [f"{median(value / floor for value, floor in pair):.2f}" for pair in pairs.values()]
 
 
 def throughput(names: list[str], workload: Workload) -> dict[str, float]:
     """Episodes a second at 4 turns, 256 at once."""
     found: dict[str, float] = {}
-    with Fake(workload.reply) as fake:
-        for _ in range(ROUNDS):
+    with Fake(workload) as fake:
+        for _ in range(3):
             for name in names:
                 done, _, took = asyncio.run(SUBJECTS[name](fake.url, workload, 4, 2048, SLOTS))
                 found[name] = max(found.get(name, 0.0), done / 4 / took)
@@ -240,7 +286,7 @@ def slots(workload: Workload, *, turns: int = 16, episodes: int = 1024) -> dict[
     found: dict[str, float] = {}
     for latency in (0.05, 0.2):
         for live in (SLOTS, 2 * SLOTS):
-            with Fake(workload.reply, latency=latency, slots=SLOTS) as fake:
+            with Fake(workload, latency=latency, slots=SLOTS) as fake:
                 engine = Engine(fake.url, workload.model, turns)
                 _, _, took = asyncio.run(engine.run(episodes, SLOTS, live=live))
                 engine.close()
@@ -252,7 +298,7 @@ def slots(workload: Workload, *, turns: int = 16, episodes: int = 1024) -> dict[
 
 def memory(workload: Workload, *, turns: int = 16, episodes: int = 1000) -> float:
     """MB that so many concurrent episodes add to a process of their own, at most."""
-    with Fake(workload.reply, latency=0.2) as fake:
+    with Fake(workload, latency=0.2) as fake:
         script = Path(__file__).parent / "subject.py"
         command = [sys.executable, script, fake.url, workload.model, str(turns), str(episodes)]
         added = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
@@ -270,27 +316,28 @@ def main() -> None:
     parser.add_argument("--measure", nargs="+", default=kinds, choices=kinds)
     parser.add_argument("--turns", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--subjects", nargs="+", default=list(SUBJECTS), choices=list(SUBJECTS))
-    parser.add_argument("--peer", choices=["verifiers"], help="a peer beside them, where it is installed")
+    parser.add_argument("--peer", nargs="+", default=[], choices=PEERS, help="other libraries beside them, for `cost`")
+    parser.add_argument("--rounds", type=int, default=5, help="for `cost`")
     parser.add_argument("--concurrency", type=int, default=64, help="episodes at once, for `cost`")
-    parser.add_argument("--total", type=int, default=8192, help="turns of each measurement of `cost`")
+    parser.add_argument(
+        "--total", type=int, default=8192, help="turns of each measurement of `cost`, or more where all are at once"
+    )
     parser.add_argument("--json", help="write the figures to this file too")
     arguments = parser.parse_args()
-    if arguments.peer:
-        import peer_verifiers
-
-        SUBJECTS[arguments.peer] = peer_verifiers.run
-        arguments.subjects.append(arguments.peer)
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR), cache_logger_on_first_use=False
     )
     workload = Workload.of(load_tokenizer(arguments.model), model=arguments.model)
+    peers = {name: Peer(name, tokenizer_folder(arguments.model)) for name in arguments.peer}
     found: dict[str, Any] = {}
     if "cost" in arguments.measure:
-        found["cost"] = cost(arguments.subjects, workload, arguments.turns, arguments.total, arguments.concurrency)
+        SUBJECTS.update(peers)
+        names = [*arguments.subjects, *peers]
+        found["cost"] = cost(names, workload, arguments.turns, arguments.total, arguments.concurrency, arguments.rounds)
+        for peer in peers.values():
+            peer.close()
     if "throughput" in arguments.measure:
-        found["throughput"] = throughput(
-            [name for name in arguments.subjects if name not in ("client", "guard")], workload
-        )
+        found["throughput"] = throughput([name for name in arguments.subjects if name != "client"], workload)
     if "slots" in arguments.measure:
         found["slots"] = slots(workload)
     if "memory" in arguments.measure:

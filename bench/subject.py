@@ -49,7 +49,8 @@ class Engine:
         self._url = url
         self._model = str(Path(model).resolve()) if Path(model).exists() else model
         self._turns = turns
-        self._filler = PROBLEM.format(a=17, b=25, c=3) * ((prompt - 110) // 24)
+        rest = 260 if self._knows_tools() else 110  # the tool's schema, where the template shows it
+        self._filler = PROBLEM.format(a=17, b=25, c=3) * max(0, (prompt - rest) // 24 + 1)
         self._format: Any = None
 
     def _spec(self, tasks: int, concurrency: int, live: int | None) -> Path:

@@ -12,7 +12,8 @@ BENCH = Path(__file__).parents[1] / "bench"
 PROGRAM = """
 import importlib, sys
 from pathlib import Path
-own = {path.stem for path in Path(sys.argv[1]).rglob("*.py")} | {"engine"}
+folders = [Path(sys.argv[1]) / name for name in ("bench", "scripts", "tests/kit")]
+own = {path.stem for folder in folders for path in folder.glob("*.py")} | {"engine"}
 for name in sys.argv[2:]:
     try:
         importlib.import_module(name)
