@@ -81,7 +81,7 @@ class GroupRunner:
         rows: Makes the training rows of a group.
         live: Bounds the episodes that run at the same time.
         stored: Episodes that are read instead of run.
-        progress: Called at the end of each episode. An error that it raises ends the group.
+        progress: Called with each episode that has ended. An error that it raises ends the group.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class GroupRunner:
         live: asyncio.Semaphore,
         stored: FinishedEpisodes | None = None,
         *,
-        progress: Callable[[], None] | None = None,
+        progress: Callable[[Trajectory], None] | None = None,
     ) -> None:
         self._runner = runner
         self._rows = rows
@@ -139,7 +139,7 @@ class GroupRunner:
         if trajectory is None:
             return None
         if self._progress is not None:
-            self._progress()
+            self._progress(trajectory)
         self._runner.count(trajectory)
         return trajectory
 

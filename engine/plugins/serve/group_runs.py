@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import orjson
 
-from engine.errors import first_of
 from engine.plugins.serve.http import ServiceError
 from engine.runner.batch import without_signal
+from engine.runner.groups import GroupRequest, GroupRunner
 from engine.runner.runner import Runner
 from engine.schemas.base import Struct
 from engine.schemas.generation import SamplingParams
@@ -29,7 +29,8 @@ from engine.train.batches import GroupBuilder
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend
-    from engine.plugins.serve.request_log import GroupRequest, RequestLog
+    from engine.plugins.serve.request_log import RequestLog, TakenRequest
+    from engine.runner.batch import Group
     from engine.runner.runner import EpisodeRunner
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
@@ -57,6 +58,38 @@ class ReadyGroup(Struct, frozen=True):
         sums = {"tokens": 0, "trained": 0, "advantages": 0.0}
         nothing = {"rows": 0, "sums": sums, "episodes": [], "signal": False}
         return ReadyGroup({**self.note, **nothing, "left_out": why})
+
+
+class FinishedEpisodes:
+    """The finished episodes of a run, those of this launch too."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self.ids = reader.finished()
+
+    def finished(self, task_id: str, sample: int) -> Trajectory | None:
+        """See `engine.runner.groups.FinishedEpisodes`."""
+        episode_id = episode_id_of(task_id, sample)
+        if episode_id not in self.ids:
+            return None
+        self._reader.refresh()
+        return self._reader.trajectory(episode_id)
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Count an episode that has ended."""
+        self.ids.add(trajectory.episode_id)
+
+
+class _RowsOfRun:
+    """Makes rows with the id of the run: the store of a driver has an id of its own."""
+
+    def __init__(self, rows: GroupBuilder, run_id: str) -> None:
+        self._rows = rows
+        self._run_id = run_id
+
+    def group(self, request: GroupRequest, trajectories: Sequence[Trajectory]) -> Group:
+        """See `GroupBuilder.group`."""
+        return self._rows.group(request, [replace(trajectory, run_id=self._run_id) for trajectory in trajectories])
 
 
 class GroupRuns:
@@ -89,24 +122,27 @@ class GroupRuns:
         rollout, train = loaded.spec.rollout, loaded.spec.train or TrainSpec()
         self.capacity = rollout.live_episodes or 2 * rollout.concurrency
         """Maximum number of episodes that run at the same time."""
-        self.running = 0
-        """Number of episodes that run."""
         self.max_staleness = train.asynchrony.max_staleness
-        self.done = reader.finished()
-        """The ids of the finished episodes."""
+        self.finished = FinishedEpisodes(reader)
         self.places = {task.id: place for place, task in enumerate(tasks)}
         """The position of each task by id."""
-        """Episodes that could not be finished because of an error in the engine."""
         self._live = asyncio.Semaphore(self.capacity)
-        self._rows = GroupBuilder(loaded.spec, train, loaded.base)
-        self._runners: dict[bytes, EpisodeRunner] = {b"{}": runner}
+        self._rows = _RowsOfRun(GroupBuilder(loaded.spec, train, loaded.base), store.run_id)
+        self._runners = {b"{}": self._group_runner(runner)}
         self._services = AsyncExitStack()
         self._making = asyncio.Lock()
-        self._groups: dict[tuple[str, int], asyncio.Task[list[Trajectory]]] = {}
+        self._groups: dict[tuple[str, int], asyncio.Task[Group]] = {}
+
+    def _group_runner(self, runner: EpisodeRunner) -> GroupRunner:
+        return GroupRunner(runner, self._rows, self._live, self.finished, progress=self.finished.add)
 
     async def close(self) -> None:
         """Close the runners of other samplings."""
         await self._services.aclose()
+
+    def running(self) -> int:
+        """Number of episodes that run."""
+        return sum(groups.running for groups in self._runners.values())
 
     def is_stale(self, request: str, number: int) -> bool:
         """Whether a group that has begun is too old for the trainer's present weights."""
@@ -122,8 +158,8 @@ class GroupRuns:
         """Whether these overrides have been used since the start."""
         return _key(sampling) in self._runners
 
-    async def runner_of(self, request: GroupRequest) -> EpisodeRunner:
-        """The runner with a request's sampling. All share the store, the backend and the limit of live episodes."""
+    async def runner_of(self, request: TakenRequest) -> GroupRunner:
+        """The runner of groups with a request's sampling. All share the store, the backend and the limit of live episodes."""
         key = _key(request.sampling)
         async with self._making:
             if key not in self._runners:
@@ -150,10 +186,10 @@ class GroupRuns:
                 runner.counters, runner.summary = self._runner.counters, self._runner.summary
                 runner.faults = self._runner.faults
                 await self._services.enter_async_context(runner.serving())
-                self._runners[key] = runner
+                self._runners[key] = self._group_runner(runner)
             return self._runners[key]
 
-    async def group(self, request: GroupRequest, number: int, runner: EpisodeRunner) -> ReadyGroup:
+    async def group(self, request: TakenRequest, number: int, groups: GroupRunner) -> ReadyGroup:
         """Run a group, or read it from the store."""
         key = request.id, number
         if key not in self._log.began:
@@ -162,75 +198,50 @@ class GroupRuns:
         task = self._tasks[self.places[name]]
         if use:
             task = task.model_copy(update={"id": f"{name}~{use}"})
-        note: dict[str, Any] = {
-            "request": request.id,
-            "number": number,
-            "task_id": task.id,
-            "version": self._log.began[key],
-        }
+        version = self._log.began[key]
+        note = {"request": request.id, "number": number, "task_id": task.id, "version": version}
         if self.is_stale(*key):
             return ReadyGroup(note).left_out("stale")
-        work = self._groups[key] = asyncio.create_task(self._episodes(runner, task, request.samples))
+        wanted = GroupRequest(number=number, task=task, samples=request.samples, version=version)
+        work = self._groups[key] = asyncio.create_task(groups.group(wanted), name=f"group {request.id} {number}")
         try:
-            trajectories = await work
+            group = await work
         except asyncio.CancelledError:
             if self.is_stale(*key) and not (asyncio.current_task() or work).cancelling():
                 return ReadyGroup(note).left_out("stale")
             raise
         finally:
             del self._groups[key]
-        small = self._rows.is_small(trajectories, request.samples)
-        of_run = [
-            replace(trajectory, run_id=self._store.run_id) for trajectory in trajectories
-        ]  # a driver's store has an id of its own
-        rows = [] if small else self._rows.rows(of_run)
+        return self._ready(group, note)
+
+    def _ready(self, group: Group, note: Mapping[str, Any]) -> ReadyGroup:
+        """A finished group as it is sent, with the images of its rows."""
+        rows = group.rows
         digests = {image.image for row in rows for image in row.branch.images}
         if digests:
             self._reader.refresh()
         stored = [self._reader.image(digest) for digest in sorted(digests)]
-        episodes = [
-            {
-                "episode_id": trajectory.episode_id,
-                "reward": trajectory.outcome.reward,
-                "rewards": trajectory.outcome.rewards,
-                "trainable": trajectory.outcome.trainable,
-                "solved": trajectory.outcome.solved,
-                "failure": trajectory.outcome.failure.kind if trajectory.outcome.failure else None,
-            }
-            for trajectory in trajectories
-        ]
         about = {
             "rows": len(rows),
             "sums": _sums(rows),
-            "episodes": episodes,
+            "episodes": [_outcome(trajectory) for trajectory in group.trajectories],
             "signal": not without_signal(rows),
-            "left_out": None if rows else "too_few_episodes" if small else "no_rows",
+            "left_out": None if rows else "too_few_episodes" if group.small else "no_rows",
         }
-        return ReadyGroup(note | about, rows, {image.digest: (image.mime, image.data) for image in stored})
+        return ReadyGroup({**note, **about}, rows, {image.digest: (image.mime, image.data) for image in stored})
 
-    async def _episodes(self, runner: EpisodeRunner, task: Task, samples: int) -> list[Trajectory]:
-        try:
-            async with asyncio.TaskGroup() as running:
-                works = [running.create_task(self._episode(runner, task, sample)) for sample in range(samples)]
-        except BaseExceptionGroup as several:
-            raise first_of(several) from None
-        return [trajectory for work in works if (trajectory := work.result()) is not None]
 
-    async def _episode(self, runner: EpisodeRunner, task: Task, sample: int) -> Trajectory | None:
-        episode = episode_id_of(task.id, sample)
-        if episode in self.done:
-            self._reader.refresh()
-            return self._reader.trajectory(episode)
-        async with self._live:
-            self.running += 1
-            try:
-                trajectory = await runner.episode(task, sample)
-            finally:
-                self.running -= 1
-        if trajectory is not None:
-            self.done.add(episode)
-            runner.count(trajectory)
-        return trajectory
+def _outcome(trajectory: Trajectory) -> dict[str, Any]:
+    """What is said about one episode of a group."""
+    outcome = trajectory.outcome
+    return {
+        "episode_id": trajectory.episode_id,
+        "reward": outcome.reward,
+        "rewards": outcome.rewards,
+        "trainable": outcome.trainable,
+        "solved": outcome.solved,
+        "failure": outcome.failure.kind if outcome.failure else None,
+    }
 
 
 def _sums(rows: Sequence[TrainingRow]) -> dict[str, float]:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from engine.errors import BackendError, EngineError, StoreError, TrainError, first_of
 from engine.plugins.serve.group_runs import GroupRuns, ReadyGroup, overridden
 from engine.plugins.serve.http import Answer, Call, JsonService, ServiceError, Stream
-from engine.plugins.serve.request_log import GroupRequest, RequestLog
+from engine.plugins.serve.request_log import RequestLog, TakenRequest
 from engine.plugins.serve.wire import ARROW, ArrowWriter, JsonWriter, WireWriter
 from engine.schemas.train import TrainSpec
 from engine.storable import words_of
@@ -28,6 +28,7 @@ from engine.validate.trainers import TrainerError, trainer_of
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend
+    from engine.runner.groups import GroupRunner
     from engine.runner.runner import EpisodeRunner
     from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
@@ -134,7 +135,7 @@ class GroupService:
     @property
     def busy(self) -> bool:
         """Whether an episode runs."""
-        return self._runs.running > 0
+        return self._runs.running() > 0
 
     async def close(self) -> None:
         """Answer no more requests. Running groups stop at the end of their journals, and each open stream ends with an error."""
@@ -153,9 +154,9 @@ class GroupService:
             "version": self._log.version,
             "requests": len(self._open),
             "max_requests": self._max_requests,
-            "episodes": self._runs.running,
+            "episodes": self._runs.running(),
             "capacity": self._runs.capacity,
-            "finished": len(self._runs.done),
+            "finished": len(self._runs.finished.ids),
             "groups_sent": self._sent,
         }
 
@@ -223,12 +224,12 @@ class GroupService:
                 request = self._taken(name, asked, value, sampling)
             elif request.asked != asked:
                 raise ServiceError(409, f"`id`: {name!r} asked for {dict(request.asked)} before", "other_request")
-            runner = await self._runs.runner_of(request)
+            groups = await self._runs.runner_of(request)
         except BaseException:
             self._forget(name, opened)
             raise
         writer: WireWriter = ArrowWriter() if ARROW in call.accept else JsonWriter()
-        return Stream(writer.content_type, self._answer(request, runner, opened, frozenset(skip), writer))
+        return Stream(writer.content_type, self._answer(request, groups, opened, frozenset(skip), writer))
 
     def _forget(self, name: str, opened: _Open) -> None:
         if self._open.get(name) is opened:
@@ -249,7 +250,7 @@ class GroupService:
 
     def _taken(
         self, name: str, asked: Mapping[str, Any], value: Mapping[str, Any], sampling: Mapping[str, Any]
-    ) -> GroupRequest:
+    ) -> TakenRequest:
         """Take a new request, durably."""
         version = value.get("version")
         if version is not None and _whole(value, "version", 0, None) != self._log.version:
@@ -279,7 +280,7 @@ class GroupService:
             use = uses.get(each, self._log.uses.get(each, 0))
             uses[each] = use + 1
             tasks.append((each, use))
-        request = GroupRequest(name, asked, tuple(tasks), samples, sampling)
+        request = TakenRequest(name, asked, tuple(tasks), samples, sampling)
         self._write(lambda: self._log.add(request, following))
         return request
 
@@ -323,8 +324,8 @@ class GroupService:
 
     async def _answer(
         self,
-        request: GroupRequest,
-        runner: EpisodeRunner,
+        request: TakenRequest,
+        group_runner: GroupRunner,
         opened: _Open,
         skip: frozenset[int],
         writer: WireWriter,
@@ -335,7 +336,7 @@ class GroupService:
         ready: asyncio.Queue[ReadyGroup] = asyncio.Queue()
 
         async def one(number: int) -> None:
-            ready.put_nowait(await self._runs.group(request, number, runner))
+            ready.put_nowait(await self._runs.group(request, number, group_runner))
 
         async def produce() -> None:
             async with asyncio.TaskGroup() as groups:

@@ -21,7 +21,7 @@ FILE = "requests.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class GroupRequest:
+class TakenRequest:
     """A request that was taken."""
 
     id: str
@@ -42,7 +42,7 @@ class RequestLog:
     """
 
     folder: Path
-    requests: dict[str, GroupRequest] = field(default_factory=dict)
+    requests: dict[str, TakenRequest] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
     began: dict[tuple[str, int], int] = field(default_factory=dict)
     """The weight version at which each group began, by request and number."""
@@ -67,7 +67,7 @@ class RequestLog:
         except OSError as error:
             raise StoreError(f"{path} cannot be read: {error}") from error
 
-    def add(self, request: GroupRequest, following: int) -> None:
+    def add(self, request: TakenRequest, following: int) -> None:
         """Take a request. Raises: StoreError."""
         self._append({"request": asdict(request), "following": following})
 
@@ -104,7 +104,7 @@ class RequestLog:
     def _take(self, entry: Mapping[str, Any]) -> None:
         if (given := entry.get("request")) is not None:
             tasks = tuple((str(name), int(use)) for name, use in given["tasks"])
-            request = GroupRequest(given["id"], given["asked"], tasks, given["samples"], given["sampling"])
+            request = TakenRequest(given["id"], given["asked"], tasks, given["samples"], given["sampling"])
             self.requests[request.id] = request
             self.following += entry["following"]
             for name, _ in tasks:

@@ -122,12 +122,12 @@ async def test_a_slow_reader_stops_the_sampling_and_a_reader_that_leaves_frees_t
         body = {"id": "slow", "tasks": "next", "count": 6}
         stream: Any = await service._post(Call(body, TOKEN, ""))
         await anext(stream.parts)
-        while len(service._runs.done) < 6:  # noqa: ASYNC110  (two groups of three)
+        while len(service._runs.finished.ids) < 6:  # noqa: ASYNC110  (two groups of three)
             await asyncio.sleep(0.01)
         for _ in range(100):
             await asyncio.sleep(0)
         assert len(service._log.began) == 2
-        assert service._runs.running == 0
+        assert service._runs.running() == 0
         status, error = await ask(address, "/groups", {"id": "other"})
         assert (status, error["code"]) == (429, "at_capacity")
         await stream.parts.aclose()
@@ -145,7 +145,7 @@ async def test_a_cancelled_request_frees_its_slots(tmp_path: Path) -> None:
         end = json.loads(rest[-1].splitlines()[-1])["end"]
         assert end["cancelled"]
         assert end["sent"] < 6
-        assert (service._open, service._runs._groups, service._runs.running) == ({}, {}, 0)
+        assert (service._open, service._runs._groups, service._runs.running()) == ({}, {}, 0)
         status, error = await ask(address, "/groups", {"id": "one", "tasks": "next", "count": 6})
         assert (status, error["code"]) == (410, "cancelled")
         with pytest.raises(ServeError, match="was cancelled"):
@@ -171,7 +171,7 @@ async def test_a_version_that_is_told_while_a_group_waits_to_be_read_leaves_it_o
     async with serving(written(tmp_path), ahead=2) as (service, address):
         stream: Any = await service._post(Call({"id": "one", "tasks": "next", "count": 3}, TOKEN, ""))
         first = json.loads((await anext(stream.parts)).splitlines()[-1])["group"]
-        while len(service._runs.done) < 6:  # noqa: ASYNC110  (two groups of three)
+        while len(service._runs.finished.ids) < 6:  # noqa: ASYNC110  (two groups of three)
             await asyncio.sleep(0.01)
         assert (await ask(address, "/weights", {"version": 1}))[0] == 200
         rest = [json.loads(part.splitlines()[-1]) for part in [part async for part in stream.parts]]
@@ -217,7 +217,7 @@ async def test_a_full_disk_refuses_a_request_before_anything_runs(
             status, error = await ask(address, "/groups", {"id": "one"})
         assert (status, error["code"]) == (507, "not_stored")
         assert "is the disk full?" in error["message"]
-        assert (service._log.requests, service._runs.done, service._open) == ({}, set(), {})
+        assert (service._log.requests, service._runs.finished.ids, service._open) == ({}, set(), {})
         assert len(await read(address, "one")) == 1
 
 

@@ -116,7 +116,7 @@ async def test_a_group_that_becomes_stale_while_it_runs_is_cancelled_on_the_serv
             0,
             {"end": {"groups": 1, "sent": 1}},
         )
-        assert (service._runs.running, service.busy) == (0, False)
+        assert (service._runs.running(), service.busy) == (0, False)
         while set(fake.aborted) != running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         fake.latency = 0.0
