@@ -20,9 +20,9 @@ from engine.backends.servers.pool import Pool
 from engine.backends.servers.server import Server
 from engine.backends.sglang.all_servers import AllServers, NoServerError
 from engine.backends.sglang.loads import UPDATE_SECONDS, LoadAll, from_disk, separately
-from engine.backends.sglang.memory import ServerMemory
 from engine.backends.weight_target import ServerWeights
 from engine.errors import BackendError
+from engine.plugins.weights.memory import ServerMemory
 from engine.schemas.base import Struct
 
 log = structlog.get_logger(__name__)

@@ -277,7 +277,7 @@ async def test_the_memory_of_a_server_that_was_started_again_after_a_kill_is_lef
 async def test_a_busy_server_is_waited_for_and_then_an_error(
     form: ChatTemplate, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.backends.sglang.memory.IDLE_SECONDS", 0.3)
+    monkeypatch.setattr("engine.plugins.weights.memory.IDLE_SECONDS", 0.3)
     async with served(form) as ([server], urls):
         server.running["other"] = None  # type: ignore[assignment]
         with pytest.raises(BackendError, match=r"still works on 1 requests .* does another program use it\?"):
