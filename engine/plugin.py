@@ -30,6 +30,7 @@ HOOKS = frozenset(
         "drive",
         "examine_file",
         "find_run",
+        "lend_memory",
         "observe_episodes",
         "observe_run",
         "observe_training",

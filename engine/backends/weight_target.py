@@ -1,4 +1,4 @@
-"""What a trainer does to the servers of a backend: it says which weights they have, and takes their GPU memory in turn with them.
+"""What a trainer does to the servers of a backend: it says which weights they have, and sends them.
 
 Invariant: the trainer alone gives servers weights; after `follow(weights)` no request is answered with older ones.
 """
@@ -34,22 +34,6 @@ class WeightTarget(Protocol):
         """Let a trainer in another process give the servers their weights: requests sent from now on are not answered with older ones."""
         ...
 
-    async def lend_memory(self) -> None:
-        """Release the GPU memory of the servers to a trainer on the same GPUs. No request may be running. New weights take it back.
-
-        Raises:
-            BackendError: A server still works on requests, or refuses; all servers have their memory then.
-        """
-        ...
-
-    async def take_memory_back(self) -> None:
-        """Take back what `lend_memory` released and no new weights have taken back.
-
-        Raises:
-            BackendError: A server refuses.
-        """
-        ...
-
 
 class NoServers:
     """The `WeightTarget` of a backend without such servers."""
@@ -60,12 +44,6 @@ class NoServers:
 
     def follow(self, weights: ServerWeights) -> None:
         """Nothing samples with these weights."""
-
-    async def lend_memory(self) -> None:
-        """There is none."""
-
-    async def take_memory_back(self) -> None:
-        """There is none."""
 
 
 def weight_target(backend: Backend) -> WeightTarget:

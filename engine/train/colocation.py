@@ -1,4 +1,4 @@
-"""Servers and trainer on the same GPUs in turn (`train.colocate`): while an update runs, the servers' memory is released."""
+"""Servers and trainer on the same GPUs in turn: while an update runs, the servers' memory is lent to it, by a plugin."""
 
 from __future__ import annotations
 
@@ -6,47 +6,31 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
 
-import torch
-
-from engine.backends.weight_target import weight_target
+from engine.plugin import Hook
+from engine.schemas.sections import used_plugins
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend
+    from engine.spec.load import LoadedSpec
 
 
 class LentMemory:
-    """The memory of the servers' GPUs.
-
-    Args:
-        backend: The servers; None: the trainer has GPUs of its own.
-    """
-
-    def __init__(self, backend: Backend | None) -> None:
-        self._backend = backend
+    """The memory of the servers' GPUs, which the servers keep: the trainer has GPUs of its own."""
 
     @asynccontextmanager
     async def lent(self, timed: Callable[[str], AbstractContextManager[None]]) -> AsyncIterator[None]:
         """Inside the block the GPUs are free for an update. The next push of weights gives the memory back."""
-        if self._backend is None:
-            yield
-            return
-        with timed("release"):
-            await weight_target(self._backend).lend_memory()
-        try:
-            yield
-        except BaseException:
-            _free_cached()
-            await weight_target(self._backend).take_memory_back()
-            raise
-        _free_cached()
+        yield
 
     async def take_back(self) -> None:
         """Give the servers what no push of weights has given back."""
-        if self._backend is not None:
-            await weight_target(self._backend).take_memory_back()
 
 
-def _free_cached() -> None:
-    """Give GPU memory that torch holds for later allocations back."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+LEND_MEMORY: Hook[Callable[[LoadedSpec, Backend], LentMemory | None]] = Hook("lend_memory")
+"""Lets the servers of a training's backend, which is not started yet, lend their memory; None if the spec does not ask for it."""
+
+
+def open_memory(loaded: LoadedSpec, backend: Backend) -> LentMemory:
+    """The memory of the servers of a training. `backend`: not started yet."""
+    lent = (lend(loaded, backend) for lend in LEND_MEMORY.all(used_plugins(loaded.spec)))
+    return next((memory for memory in lent if memory is not None), LentMemory())

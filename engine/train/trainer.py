@@ -30,7 +30,7 @@ from engine.store.lock import RunLock
 from engine.tokens.loading import load_format
 from engine.train.batch_log import BatchLog, BatchRecord, finite
 from engine.train.checkpoint import Checkpoints, State
-from engine.train.colocation import LentMemory
+from engine.train.colocation import LentMemory, open_memory
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
 from engine.train.evaluation import Evaluator
 from engine.train.metrics import MetricsLog, read_metrics
@@ -104,7 +104,7 @@ class Trainer:
     backend: Backend
     """Of a training that samples or evaluates."""
     learner: Learner
-    _memory: LentMemory
+    _memory = LentMemory()
     _metrics: MetricsLog
 
     def __init__(
@@ -177,11 +177,11 @@ class Trainer:
                 self.backend.logs = self.folder / "servers"
                 self.backend.training = True
                 stack.push_async_callback(self.backend.close)
+                self._memory = open_memory(self.loaded, self.backend)
                 await self.backend.start()
             self.learner = await asyncio.to_thread(learner_of, self.loaded, self.template, self._process_group)
             if self.train.uses_backend:
                 self._sync = open_sync(self.spec, self.backend, self.folder, lora=self.train.lora is not None)
-            self._memory = LentMemory(self.backend if self.train.colocate else None)
             await self._open_state()
             stack.callback(self._metrics.close)
             result = TrainResult(self.state.step)

@@ -60,7 +60,6 @@ class SGLangBackend(ServersBackend):
         api_key: str | None = None,
         folder: Callable[[], Path] | None = None,
         launched: LaunchedServers | None = None,
-        colocated: bool = False,
         layout: ExpertLayout | None = None,
     ) -> None:
         """Nothing is opened yet.
@@ -73,12 +72,10 @@ class SGLangBackend(ServersBackend):
             api_key: Sent as a bearer token.
             folder: Finds the model's files, for `spec.verify`.
             launched: The servers of `spec.launch`, started with the backend and stopped with it.
-            colocated: Whether a trainer uses the servers' GPUs in turn with them.
             layout: The model's experts, with `spec.routed_experts`.
         """
         self._folder = folder
         self._headers = key_headers(api_key)
-        self._colocated = colocated
         self._layout = layout
         pool = Pool(
             servers_of(spec, api_key, launched),
@@ -132,7 +129,6 @@ class SGLangBackend(ServersBackend):
                 api_key=read_key(spec.api_key_env),
                 folder=folder,
                 launched=launched,
-                colocated=loaded.spec.train is not None and loaded.spec.train.colocate,
                 layout=layout_of(folder()) if spec.asks_experts else None,
             )
         except ValueError as error:
@@ -161,8 +157,7 @@ class SGLangBackend(ServersBackend):
             BackendError: A server cannot be started (kind `launch`), or cannot serve this spec.
         """
         await self.launch()
-        if self._colocated:
-            await self.control.memory.prepare(self.logs)
+        await self.control.memory.prepare(self.logs)
         if self.training:
             await self.control.wake_all()
         facts = await check_servers(
@@ -213,14 +208,6 @@ class SGLangBackend(ServersBackend):
     def follow(self, weights: ServerWeights) -> None:
         """See `WeightTarget.follow`."""
         self.control.follow(weights)
-
-    async def lend_memory(self) -> None:
-        """See `WeightTarget.lend_memory`."""
-        await self.control.memory.release()
-
-    async def take_memory_back(self) -> None:
-        """See `WeightTarget.take_memory_back`."""
-        await self.control.memory.resume()
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and the certificate of the prompts."""

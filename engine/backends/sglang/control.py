@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import structlog
@@ -22,7 +23,6 @@ from engine.backends.sglang.all_servers import AllServers, NoServerError
 from engine.backends.sglang.loads import UPDATE_SECONDS, LoadAll, from_disk, separately
 from engine.backends.weight_target import ServerWeights
 from engine.errors import BackendError
-from engine.plugins.weights.memory import ServerMemory
 from engine.schemas.base import Struct
 
 log = structlog.get_logger(__name__)
@@ -39,6 +39,23 @@ class _Weights(Struct, frozen=True, kw_only=True):
     again: bool
     """Whether they can be loaded later, on a server that was not available."""
     source: str
+
+
+class KeptMemory:
+    """The GPU memory of the servers, which they keep. A plugin that has them lend it puts a subclass in its place."""
+
+    async def prepare(self, folder: Path | None) -> None:
+        """Called before the first request. `folder`: that of the training's servers, for what must outlive a kill."""
+
+    async def resume(self, *parts: Literal["weights", "kv_cache"]) -> None:
+        """Have the servers take back these parts of what they lent, or all of it."""
+
+    async def catch_up(self, server: Server) -> None:
+        """Bring the memory of a server that is back in line with that of the others, before it gets weights or requests.
+
+        Raises:
+            BackendError: It must wait until the servers have their memory back (kind `memory_released`).
+        """
 
 
 class Control:
@@ -60,7 +77,7 @@ class Control:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self.servers = AllServers(pool)
-        self.memory = ServerMemory(pool)
+        self.memory = KeptMemory()
         self.expected: str | None = None
         """Name of the weights that every request sent from now on must be sampled with; None: not known."""
         self.prefixes: str | None = None

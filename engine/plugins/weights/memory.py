@@ -19,6 +19,7 @@ import structlog
 
 from engine.backends.servers.pool import Pool
 from engine.backends.servers.server import Server
+from engine.backends.sglang.control import KeptMemory
 from engine.errors import BackendError
 
 log = structlog.get_logger(__name__)
@@ -32,7 +33,7 @@ MEMORY_SECONDS = 120.0
 """Time limit for one server to release memory or to take it back."""
 
 
-class ServerMemory:
+class ServerMemory(KeptMemory):
     """The memory of all servers of a pool.
 
     await memory.release()              # between two batches

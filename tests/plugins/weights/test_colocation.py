@@ -25,7 +25,6 @@ from engine.train.metrics import read_metrics
 from engine.train.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "backends"))
 
 from fake_sglang import Call, FakeSGLang
 from sglang_cluster import OUTPUT
@@ -107,7 +106,7 @@ async def served(form: ChatTemplate, count: int = 1) -> AsyncIterator[tuple[list
 
 @pytest.fixture(autouse=True)
 def _spec_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "core/train"))
 
 
 @pytest.fixture
@@ -240,8 +239,7 @@ async def test_memory_that_a_killed_training_had_is_taken_back_before_the_first_
         trainer = begin(urls)
         with monkeypatch.context() as patch:
             patch.setattr(Learner, "step", lambda *_: (_ for _ in ()).throw(Killed()))
-            for name in ("take_memory_back",):
-                patch.setattr("engine.backends.sglang.client.SGLangBackend." + name, _nothing)
+            patch.setattr("engine.plugins.weights.memory.ServerMemory.resume", _nothing)
             with pytest.raises((Killed, asyncio.CancelledError)):
                 await trainer.run()
         assert server.released == ["weights", "kv_cache"]
