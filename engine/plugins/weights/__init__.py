@@ -6,6 +6,7 @@ server_models.py    whether a server has the model that is trained
 shared_tensors.py   weights in the memory of one host
 broadcasts.py       weights in a process group with the servers
 colocation.py       `train.colocate`: servers lend their GPU memory to an update; memory.py: how SGLang servers release it and take it back
+rules.py            its rules of `engine validate`
 """
 
 from engine.plugin import Plugin
@@ -14,5 +15,6 @@ PLUGIN = Plugin(
     name="weights",
     about="Sends the weights of a training to servers",
     weight_syncs={"sglang": "engine.plugins.weights.sync_sglang:open_sglang_sync"},
+    rules=("engine.plugins.weights.rules",),
     hooks={"lend_memory": "engine.plugins.weights.colocation:lend_memory"},
 )
