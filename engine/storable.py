@@ -130,7 +130,10 @@ def _size_of_dict(value: Mapping[Any, Any], depth: int, room: int) -> int:
         if not key.isascii() and not _encodes(key):
             raise _Refused("has a key with half of a character (a lone surrogate)")
         try:
-            size += len(key) + _size(item, depth - 1, room - size)
+            if type(item) is str and item.isascii() and len(item) <= room - size:  # most are
+                size += len(key) + len(item) + ELEMENT
+            else:
+                size += len(key) + _size(item, depth - 1, room - size)
         except _Refused as refused:
             refused.path.append(key)
             raise

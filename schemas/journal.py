@@ -101,9 +101,10 @@ class ToolsRecord(RecordBase, frozen=True, kw_only=True):
 
     def answers(self) -> Mapping[str, Any] | None:
         """Facts; None where every result is a plain text."""
-        if all(type(result.content) is str and not result.rewards and not result.facts for result in self.results):
-            return None
-        return {f"results[{at}].facts": result.facts for at, result in enumerate(self.results)}
+        for result in self.results:
+            if type(result.content) is not str or result.rewards or result.facts:
+                return {f"results[{at}].facts": result.facts for at, result in enumerate(self.results)}
+        return None
 
 
 class UserRecord(RecordBase, frozen=True, kw_only=True):

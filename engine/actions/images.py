@@ -20,7 +20,7 @@ from engine.schemas.journal import (
     ToolsRecord,
     UserRecord,
 )
-from engine.schemas.message import ContentPart, ImagePart, Message, TextPart
+from engine.schemas.message import ContentPart, ImagePart, Message, TextPart, ToolResult
 from engine.store.images import measure
 from engine.tokens.images import DIGEST, Source, digest_of, measure_pixels, read_reference
 
@@ -37,16 +37,19 @@ def _in_parts(record: Record) -> bool:
     """Return whether a record has content that is not only text."""
     if isinstance(record, UserRecord):
         return not isinstance(record.turn.content, str)
+    texts: Sequence[ToolResult | Message]
     if isinstance(record, ToolsRecord):
-        return any(not isinstance(result.content, str) for result in record.results)
-    said: Sequence[Message]
-    if isinstance(record, ResetRecord):
-        said = [*(record.prompt or ()), *record.reset.messages]
+        texts = record.results
+    elif isinstance(record, ResetRecord):
+        texts = [*(record.prompt or ()), *record.reset.messages]
     elif isinstance(record, StepRecord):
-        said = record.step.messages
+        texts = record.step.messages
     else:
-        said = record.said()
-    return any(not isinstance(message.content, str) for message in said)
+        texts = record.said()
+    for text in texts:  # noqa: SIM110  (`any` over one result costs two calls at each turn)
+        if not isinstance(text.content, str):
+            return True
+    return False
 
 
 class ImageStore(Protocol):

@@ -136,6 +136,8 @@ class ResetAction(SpecCodeAction):
         spec = loaded.spec
         self._environment = spec.environment
         self._row_source = spec.conversation
+        self._owned: bool | None = None
+        """Whether another action of the machine opens the conversation; None until it is known."""
         self._folders = image_folders(spec.tasks.files, loaded.base)
         self._pictured = any(not isinstance(message.content, str) for message in spec.messages)
 
@@ -195,7 +197,9 @@ class ResetAction(SpecCodeAction):
         prompt = self._prompt(episode) if record.prompt is None else record.prompt
         episode.facts.update(record.reset.facts)
         messages = [*prompt, *record.reset.messages]
-        if owns_conversation(episode.compiled.machine.resolved):
+        if self._owned is None:
+            self._owned = owns_conversation(episode.compiled.machine.resolved)
+        if self._owned:
             episode.opening = messages
         else:
             intended = [own_spans(message.content, fields) for message in self._loaded.spec.messages]
@@ -233,6 +237,7 @@ class CallToolsAction(SpecCodeAction):
 
     def apply(self, episode: Episode, record: ToolsRecord) -> str:
         """Add the results to the conversation, and write their rewards and facts. A fact `solved: true` marks the outcome as solved."""
+        messages = []
         for result in record.results:
             if result.error not in ("malformed", "limit"):
                 episode.counts.tool_calls += 1
@@ -243,12 +248,8 @@ class CallToolsAction(SpecCodeAction):
                 rewards = [_of_call(event, result.call_id) for event in result.rewards]
                 post_rewards(episode, rewards, f"tool:{result.name}")
             episode.solved = episode.solved or result.facts.get("solved") is True
-        episode.conversation.add(
-            [
-                Message(role="tool", content=result.content, tool_call_id=result.call_id, name=result.name)
-                for result in record.results
-            ]
-        )
+            messages.append(Message(role="tool", content=result.content, tool_call_id=result.call_id, name=result.name))
+        episode.conversation.add(messages)
         return "results"
 
     def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:

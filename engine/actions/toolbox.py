@@ -42,17 +42,6 @@ class BoundTool:
     place: CodePlace | None = None
     """Where its function runs; None until it is called in this process."""
 
-    def checked(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return a call's arguments, validated and converted for the function.
-
-        Raises:
-            InvalidArguments: they do not fit its signature.
-        """
-        try:
-            return checked_arguments(self.shape, arguments)
-        except ValidationError as error:
-            raise InvalidArguments(explain(error)) from None
-
 
 class Toolbox:
     """The tools of one episode.
@@ -138,7 +127,7 @@ class Toolbox:
                     what=f"tool `{call.name}`",
                 )
             else:
-                arguments = tool.checked(call.arguments)
+                arguments = checked_arguments(tool.shape, call.arguments)
                 if tool.shape.view:
                     arguments[tool.shape.view] = view()
                 if tool.place is None:
@@ -152,7 +141,8 @@ class Toolbox:
                     effects=tool.effects,
                     place=tool.place,
                 )
-        except InvalidArguments as problem:
+        except (InvalidArguments, ValidationError) as error:
+            problem = error if isinstance(error, InvalidArguments) else explain(error)
             words = f"Wrong arguments for `{call.name}`: {problem}."
             return ToolsRecord(results=[_answer(call.id, call.name, "invalid_arguments", words)])
         except SpecCodeError as error:

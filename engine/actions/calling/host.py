@@ -46,41 +46,44 @@ class InvalidArguments(Exception):
     """Arguments that do not match a tool's signature; the message is for the model."""
 
 
-class HostedCallable(ABC):
-    """A callable that a host runs: it applies its deadline itself, from the time when it can begin."""
+class HostedCallable:
+    """A callable that a host runs: it applies its deadline itself, from the time when it can begin.
 
-    @abstractmethod
+    No ABC, nor are the two below: `isinstance`, which each call asks, would call Python code.
+    """
+
     async def call(self, arguments: Sequence[Any], *, seconds: float | None, blame: Blame, what: str) -> Any:
         """Call it. Raises as `engine.actions.calling.workers.call_spec_code`."""
+        raise NotImplementedError
 
     async def __call__(self, *arguments: Any) -> Any:
         """Call it without a deadline."""
         return await self.call(arguments, seconds=None, blame="environment", what="a call")
 
 
-class HostedTool(ABC):
+class HostedTool:
     """A tool that a host runs and whose arguments it checks."""
 
     @property
-    @abstractmethod
     def lost(self) -> bool:
         """Whether it had state that is lost."""
+        raise NotImplementedError
 
-    @abstractmethod
     async def check(self, arguments: Mapping[str, Any], *, seconds: float, what: str) -> None:
         """Raise `InvalidArguments` if they do not match the signature."""
+        raise NotImplementedError
 
-    @abstractmethod
     async def call(self, arguments: Mapping[str, Any], view: EpisodeView | None, *, seconds: float, what: str) -> Any:
         """Check the arguments, call it and return its ToolReply."""
+        raise NotImplementedError
 
 
-class HostedObject(ABC):
+class HostedObject:
     """An object that a host holds. Its methods are attributes, like those of the object itself, and are `HostedCallable`s."""
 
-    @abstractmethod
     def offered(self) -> list[tuple[HostedTool, ToolShape]]:
         """The tool that it is, or the tools that it offers."""
+        raise NotImplementedError
 
 
 class SpecCode(ABC):
