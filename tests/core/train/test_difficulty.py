@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_rollouts import TASKS, FakeRunner, make_trajectory, spec_of
+from test_group_schedule import TASKS, FakeRunner, make_trajectory, spec_of
 from test_surviving import EXACT, Killed, kill_at, lines, sampled, trained
 from trainings import begin_training, policy_weights, resume_training
 

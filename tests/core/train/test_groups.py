@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_cases import slow_but
-from test_rollouts import TASKS, FakeRunner, make_trajectory, spec_of
+from test_group_schedule import TASKS, FakeRunner, make_trajectory, spec_of
 
 from engine.errors import TrainError
 from engine.runner.batch import Batch
