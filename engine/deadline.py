@@ -1,4 +1,4 @@
-"""Deadlines of calls and of episodes, which can be paused together.
+"""A call and its seconds -> an error when they are over; a pause stops all clocks together.
 
 Among calls with the same time limit, the call that began first ends first. So one timer serves all of them, where
 `asyncio.timeout` sets and cancels a timer for each.

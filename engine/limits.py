@@ -1,4 +1,4 @@
-"""Every limit on an episode: its name and unit, the action that it stops, and how it is counted.
+"""A table: every limit on an episode, with its name and unit, the action that it stops, and how it is counted.
 
 The executor, the guard variables, the proofs, the worst case, budgets, scenario coverage, the JSON Schema and docs/spec.md
 read this table and repeat nothing of it. To add a limit: its field in `LimitsSpec` and its entry in `_CORE`. A plugin adds one by

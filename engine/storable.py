@@ -1,4 +1,4 @@
-"""Which values can be stored, read back, replayed and exported: one predicate for every incoming value.
+"""An incoming value -> whether it can be stored, read back, replayed and exported, and the first place where it cannot.
 
     refusal({"answer": 7})                  # None: storable
     refusal({"tree": [[float("nan")]]})     # "`tree[0][0]` is nan; JSON has finite numbers only"

@@ -1,4 +1,4 @@
-"""The base classes of the public data classes.
+"""The two base classes of all data classes: a `Contract` validates when it is built, a `Struct` when it is read.
 
 There are two kinds, and each class is one of them:
 

@@ -1,4 +1,4 @@
-"""Messages of a conversation, their parts, tool calls and tool results."""
+"""A conversation's messages, with their parts, tool calls and tool results, as everything else reads and stores them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in actions: their classes, events, deadlines and effects on the conversation.
+"""A table: the built-in actions, with their classes, events, deadlines and effects on the conversation.
 
 The action classes, the static checks, the worst case, scenario coverage, the JSON Schema and docs/spec.md read this table
 and do not repeat it. The table is here and not on the classes because `engine validate` reads it, and importing the

@@ -1,4 +1,4 @@
-"""Generation slots: how many generations may be requested at once.
+"""Generations -> at most so many requested at once, in the order in which they came.
 
 Invariant: work that finds no free slot is started by the work that frees one, in the same call, in the order in which it came.
 """

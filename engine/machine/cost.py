@@ -1,4 +1,4 @@
-"""An upper bound for the work of evaluating an expression, computed without evaluating it.
+"""An expression and the sizes of its variables -> an upper bound for the work of evaluating it.
 
 Evaluation cannot be interrupted, and no other episode runs meanwhile. Nested macros (`all`, `exists`, `filter`, `map`)
 multiply the lengths of their lists.

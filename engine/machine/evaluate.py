@@ -1,4 +1,4 @@
-"""Evaluation of an expression: its tree becomes nested Python functions once, which are then called with the variables.
+"""The syntax tree of an expression -> nested Python functions that compute its value from the variables.
 
 Evaluation changes nothing, so one compiled expression may serve many threads. As in CEL, `&&` and `||` ignore an error
 in one operand if the others decide the result.

@@ -1,4 +1,4 @@
-"""Parser for guards: the text of an expression to a syntax tree whose nodes know their position in the text.
+"""The text of an expression -> a syntax tree whose nodes know their position in the text.
 
 The grammar is that of the Common Expression Language (specification, section "Syntax") without unsigned integers, byte
 strings and messages, which no guard variable holds. The parser knows nothing of variables and types.

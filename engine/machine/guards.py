@@ -1,4 +1,4 @@
-"""Guards: expressions in CEL over documented, typed variables, compiled once and checked before a run.
+"""The text of a guard -> a function of documented, typed variables, compiled once and checked before a run.
 
 A guard returns true or false, or raises a `GuardError` that says what to write instead. Evaluation changes nothing, so
 many episodes may share a guard.

@@ -1,4 +1,4 @@
-"""Types of the parts of an expression, and the mistakes that can be found without evaluating it.
+"""An expression -> the types of its parts, and the mistakes that can be found without evaluating it.
 
 Every reported problem is an error on all contexts that the variables allow. What is known only during a run (facts, fields
 of the task, what a user adds to `feedback`) has the type `dyn` and is never reported.

@@ -1,4 +1,4 @@
-"""Operators and functions of guards: which types they take, what they return, and how they compute it.
+"""A table: the operators and functions of guards, with the types they take, what they return, and how they compute it.
 
 The type check before a run and the evaluation during it read the same tables, so both accept the same operand types.
 Semantics: Common Expression Language specification, "List of Standard Definitions". Numbers of different types can be

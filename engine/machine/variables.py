@@ -1,4 +1,4 @@
-"""What a guard may read: every variable, its fields and their types.
+"""A table: every variable that a guard may read, with its fields and their types.
 
 Invariant: `VARIABLES` is the one list of them. The episode builds exactly these, the checks know exactly these, and
 docs/spec.md prints them. The counts of limits come from `engine.limits`.

@@ -1,4 +1,4 @@
-"""The state in which a turn begins, for credit methods that compare turns that began in the same state.
+"""The beginning of a turn -> the key of its state, for credit methods that compare turns that began in the same state.
 
 Invariant: it is a pure function of the episode's data at the beginning of the turn, so a replay computes the same key.
 """

@@ -1,4 +1,4 @@
-"""Isolation of episodes that may have killed the engine.
+"""How often an episode was running when the engine died -> how it is isolated, so that it cannot kill the run again.
 
 An episode that was running when the engine died may be the cause. The measures depend on the
 number of crashes:

@@ -1,4 +1,4 @@
-"""Counts failures by cause: kind, blame, and place in the spec.
+"""Failures -> their number by cause: kind, blame, and place in the spec.
 
 Invariant: a failure with blame `policy` is a result of the run, so it never stops the run. A wait for a server does not
 stop it either, because it fails no episode.

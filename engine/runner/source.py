@@ -1,4 +1,4 @@
-"""Where a runner gets its episodes from, one after another."""
+"""A runner's question -> the next task and sample to run, until there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of a run: live counters, and a summary of finished episodes.
+"""The episodes of a run -> counters of those that run, and a summary of those that are finished.
 
 `RunCounters` counts running episodes; `RunSummary` adds up finished trajectories and needs nothing else, so
 a stored run can be summarised again at any time.

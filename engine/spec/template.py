@@ -1,4 +1,4 @@
-"""`{{field}}` in prompts.
+"""A text with `{{field}}` and a task's values -> the filled text, or an error that names the missing field.
 
 Invariant: every field that a template names is filled, or an error says which one is missing. A literal
 `{{` is written as `\\{{`.

@@ -1,4 +1,4 @@
-"""Conversion of records to database columns and back, bit for bit.
+"""Records <-> database columns, bit for bit.
 
 Invariants:
 - What is read equals what was written: token arrays are stored as raw little-endian bytes (with NaN payloads and

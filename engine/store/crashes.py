@@ -1,4 +1,4 @@
-"""Counts how often each episode was running when the engine died.
+"""An episode -> how often it was running when the engine died.
 
 A row exists from an episode's beginning to its end. It is marked as running while a process drives the episode. A run that is
 closed normally clears the marks, so a mark that is found when the run is opened means a crash: of the machine, by `kill -9`,

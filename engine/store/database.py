@@ -1,4 +1,4 @@
-"""The run's SQLite file: its tables, its version, and how it is opened.
+"""The run's SQLite file: its tables and its one version, checked before anything is read.
 
 Invariant: there is one schema version, checked before anything is read. A file of another version is refused with a message
 that names its version.

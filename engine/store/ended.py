@@ -1,4 +1,4 @@
-"""The list of ended episodes beside a run's file, which shows that the file has lost some of them.
+"""The list of ended episodes beside a run's file, by which a file that has lost some of them is noticed.
 
 SQLite reads a write-ahead log up to its first damaged frame, and a missing one as an empty one: a run whose WAL was cut, damaged
 or not copied opens without an error, with fewer episodes. So the end of an episode is noted here too, after its commit.

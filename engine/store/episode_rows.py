@@ -1,4 +1,4 @@
-"""The SQL statements that write an episode: planned, begun, begun again, finished.
+"""What happens to an episode (planned, begun, begun again, finished) -> the SQL statements of one commit.
 
 Each function runs inside one commit of the writer (`engine.store.writer`).
 """

@@ -1,4 +1,4 @@
-"""Reads a run: a summary, single episodes, or a stream of episodes, also while the run is being written.
+"""A run's file -> a summary, single episodes, or a stream of episodes, each from one snapshot, also while the run is being written.
 
 Invariant: each method reads one snapshot and keeps no connection open, so a reader never sees
 an incomplete episode and never prevents the writer from resetting its WAL.

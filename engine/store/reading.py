@@ -1,4 +1,4 @@
-"""Reads rows of a run's tables as the engine's records, with the file and the record's owner in each error."""
+"""A row of a run's tables -> a record of the engine, or an error that names the file and the record's owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run store: header, tasks, journals, results and images of a run in one SQLite file.
+"""One SQLite file for a run: header, tasks, journals, results and images, written by one process and read by any.
 
     store = RunStore.create(Path("runs"), RunHeader.of(loaded))
     journal = await store.begin(task, sample_index)       # `journal.entries`: those of an interrupted run

@@ -1,4 +1,4 @@
-"""The schemas of the tools that episodes were shown, in `tools.jsonl` of the run's folder.
+"""An episode -> the schemas of the tools that it was shown, kept in `tools.jsonl` of the run's folder.
 
 Invariant: the first line has the tools of every episode that has no line of its own. So a run whose episodes share their tools has one line.
 """

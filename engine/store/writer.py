@@ -1,4 +1,4 @@
-"""The thread that writes: it commits writes in groups and wakes all their waiters together.
+"""Writes of many episodes -> commits of one thread: what is acknowledged survives, in order and without a gap.
 
 Invariants:
 - A write is durable only after the commit that holds it, and every write ends: durable with its result, or with a StoreError.

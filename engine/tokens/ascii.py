@@ -1,4 +1,4 @@
-"""Encoding of ASCII text by the pieces into which a byte-level tokenizer splits it; each piece is tokenised once.
+"""ASCII text -> the ids that a byte-level tokenizer gives it, in which each piece of text is tokenised once.
 
 Such a tokenizer splits text by a regular expression and merges bytes only inside a piece, so the ids of a text are the ids of
 its pieces in order. Most of the cost of `encode` is the splitting. For ASCII text, Python's `re` splits in the same way at a

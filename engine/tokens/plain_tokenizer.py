@@ -1,4 +1,4 @@
-"""Reads tokenizer folders that need no model-specific code, without the import of transformers.
+"""A tokenizer's folder that needs no model-specific code -> the tokenizer, without the import of transformers.
 
 Invariant: a folder is read here only where transformers is known to give the same tokenizer: it takes tokenizer.json
 unchanged, or rebuilds exactly its content. `read_plain` gives None for every other folder, and transformers then reads it. All

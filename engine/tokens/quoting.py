@@ -1,4 +1,4 @@
-"""Text that spells special tokens and must stay text.
+"""Text that spells special tokens -> quoted text that a template copies, whose ids are those of plain text.
 
 Users, environments, tools and the model itself may write `<|im_end|>` or `<think>`. A tokenizer reads such text as the
 token, so such text could end a message, open another role or fake the model's reasoning. Here it is quoted before a chat template

@@ -1,4 +1,4 @@
-"""A tokenizer with only what turns need, at the speed of the Rust library below transformers.
+"""Text <-> ids as the model's tokenizer gives them, at the speed of the Rust library below transformers.
 
 Invariant: `encode` adds no special token of its own and reads special tokens that are spelled out, exactly as
 `apply_chat_template` does; `decode` leaves nothing out and cleans nothing up. Character offsets are deliberately

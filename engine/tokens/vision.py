@@ -1,4 +1,4 @@
-"""Vision: how one model family's images become placeholder tokens, through its own processor of transformers.
+"""An image -> the placeholder tokens that one model family's own processor gives it.
 
 A chat template writes one *marker* for an image. The tape holds its *expansion*: one placeholder per feature of the vision
 tower, and the tokens that the family puts around them. Both begin and end with added tokens, at which text is split before it

@@ -1,4 +1,4 @@
-"""What an image processor makes of an image of a given size, without the image: grid, tokens and scaling.
+"""The size of an image -> what the image processor makes of it: grid, tokens and scaling, without the image.
 
 The processor's own functions compute the sizes: `smart_resize` of Qwen's, and for tiles its methods, called with an empty
 image of the size, in a copy of the processor whose `resize` notes the size and scales nothing (`_SizesOnly`). The last step,

@@ -1,4 +1,4 @@
-"""Checkpoints: the complete state from which a training is resumed.
+"""A training at a step <-> its checkpoint: the complete state from which it is resumed.
 
     checkpoints/step-000010/
         state.json              format, step, version, consumed groups, the best evaluation so far, names and versions of parts

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of labels from hidden states, computed without the full logits in memory.
+"""Hidden states and labels -> log-probs and entropies, without the full logits in memory.
 
     z = (hidden @ weight.T + bias) / temperature        over the ids that can be sampled
     logprob = z[label] - lse(z)                         d/dz_j = [j = label] - p_j

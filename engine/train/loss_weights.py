@@ -1,4 +1,4 @@
-"""Loss weights: the factor of each trained token in the loss of a step. They define what a loss averages over.
+"""The rows of a step -> the factor of each trained token in its loss, which defines what the loss averages over.
 
 The loss of a step is the sum over its tokens of loss weight times token loss, so it can be computed in any number of
 parts and processes and added up. Denominators are counted over the whole step and count trained tokens only: no padding,

@@ -1,4 +1,4 @@
-"""A transformers causal model that computes log-probs of packs, checked against the model's own forward pass."""
+"""A pack -> the log-probs of its labels, by a transformers causal model that is checked against its own forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packs training rows into sequences without padding, in which a prefix that several rows share is stored once.
+"""Training rows -> packs without padding, in which a prefix that several rows share is stored once.
 
     for pack in pack_rows(rows, 8192, share_prefixes=True):
         logprobs, _ = policy.forward(pack, entropy=False)      # [n]: pack.row and pack.token name the row and token of each

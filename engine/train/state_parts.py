@@ -1,4 +1,4 @@
-"""Named parts of a checkpoint: whoever has state that a resumed training needs declares a part for it.
+"""A checkpoint -> its named parts: whoever has state that a resumed training needs declares one, and none is skipped.
 
     parts = {"policy": StatePart(2, tensors, load)}       # folder `policy`, version 2
 

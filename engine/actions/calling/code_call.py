@@ -1,4 +1,4 @@
-"""A call into a spec's code, and the episode that makes it.
+"""One call into a spec's code, which ends exactly once: with its result, its error, or because it is abandoned.
 
 A call has two sides: the main loop, which waits for it, and the thread that runs it. Exactly one of them ends the
 call (`CodeCall.take`): the thread that has finished it, or the main loop that abandons it.

@@ -1,4 +1,4 @@
-"""An event loop in its own thread for `async` user code, and the watchdog that detects when it is blocked.
+"""Calls of `async` code -> their results, from an event loop in a thread of its own, with a watchdog that notices when it is blocked.
 
 The main loop passes all calls of one iteration at once, and gets all results of one iteration of this loop at
 once: a burst of calls costs one wake-up in each direction. One task runs those that do not wait, one after the other, each in a

@@ -1,4 +1,4 @@
-"""The code loops of a run: one at first, and more after user code has blocked one.
+"""An episode -> the code loop that runs its calls: one for all episodes, and another after code has blocked one.
 
 Each time a loop is blocked, the number of loops grows, up to `MAX_LOOPS`, and an episode that lost its loop moves to
 another. So blocking code delays fewer and fewer other calls, without knowing in advance which code blocks.

@@ -1,4 +1,4 @@
-"""Calls of a spec's code: never on the main loop, and always with a deadline.
+"""A call of a spec's code -> its answer or a typed error: never on the main loop, and always with a deadline.
 
 Where code runs:
 - plain functions: in threads (`threads.py`);

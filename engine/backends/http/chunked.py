@@ -1,4 +1,4 @@
-"""Chunked bodies (RFC 9112, section 7.1)."""
+"""Bytes of a chunked body (RFC 9112, section 7.1) -> the body, and where it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An HTTP/1.1 client for one kind of work: many small JSON requests to few servers, over connections that stay open.
+"""A JSON request to one of few servers -> its reply, over HTTP/1.1 connections that stay open.
 
 No redirects, cookies, compression, proxies.
 

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: a request is sent, its reply is read, then the next.
+"""Bytes of a request -> the bytes of its reply, on one HTTP/1.1 connection, one request at a time.
 
 Invariant: a connection serves one request at a time, and it is closed if what arrived is not exactly one reply.
 """

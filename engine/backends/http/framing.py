@@ -1,4 +1,4 @@
-"""Where a reply ends: by its `Content-Length`, by its chunks, or with the connection.
+"""Bytes of a connection -> where the reply ends: by its `Content-Length`, by its chunks, or with the connection.
 
 Written by hand. docs/performance.md has the comparison with `httptools`, and bench/http_framing.py repeats it.
 """

@@ -1,4 +1,4 @@
-"""Replies that refuse a request, as typed errors."""
+"""A reply that refuses a request -> the typed error that says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failed tries of one request, and the pauses between them."""
+"""The failed tries of one request -> the pause before the next one, or the error that ends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several servers with the same model: which server a request goes to, and which servers are available.
+"""An episode -> the server that its requests go to: the same one while it is available, else the one with the fewest requests in flight.
 
 An episode stays with its server, which has cached its prefix; a new episode goes to the server with the fewest requests in
 flight. A server that fails gets no requests until it answers its health check again.

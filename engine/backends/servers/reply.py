@@ -1,4 +1,4 @@
-"""A reply of a server, as ids and log-probs, and what can be wrong with one."""
+"""The body of a server's reply -> ids and log-probs, or a typed error."""
 
 from __future__ import annotations
 

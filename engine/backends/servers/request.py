@@ -1,4 +1,4 @@
-"""The bodies of requests to servers that take token ids.
+"""A generation request -> the body that a server takes, in which only the new ids of the prompt are encoded.
 
 A prompt grows from turn to turn, so the JSON text of its ids is kept and only the new ids are encoded: the cost of a turn does
 not depend on its length.

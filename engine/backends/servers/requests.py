@@ -1,4 +1,4 @@
-"""Test requests to servers before the first episode."""
+"""A server -> an error that says what to change, where its replies to test requests before the first episode are wrong."""
 
 from __future__ import annotations
 

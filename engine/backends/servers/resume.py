@@ -1,4 +1,4 @@
-"""Continues a reply that was interrupted by a weight update.
+"""The parts of a reply that weight updates interrupted -> the request that continues it, and one reply of all parts.
 
 Invariant: the kept tokens were sampled, each with its own log-prob and weight version. A reply with something that depends on
 the whole of it (a stop string across the cut, a grammar, repetition penalties) starts again, or continues a few tokens

@@ -1,4 +1,4 @@
-"""One server: its connections, and what is known about it."""
+"""One server: its connections, whether it is available, and the requests that are in flight to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bodies of replies of /generate.
+"""The body of a reply of /generate -> ids and log-probs, or an error where the server read another prompt.
 
 The server echoes the ids that it received; they are compared as text, with a memcmp.
 

@@ -1,4 +1,4 @@
-"""The bodies of requests to /generate."""
+"""A generation request -> the body of a request to /generate."""
 
 from __future__ import annotations
 

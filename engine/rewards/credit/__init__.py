@@ -1,4 +1,4 @@
-"""Credit assignment: from the sealed ledgers of a group to an advantage for each turn or each token.
+"""The sealed ledgers of a group -> an advantage for each turn or each token.
 
     advantages = credit(OutcomeCredit(), [ledger, ledger, ledger])          # one array of [turns] for each episode
     by_token = credit_tokens(spec, [Member(ledger, values=values, ends=ends), …])

@@ -1,4 +1,4 @@
-"""Values of rows: dotted names, and what Parquet and Python have but JSON has not.
+"""A row of any source -> JSON values, and a dotted name -> its value in a row.
 
 Invariant: what `plain` returns is JSON, except for values that it does not know, which `engine.storable.refusal` refuses.
 An image becomes a reference that `engine.schemas.message.ImagePart` takes: a path, or a `data:` URI with the same bytes.

@@ -1,4 +1,4 @@
-"""What is wrong with a spec, where, and what to do about it.
+"""One finding about a spec: what is wrong, at which line and column, by which stable rule, and what to do about it.
 
 Invariant: a diagnostic's rule id is stable; its words may change. It knows where a value was written even
 when the value came through `extends`, `${ENV}` or `--set`.

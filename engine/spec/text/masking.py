@@ -1,4 +1,4 @@
-"""Values of environment variables in messages: replaced by the variable's name.
+"""A message -> the same message, in which each value of an environment variable is replaced by the variable's name.
 
 A spec can name any variable (`limits: {user_turns: ${CI_SECRET}}`), and a message that quotes the value would print it
 in a public log. So every diagnostic of a spec passes through `mask`: whole values, long parts of them (messages cut long

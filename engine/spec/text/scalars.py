@@ -1,4 +1,4 @@
-"""Plain YAML scalars, read by the core schema of YAML 1.2.
+"""A plain YAML scalar -> the value that the core schema of YAML 1.2 gives it.
 
 Invariant: `yes`, `no`, `on`, `off`, `1:30`, `1_000` and dates are strings; `1e-5` is a float; `010` is ten.
 """

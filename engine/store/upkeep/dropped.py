@@ -1,4 +1,4 @@
-"""Episodes whose content was dropped to save space: their summary in the table `episodes` stays.
+"""An ended episode -> its summary alone: its content is deleted in one commit with the row that says so.
 
 The content of an episode is its journals, trajectory, branches and postings. It is deleted in one commit together with the row
 that says so, so an episode has all of its content or none. Scores of `engine rescore` stay.

@@ -1,4 +1,4 @@
-"""The text that a template puts around messages, kept: the same bridge, without rendering.
+"""Texts of messages -> the bridge that rendering them gives, from the kept text that the template puts around them.
 
 Invariant: a `Wrapper` gives what the template writes around new messages, and a `ReplyText` what it writes for a reply. Both are made from
 renderings of probes: the template must copy texts (or trim and copy them) and write arguments as JSON, whatever is at their

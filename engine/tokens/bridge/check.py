@@ -1,4 +1,4 @@
-"""What is checked about a bridge before it is used, and what is assumed.
+"""The kinds of a conversation's messages -> whether a bridge may continue it, tested on probes of the same kinds.
 
 A bridge continues a tape after a reply without rendering the conversation again: next prompt = tape + closing + bridge. That is
 correct exactly when the template, shown the whole conversation, (1) writes everything up to the reply as it did

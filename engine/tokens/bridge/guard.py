@@ -1,4 +1,4 @@
-"""The guard: in a process of its own, every ended branch is compared with what the chat template writes.
+"""An ended branch -> whether it is what the chat template writes, compared in a process of its own.
 
     guard = Guard(template, spec.model, base)
     finding = await guard.check(conversation, written.trajectory, branches)     # None: each branch is what the template writes

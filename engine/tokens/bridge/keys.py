@@ -1,4 +1,4 @@
-"""What a chat template tests or changes of the conversation, read from its syntax tree.
+"""The source of a chat template -> what it tests or changes of the conversation, and what makes every prompt be rendered whole.
 
 Bridges are checked on probes that stand for messages of the same kinds (check.py). That holds for a template that copies
 contents and tests no more than a kind says. So this reading of the source decides, once for a template:

@@ -1,4 +1,4 @@
-"""What a chat template may test of a message: its kind, a number, and probes that stand for messages of one kind.
+"""A message -> its kind, a number for all that a template may test of it, and a probe that stands for messages of this kind.
 
 Invariant: `MessageKinds` has all of a conversation that a verdict on its bridges depends on (check.py).
 """

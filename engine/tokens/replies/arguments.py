@@ -1,4 +1,4 @@
-"""Arguments of calls that are written as text between tags, restored to the text that was sampled.
+"""Arguments of a call as a parser read them -> their values as the sampled text between tags has them.
 
 A template that writes `<parameter=text>` or `<arg_value>` writes a string as it stands, and any other value as JSON or as Python
 prints it. The parsers of the library `renderers` trim such strings, and take `None`, `True` and `False` for text.

@@ -1,4 +1,4 @@
-"""Replies: from sampled ids to content, reasoning and tool calls.
+"""Sampled ids -> content, reasoning and tool calls.
 
 Invariant: every attempt at a tool call is kept, read or malformed. A reply is read by token where the format has a
 `FamilyReader`, else as text, by its tool-call format.

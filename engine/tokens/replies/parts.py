@@ -1,4 +1,4 @@
-"""The sampled tokens of a part of a reply: of one tool call, or of a text."""
+"""A part of a reply, a tool call or a text -> the sampled tokens that it is."""
 
 from __future__ import annotations
 

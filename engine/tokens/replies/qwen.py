@@ -1,4 +1,4 @@
-"""Replies in Qwen3's format, parsed from their token ids as the library `renderers` parses them.
+"""Sampled ids in Qwen3's format -> what the library `renderers` reads in them.
 
 Invariant: `QwenReader.read` gives what the library's `parse_qwen3` gives, or None for a reply that the library must parse: one
 with reasoning (unless it ends with its only call), one that went on after a token that ends replies, or one after a prompt that may have

@@ -1,4 +1,4 @@
-"""Replies parsed by token, by the parser that the library `renderers` has for a family.
+"""Sampled ids of a model family -> what the family's parser in the library `renderers` reads in them.
 
 Invariant: every attempt at a call is kept, read or malformed, and all words and markers that are no structure are in the content
 or the reasoning. Where the template shows no reasoning, a reader reports none: a reply's reasoning is then part of its content,

@@ -1,4 +1,4 @@
-"""A tool-call format: how a model writes tool calls as text. One class reads and writes one format.
+"""A tool-call format: the text of a reply <-> its tool calls, each read or malformed, in order.
 
 Invariant: every call that a reply opens gives exactly one attempt, in order, read or malformed. None is left out.
 """
