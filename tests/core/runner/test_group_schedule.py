@@ -20,6 +20,7 @@ from engine.runner.task_order import TaskOrder
 from engine.schemas.credit import read_credit
 from engine.schemas.environment import Task
 from engine.schemas.episode import EpisodeSpec
+from engine.schemas.generation import FinishReason
 from engine.schemas.reward import Posting
 from engine.schemas.train import TrainSpec
 from engine.schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory, Turn
@@ -46,7 +47,9 @@ def make_trajectory(
         }
     )
     postings = [Posting(seq=0, turn=0, name="right", delta=reward, after=reward, at_turn=0, op="add")]
-    turn = Turn(index=0, branch=0, start=3, end=5, finish={"type": "stop"}, event="answered", rewards={"right": reward})
+    turn = Turn(
+        index=0, branch=0, start=3, end=5, finish=FinishReason(type="stop"), event="answered", rewards={"right": reward}
+    )
     outcome = Outcome(
         state="DONE", event="answered", reward=reward, rewards={"right": reward}, failure=failure,
         trainable=failure is None or failure.blame == "policy", solved=reward > 0.5,
