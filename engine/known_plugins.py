@@ -74,6 +74,11 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "sections": ("train.report_to", "train.tracking"),
         "trackers": ("tensorboard", "trackio", "wandb", "mlflow"),
     },
+    "retention": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "sections": ("rollout.keep",),
+        "commands": ("compact",),
+    },
     "scenarios": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "commands": ("test",),

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from engine.schemas.backend import BackendSpec, LocalBackendSpec
-from engine.schemas.base import Contract
 from engine.schemas.entry import IsolationSpec
 from engine.schemas.environment_spec import EnvironmentSpec, ToolSpec
 from engine.schemas.generation import SamplingParams
@@ -20,19 +19,6 @@ from engine.schemas.role import UserSpec
 from engine.schemas.sections import SectionOwner
 from engine.schemas.tasks import TasksSpec
 from engine.schemas.train import TrainSpec
-
-
-class KeepSpec(Contract):
-    """Which groups of episodes a training keeps in its store. A group stays if one of the keys holds for it."""
-
-    steps: int = Field(default=10, ge=0)
-    """The groups of the last `steps` steps."""
-    failures: bool = False
-    """Groups with an episode that failed."""
-    sample: float = Field(default=0.0, ge=0.0, le=1.0)
-    """This fraction of all groups, chosen by their task and epoch."""
-    trained: bool = False
-    """Groups that a step was trained on. The others are those without signal, cancelled or too old ones."""
 
 
 class RolloutSpec(SectionOwner):
@@ -52,9 +38,6 @@ class RolloutSpec(SectionOwner):
     """Changes only the sampling seed of every turn. A fork uses it to sample other replies."""
     out: str = "runs"
     """Folder in which runs are stored, relative to the current folder."""
-    keep: KeepSpec | None = None
-    """Trainings: the groups whose episodes stay in the store. After each checkpoint the tokens, messages and journals of the others are
-    dropped, except those that a resume needs; their outcome, reward and counts stay. All episodes stay if not set."""
 
 
 class EpisodeSpec(SectionOwner):

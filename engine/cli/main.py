@@ -101,7 +101,6 @@ _EXAMPLES = (
 
 
 def _register() -> None:
-    from engine.cli.commands.compact import compact
     from engine.cli.commands.eval import evaluate
     from engine.cli.commands.explain import explain
     from engine.cli.commands.export import export
@@ -131,7 +130,6 @@ def _register() -> None:
     ):
         app.command(command.__name__)(command)
     app.command("eval")(evaluate)
-    app.command("compact")(compact)
     app.command("rescore")(rescore)
     app.command("plugins")(plugins)
     _register_plugins()

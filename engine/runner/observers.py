@@ -62,8 +62,15 @@ class TrainingObserver:
     def continued(self, step: int) -> None:
         """The next step is the one after this; later lines of `metrics.jsonl` have been removed."""
 
+    def opened(self, store: RunStore) -> None:
+        """The store of the training's episodes is open for writing, until the training ends. Not called where it samples none."""
+
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         """A line of `metrics.jsonl` is written; step 0 is the evaluation before the first step."""
+
+    async def checkpointed(self, timed: Callable[[str], AbstractContextManager[None]]) -> Mapping[str, float]:
+        """A checkpoint is written after a step. Returns further metrics of the step; `timed` shows a phase and counts its seconds."""
+        return {}
 
     def progressed(self) -> None:
         """An episode or a step is finished."""
@@ -159,6 +166,18 @@ class TrainingObservers:
         """The next step is the one after this."""
         for observer in self._observers:
             observer.continued(step)
+
+    def opened(self, store: RunStore) -> None:
+        """The store of the training's episodes is open."""
+        for observer in self._observers:
+            observer.opened(store)
+
+    async def checkpointed(self, timed: Callable[[str], AbstractContextManager[None]]) -> dict[str, float]:
+        """A checkpoint is written. Returns further metrics of the step."""
+        metrics: dict[str, float] = {}
+        for observer in self._observers:
+            metrics |= await observer.checkpointed(timed)
+        return metrics
 
     def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
         """A line of metrics is written."""

@@ -39,8 +39,6 @@ ALLOWED = (
     "rollout.concurrency",
     "rollout.live_episodes",
     "rollout.out",
-    "rollout.keep",
-    "rollout.keep.*",
     "description",
 )
 """Paths of values that a resume may change, with `resumable_keys`. `*` stands for any characters."""

@@ -6,14 +6,13 @@ See `batch_log.py` and `groups.py`. With `asynchrony.max_staleness: 0` sampling 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import structlog
 
 from engine.backends.weight_target import weight_target
-from engine.errors import StoreError
 from engine.runner.groups import GroupRunner, GroupSchedule
 from engine.runner.overlong import fitting_tasks
 from engine.runner.processes import processes_of
@@ -25,7 +24,6 @@ from engine.train.batch_log import BatchRecord, check_tasks
 from engine.train.batches import GroupBuilder
 from engine.train.credit_reach import reach_of
 from engine.train.difficulty import DifficultyFilter
-from engine.train.keep import compact_training, plan_of
 from engine.train.missing_signal import MissingSignal
 from engine.train.overlong import masked_metrics
 from engine.train.step_source import StepBatch, StepSource
@@ -66,8 +64,6 @@ class EpisodeSteps(StepSource):
         """About the newest batch and those before it: they have no learning signal."""
         self._solved: dict[str, list[int]] = {}
         """Of the newest batch: see `BatchRecord.solved`."""
-        self._dropped_until: int | None = None
-        """Groups of steps up to this one were dropped in this launch already."""
 
     @classmethod
     def steps_of(cls, loaded: LoadedSpec, train: TrainSpec, epochs: float) -> float:
@@ -101,6 +97,7 @@ class EpisodeSteps(StepSource):
         trainer = self._trainer
         self._store = folders.open_rollouts(trainer.folder, trainer.loaded)
         try:
+            trainer.observers.opened(self._store)
             check_tasks(trainer.batch_log.read(), self._order)
             self._runner = runner = self._open_runner()
             self._counters = runner.counters
@@ -115,7 +112,6 @@ class EpisodeSteps(StepSource):
             self._store.close()
         result.missing_signal = self._missing.summary
         result.faults = runner.faults
-        await self._compact_at_end(result)
 
     def _open_runner(self) -> EpisodeRunner:
         """What runs the episodes: this process, or several."""
@@ -134,17 +130,6 @@ class EpisodeSteps(StepSource):
             training=True,
             folder=trainer.folder,
         )
-
-    async def _compact_at_end(self, result: TrainResult) -> None:
-        """After a training that was not interrupted: drop what `rollout.keep` does not keep, and shrink the file."""
-        trainer = self._trainer
-        keep = trainer.spec.rollout.keep
-        if keep is None or result.interrupted:
-            return
-        try:
-            _, result.disk = await asyncio.to_thread(compact_training, trainer.folder, trainer.spec, keep)
-        except StoreError as error:
-            log.warning("the run store could not be compacted; `engine compact` does it later", reason=str(error))
 
     def rows_of(self, record: BatchRecord) -> list[TrainingRow] | None:
         """Build the training rows of a step from the run store."""
@@ -234,29 +219,6 @@ class EpisodeSteps(StepSource):
     async def _tell_processes(self, version: int) -> None:
         if self._processes is not None:
             await self._processes.follow(weight_target(self._trainer.backend).server_weights(version))
-
-    async def checkpointed(self) -> Mapping[str, float]:
-        """Drop the stored episodes that `rollout.keep` does not keep. Returns the metrics."""
-        trainer = self._trainer
-        keep = trainer.spec.rollout.keep
-        if keep is None:
-            return {}
-        before, episodes = self._store.space(), 0
-        try:
-            with trainer.timed("compact"):
-                plan = await asyncio.to_thread(plan_of, trainer.folder, trainer.spec, keep, after=self._dropped_until)
-                for group in plan.groups:
-                    episodes += len((await self._store.drop(group, keep_failed=keep.failures)).sizes)
-            self._dropped_until = plan.until
-        except StoreError as error:  # each group is dropped whole or not at all; the next checkpoint tries again
-            log.warning("episodes could not be dropped", reason=str(error))
-        after = self._store.space()
-        return {
-            "store/dropped_episodes": float(episodes),
-            "store/bytes_before": float(before.used),
-            "store/bytes": float(after.used),
-            "store/file_bytes": float(after.file),
-        }
 
     async def drain(self) -> None:
         """See `StepSource`."""

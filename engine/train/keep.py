@@ -23,7 +23,8 @@ from engine.train.checkpoint import checkpoints_of, step_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine.schemas.episode import EpisodeSpec, KeepSpec
+    from engine.plugins.retention.spec import KeepSpec
+    from engine.schemas.episode import EpisodeSpec
     from engine.train.batch_log import BatchRecord
 
 

@@ -84,10 +84,6 @@ class StepSource(ABC):
     async def trained(self, version: int) -> None:  # noqa: B027
         """The newest batch was trained on, and the backend samples with weights of `version` from now on."""
 
-    async def checkpointed(self) -> Mapping[str, float]:
-        """A checkpoint was written. Returns further metrics of its step."""
-        return {}
-
     async def drain(self) -> None:  # noqa: B027
         """Wait until all episodes that run have ended by themselves, so that no reply under way is lost."""
 

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from engine.runner.stats import RunCounters
     from engine.spec.load import LoadedSpec
     from engine.store.rows.row import TrainingRow
-    from engine.store.upkeep.compact import Compacted
     from engine.tokens.template import ChatTemplate
     from engine.train.learner import Learner
     from engine.train.step_source import StepBatch, StepSource
@@ -79,8 +78,6 @@ class TrainResult:
     """Steps that this launch repeated from stored episodes, because they came after the checkpoint that it resumed from."""
     resumed: Counter[str] = field(default_factory=Counter)
     """Totals of this launch of the metrics `rollout/…`: episodes that continued, tokens sampled again, groups dropped."""
-    disk: Compacted | None = None
-    """With `rollout.keep`, unless it was interrupted: what was dropped at the end, and the size of the run store."""
     missing_signal: str = ""
     """How many steps of this launch had no learning signal, and why; empty if few or none."""
     cost: Cost | None = None
@@ -393,7 +390,7 @@ class Trainer:
         state = self.state
         if self._evaluator.note(state, state.step, values) or state.step % self.train.checkpoints.every == 0:
             await self._checkpoint()
-            values |= await self.source.checkpointed()
+            values |= await self.observers.checkpointed(self.timed)
         seconds = time.perf_counter() - began
         values |= {f"time/{phase}": spent for phase, spent in self._seconds.items()}
         values |= {"step_seconds": seconds, "tokens_per_second": batch.tokens / seconds} | self._pushed

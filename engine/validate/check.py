@@ -40,7 +40,6 @@ def all_rules() -> list[Rule]:
         cycles,
         experts,
         guards,
-        keep,
         limits,
         machine,
         model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.plugins.retention.spec import KeepSpec
 from engine.schemas.train import TrainSpec
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
@@ -12,7 +13,7 @@ from engine.validate.registry import Finding, rule
 @rule("rollout.no-effect", "warning", "an option of `rollout.keep` has no effect in this combination")
 def keep_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """`keep` where nothing is ever dropped, and keys of it that another one includes."""
-    keep, train = ctx.spec.rollout.keep, ctx.spec.train
+    keep, train = KeepSpec.section_of(ctx.spec.rollout), ctx.spec.train
     if keep is None:
         return
     found: list[tuple[str | None, str]] = []

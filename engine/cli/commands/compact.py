@@ -12,7 +12,8 @@ from engine.cli.options import only_looks
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
-    from engine.schemas.episode import EpisodeSpec, KeepSpec
+    from engine.plugins.retention.spec import KeepSpec
+    from engine.schemas.episode import EpisodeSpec
     from engine.store.upkeep.compact import Compacted
     from engine.train.keep import Plan
 
@@ -63,18 +64,19 @@ def compact(
 
 
 def _keep(spec: EpisodeSpec, given: dict[str, object]) -> KeepSpec:
-    from engine.schemas.episode import KeepSpec
+    from engine.plugins.retention.spec import KeepSpec
 
     if spec.train is None or not spec.train.samples_episodes:
         wrong_usage("this training has no episodes of its own (`train.kind: sft`), so there is nothing to drop")
     options = {key: value for key, value in given.items() if value is not None}
-    if spec.rollout.keep is None and not options:
+    keep = KeepSpec.section_of(spec.rollout)
+    if keep is None and not options:
         wrong_usage(
             "the training's spec has no `rollout.keep`: say what stays with --steps, --failures, --sample or --trained"
         )
-    if spec.rollout.keep is None and "steps" not in options:
+    if keep is None and "steps" not in options:
         options["steps"] = 0  # else --sample 0.1 would keep the last steps, which nobody asked for
-    return (spec.rollout.keep or KeepSpec()).model_copy(update=options)
+    return (keep or KeepSpec()).model_copy(update=options)
 
 
 def _document(folder: Path, keep: KeepSpec, plan: Plan, told: Compacted, *, dry_run: bool) -> dict[str, object]:

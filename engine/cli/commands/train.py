@@ -267,11 +267,6 @@ def _print_result(result: TrainResult, folder: Path, console: Console, seconds: 
         console.print(f"Best evaluation: {result.best:.3f} after step {result.best_step}")
     if result.cost is not None:
         console.print(f"Cost of the training: {result.cost.spent:.6g}, with its evaluations and unfinished episodes")
-    if result.disk is not None:
-        from engine.cli.commands.compact import disk_lines
-
-        for line in disk_lines(result.disk):
-            console.print(line)
     for fault in result.faults:
         console.print(f"could not be finished: {fault}", style="red")
     console.print(f"Training: {folder}")

@@ -102,12 +102,6 @@ def training_problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
             ("train", "colocate"),
             f"give trainer and servers GPUs of their own, {one}",
         )
-    if spec.rollout.keep is not None:
-        yield (
-            "`keep` is not supported in a training with several drivers: their stores are not compacted",
-            ("rollout", "keep"),
-            f"remove it, {one}",
-        )
     if section.shards is not None:
         yield (
             "a training publishes no shards; its drivers run on the trainer's machine",

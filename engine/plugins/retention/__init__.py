@@ -1,0 +1,26 @@
+"""Which stored episodes a training keeps: `rollout.keep`, `engine compact`.
+
+spec.py        the section `rollout.keep`
+keep.py        the groups that may be dropped, from the batch log and the checkpoints
+compact.py     the compaction of a run that nobody writes
+training.py    drops after each checkpoint, and compacts at the end
+command.py     `engine compact`
+spec_facts.py  what the section means for several drivers
+rules.py       its rule of `engine validate`
+"""
+
+from engine.plugin import Plugin, Section
+
+PLUGIN = Plugin(
+    name="retention",
+    about="Drops stored episodes of a training",
+    sections=(
+        Section(owner="rollout", keys=("keep",), use="engine.plugins.retention.spec:KeepSpec", resumable=("keep",)),
+    ),
+    commands={"compact": "engine.cli.commands.compact:compact"},
+    rules=("engine.validate.keep",),
+    hooks={
+        "observe_training": "engine.plugins.retention.training:observe",
+        "spec_facts": "engine.plugins.retention.spec_facts:facts",
+    },
+)

@@ -1,0 +1,85 @@
+"""Drops stored episodes while a training runs: only after a checkpoint, and only what no resume from a kept checkpoint needs.
+
+Each group is dropped whole or not at all. What cannot be dropped is tried again after the next checkpoint, and by `engine compact`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from engine.cli.commands.compact import disk_lines
+from engine.errors import StoreError
+from engine.plugins.retention.spec import KeepSpec
+from engine.runner.observers import TrainingObserver
+from engine.train.keep import compact_training, plan_of
+
+if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
+    from engine.spec.load import LoadedSpec
+    from engine.store.store import RunStore
+    from engine.store.upkeep.compact import Compacted
+
+log = structlog.get_logger(__name__)
+
+
+class CompactedTraining(TrainingObserver):
+    """Drops the episodes of the training in a folder that `rollout.keep` does not keep."""
+
+    _store: RunStore
+    _disk: Compacted | None = None
+
+    def __init__(self, folder: Path, spec: EpisodeSpec, keep: KeepSpec) -> None:
+        self._folder = folder
+        self._spec = spec
+        self._keep = keep
+        self._dropped_until: int | None = None
+        """Groups of steps up to this one were dropped in this launch already."""
+
+    def opened(self, store: RunStore) -> None:
+        """See `TrainingObserver`."""
+        self._store = store
+
+    async def checkpointed(self, timed: Callable[[str], AbstractContextManager[None]]) -> Mapping[str, float]:
+        """Drop episodes. Returns the size of the store."""
+        before, episodes = self._store.space(), 0
+        try:
+            with timed("compact"):
+                plan = await asyncio.to_thread(plan_of, self._folder, self._spec, self._keep, after=self._dropped_until)
+                for group in plan.groups:
+                    episodes += len((await self._store.drop(group, keep_failed=self._keep.failures)).sizes)
+            self._dropped_until = plan.until
+        except StoreError as error:
+            log.warning("episodes could not be dropped", reason=str(error))
+        after = self._store.space()
+        return {
+            "store/dropped_episodes": float(episodes),
+            "store/bytes_before": float(before.used),
+            "store/bytes": float(after.used),
+            "store/file_bytes": float(after.file),
+        }
+
+    async def ended(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Drop the rest, and shrink the file."""
+        try:
+            _, self._disk = await asyncio.to_thread(compact_training, self._folder, self._spec, self._keep)
+        except StoreError as error:
+            log.warning("the run store could not be compacted; `engine compact` does it later", reason=str(error))
+
+    def close(self) -> str | None:
+        """Return what a compaction did."""
+        return None if self._disk is None else "\n".join(disk_lines(self._disk))
+
+
+def observe(loaded: LoadedSpec, folder: Path) -> CompactedTraining | None:
+    """The hook `observe_training`."""
+    spec = loaded.spec
+    keep = KeepSpec.section_of(spec.rollout)
+    if keep is None or spec.train is None or not spec.train.samples_episodes:
+        return None
+    return CompactedTraining(folder, spec, keep)
