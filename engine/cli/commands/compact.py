@@ -12,10 +12,10 @@ from engine.cli.options import only_looks
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
+    from engine.plugins.retention.keep import Plan
     from engine.plugins.retention.spec import KeepSpec
     from engine.schemas.episode import EpisodeSpec
     from engine.store.upkeep.compact import Compacted
-    from engine.train.keep import Plan
 
 
 @only_looks
@@ -42,8 +42,8 @@ def compact(
     """
     from engine.errors import EngineError
     from engine.logs import configure_logging
+    from engine.plugins.retention.keep import compact_training
     from engine.store.training import find_training, read_header
-    from engine.train.keep import compact_training
 
     configure_logging()
     try:

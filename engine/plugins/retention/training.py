@@ -15,9 +15,9 @@ import structlog
 
 from engine.cli.commands.compact import disk_lines
 from engine.errors import StoreError
+from engine.plugins.retention.keep import compact_training, plan_of
 from engine.plugins.retention.spec import KeepSpec
 from engine.runner.observers import TrainingObserver
-from engine.train.keep import compact_training, plan_of
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec

@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from engine.cli.main import app
 from engine.errors import DroppedError
+from engine.plugins.retention.keep import in_sample, plan
 from engine.schemas.episode import KeepSpec
 from engine.spec.load import load_spec
 from engine.store import RunStore
@@ -33,7 +34,6 @@ from engine.store import training as folders
 from engine.store.header import RunHeader
 from engine.train.batch_log import BatchLog, BatchRecord
 from engine.train.checkpoint import checkpoints_of
-from engine.train.keep import in_sample, plan
 from engine.train.trainer import Trainer
 
 HERE = Path(__file__).parent
