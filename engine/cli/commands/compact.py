@@ -12,10 +12,10 @@ from engine.cli.options import only_looks
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
+    from engine.plugins.retention.compact import Compacted
     from engine.plugins.retention.keep import Plan
     from engine.plugins.retention.spec import KeepSpec
     from engine.schemas.episode import EpisodeSpec
-    from engine.store.upkeep.compact import Compacted
 
 
 @only_looks

@@ -25,7 +25,6 @@ from engine.store.rows.build import RowBuilder
 from engine.store.rows.export import export_rows
 from engine.store.rows.row import columns_of
 from engine.store.tool_schemas import ToolSchemas
-from engine.store.upkeep.compact import mentioned_images
 from engine.store.upkeep.dropped import has_table
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.plugins.retention.compact import Compacted, compact, measure_groups
 from engine.store.store import episode_id_of
 from engine.store.training import ROLLOUTS
-from engine.store.upkeep.compact import Compacted, compact, measure_groups
 from engine.train.batch_log import BatchLog
 from engine.train.checkpoint import checkpoints_of, step_of
 

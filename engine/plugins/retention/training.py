@@ -20,10 +20,10 @@ from engine.plugins.retention.spec import KeepSpec
 from engine.runner.observers import TrainingObserver
 
 if TYPE_CHECKING:
+    from engine.plugins.retention.compact import Compacted
     from engine.schemas.episode import EpisodeSpec
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore
-    from engine.store.upkeep.compact import Compacted
 
 log = structlog.get_logger(__name__)
 

@@ -19,13 +19,13 @@ from slow_cases import slow_but
 from store_kit import make_entry, make_header, make_task, make_trajectory, plain
 
 from engine.errors import DroppedError, StoreError
+from engine.plugins.retention.compact import compact, measure_groups
 from engine.schemas.environment import Reset
 from engine.schemas.journal import ResetRecord
 from engine.schemas.message import Message
 from engine.schemas.trajectory import Failure
 from engine.store import RunStore, database
 from engine.store.lock import FILE as LOCK
-from engine.store.upkeep.compact import compact, measure_groups
 
 GROUPS = 12
 SAMPLES = 2
@@ -299,7 +299,7 @@ LIMITED = """
 import resource, signal, sys
 from pathlib import Path
 from engine.errors import StoreError
-from engine.store.upkeep.compact import compact
+from engine.plugins.retention.compact import compact
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
