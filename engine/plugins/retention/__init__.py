@@ -17,7 +17,7 @@ PLUGIN = Plugin(
     sections=(
         Section(owner="rollout", keys=("keep",), use="engine.plugins.retention.spec:KeepSpec", resumable=("keep",)),
     ),
-    commands={"compact": "engine.cli.commands.compact:compact"},
+    commands={"compact": "engine.plugins.retention.command:compact"},
     rules=("engine.validate.keep",),
     hooks={
         "observe_training": "engine.plugins.retention.training:observe",

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from engine.cli.commands.compact import disk_lines
 from engine.errors import StoreError
+from engine.plugins.retention.command import disk_lines
 from engine.plugins.retention.keep import compact_training, plan_of
 from engine.plugins.retention.spec import KeepSpec
 from engine.runner.observers import TrainingObserver
