@@ -18,7 +18,7 @@ PLUGIN = Plugin(
         Section(owner="rollout", keys=("keep",), use="engine.plugins.retention.spec:KeepSpec", resumable=("keep",)),
     ),
     commands={"compact": "engine.plugins.retention.command:compact"},
-    rules=("engine.validate.keep",),
+    rules=("engine.plugins.retention.rules",),
     hooks={
         "observe_training": "engine.plugins.retention.training:observe",
         "spec_facts": "engine.plugins.retention.spec_facts:facts",
