@@ -32,6 +32,7 @@ NAMING: dict[str, Spec] = {
     "launch": {"backend": {"kind": "sglang", "launch": {"gpus": 0}}},
     "notices": {"notify": {"to": [{"kind": "command", "run": "true"}]}},
     "plan": {"train": {"plan": {}}},
+    "retention": {"rollout": {"keep": {"steps": 2}}},
     "report": {"train": {"report_to": ["tensorboard"]}},
     "sft": {"train": {"kind": "sft", "data": {"path": "rows.jsonl"}}},
     "traces": {"traces": {}},

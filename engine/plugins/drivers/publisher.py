@@ -25,7 +25,7 @@ from engine.store.rows.build import RowBuilder
 from engine.store.rows.export import export_rows
 from engine.store.rows.row import columns_of
 from engine.store.tool_schemas import ToolSchemas
-from engine.store.upkeep.dropped import has_table
+from engine.store.upkeep.dropped import has_table, mentioned_images
 
 if TYPE_CHECKING:
     from engine.store.rows.columns import Columns

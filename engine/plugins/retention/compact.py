@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -18,15 +17,8 @@ from pathlib import Path
 from engine.store import database
 from engine.store.lock import RunLock
 from engine.store.reading import reading
-from engine.store.upkeep.dropped import Content, Dropped, Space, drop, measure, read_dropped, space
+from engine.store.upkeep.dropped import Content, Dropped, Space, drop, measure, mentioned_images, read_dropped, space
 
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_MENTIONS = (
-    "SELECT payload FROM journal WHERE payload LIKE '%sha256:%'",
-    "SELECT trajectory FROM trajectories WHERE trajectory LIKE '%sha256:%'",
-    "SELECT spans FROM branches WHERE spans LIKE '%sha256:%'",
-    "SELECT fields FROM tasks WHERE fields LIKE '%sha256:%'",
-)
 _IMAGES_PER_COMMIT = 64
 
 
@@ -131,11 +123,6 @@ def _commit(connection: sqlite3.Connection) -> Iterator[None]:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
-
-
-def mentioned_images(connection: sqlite3.Connection) -> set[str]:
-    """Return the digests of the images that a journal, trajectory or task of the run names."""
-    return {digest for query in _MENTIONS for (text,) in connection.execute(query) for digest in _DIGEST.findall(text)}
 
 
 def _drop_images(connection: sqlite3.Connection, told: Compacted) -> None:

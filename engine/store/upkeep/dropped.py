@@ -9,6 +9,7 @@ the table then refuse the file, instead of reading an episode without content.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import time
 from collections.abc import Sequence
@@ -28,6 +29,14 @@ _CONTENT = {
     "postings": "length(name) + length(cause) + length(source) + 40",
 }
 """The tables with the content of episodes, each with the bytes of a row."""
+
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_MENTIONS = (
+    "SELECT payload FROM journal WHERE payload LIKE '%sha256:%'",
+    "SELECT trajectory FROM trajectories WHERE trajectory LIKE '%sha256:%'",
+    "SELECT spans FROM branches WHERE spans LIKE '%sha256:%'",
+    "SELECT fields FROM tasks WHERE fields LIKE '%sha256:%'",
+)
 
 
 class Dropped(Struct, frozen=True, kw_only=True):
@@ -179,3 +188,8 @@ def forget(connection: sqlite3.Connection, number: int) -> bool:
     if marked:
         connection.execute("DELETE FROM scored WHERE episode = ?", (number,))
     return marked
+
+
+def mentioned_images(connection: sqlite3.Connection) -> set[str]:
+    """Return the digests of the images that a journal, trajectory or task of the run names."""
+    return {digest for query in _MENTIONS for (text,) in connection.execute(query) for digest in _DIGEST.findall(text)}

@@ -81,7 +81,6 @@ def test_a_service_of_groups_publishes_no_shards(spec: Path) -> None:
     [
         ("train={lora: {rank: 2}, weight_sync: {method: adapter}}", "`adapter` is not supported with several drivers"),
         ("train={colocate: true}", "`colocate` is not supported with several drivers"),
-        ("rollout.keep={steps: 2}", "`keep` is not supported in a training with several drivers"),
         ("rollout.shards=/tmp/shards", "a training publishes no shards; its drivers run on the trainer's machine"),
         ("train={kind: sft, data: {path: rows.jsonl}}", "a training on written episodes samples none"),
     ],
