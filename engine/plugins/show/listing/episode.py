@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from engine.plugins.show.listing.advantages import Advantages
 from engine.plugins.show.listing.unfinished import partial_episode
-from engine.rewards.ledger import SealedLedger
 from engine.schemas.journal import (
     FailureRecord,
     GenerationRecord,
@@ -337,8 +336,3 @@ def common_start(first: Any, second: Any) -> int:
     length = min(len(first), len(second))
     different = (first[:length] != second[:length]).nonzero()[0]
     return int(different[0]) if len(different) else length
-
-
-def turn_totals(trajectory: Trajectory) -> list[float]:
-    """Return each turn's reward, summed over names."""
-    return [float(each) for each in SealedLedger.from_postings(trajectory.postings, len(trajectory.turns)).totals]
