@@ -31,7 +31,6 @@ from engine.store.reader import STORE
 from engine.store.reading import reading
 from engine.tokens.catalogue import cache_root
 
-_LIVE = SUMMARY + ", status"
 _TABLES = """
 CREATE TABLE sources (
     source INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, part INTEGER NOT NULL, signature TEXT);
