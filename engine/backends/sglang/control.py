@@ -339,10 +339,6 @@ class Control:
 
     # -- the rest
 
-    async def flush_cache(self) -> None:
-        """Drop every server's cached prefixes. Refused while requests are running."""
-        await self.servers.call("POST", "/flush_cache")
-
     async def running(self) -> dict[str, int]:
         """URL -> requests that this server is working on or has waiting."""
         loads = await self.servers.call("GET", "/v1/loads")
