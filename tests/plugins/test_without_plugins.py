@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,13 @@ def test_no_module_of_the_core_names_a_plugin() -> None:
     assert [
         file for file in files if "import engine.plugins" in (text := file.read_text()) or "from engine.plugins" in text
     ] == []
+
+
+def test_a_plugin_imports_only_those_that_its_face_needs() -> None:
+    root = Path(sys.modules["engine"].__file__ or "").parent / "plugins"
+    strange = set()
+    for file in root.rglob("*.py"):
+        name = file.relative_to(root).parts[0]
+        named = {match for match in re.findall(r"(?:from|import) engine\.plugins\.(\w+)", file.read_text())} - {name}
+        strange |= {(name, other) for other in named if other not in installed().plugins[name].needs}
+    assert strange == set()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -16,12 +15,11 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from engine.plugins.serve.options import ServeOptions
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
     from engine.store.store import RunStore
 
-TOKEN = "EPISODE_ENGINE_TOKEN"
-"""The variable with the bearer token of the service."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -61,16 +59,11 @@ def serve(
     Exit status: 130 after Ctrl-C; 143 after SIGTERM; 1 when the spec is invalid or an episode could not be finished; 2 when the command line is
     wrong or the port is in use; 3 when no server can be reached.
     """
-    import asyncio
-
     from engine.cli.commands.run import prepare
     from engine.cli.console import make_console
-    from engine.cli.stopping import interrupted
     from engine.errors import EngineError
     from engine.logs import configure_logging
-    from engine.plugins.agents.spec import AgentSpec
-    from engine.plugins.serve.groups import refuse_unserved
-    from engine.runner.processes import processes_of, refuse_many
+    from engine.plugins.serve.options import TOKEN, ServeOptions
 
     if api and (trainer, token_file, ahead) != (None, None, None):
         wrong_usage("--trainer, --token-file and --ahead are for groups; leave out --api")
@@ -79,41 +72,74 @@ def serve(
         wrong_usage(f"--host {host} is reachable from other machines: set {TOKEN} to a secret token")
     configure_logging()
     console = make_console()
-    opened: RunStore | None = None
     try:
         loaded, tasks, store = prepare(console, spec, list(overrides or ()), limit, out, resume)
-        opened = store
+        _refuse(loaded, store, trainer, api=api, resumed=resume is not None)
+    except EngineError as error:
+        echo(str(error), err=True)
+        raise typer.Exit(ERROR) from None
+    options = ServeOptions(
+        host=host,
+        port=port,
+        token=token,
+        api=api,
+        max_requests=max_requests,
+        ahead=ahead,
+        again=f"engine serve {'--api ' if api else ''}--resume {store.folder}",
+        quiet=quiet,
+    )
+    _serve(loaded, tasks, store, console, options)
+
+
+def _refuse(loaded: LoadedSpec, store: RunStore, trainer: str | None, *, api: bool, resumed: bool) -> None:
+    """Refuse what cannot be served, and close the store then. Raises: EngineError."""
+    from engine.errors import EngineError
+    from engine.plugins.agents.spec import AgentSpec
+    from engine.plugins.serve.groups import refuse_unserved
+    from engine.runner.processes import processes_of, refuse_many
+
+    try:
         if api:
             refuse_many(loaded, "`engine serve --api`")
         if (processes := processes_of(loaded, store.folder)) is not None:
             processes.refuse_serving(store)
         if not api:
             refuse_unserved(loaded, trainer)
-        elif AgentSpec.section_of(loaded.spec) is None:
-            store.discard()
-            wrong_usage("the spec has no `agent`: write `agent: {}` and `machine: agent`")
-    except EngineError as error:
-        echo(str(error), err=True)
-        if opened is not None and (resume is not None or not opened.discard()):
-            opened.close()
-        raise typer.Exit(ERROR) from None
-    again = f"engine serve {'--api ' if api else ''}--resume {store.folder}"
+    except EngineError:
+        if resumed or not store.discard():
+            store.close()
+        raise
+    if api and AgentSpec.section_of(loaded.spec) is None:
+        store.discard()
+        wrong_usage("the spec has no `agent`: write `agent: {}` and `machine: agent`")
+
+
+def _serve(loaded: LoadedSpec, tasks: TaskList, store: RunStore, console: Console, options: ServeOptions) -> NoReturn:
+    """Serve until a signal, and exit."""
+    import asyncio
+
+    from engine.cli.stopping import interrupted
+    from engine.errors import EngineError
+    from engine.plugins.serve.serving import ServedRun
+
+    async def served() -> list[str]:
+        return await ServedRun(loaded, tasks, store, options).run(console)
+
     try:
-        groups = None if api else (max_requests, ahead)
-        faults = asyncio.run(_serve(loaded, tasks, store, console, host, port, token, groups, again, quiet=quiet))
+        faults = asyncio.run(served())
     except EngineError as error:
         echo(str(error), err=True)
         if not store.discard():
-            console.print(f"To continue: {again}")
+            console.print(f"To continue: {options.again}")
         raise typer.Exit(FAILED if error.stops_run else ERROR) from None
     except OSError as error:
         store.discard()
-        wrong_usage(f"--host {host} --port {port}: {error.strerror}; --port 0 takes a free one")
+        wrong_usage(f"--host {options.host} --port {options.port}: {error.strerror}; --port 0 takes a free one")
     finally:
         store.close()
     for fault in faults:
         console.print(f"could not be finished: {fault}", style="red")
-    console.print(f"Run: {store.folder}\nTo continue: {again}")
+    console.print(f"Run: {store.folder}\nTo continue: {options.again}")
     raise typer.Exit(interrupted())
 
 
@@ -128,128 +154,3 @@ def _read_token(path: Path) -> str:
     if not token:
         wrong_usage(f"--token-file {path} is empty")
     return token
-
-
-async def _serve(
-    loaded: LoadedSpec,
-    tasks: TaskList,
-    store: RunStore,
-    console: Console,
-    host: str,
-    port: int,
-    token: str,
-    groups: tuple[int, int | None] | None,
-    again: str,
-    *,
-    quiet: bool,
-) -> list[str]:
-    """Serve until a signal; the episodes that the engine could not finish."""
-    import asyncio
-    from contextlib import nullcontext
-
-    from engine.backends.registry import open_backend
-    from engine.cli.reports.progress import ticking
-    from engine.cli.reports.report import Panel, print_summary
-    from engine.cli.stopping import stop_on_signals
-    from engine.plugins.agents.served import ServedPrograms
-    from engine.plugins.agents.server import server_of_loop
-    from engine.plugins.agents.spec import AgentSpec
-    from engine.plugins.serve.episodes import ServedEpisodes
-    from engine.plugins.serve.groups import GroupService
-    from engine.runner.observers import RunObservers
-    from engine.runner.overlong import fitting_tasks
-    from engine.runner.processes import processes_of
-    from engine.runner.runner import EpisodeRunner, Runner
-    from engine.store.elsewhere import open_elsewhere
-    from engine.store.private import private_file
-    from engine.tokens.loading import load_format
-
-    template = load_format(loaded.spec.model, loaded.base)
-    tasks = fitting_tasks(tasks, loaded, template)
-    backend = open_backend(loaded, template)
-    backend.logs = store.folder / "servers"
-    stop = asyncio.Event()
-    broken: list[BaseException] = []
-
-    def halt(error: BaseException) -> None:
-        broken.append(error)
-        stop.set()
-
-    lost = [episode for episode, status in store.statuses().items() if status == "running"]
-    programs = ServedPrograms() if groups is None else None
-    served = () if programs is None else (programs,)
-    observers = RunObservers(loaded, store)
-    with stop_on_signals(stop, f"To continue: {again}"):
-        async with observers.of_errors():
-            try:
-                await backend.start()
-                training = groups is not None
-                runner: EpisodeRunner
-                if (processes := processes_of(loaded)) is not None:
-                    runner = processes.episodes(store, None, keep_going=True)
-                else:
-                    runner = Runner(
-                        loaded, tasks, template, backend, store, keep_going=True, training=training, given=served
-                    )
-                reader = open_elsewhere(store.folder) or store
-                async with runner.serving():
-                    if programs is not None:
-                        await store.plan(tasks, loaded.spec.rollout.samples_per_task)
-                    for trajectory in reader.trajectories():
-                        runner.summary.add(trajectory)
-                        runner.counters.before += 1
-                    given = token or secrets.token_urlsafe(24)
-                    episodes: ServedEpisodes | GroupService
-                    if groups is not None:
-                        most, ahead = groups
-                        episodes = GroupService(
-                            loaded,
-                            tasks,
-                            template,
-                            backend,
-                            store,
-                            runner,
-                            given,
-                            halt,
-                            max_requests=most,
-                            ahead=ahead,
-                            reader=reader,
-                        )
-                    else:
-                        assert programs is not None
-                        assert isinstance(runner, Runner)
-                        episodes = ServedEpisodes(runner, programs, tasks, store, given, halt)
-                    server = server_of_loop()
-                    address = await server.listen(host, port, episodes.service)
-                    try:
-                        if lost and programs is not None:
-                            shown = ", ".join(lost[:10]) + (", …" if len(lost) > 10 else "")
-                            echo(f"Open when the run stopped, so they begin again when they are opened: {shown}")
-                        agent = AgentSpec.section_of(loaded.spec)
-                        if programs is not None and agent is not None and (agent.run or agent.use):
-                            echo("The spec's own program is not started: programs run elsewhere.")
-                        echo(f"Run: {store.folder}")
-                        if not token and groups is not None:
-                            private_file(store.folder / "token").write_text(given)
-                            echo(f"Token: in {store.folder / 'token'}")
-                        elif not token:
-                            echo(f"Token (set {TOKEN} for one of your own): {given}")
-                        echo(f"Serving {loaded.spec.name} at {address}; Ctrl-C ends it.")
-                        panel = Panel(runner.counters, runner.summary)
-                        with (
-                            observers.watch(runner.counters, runner.summary, lambda: episodes.busy),
-                            nullcontext() if quiet else ticking(panel.line, echo),
-                        ):
-                            await stop.wait()
-                        if isinstance(episodes, ServedEpisodes) and episodes.open_ids:
-                            shown = ", ".join(episodes.open_ids[:10]) + (", …" if len(episodes.open_ids) > 10 else "")
-                            echo(f"Open, so they begin again when they are opened: {shown}")
-                    finally:
-                        await episodes.close()
-                        await server.stop_listening()
-            finally:
-                await backend.close()
-            if broken:
-                raise broken[0]
-    print_summary(console, runner.summary, seconds=runner.counters.seconds, tokens=runner.counters.tokens)
-    return runner.faults
