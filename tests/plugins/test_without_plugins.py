@@ -171,6 +171,6 @@ def test_a_plugin_imports_only_those_that_its_face_needs() -> None:
     strange = set()
     for file in root.rglob("*.py"):
         name = file.relative_to(root).parts[0]
-        named = {match for match in re.findall(r"(?:from|import) engine\.plugins\.(\w+)", file.read_text())} - {name}
+        named = set(re.findall(r"(?:from|import) engine\.plugins\.(\w+)", file.read_text())) - {name}
         strange |= {(name, other) for other in named if other not in installed().plugins[name].needs}
     assert strange == set()
