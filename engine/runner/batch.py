@@ -40,7 +40,7 @@ class Group(Struct, frozen=True, eq=False):
     resumed: int = 0
     """Number of its episodes that continued from the journal of an earlier launch."""
     regenerated_tokens: int = 0
-    """Tokens of its episodes that were sampled again because a launch of the training had ended; see `stored_groups.py`."""
+    """Tokens of its episodes that were sampled again because a launch had ended; see `stored_groups.py`."""
     small: bool = False
     """Whether it has no rows because it has fewer trainable episodes than `train.min_group`."""
 
@@ -53,7 +53,7 @@ class Group(Struct, frozen=True, eq=False):
 
     @property
     def without_signal(self) -> bool:
-        """Whether every advantage is 0, so that the group has no gradient. Unknown, and so false, before a critic has given values."""
+        """Whether every advantage is 0, so that the group has no gradient. False before a critic has given values."""
         if any(row.credit is not None and row.credit.needs_values for row in self.rows):
             return False
         return without_signal(self.rows)

@@ -4,20 +4,21 @@ A group may start while
 
     running + ready + used  <  (max_staleness + 1) * tasks_per_step
 
-(near the end of the training, less: (number of batches left) * tasks_per_step), where `used` are the groups of the batch that is being collected. With `version` batches trained, this is AReaL's
-(max_staleness + version + 1) * B - accepted - running (arXiv 2505.24298, section 5.1). The limit of live episodes applies as
-well. Groups that dynamic sampling drops do not count, so other groups are sampled instead.
+where `used` are the groups of the batch that is being collected; near the end of the training the right side is at most
+(number of batches left) * tasks_per_step. With `version` batches trained, this is AReaL's
+(max_staleness + version + 1) * B - accepted - running (arXiv 2505.24298, section 5.1). The limit of live episodes holds
+as well. Groups that dynamic sampling drops do not count, so other groups are sampled instead.
 
 Invariants:
 - A group is whole: all of its episodes have ended before its rows are made, because they are each other's baseline.
-- Without oversampling, batches take groups in the order in which they started. With the limit above, no trained token is
-  more than `max_staleness` versions old, and short episodes are not favoured.
+- Without oversampling, batches take groups in the order in which they started. With the limit above, no trained token
+  is more than `max_staleness` versions old, and short episodes are not favoured.
 - With oversampling, a batch takes the groups that finish first. The other groups are cancelled.
-- Running groups that would be too old for the next batch are cancelled. They exist if `max_sampling_rounds` ends a batch early.
+- Running groups that would be too old for the next batch, after `max_sampling_rounds` ended one early, are cancelled.
 - With `max_staleness` 0 nothing is sampled between the last episode of a batch and the weight update.
 - Draws of tasks that are always or never solved are skipped (`difficulty.py`), and a skipped draw is consumed.
-- A group that is consumed (`ConsumedGroups`) is never started again. A group of an earlier launch that is not consumed is started again: its
-  finished episodes are read from the store and the others continue from their journals, unless its oldest token is older than
+- A group that is consumed (`ConsumedGroups`) is never started again. Another one of an earlier launch is: its finished
+  episodes are read from the store and the others continue from their journals, unless its oldest token is older than
   `max_staleness` allows.
 """
 
@@ -121,7 +122,7 @@ class GroupRunner:
         return self._rows.group(request, ended)
 
     async def episode(self, task: Task, sample: int) -> Trajectory | None:
-        """Run an episode, or read it if it is finished. Returns None, with the reason in the runner's `faults`, if the engine itself failed.
+        """Run an episode, or read it if it is finished. None: the engine itself failed, and the runner's `faults` say why.
 
         Raises:
             StoreError: the run store cannot be written.
@@ -268,7 +269,7 @@ class GroupSchedule:
             work.add_done_callback(self._group_done)
 
     def _next_to_start(self) -> tuple[int, int]:
-        """The number of the next group, and the version of its oldest token, or of the current weights if it has none."""
+        """The number of the next group, and the version of its oldest token; without tokens, of the current weights."""
         skipped = 0
         while True:
             number = self._next

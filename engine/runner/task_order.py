@@ -1,8 +1,8 @@
 """The order of groups: the task of each group's number, and the numbers that are consumed.
 
-A group is identified by its number in the order of starts. `TaskOrder` gives the task and the epoch of each number, and with
-them the names of its episodes in the run store, so the number identifies the same group in every launch of a training. A consumed
-group was trained on, left out, cancelled or dropped, and never trains again.
+A group is identified by its number in the order of starts. `TaskOrder` gives the task and the epoch of each number, and
+with them the names of its episodes in the run store, so a number is the same group in every launch of a training. A
+consumed group was trained on, left out, cancelled or dropped, and never trains again.
 """
 
 from __future__ import annotations

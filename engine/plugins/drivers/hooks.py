@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from engine.store.elsewhere import is_divided
 
 if TYPE_CHECKING:
-    from engine.plugins.drivers.processes import DriverProcesses
+    from engine.runner.processes import Processes
     from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader
 
@@ -38,7 +38,7 @@ def open_run(folder: Path) -> RunReader | None:
     return ShardedRun(folder)
 
 
-def drive(loaded: LoadedSpec, folder: Path | None) -> DriverProcesses | None:
+def drive(loaded: LoadedSpec, folder: Path | None) -> Processes | None:
     """The hook `drive`."""
     from engine.plugins.drivers.processes import DriverProcesses
     from engine.plugins.drivers.spec import DriversSpec
