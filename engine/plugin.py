@@ -129,6 +129,9 @@ class Plugin:
     """`tasks.source` -> its `engine.schemas.task_sources.SourceFacts`."""
     isolation_modes: Entries = field(default_factory=dict)
     """Value of `isolation.mode` -> its `engine.actions.calling.host:CodeHost`, made without arguments once for each run that needs it."""
+    players: Entries = field(default_factory=dict)
+    """Part of an episode that a model may play, `user` or `scorer` -> function `(path, spec)` that describes it, as a
+    `engine.spec.added.PlayedRole`. A service of the plugin lets the model play it."""
     trainers: Entries = field(default_factory=dict)
     """Trainer of `--trainer` -> object with `findings(loaded)`: see `engine.validate.trainers.TrainerFacts`."""
     trackers: Entries = field(default_factory=dict)

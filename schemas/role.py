@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -24,6 +25,9 @@ class RoleMessage(Contract):
 
 class RoleSpec(Contract):
     """What the user and the scorer share: code by entry point, or a model that plays the role."""
+
+    PLAYER: ClassVar[str] = ""
+    PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"player": "players"}
 
     use: str | None = Field(default=None, min_length=1)
     """`package.module:Name`, or a name that an installed package offers; not set for a model-played role."""
@@ -51,6 +55,11 @@ class RoleSpec(Contract):
     def model_played(self) -> bool:
         """Whether a model plays the role."""
         return self.use is None
+
+    @property
+    def player(self) -> str:
+        """The name of what lets a model play it, in the point `players`; empty if it is code."""
+        return self.PLAYER if self.model_played else ""
 
     @property
     def seconds(self) -> float:
@@ -132,6 +141,8 @@ class ModelUserLimits(Contract):
 class UserSpec(RoleSpec):
     """The simulated user: `use` names a class of one's own, `prompt` has a model play it."""
 
+    PLAYER: ClassVar[str] = "user"
+
     effects: Effects = "pure"
     opener: str = "Hello. How can I help you?"
     """What the policy is taken to have said first, where the dialogue follows the prompt with its roles changed over."""
@@ -146,6 +157,8 @@ class UserSpec(RoleSpec):
 
 class ScorerSpec(RoleSpec):
     """The last word on an episode's rewards: a function, or a model as judge. Both read assistant messages alone."""
+
+    PLAYER: ClassVar[str] = "scorer"
 
     use: str | None = Field(default=None, min_length=1)
     """`math-verify`, or `package.module:callable(view) -> list[RewardEvent]`; left out where a model judges."""

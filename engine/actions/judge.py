@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from engine.actions.role_models import RoleModel
     from engine.schemas.role import ScorerSpec
 
-JUDGE_FIELDS = ("task", "reply", "replies", "turn")
-"""What a judge's prompt may name: the task's fields, the reply that is judged, all replies up to it, and its turn."""
-
 
 class Judgement(Struct, frozen=True, kw_only=True):
     """The judgement of one reply."""

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from engine.actions.role_models import RoleModel
     from engine.schemas.role import Mark, UserSpec
 
-USER_FIELDS = ("task", "reply", "dialogue", "verdict", "turn")
-"""Fields of a user's prompt: the task's fields, the policy's newest reply, the dialogue as text, the grader's text, and the
-number of the user's earlier answers."""
 SILENCE = "(says nothing)"
 """Replaces a reply without text."""
 

@@ -18,7 +18,7 @@ from engine.actions.spec_code import CallToolsAction
 from engine.actions.tool_servers import ToolServers
 from engine.actions.toolbox import BoundTool, Toolbox, bind_tool
 from engine.errors import SpecCodeError
-from engine.spec.added import added_tools
+from engine.spec.added import added_tools, no_player, played_parts
 from engine.spec.conversation import tools_of
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ class ObjectBuilder:
     ) -> None:
         spec = loaded.spec
         self._loaded, self._code = loaded, code
+        for path, part in played_parts(spec).items():
+            if (why := no_player(part)) is not None:
+                what = f"`{'.'.join(map(str, path))}`: {why}"
+                raise SpecCodeError(what, blame="spec", kind="plugin_missing")
         self._opening = [service for service in services if type(service).open is not EpisodeService.open]
         self._bare = partial(EpisodeObjects, sampler=sampler)
         self._environment = None if spec.environment is None else self._load_environment(spec.environment)

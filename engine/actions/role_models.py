@@ -19,23 +19,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.actions.llm_user import ModelUser
-from engine.actions.role_weights import frozen_refusal, role_weights, shares_policy
+from engine.actions.role_weights import frozen_refusal, role_section, role_weights
 from engine.actions.services import EpisodeService, ServiceInputs
 from engine.backends.slots import Slots
 from engine.errors import ContextOverflow, EngineError, SpecCodeError, TrainError
-from engine.schemas.backend import BackendBase, LocalBackendSpec
 from engine.schemas.base import Struct
-from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import Message
-from engine.spec.added import PlayedRole, added_roles
+from engine.spec.added import PlayedRole, played_roles
 
 if TYPE_CHECKING:
     from engine.actions.action import EpisodeObjects
     from engine.backends.backend import Backend
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Blame
-    from engine.spec.load import LoadedSpec
     from engine.spec.text.diagnostic import DataPath
     from engine.tokens.template import ChatTemplate
     from engine.tokens.views import IntendedTokens
@@ -201,7 +198,7 @@ class RoleModels(EpisodeService):
         self._policy = RoleBackend(inputs.backend, inputs.slots, borrowed=True)
         self._backends: dict[str, RoleBackend] = {}
         self._models: dict[DataPath, RoleModel] = {}
-        self._declared = roles_of(inputs.loaded.spec)
+        self._declared = played_roles(inputs.loaded.spec)
 
     async def start(self, backends: Sequence[Backend] = ()) -> None:
         """Load the formats and start the backends. If one fails, the started ones are closed.
@@ -216,10 +213,10 @@ class RoleModels(EpisodeService):
             undo.push_async_callback(self.close)
             for path, role in self._declared.items():
                 part = role.spec
-                weights = role_weights(self._loaded.spec, part) if self._inputs.training else "apart"
+                weights = role_weights(self._loaded.spec, role) if self._inputs.training else "apart"
                 copied = weights == "copy"
-                borrows = shares_policy(self._loaded.spec, part) and not copied
-                scripted = not borrows and section_of(self._loaded, path).spec.backend.scripted
+                borrows = role.shares_policy(self._loaded.spec) and not copied
+                scripted = not borrows and role_section(self._loaded, path).spec.backend.scripted
                 if self._inputs.only_scripted and not scripted:
                     continue
                 if weights == "impossible":
@@ -231,7 +228,7 @@ class RoleModels(EpisodeService):
 
     async def _open(self, path: DataPath, template: ChatTemplate, *, copied: bool) -> RoleBackend:
         """Return a backend for a role: one that is open for the same weights, or a new one."""
-        section = section_of(self._loaded, path)
+        section = role_section(self._loaded, path)
         if copied:  # the policy's settings, and the weights of `model.path`
             section = replace(section, spec=section.spec.model_copy(update={"backend": self._loaded.spec.backend}))
         key = section.spec.model_dump_json(include={"model": {"path", "revision"}, "backend": True})
@@ -292,46 +289,3 @@ class RoleModels(EpisodeService):
             f"{index}:{served.backend.declared.kind_name()}": served.backend.stats()
             for index, served in enumerate(self._backends.values())
         }
-
-
-def open_service(inputs: ServiceInputs) -> RoleModels | None:
-    """The hook `open_service`: None if no model plays a role."""
-    return RoleModels(inputs) if roles_of(inputs.loaded.spec) else None
-
-
-def roles_of(spec: EpisodeSpec) -> dict[DataPath, PlayedRole]:
-    """Every role that a model plays, by the path of its declaration."""
-    roles: dict[DataPath, PlayedRole] = {}
-    for name, user in spec.users_by_name.items():
-        if user.model_played:
-            path = ("users", name) if name else ("user",)
-            roles[path] = PlayedRole(name=f"user:{name}" if name else "user", spec=user, blame="user", kinds="user")
-    scorer = spec.rewards.scorer
-    if scorer is not None and scorer.model_played:
-        roles["rewards", "scorer"] = PlayedRole(name=scorer.name, spec=scorer, blame="environment", kinds="judge")
-    return roles | added_roles(spec)
-
-
-def backend_specs(spec: EpisodeSpec) -> list[BackendBase]:
-    """The backends of the policy and of every role that declares its own."""
-    return [spec.backend, *(role.spec.backend for role in roles_of(spec).values() if role.spec.backend is not None)]
-
-
-def section_of(loaded: LoadedSpec, path: DataPath) -> LoadedSpec:
-    """A spec for the role at `path`: the role's model, backend and sampling replace the policy's."""
-    part = roles_of(loaded.spec)[path].spec
-    spec = loaded.spec.model_copy(
-        update={
-            "model": part.model or loaded.spec.model,
-            "backend": part.backend or LocalBackendSpec(),
-            "sampling": part.sampling,
-        }
-    )
-    origins, keys = (
-        {
-            **{place: origin for place, origin in places.items() if place[:1] not in (("backend",), ("model",))},
-            **{place[len(path) :]: origin for place, origin in places.items() if place[: len(path)] == path != place},
-        }
-        for places in (loaded.origins, loaded.key_origins)
-    )
-    return replace(loaded, spec=spec, origins=origins, key_origins=keys)

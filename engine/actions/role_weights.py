@@ -6,11 +6,16 @@ gives would drift with the policy. `weights: frozen`, the default, keeps the wei
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
+
+from engine.schemas.backend import LocalBackendSpec
+from engine.spec.added import PlayedRole, played_roles
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
-    from engine.schemas.role import RoleSpec
+    from engine.spec.load import LoadedSpec
+    from engine.spec.text.diagnostic import DataPath
 
 RoleWeights = Literal["apart", "policy", "base", "copy", "impossible"]
 """The weights of a role during a training.
@@ -23,17 +28,10 @@ RoleWeights = Literal["apart", "policy", "base", "copy", "impossible"]
 """
 
 
-def shares_policy(spec: EpisodeSpec, part: RoleSpec) -> bool:
-    """Whether a part speaks through the policy's backend: the same weights, and no other backend declared."""
-    if part.model is not None and (part.model.path, part.model.revision) != (spec.model.path, spec.model.revision):
-        return False
-    return part.backend is None or (part.backend == spec.backend and not part.backend.scripted)
-
-
-def role_weights(spec: EpisodeSpec, part: RoleSpec) -> RoleWeights:
+def role_weights(spec: EpisodeSpec, role: PlayedRole) -> RoleWeights:
     """The weights of a role while the spec's `train` section trains its model; `apart` without that section."""
-    train = spec.train
-    shares = shares_policy(spec, part)
+    train, part = spec.train, role.spec
+    shares = role.shares_policy(spec)
     if train is None or not (shares or (part.backend is not None and part.backend.shares_servers(spec.backend))):
         return "apart"
     adapter = spec.backend.sync_method(train.weight_sync.method, lora=train.lora is not None) == "adapter"
@@ -55,3 +53,23 @@ def frozen_refusal(name: str, spec: EpisodeSpec) -> tuple[str, str]:
         "give it a `backend` of its own (other servers), train an adapter (`train.lora`, `weight_sync.method: adapter`), or "
         "write `weights: policy`",
     )
+
+
+def role_section(loaded: LoadedSpec, path: DataPath) -> LoadedSpec:
+    """A spec for the role at `path`: the role's model, backend and sampling replace the policy's."""
+    part = played_roles(loaded.spec)[path].spec
+    spec = loaded.spec.model_copy(
+        update={
+            "model": part.model or loaded.spec.model,
+            "backend": part.backend or LocalBackendSpec(),
+            "sampling": part.sampling,
+        }
+    )
+    origins, keys = (
+        {
+            **{place: origin for place, origin in places.items() if place[:1] not in (("backend",), ("model",))},
+            **{place[len(path) :]: origin for place, origin in places.items() if place[: len(path)] == path != place},
+        }
+        for places in (loaded.origins, loaded.key_origins)
+    )
+    return replace(loaded, spec=spec, origins=origins, key_origins=keys)

@@ -127,9 +127,7 @@ OPEN_SERVICE: Hook[Callable[[ServiceInputs], EpisodeService | None]] = Hook("ope
 
 def open_services(inputs: ServiceInputs) -> list[EpisodeService]:
     """The services that plugins give to the episodes of one `Runner`, not started, in their order."""
-    from engine.actions.role_models import open_service
-
-    opened = [make(inputs) for make in (open_service, *OPEN_SERVICE.all(used_plugins(inputs.loaded.spec)))]
+    opened = [make(inputs) for make in OPEN_SERVICE.all(used_plugins(inputs.loaded.spec))]
     return sorted((service for service in opened if service is not None), key=lambda service: service.order)
 
 

@@ -15,7 +15,6 @@ from engine.actions.action_facts import OWN_ACTION_SECONDS
 from engine.actions.calling.host import Origin
 from engine.actions.calling.workers import call_spec_code
 from engine.actions.facts import SCORERS, owns_conversation
-from engine.actions.judge import Judge
 from engine.actions.reward_source import ENVIRONMENT, SCORER, RewardSource, added_sources, graded
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
@@ -480,8 +479,8 @@ class ScoreAction(SpecCodeAction):
         sources = added_sources(loaded, code)
         if environment is not None:
             sources.append(EnvironmentRewards(self, environment))
-        if scorer is not None:
-            sources.append(Judge(scorer) if scorer.model_played else ScorerRewards(self, loaded, code))
+        if scorer is not None and scorer.use is not None:
+            sources.append(ScorerRewards(self, loaded, code))
         self.sources = sorted(sources, key=lambda source: source.order)
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from engine import plugin
 from engine.plugin import Hook
+from engine.schemas.backend import BackendBase, LocalBackendSpec
 from engine.schemas.base import Struct
 from engine.schemas.sections import written
 
@@ -71,8 +73,19 @@ class PlayedRole(Struct, frozen=True, kw_only=True):
     blame: Blame
     kinds: str
     """How the kinds of its failures begin."""
-    fields: tuple[str, ...] = ()
-    """What its prompt may name; of users and judges the core knows it."""
+    fields: tuple[str, ...]
+    """What its prompt may name."""
+
+    def shares_policy(self, spec: EpisodeSpec) -> bool:
+        """Whether it speaks through the policy's backend: the same weights, and no other backend declared."""
+        model, backend = self.spec.model, self.spec.backend
+        if model is not None and (model.path, model.revision) != (spec.model.path, spec.model.revision):
+            return False
+        return backend is None or (backend == spec.backend and not backend.scripted)
+
+    def served_by(self, spec: EpisodeSpec) -> BackendBase:
+        """The backend through which it speaks."""
+        return spec.backend if self.shares_policy(spec) else self.spec.backend or LocalBackendSpec()
 
 
 class TrainerUse(Struct, frozen=True, kw_only=True):
@@ -120,6 +133,34 @@ def added_code(spec: EpisodeSpec) -> list[AddedCode]:
     return [code for facts in spec_facts(spec) for code in facts.code]
 
 
-def added_roles(spec: EpisodeSpec) -> dict[DataPath, PlayedRole]:
-    """The models that sections of plugins name."""
-    return {path: role for facts in spec_facts(spec) for path, role in facts.roles.items()}
+def played_parts(spec: EpisodeSpec) -> dict[DataPath, RoleSpec]:
+    """The users and the scorer that a model plays, by the path where each is declared."""
+    parts: dict[DataPath, RoleSpec] = {}
+    for name, user in spec.users_by_name.items():
+        if user.model_played:
+            parts[("users", name) if name else ("user",)] = user
+    if (scorer := spec.rewards.scorer) is not None and scorer.model_played:
+        parts["rewards", "scorer"] = scorer
+    return parts
+
+
+def no_player(part: RoleSpec) -> str | None:
+    """What to do because nothing lets a model play a part; None if something does."""
+    if part.player in plugin.entries("players"):
+        return None
+    return plugin.missing("players", part.player) or "name code that plays it, with `use`"
+
+
+def played_roles(spec: EpisodeSpec) -> dict[DataPath, PlayedRole]:
+    """Every role that a model plays, by the path of its declaration: users, the scorer, and those of sections of plugins."""
+    players = plugin.loaded("players")
+    parts = played_parts(spec).items()
+    roles = {path: players[part.player](path, part) for path, part in parts if part.player in players}
+    return roles | {path: role for facts in spec_facts(spec) for path, role in facts.roles.items()}
+
+
+def backends_of(spec: EpisodeSpec) -> dict[DataPath, BackendBase]:
+    """The backends of the policy and of every role that declares its own, by their paths."""
+    roles = played_roles(spec).items()
+    own = {(*path, "backend"): role.spec.backend for path, role in roles if role.spec.backend is not None}
+    return {("backend",): spec.backend, **own}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.schemas.backend import BackendBase, LocalBackendSpec, ServersSpec, backend_classes
+from engine.schemas.backend import BackendBase, ServersSpec, backend_classes
 from engine.schemas.generation import SamplingParams
+from engine.spec.added import backends_of, played_roles
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
@@ -38,7 +39,7 @@ def unsupported_sampling(ctx: CheckContext) -> Iterator[Finding]:
 def no_launch(ctx: CheckContext) -> Iterator[Finding]:
     """`launch` of a backend whose kind has no launcher. What one installation corrects is one finding."""
     fixes: set[str] = set()
-    for backend, path in _declared(ctx):
+    for path, backend in backends_of(ctx.spec).items():
         if isinstance(backend, ServersSpec) and backend.launch is not None:
             from engine.backends.servers.launched import no_launcher  # the check of another spec imports no backend
 
@@ -50,26 +51,8 @@ def no_launch(ctx: CheckContext) -> Iterator[Finding]:
                 )
 
 
-def _declared(ctx: CheckContext) -> Iterator[tuple[BackendBase, DataPath]]:
-    """The backends of the policy and of roles that declare their own, with their paths."""
-    yield ctx.spec.backend, ("backend",)
-    if any(user.model_played for _, user in ctx.users) or ctx.spec.rewards.scorer is not None:
-        from engine.actions.role_models import roles_of
-
-        for path, role in roles_of(ctx.spec).items():
-            if role.spec.backend is not None:
-                yield role.spec.backend, (*path, "backend")
-
-
 def _sampled(ctx: CheckContext) -> Iterator[tuple[BackendBase, SamplingParams, DataPath]]:
     """Each backend with the sampling parameters that it is sent, and their path."""
     yield ctx.spec.backend, ctx.spec.sampling, ("sampling",)
-    if not any(user.model_played for _, user in ctx.users) and ctx.spec.rewards.scorer is None:
-        return
-    from engine.actions.role_models import roles_of
-    from engine.actions.role_weights import shares_policy
-
-    for path, role in roles_of(ctx.spec).items():
-        part = role.spec
-        shared = shares_policy(ctx.spec, part)
-        yield ctx.spec.backend if shared else part.backend or LocalBackendSpec(), part.sampling, (*path, "sampling")
+    for path, role in played_roles(ctx.spec).items():
+        yield role.served_by(ctx.spec), role.spec.sampling, (*path, "sampling")

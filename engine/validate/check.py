@@ -44,7 +44,7 @@ def all_rules() -> list[Rule]:
         machine,
         model,
         no_effect,
-        people,
+        players,
         prompts,
         read_names,
         rewards,

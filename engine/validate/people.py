@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from engine.actions.role_weights import frozen_refusal, role_section, role_weights
 from engine.spec.access import OUTSIDE_FIX
-from engine.spec.added import added_roles
+from engine.spec.added import played_roles
 from engine.spec.template import fields_of, has_field
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import short
@@ -15,30 +16,17 @@ from engine.validate.prompts import is_file, known_fields, offset_of
 from engine.validate.registry import Finding, rule
 
 
-def _has_model_roles(ctx: CheckContext) -> bool:
-    """Whether a model plays a user, a judge or a part of a plugin. Most specs have no such role, and do not import the slow code for it."""
-    scorer = ctx.spec.rewards.scorer
-    judged = scorer is not None and scorer.model_played
-    return any(user.model_played for _, user in ctx.users) or judged or bool(added_roles(ctx.spec))
-
-
 @rule("role.unknown-field", "error", "the prompt of a user or judge names a field that does not exist")
 def role_field(ctx: CheckContext) -> Iterator[Finding]:
     """`{{reply}}`, `{{dialogue}}`, … and `{{task.<field>}}` in the prompts of model-played users and judges."""
-    if not _has_model_roles(ctx):
-        return
-    from engine.actions.judge import JUDGE_FIELDS
-    from engine.actions.llm_user import USER_FIELDS
-    from engine.actions.role_models import roles_of
-
-    rows = list(known_fields(ctx))
-    for path, role in roles_of(ctx.spec).items():
-        known = role.fields or (USER_FIELDS if role.blame == "user" else JUDGE_FIELDS)
+    roles = played_roles(ctx.spec)
+    rows = list(known_fields(ctx)) if roles else []
+    for path, role in roles.items():
         for index, message in enumerate(role.spec.prompt):
             at = (*path, "prompt", index, "content")
             for name in fields_of(message.content):
                 ctx.work.spend(10 + len(rows))
-                yield from _field(name, message.content, known, rows, at)
+                yield from _field(name, message.content, role.fields, rows, at)
 
 
 def _field(
@@ -61,11 +49,7 @@ def _field(
 @rule("role.no-file", "error", "a file that the model of a user or judge needs does not exist")
 def role_file(ctx: CheckContext) -> Iterator[Finding]:
     """The chat template of its model, and the replies of its scripted backend."""
-    if not _has_model_roles(ctx):
-        return
-    from engine.actions.role_models import roles_of, section_of
-
-    for path, role in roles_of(ctx.spec).items():
+    for path, role in played_roles(ctx.spec).items():
         part = role.spec
         named: list[tuple[DataPath, str]] = []
         if part.model is not None and part.model.chat_template is not None:
@@ -73,7 +57,7 @@ def role_file(ctx: CheckContext) -> Iterator[Finding]:
         if part.backend is not None:
             named += [(("backend", key), file) for key, file in part.backend.files.items()]
         for below, name in named:
-            full = section_of(ctx.loaded, path).resolve(name, below)
+            full = role_section(ctx.loaded, path).resolve(name, below)
             if not ctx.loaded.access.allows(full):
                 message = f"the file `{short(name)}` is outside the folders that may be read"
                 yield Finding(message, (*path, *below), OUTSIDE_FIX)
@@ -106,13 +90,10 @@ def never_satisfied(ctx: CheckContext) -> Iterator[Finding]:
 @rule("role.frozen", "error", "the weights of a user or judge cannot be frozen during the training")
 def role_frozen(ctx: CheckContext) -> Iterator[Finding]:
     """It runs on the policy's servers, which have only the newest weights."""
-    if ctx.spec.train is None or not _has_model_roles(ctx):
+    if ctx.spec.train is None:
         return
-    from engine.actions.role_models import roles_of
-    from engine.actions.role_weights import frozen_refusal, role_weights
-
-    for path, role in roles_of(ctx.spec).items():
-        if role_weights(ctx.spec, role.spec) == "impossible":
+    for path, role in played_roles(ctx.spec).items():
+        if role_weights(ctx.spec, role) == "impossible":
             message, fix = frozen_refusal(role.name, ctx.spec)
             yield Finding(message, path, fix, key=True)
 
@@ -120,17 +101,14 @@ def role_frozen(ctx: CheckContext) -> Iterator[Finding]:
 @rule("role.policy-weights", "warning", "a user or judge has the weights that are trained")
 def role_policy_weights(ctx: CheckContext) -> Iterator[Finding]:
     """`weights: policy`; also where it has no effect."""
-    if ctx.spec.train is None or not _has_model_roles(ctx):
+    if ctx.spec.train is None:
         return
-    from engine.actions.role_models import roles_of
-    from engine.actions.role_weights import role_weights
-
-    for path, role in roles_of(ctx.spec).items():
+    for path, role in played_roles(ctx.spec).items():
         name, part = role.name, role.spec
         if part.weights != "policy":
             continue
         at: DataPath = (*path, "weights")
-        if role_weights(ctx.spec, part) == "policy":
+        if role_weights(ctx.spec, role) == "policy":
             message = f"the model of `{name}` changes with the policy in every step, and so do its answers and rewards"
             yield Finding(message, at, "write `weights: frozen`, unless self-play is intended")
         else:

@@ -112,7 +112,7 @@ def frozen_role_models(spec: Path, changes: list[str]) -> list[str]:
     Raises:
         SpecError: the spec is invalid.
     """
-    from engine.actions.role_models import roles_of
+    from engine.spec.added import played_roles
     from engine.spec.load import load_spec
 
     loaded = load_spec(spec, changes).spec
@@ -121,7 +121,7 @@ def frozen_role_models(spec: Path, changes: list[str]) -> list[str]:
     own = json.dumps(loaded.model.model_dump(mode="json", by_alias=True, exclude_defaults=True))
     return [
         f"{'.'.join(map(str, path))}.model={own}"
-        for path, role in roles_of(loaded).items()
+        for path, role in played_roles(loaded).items()
         if role.spec.model is None and role.spec.backend is None and role.spec.weights == "frozen"
     ]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.actions.role_models import backend_specs
 from engine.actions.services import Cost, EpisodeService
 from engine.plugins.chat_apis.backend import ApiBackend
 from engine.plugins.chat_apis.budget import Budget
 from engine.plugins.chat_apis.spec import CostSpec
+from engine.spec.added import backends_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,6 +63,6 @@ class CountedCosts(EpisodeService):
 def open_service(inputs: ServiceInputs) -> CountedCosts | None:
     """The hook `open_service`: counts if a backend of the spec has prices."""
     spec = inputs.loaded.spec
-    if inputs.folder is None or not any(backend.priced for backend in backend_specs(spec)):
+    if inputs.folder is None or not any(backend.priced for backend in backends_of(spec).values()):
         return None
     return CountedCosts(inputs.folder / COSTS, CostSpec.or_default(spec.rollout).max_cost)

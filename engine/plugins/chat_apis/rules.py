@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.plugins.chat_apis.spec import CostSpec
+from engine.spec.added import backends_of
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 
@@ -14,9 +15,7 @@ def no_prices(ctx: CheckContext) -> Iterator[Finding]:
     """`rollout.max_cost` without `prices` of any backend of the spec."""
     if CostSpec.or_default(ctx.spec.rollout).max_cost is None:
         return
-    from engine.actions.role_models import backend_specs
-
-    if not any(backend.priced for backend in backend_specs(ctx.spec)):
+    if not any(backend.priced for backend in backends_of(ctx.spec).values()):
         yield Finding(
             "`max_cost` has no effect: no backend of this spec has `prices`",
             ("rollout", "max_cost"),

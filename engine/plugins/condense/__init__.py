@@ -17,6 +17,7 @@ from engine.plugin import Plugin, Section
 PLUGIN = Plugin(
     name="condense",
     about="Shorter conversations",
+    needs=("roles",),
     sections=(
         Section(keys=("condense",), use="engine.plugins.condense.spec:CondenseSpec"),
         Section(

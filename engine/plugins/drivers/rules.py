@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import SpecError
 from engine.plugins.drivers.spec import DriversSpec
-from engine.schemas.backend_base import BackendBase
-from engine.spec.added import spec_facts
+from engine.spec.added import backends_of, spec_facts
 from engine.spec.text.diagnostic import DataPath, Diagnostic
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
@@ -41,8 +40,6 @@ def unused_shards(ctx: CheckContext) -> Iterator[Finding]:
 
 def problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
     """What prevents several drivers: a message, its place, and what to do."""
-    from engine.actions.role_models import roles_of
-
     rollout, drivers = spec.rollout, DriversSpec.of(spec).drivers
     if drivers == 1:
         return
@@ -55,17 +52,7 @@ def problems(spec: EpisodeSpec) -> Iterator[tuple[str, DataPath, str]]:
         )
     for facts in spec_facts(spec):
         yield from facts.one_process
-    backends: list[tuple[BackendBase, DataPath]] = [(spec.backend, ("backend",))]
-    if (
-        any(user.model_played for user in (spec.user, *spec.users.values()) if user is not None)
-        or spec.rewards.scorer is not None
-    ):
-        backends += [
-            (role.spec.backend, (*path, "backend"))
-            for path, role in roles_of(spec).items()
-            if role.spec.backend is not None
-        ]
-    for backend, path in backends:
+    for path, backend in backends_of(spec).items():
         if not backend.weights_in_servers and not backend.scripted:
             yield (
                 "each driver would load a copy of the weights",
