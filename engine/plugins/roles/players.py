@@ -8,9 +8,9 @@ from engine.spec.added import PlayedRole, played_roles
 
 if TYPE_CHECKING:
     from engine.actions.calling.workers import Workers
-    from engine.actions.judge import Judge
     from engine.actions.role_models import RoleModels
     from engine.actions.services import ServiceInputs
+    from engine.plugins.roles.judge import Judge
     from engine.schemas.role import RoleSpec, ScorerSpec
     from engine.spec.load import LoadedSpec
     from engine.spec.text.diagnostic import DataPath
@@ -47,6 +47,6 @@ def judge(loaded: LoadedSpec, code: Workers) -> Judge | None:
     spec = loaded.spec.rewards.scorer
     if spec is None or not spec.model_played:
         return None
-    from engine.actions.judge import Judge
+    from engine.plugins.roles.judge import Judge
 
     return Judge(spec)
