@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from engine.actions.action import Action, EpisodeObjects
 from engine.actions.images import in_memory
-from engine.actions.role_models import RoleModels
 from engine.actions.spec_code import SpecCodeAction, SpecFunction
 from engine.episode.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
@@ -30,6 +29,7 @@ from engine.plugins.condense.spec import (
 )
 from engine.plugins.condense.spec_facts import SUMMARY_ROLE
 from engine.plugins.condense.window import older_images, slid
+from engine.plugins.roles.models import RoleModels
 from engine.schemas.environment import Step
 from engine.schemas.journal import StepRecord
 from engine.schemas.message import Message

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine.actions.reward_source import JUDGE, RewardSource, graded
-from engine.actions.role_models import RoleModels
 from engine.episode.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
+from engine.plugins.roles.models import RoleModels
 from engine.schemas.base import Struct
 from engine.schemas.environment import EpisodeView
 from engine.schemas.journal import ScoreRecord
@@ -25,7 +25,7 @@ from engine.spec.template import fill, own_spans
 
 if TYPE_CHECKING:
     from engine.actions.action import EpisodeObjects
-    from engine.actions.role_models import RoleModel
+    from engine.plugins.roles.models import RoleModel
     from engine.schemas.role import ScorerSpec
 
 

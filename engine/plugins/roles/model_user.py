@@ -23,7 +23,7 @@ from engine.spec.template import fields_of, fill, own_spans
 
 if TYPE_CHECKING:
     from engine.actions.calling.workers import Workers
-    from engine.actions.role_models import RoleModel
+    from engine.plugins.roles.models import RoleModel
     from engine.schemas.role import Mark, UserSpec
 
 SILENCE = "(says nothing)"

@@ -8,9 +8,9 @@ from engine.spec.added import PlayedRole, played_roles
 
 if TYPE_CHECKING:
     from engine.actions.calling.workers import Workers
-    from engine.actions.role_models import RoleModels
     from engine.actions.services import ServiceInputs
     from engine.plugins.roles.judge import Judge
+    from engine.plugins.roles.models import RoleModels
     from engine.schemas.role import RoleSpec, ScorerSpec
     from engine.spec.load import LoadedSpec
     from engine.spec.text.diagnostic import DataPath
@@ -37,7 +37,7 @@ def open_service(inputs: ServiceInputs) -> RoleModels | None:
     """The hook `open_service`: None if no model plays a role."""
     if not played_roles(inputs.loaded.spec):
         return None
-    from engine.actions.role_models import RoleModels
+    from engine.plugins.roles.models import RoleModels
 
     return RoleModels(inputs)
 

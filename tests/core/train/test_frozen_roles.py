@@ -11,9 +11,9 @@ from service_inputs import service_inputs
 from slow_cases import each_once
 from trainings import begin_training
 
-from engine.actions.role_models import RoleModel, RoleReply
 from engine.actions.role_weights import role_weights
 from engine.errors import TrainError
+from engine.plugins.roles.models import RoleModel, RoleReply
 from engine.schemas.message import Message
 from engine.spec.load import load_spec
 
@@ -90,8 +90,8 @@ def test_the_weights_of_a_role_on_servers(
 
 async def test_frozen_weights_that_cannot_be_had_are_refused(train_spec: Any, tiny_tokenizer_dir: Path) -> None:
 
-    from engine.actions.role_models import RoleModels
     from engine.backends.scripted import ScriptedBackend
+    from engine.plugins.roles.models import RoleModels
     from engine.schemas.script import Script
     from engine.tokens.loading import load_format
 
@@ -108,8 +108,8 @@ async def test_frozen_weights_that_cannot_be_had_are_refused(train_spec: Any, ti
 async def test_a_role_of_the_base_model_names_no_adapter(train_spec: Any) -> None:
     import asyncio
 
-    from engine.actions.role_models import RoleModels
     from engine.backends.sglang.client import PolicyAdapter, SGLangBackend
+    from engine.plugins.roles.models import RoleModels
     from engine.tokens.loading import load_format
 
     loaded = load_spec(
