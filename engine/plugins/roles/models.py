@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.actions.role_weights import frozen_refusal, role_section, role_weights
 from engine.actions.services import EpisodeService, ServiceInputs
 from engine.backends.slots import Slots
 from engine.errors import ContextOverflow, EngineError, SpecCodeError, TrainError
 from engine.plugins.roles.model_user import ModelUser
+from engine.plugins.roles.weights import frozen_refusal, role_section, role_weights
 from engine.schemas.base import Struct
 from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import Message

@@ -9,10 +9,10 @@ import pytest
 from service_inputs import service_inputs
 from written_specs import save_spec
 
-from engine.actions.role_weights import shares_policy
 from engine.backends.scripted import ScriptedBackend
 from engine.errors import SpecCodeError
 from engine.plugins.roles.models import RoleModels, roles_of, section_of
+from engine.plugins.roles.weights import shares_policy
 from engine.schemas.message import Message
 from engine.schemas.script import Script
 from engine.spec.load import LoadedSpec, load_spec

@@ -11,9 +11,9 @@ from service_inputs import service_inputs
 from slow_cases import each_once
 from trainings import begin_training
 
-from engine.actions.role_weights import role_weights
 from engine.errors import TrainError
 from engine.plugins.roles.models import RoleModel, RoleReply
+from engine.plugins.roles.weights import role_weights
 from engine.schemas.message import Message
 from engine.spec.load import load_spec
 
