@@ -13,7 +13,7 @@ PLUGIN = Plugin(
     name="roles",
     about="Simulated users and judges that a model plays",
     players={"user": "engine.plugins.roles.players:user", "scorer": "engine.plugins.roles.players:scorer"},
-    rules=("engine.validate.people",),
+    rules=("engine.plugins.roles.rules",),
     hooks={
         "open_service": "engine.plugins.roles.players:open_service",
         "reward_source": "engine.plugins.roles.players:judge",
