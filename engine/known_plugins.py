@@ -79,6 +79,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "sections": ("rollout.keep",),
         "commands": ("compact",),
     },
+    "roles": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "players": ("user", "scorer")},
     "scenarios": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "commands": ("test",),

@@ -34,6 +34,7 @@ NAMING: dict[str, Spec] = {
     "notices": {"notify": {"to": [{"kind": "command", "run": "true"}]}},
     "plan": {"train": {"plan": {}}},
     "retention": {"rollout": {"keep": {"steps": 2}}},
+    "roles": {"user": {"prompt": [{"role": "user", "content": "{{reply}}"}]}},
     "report": {"train": {"report_to": ["tensorboard"]}},
     "sft": {"train": {"kind": "sft", "data": {"path": "rows.jsonl"}}},
     "traces": {"traces": {}},

@@ -15,6 +15,7 @@ from engine.errors import TrainError
 from engine.plugins.roles.models import RoleModel, RoleReply
 from engine.plugins.roles.weights import role_weights
 from engine.schemas.message import Message
+from engine.spec.added import played_roles
 from engine.spec.load import load_spec
 
 PROBE = [Message(role="user", content="Say word 1.")]
@@ -83,9 +84,9 @@ def test_the_weights_of_a_role_on_servers(
 ) -> None:
     played = {"prompt": [{"role": "user", "content": "{{reply}}"}], **user}
     spec = load_spec(train_spec(train=train, user=played, backend=SERVERS)).spec
-    assert spec.user is not None
-    assert role_weights(spec, spec.user) == expected
-    assert role_weights(spec.model_copy(update={"train": None}), spec.user) == "apart"
+    (role,) = played_roles(spec).values()
+    assert role_weights(spec, role) == expected
+    assert role_weights(spec.model_copy(update={"train": None}), role) == "apart"
 
 
 async def test_frozen_weights_that_cannot_be_had_are_refused(train_spec: Any, tiny_tokenizer_dir: Path) -> None:

@@ -11,10 +11,11 @@ from written_specs import save_spec
 
 from engine.backends.scripted import ScriptedBackend
 from engine.errors import SpecCodeError
-from engine.plugins.roles.models import RoleModels, roles_of, section_of
-from engine.plugins.roles.weights import shares_policy
+from engine.plugins.roles.models import RoleModels
+from engine.plugins.roles.weights import role_section
 from engine.schemas.message import Message
 from engine.schemas.script import Script
+from engine.spec.added import played_roles
 from engine.spec.load import LoadedSpec, load_spec
 from engine.tokens.loading import load_format
 
@@ -54,8 +55,8 @@ def test_a_part_with_the_policys_weights_shares_its_backend(
     if user.get("model", {}).get("path") == "TOK":
         user = {"model": {**user["model"], "path": str(tiny_tokenizer_dir)}}
     spec = loaded(tmp_path, tiny_tokenizer_dir, user, backend=backend).spec
-    assert spec.user is not None
-    assert shares_policy(spec, spec.user) is shares
+    (role,) = played_roles(spec).values()
+    assert role.shares_policy(spec) is shares
 
 
 async def roles_of_spec(spec: LoadedSpec, **kwargs: Any) -> tuple[RoleModels, ScriptedBackend]:
@@ -98,11 +99,11 @@ async def test_a_scenario_opens_no_model(tmp_path: Path, tiny_tokenizer_dir: Pat
 def test_a_part_sees_the_spec_with_itself_in_the_policys_place(tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     user = {"backend": {"kind": "scripted", "replies": "user.yaml"}, "sampling": {"temperature": 0.25}}
     spec = loaded(tmp_path, tiny_tokenizer_dir, user)
-    section = section_of(spec, ("user",))
+    section = role_section(spec, ("user",))
     assert section.spec.backend.model_dump()["replies"] == "user.yaml"
     assert section.spec.sampling.temperature == 0.25
     assert section.spec.model == spec.spec.model
     place = section.origin(("backend", "replies"))
     assert place == spec.origin(("user", "backend", "replies"))
     assert section.resolve("user.yaml", ("backend", "replies")) == tmp_path / "user.yaml"
-    assert list(roles_of(spec.spec)) == [("user",)]
+    assert list(played_roles(spec.spec)) == [("user",)]
