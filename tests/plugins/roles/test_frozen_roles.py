@@ -107,9 +107,9 @@ async def test_frozen_weights_that_cannot_be_had_are_refused(train_spec: Any, ti
 
 
 async def test_a_role_of_the_base_model_names_no_adapter(train_spec: Any) -> None:
-    import asyncio
-
-    from engine.backends.sglang.client import PolicyAdapter, SGLangBackend
+    from engine.backends.servers.reply_call import PolicyAdapter, ReplyCall
+    from engine.backends.sglang.client import SGLangBackend
+    from engine.backends.slots import Slots
     from engine.plugins.roles.models import RoleModels
     from engine.tokens.loading import load_format
 
@@ -122,18 +122,13 @@ async def test_a_role_of_the_base_model_names_no_adapter(train_spec: Any) -> Non
     roles = RoleModels(service_inputs(loaded, form, backend, training=True))
     await roles.start()
     sent: list[str | None] = []
-
-    async def tried(request: Any, *_: Any) -> Any:
-        sent.append(request.adapter)
-        raise asyncio.CancelledError
-
-    backend.attempts.reply = tried  # type: ignore[method-assign]
     request = roles.model("user")._request(PROBE, "a/0", 0, 1, ())
     from dataclasses import replace
 
     for asked in (request, replace(request, base_model=False)):
-        with pytest.raises(asyncio.CancelledError):
-            await backend._part(asked, asked.input_ids, 1, 0)
+        call = ReplyCall(backend, asked, Slots(1))
+        call.begin_part(asked, asked.input_ids, 0)
+        sent.append(call.asked.adapter)
     assert sent == [None, "policy-1"]
 
 
