@@ -36,7 +36,7 @@ import structlog
 from pydantic import TypeAdapter
 
 from engine.isolation import system_calls
-from engine.isolation.confine import Refused, free_uid
+from engine.plugins.confinement.confine import Refused, free_uid
 from engine.schemas.base import Bytes, Seconds
 
 log = structlog.get_logger(__name__)

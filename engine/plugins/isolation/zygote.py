@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.isolation import confine
-from engine.isolation.confine import Confinement, Refused
+from engine.plugins.confinement import confine
+from engine.plugins.confinement.confine import Confinement, Refused
 
 _SWEEPS = 8
 
