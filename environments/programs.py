@@ -1,6 +1,6 @@
 """Questions whose answer needs a program: the model runs Python with a tool and answers with a number in `<answer>` tags.
 
-`problems` makes the tasks, `Programs` asks and grades. The tool is `engine.isolation.sandbox:Python`, which the spec names beside it.
+`problems` makes the tasks, `Programs` asks and grades. The tool is `engine.plugins.confinement.sandbox:Python`, which the spec names beside it.
 
 Invariant: a problem is a pure function of its arguments, and its answer is computed here, from the numbers that the question states.
 """

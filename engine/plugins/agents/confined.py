@@ -1,4 +1,4 @@
-"""The sandbox of an agent program: bubblewrap (`engine.isolation.sandbox`) with one way out, the endpoint.
+"""The sandbox of an agent program: bubblewrap (`engine.plugins.confinement.sandbox`) with one way out, the endpoint.
 
 The program has a network of its own, in which only 127.0.0.1 exists. A forwarder in the sandbox listens there on the endpoint's port, and hands each
 connection on to a socket file of the engine. So the program finds the endpoint at its usual address, and reaches nothing else.
@@ -17,9 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.isolation import sandbox, system_calls
+from engine.isolation import system_calls
 from engine.plugins.agents.keeper import NO_FOLDER
 from engine.plugins.agents.spec import AgentSandbox
+from engine.plugins.confinement import sandbox
 from engine.schemas.base import Struct
 
 INSIDE, HOME = "/episode", "/work"

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from engine.isolation.sandbox import LEAST_FILE
+from engine.plugins.confinement.sandbox import LEAST_FILE
 
 MOST_OUTPUT = 16_384
 """Bytes of a program's output that are kept: the last ones."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import AdapterError
-from engine.isolation.sandbox import host_python
+from engine.plugins.confinement.sandbox import host_python
 from engine.plugins.harbor.dockerfile import PATH
 from engine.plugins.harbor.folders import HarborTask, copied, files_of, read_task
 from engine.plugins.harbor.workspace import Workspace, read_small

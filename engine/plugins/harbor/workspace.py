@@ -21,8 +21,9 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from engine.isolation import sandbox, system_calls
-from engine.isolation.sandbox import ProgramResult, SandboxLimits
+from engine.isolation import system_calls
+from engine.plugins.confinement import sandbox
+from engine.plugins.confinement.sandbox import ProgramResult, SandboxLimits
 
 PROCESSES = 256
 """Maximum number of processes and threads of a program."""

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from other_user import other_user
 
-from engine.isolation import sandbox
-from engine.isolation.sandbox import LONGEST_CODE, Python, Shell, refusal
+from engine.plugins.confinement import sandbox
+from engine.plugins.confinement.sandbox import LONGEST_CODE, Python, Shell, refusal
 
 needs_sandbox = pytest.mark.skipif(bool(refusal()), reason=f"no sandbox on this machine: {refusal()}")
 
@@ -87,7 +87,7 @@ ATTACKS = {  # name: (program, what it prints)
 }  # fmt: skip
 RUN = """
 import json, os, sys
-from engine.isolation.sandbox import Python
+from engine.plugins.confinement.sandbox import Python
 print(json.dumps({name: Python(seconds=60, memory="256MB", disk="50MB")(code) for name, code in json.loads(sys.argv[1]).items()}))
 """
 
@@ -193,7 +193,7 @@ END
 )
 LEAVE = """
 import json, sys
-from engine.isolation.sandbox import Python
+from engine.plugins.confinement.sandbox import Python
 print(json.dumps([Python(seconds=3)(code) for code in sys.argv[1:]]))
 """
 

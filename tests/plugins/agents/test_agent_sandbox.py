@@ -19,10 +19,10 @@ from other_user import other_user
 from waiting import wait_until
 
 from engine.errors import SpecError
-from engine.isolation.sandbox import refusal
 from engine.plugins.agents import process
 from engine.plugins.agents.confined import confine
 from engine.plugins.agents.spec import AgentSandbox
+from engine.plugins.confinement.sandbox import refusal
 from engine.spec.load import load_spec
 from engine.store import find_run
 

@@ -12,7 +12,7 @@ from stopping import Resumed
 from written_specs import save_spec
 
 from engine.errors import SpecError
-from engine.isolation.sandbox import refusal
+from engine.plugins.confinement.sandbox import refusal
 from engine.plugins.harbor.dockerfile import PATH, Copy, DockerfileError, read_dockerfile
 from engine.plugins.harbor.environment import _rewards
 from engine.plugins.harbor.folders import HarborError, read_task

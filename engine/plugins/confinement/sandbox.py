@@ -1,7 +1,7 @@
 """Tools that run Python or shell written by the model, in a sandbox of bubblewrap (`bwrap`).
 
     tools:
-      - {use: "engine.isolation.sandbox:Python", name: python, with: {seconds: 5, memory: 512MB}}
+      - {use: "engine.plugins.confinement.sandbox:Python", name: python, with: {seconds: 5, memory: 512MB}}
 
 A program gets: the system's programs and this interpreter's standard library, read-only; its own empty folder /work, in
 memory; no network; no other process; no variable of the engine's environment; no privileges, and no namespace in which it could
