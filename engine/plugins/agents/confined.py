@@ -17,10 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.isolation import system_calls
 from engine.plugins.agents.keeper import NO_FOLDER
 from engine.plugins.agents.spec import AgentSandbox
-from engine.plugins.confinement import sandbox
+from engine.plugins.confinement import sandbox, system_calls
 from engine.schemas.base import Struct
 
 INSIDE, HOME = "/episode", "/work"

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import structlog
 from pydantic import TypeAdapter
 
-from engine.isolation import system_calls
+from engine.plugins.confinement import system_calls
 from engine.plugins.confinement.confine import Refused, free_uid
 from engine.schemas.base import Bytes, Seconds
 

@@ -21,8 +21,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from engine.isolation import system_calls
-from engine.plugins.confinement import sandbox
+from engine.plugins.confinement import sandbox, system_calls
 from engine.plugins.confinement.sandbox import ProgramResult, SandboxLimits
 
 PROCESSES = 256

@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from engine.isolation.system_calls import filter_program, refusal
+from engine.plugins.confinement.system_calls import filter_program, refusal
 
 MACHINES = {"x86_64": (0xC000003E, {"read": 0, "clone": 56, "clone3": 435, "prctl": 157, "unshare": 272, "shmget": 29}),
             "aarch64": (0xC00000B7, {"read": 63, "clone": 220, "clone3": 435, "prctl": 167, "unshare": 97, "shmget": 194})}  # fmt: skip
