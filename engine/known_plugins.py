@@ -28,6 +28,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "limits": ("condensations",),
         "records": ("condense",),
     },
+    "confinement": {"install": ("pip install --force-reinstall --no-deps episode-engine",)},
     "critic": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "critics": ("probe", "head", "network"),

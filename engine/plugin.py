@@ -51,6 +51,8 @@ COMMAND_GROUPS = {"import": "Convert a configuration of another engine to a spec
 """Groups of commands, to which only plugins add, and the help of each."""
 REINSTALL = "pip install --force-reinstall --no-deps episode-engine"
 """What brings a folder of `engine/plugins/` back."""
+PLUGINS = "engine.plugins."
+"""The package of the engine's own plugins."""
 BELONGS = "it belongs to the plugin"
 """How the text of `missing` begins."""
 T = TypeVar("T")
@@ -353,10 +355,22 @@ def missing(point: str, name: str) -> str | None:
         if point == "commands":
             names |= {command.rpartition(" ")[0] for command in names} - {""}
         if name in names and plugin not in installed().plugins:
-            why = installed().broken.get(plugin)
-            state = f"cannot be used ({why})" if why else "is not installed"
-            return f"{BELONGS} `{plugin}`, which {state}: {known['install'][0]}"
+            return _belongs(plugin, known["install"][0])
     return None
+
+
+def missing_module(module: str) -> str | None:
+    """Which plugin of the engine's own that is not installed has a module, and how to install it; None if none has it."""
+    from engine.known_plugins import KNOWN
+
+    name = module.removeprefix(PLUGINS).partition(".")[0] if module.startswith(PLUGINS) else ""
+    return _belongs(name, KNOWN[name]["install"][0]) if name in KNOWN and name not in installed().plugins else None
+
+
+def _belongs(plugin: str, install: str) -> str:
+    why = installed().broken.get(plugin)
+    state = f"cannot be used ({why})" if why else "is not installed"
+    return f"{BELONGS} `{plugin}`, which {state}: {install}"
 
 
 class Hook(Generic[T]):

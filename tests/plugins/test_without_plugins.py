@@ -28,6 +28,7 @@ NAMING: dict[str, Spec] = {
     "condense": {"condense": {"expand": True}},
     "critic": {"train": {"critic": {"kind": "probe"}}},
     "drivers": {"rollout": {"drivers": 2}},
+    "confinement": {"tools": [{"use": "engine.plugins.confinement.sandbox:Python"}]},
     "harbor": {"tasks": {"source": "harbor", "path": "tasks"}},
     "isolation": {"environment": {"use": "engine.environments.arithmetic:Arithmetic", "isolation": "process"}},
     "launch": {"backend": {"kind": "sglang", "launch": {"gpus": 0}}},
@@ -92,8 +93,10 @@ def request(names: list[str], folder: Path, tokenizer: Path) -> dict[str, Any]:
         commands += named_by(name, valid)
         for number, keys in enumerate(specs_naming(name)):
             commands.append(["validate", str(save_spec(folder / f"{name}{number}.yaml", plain | keys))])
-    needing = {other for other, plugin in installed().plugins.items() if set(names) & set(plugin.needs)}
-    return {"skipped": [IMPORTS.format(name) for name in {*names, *needing}], "commands": commands}
+    skipped = set(names)
+    while needing := {name for name, face in installed().plugins.items() if skipped & set(face.needs)} - skipped:
+        skipped |= needing
+    return {"skipped": [IMPORTS.format(name) for name in skipped], "commands": commands}
 
 
 def answers(

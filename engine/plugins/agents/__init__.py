@@ -17,6 +17,7 @@ from engine.plugin import Plugin, Section
 PLUGIN = Plugin(
     name="agents",
     about="Agent programs: each request that a program sends to a model API is a turn",
+    needs=("confinement",),
     sections=(Section(keys=("agent",), use="engine.plugins.agents.spec:AgentSpec"),),
     actions={"run_agent": "engine.plugins.agents.facts:RUN_AGENT"},
     presets={"agent": "engine.plugins.agents.facts:AGENT"},

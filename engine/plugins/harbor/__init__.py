@@ -11,6 +11,7 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="harbor",
     about="Task folders of Harbor's form, in the sandbox",
+    needs=("confinement",),
     sources={"harbor": "engine.plugins.harbor.facts:SOURCE"},
     adapters={"harbor": "engine.plugins.harbor.facts:ADAPTER"},
     rules=("engine.plugins.harbor.rules",),

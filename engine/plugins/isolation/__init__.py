@@ -19,6 +19,7 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="isolation",
     about="Code of a spec in worker processes with limits",
+    needs=("confinement",),
     isolation_modes={"process": "engine.plugins.isolation.pool:Isolation"},
     rules=("engine.plugins.isolation.rules",),
 )

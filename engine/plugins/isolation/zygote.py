@@ -229,8 +229,10 @@ def main() -> None:
     """Serve the engine at the other end of descriptor `argv[1]`."""
     import ctypes
 
+    from engine import plugin
     from engine.plugins.isolation import child  # noqa: F401  (imported once, for all workers)
 
+    plugin.installed()  # the same: entry points of plugins ask it
     control = socket.socket(fileno=int(sys.argv[1]))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER

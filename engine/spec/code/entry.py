@@ -21,6 +21,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
+from engine import plugin
 from engine.errors import EngineError
 from engine.moved_names import current
 from engine.spec.access import Access
@@ -115,6 +116,8 @@ def parse_entry(use: str) -> tuple[str, list[str]]:
         EntryError: it is not of that form.
     """
     module, colon, attribute = current(use).partition(":")
+    if (why := plugin.missing_module(module)) is not None:
+        raise EntryError(f"`{use}`: {why}")
     parts = attribute.split(".")
     if not colon or not all(part.isidentifier() for part in [*module.split("."), *parts]):
         raise EntryError(f"`{use}` is no entry point; write `package.module:Name`")

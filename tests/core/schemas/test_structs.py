@@ -33,7 +33,6 @@ STANDARD_LIBRARY_ONLY = (
     "engine/plugin.py",
     "engine/client.py",
     "engine/cli/",
-    "engine/isolation/",
     "engine/spec/access.py",
     "engine/spec/text/diagnostic.py",
     "engine/tokens/pixels.py",

@@ -100,7 +100,7 @@ async def test_without_condensing_the_same_episode_ends_at_its_limit(play_book: 
         pytest.param(
             {"condenser": {"kind": "own", "use": "book:shorten", "with": {"keep": 1}, "isolation": "process"}},
             "page",
-            marks=pytest.mark.slow,  # by default: the test above, and other code in processes in tests/core/isolation
+            marks=pytest.mark.slow,  # by default: the test above, and other code in processes in tests/plugins/isolation
         ),
         (
             {
