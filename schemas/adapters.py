@@ -1,4 +1,4 @@
-"""Adapters: environments, and servers of tools, of other libraries that run unchanged. Which there are, and what holds for each.
+"""A table: the adapters that run environments and servers of tools of other libraries unchanged, and what holds for each.
 
     environment: {adapter: gymnasium, use: FrozenLake-v1, with: {kwargs: {is_slippery: false}}}
 

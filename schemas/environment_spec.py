@@ -1,4 +1,4 @@
-"""The environment and the tools of an episode."""
+"""What people write under `environment` and `tools`, validated."""
 
 from __future__ import annotations
 

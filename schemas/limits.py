@@ -1,4 +1,4 @@
-"""What one episode may cost."""
+"""What people write under `limits`, validated: what one episode may cost."""
 
 from __future__ import annotations
 

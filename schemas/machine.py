@@ -1,4 +1,4 @@
-"""The state machine: states, transitions, presets."""
+"""What people write under `machine`, validated: states, transitions, presets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model speaks, and how conversations become its tokens."""
+"""What people write under `model`, validated: which model speaks, and how conversations become its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the spec says to the model: the prompt, and the answers to replies that cannot be used."""
+"""What people write under `prompt` and `recover`, validated: what the spec says to the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tasks come from."""
+"""What people write under `tasks`, validated: where tasks come from."""
 
 from __future__ import annotations
 
