@@ -224,6 +224,7 @@ def cost(
                     guard = _guard_seconds() if name == "engine" else 0.0
                     done, spent, _ = asyncio.run(SUBJECTS[name](fake.url, workload, turns, episodes, concurrency))
                     figures.setdefault(name, {}).setdefault(turns, []).append(spent / done * 1e6)
+                    print(f"{name}, {turns} turns: {spent / done * 1e6:.0f} µs", file=sys.stderr)
                     if name == "engine":
                         guarded = (_guard_seconds() - guard) / done * 1e6
                         figures.setdefault(GUARD, {}).setdefault(turns, []).append(guarded)
