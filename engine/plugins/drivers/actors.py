@@ -100,22 +100,22 @@ class RemoteCoordinator(Coordinating):
 
     async def join(self, slot: int, machine: str, existing: list[str]) -> tuple[str, list[Lease]]:
         """See `Coordinator.join`."""
-        found: tuple[str, list[Lease]] = await self._ask("join", slot, machine, existing)
-        return found
+        joined: tuple[str, list[Lease]] = await self._ask("join", slot, machine, existing)
+        return joined
 
     async def call(
         self, slot: int, number: int, wanted: int, done: Sequence[int], faulty: Sequence[int], report: Report
     ) -> tuple[Answer, bool, str | None]:
         """See `Coordinator.call`."""
-        found: tuple[Answer, bool, str | None] = await self._ask(
+        answer: tuple[Answer, bool, str | None] = await self._ask(
             "call", slot, number, wanted, list(done), list(faulty), report
         )
-        return found
+        return answer
 
     async def status(self, *, stop: bool = False) -> dict[str, Any]:
         """See `Coordinator.status`."""
-        found: dict[str, Any] = await self._ask("status", stop=stop)
-        return found
+        status: dict[str, Any] = await self._ask("status", stop=stop)
+        return status
 
     async def _ask(self, method: str, *args: Any, **named: Any) -> Any:
         import ray.exceptions as lost

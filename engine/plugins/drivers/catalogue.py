@@ -117,19 +117,19 @@ class Catalogue:
         """
         parts = list_parts(self._place)
         with closing(database.connect_reader(self.path)) as connection, reading(self.path):
-            known = {
+            marks = {
                 name: (part, mark)
                 for name, part, mark in connection.execute("SELECT name, part, signature FROM sources")
             }
         there = {part.name for part in parts}
-        for name, (is_part, mark) in known.items():
+        for name, (is_part, mark) in marks.items():
             if is_part and mark and name not in there:
                 raise StoreError(
                     f"shard {name} is missing in {self._place.name}: it was there when the run was last read. Copy it back, "
                     f"or remove {self.path.parent} to read the run without it"
                 )
-        new = [part for part in parts if not known.get(part.name, (True, None))[1]]
-        changed = [each for each in own if known.get(each[0], (False, None))[1] != _signature(each[1])]
+        new = [part for part in parts if not marks.get(part.name, (True, None))[1]]
+        changed = [source for source in own if marks.get(source[0], (False, None))[1] != _signature(source[1])]
         if not new and not changed:
             return
         with self._lock, self._writer() as connection:
@@ -164,11 +164,11 @@ class Catalogue:
                     self._merge_part(connection, part, data)
 
     def _merge_part(self, connection: sqlite3.Connection, part: Part, data: bytes) -> None:
-        found = read_summaries(self._place, part, data, self._header.run_id)
+        summaries = read_summaries(self._place, part, data, self._header.run_id)
         number = _number(connection, part.name, is_part=True)
         marks = ", ".join("?" * len(_NAMES))
         rank = 2 * 2**40 + 1
-        for batch in found.table.to_batches(8192):
+        for batch in summaries.table.to_batches(8192):
             columns = [batch.column(name.strip('"')).to_pylist() for name in _NAMES]
             tasks = zip(
                 *(batch.column(name).to_pylist() for name in ("task_id", "task_index", "task_fields")), strict=True
@@ -181,7 +181,7 @@ class Catalogue:
         connection.execute("UPDATE temp.incoming SET number = number + ?", (number * STORE,))
         connection.execute(_MERGE)
         connection.executemany(
-            "INSERT OR IGNORE INTO image_parts VALUES (?, ?)", [(each, number) for each in found.images]
+            "INSERT OR IGNORE INTO image_parts VALUES (?, ?)", [(digest, number) for digest in summaries.images]
         )
         connection.execute("UPDATE sources SET signature = 'merged' WHERE source = ?", (number,))
 
@@ -245,13 +245,13 @@ def _signature(folder: Path) -> str:
     """Sizes and times of a store's files, and while these are too new to tell a change, nothing that could be equal."""
     import time
 
-    found = []
+    sizes = []
     for name in (database.FILE, f"{database.FILE}-wal"):
         try:
-            told = (folder / name).stat()
-            found += [told.st_size, told.st_mtime_ns]
+            stat = (folder / name).stat()
+            sizes += [stat.st_size, stat.st_mtime_ns]
         except OSError:
-            found += [0, 0]
+            sizes += [0, 0]
     now = time.time_ns()
-    new = now - max(found[1::2]) < 2_000_000_000
-    return f"{found}{now if new else ''}"
+    new = now - max(sizes[1::2]) < 2_000_000_000
+    return f"{sizes}{now if new else ''}"

@@ -80,7 +80,7 @@ class Feed:
         """Take in leases."""
         for position, epoch in leases:
             task = self._tasks[position]
-            left = [each for each in range(self._samples) if episode_id_of(task.id, each) not in self._finished]
+            left = [sample for sample in range(self._samples) if episode_id_of(task.id, sample) not in self._finished]
             if not left:
                 self._complete(position, task.id)
                 continue

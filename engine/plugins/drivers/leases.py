@@ -132,14 +132,16 @@ class Leases:
             reaches gets a new name and no leases: its groups begin again elsewhere.
         """
         with self._commit() as db:
-            own = db.execute("SELECT machine, name FROM stores WHERE slot = ? ORDER BY rowid DESC", (slot,)).fetchall()
-            name = next((each for where, each in own if where == machine and each in existing), None)
-            if name is None or name != own[0][1]:
+            stores = db.execute(
+                "SELECT machine, name FROM stores WHERE slot = ? ORDER BY rowid DESC", (slot,)
+            ).fetchall()
+            name = next((store for where, store in stores if where == machine and store in existing), None)
+            if name is None or name != stores[0][1]:
                 self._take(db, slot)
             if name is None:
-                name = _name(slot, len(own))
+                name = _name(slot, len(stores))
                 db.execute("INSERT INTO stores VALUES (?, ?, ?)", (slot, machine, name))
-            elif name != own[0][1]:  # it is the newest one again
+            elif name != stores[0][1]:  # it is the newest one again
                 db.execute("DELETE FROM stores WHERE name = ?", (name,))
                 db.execute("INSERT INTO stores VALUES (?, ?, ?)", (slot, machine, name))
             db.execute("DELETE FROM calls WHERE slot = ?", (slot,))
@@ -171,8 +173,10 @@ class Leases:
             return Answer(word=self._word())
         leases = [(position, self._epoch(position)) for position in chosen]
         with self._commit() as db:
-            db.executemany("UPDATE groups SET state = 'done' WHERE position = ?", [(each,) for each in done])
-            db.executemany("UPDATE groups SET state = 'faulty' WHERE position = ?", [(each,) for each in faulty])
+            db.executemany("UPDATE groups SET state = 'done' WHERE position = ?", [(position,) for position in done])
+            db.executemany(
+                "UPDATE groups SET state = 'faulty' WHERE position = ?", [(position,) for position in faulty]
+            )
             db.executemany(
                 "INSERT INTO groups VALUES (?, ?, ?, 'leased') ON CONFLICT (position) DO UPDATE SET slot = excluded.slot, "
                 "state = 'leased'",
@@ -213,10 +217,10 @@ class Leases:
                 self._take(db, slot)
                 self._seen.pop(slot, None)
             again = [
-                (each,)
-                for each in incomplete
+                (position,)
+                for position in incomplete
                 if db.execute(
-                    "SELECT 1 FROM groups WHERE position = ? AND state IN ('done', 'faulty')", (each,)
+                    "SELECT 1 FROM groups WHERE position = ? AND state IN ('done', 'faulty')", (position,)
                 ).fetchone()
             ]
             faulty = db.execute("SELECT count(*) FROM groups WHERE state = 'faulty'").fetchone()[0]
@@ -254,7 +258,8 @@ class Leases:
         """Take all leases of a driver; each is leased again under the next epoch."""
         taken = sorted(self._held.pop(slot, ()))
         db.executemany(
-            "UPDATE groups SET state = 'free', epoch = epoch + 1 WHERE position = ?", [(each,) for each in taken]
+            "UPDATE groups SET state = 'free', epoch = epoch + 1 WHERE position = ?",
+            [(position,) for position in taken],
         )
         for position in taken:
             self._epochs[position] = self._epoch(position) + 1

@@ -75,13 +75,13 @@ class Place:
         """
         with self._told("list", self.name):
             if self.folder is not None:
-                found = [entry.name for entry in self.folder.iterdir()] if self.folder.is_dir() else []
+                names = [entry.name for entry in self.folder.iterdir()] if self.folder.is_dir() else []
             else:
                 try:
-                    found = [path.rpartition("/")[2] for path in self._files.ls(self._root, detail=False, refresh=True)]
+                    names = [path.rpartition("/")[2] for path in self._files.ls(self._root, detail=False, refresh=True)]
                 except FileNotFoundError:
-                    found = []
-            return sorted(name for name in found if name and not name.startswith("."))
+                    names = []
+            return sorted(name for name in names if name and not name.startswith("."))
 
     def put(self, file: Path, name: str) -> None:
         """Copy a local file into the place.
@@ -125,10 +125,10 @@ class Place:
             if self.folder is not None:
                 return [(self.folder / name).read_bytes() for name in names]
             paths = [f"{self._root}/{name}" for name in names]
-            found: dict[str, bytes] = (
+            contents: dict[str, bytes] = (
                 self._files.cat(paths) if len(paths) > 1 else {paths[0]: self._files.cat_file(paths[0])}
             )
-            return [found[path] for path in paths]
+            return [contents[path] for path in paths]
 
     @contextmanager
     def _told(self, what: str, where: str) -> Iterator[None]:

@@ -94,9 +94,9 @@ class ShardedRun(RunReader):
 
     def _own(self) -> dict[str, Path]:
         """The folders of the run's own store and of its drivers, by their name in the catalogue."""
-        found = {"": self.folder} if self._is_run else {}
+        folders = {"": self.folder} if self._is_run else {}
         drivers = sorted((self.folder / DRIVERS).glob(f"*/{database.FILE}"))
-        return found | {f"{DRIVERS}/{file.parent.name}": file.parent for file in drivers}
+        return folders | {f"{DRIVERS}/{file.parent.name}": file.parent for file in drivers}
 
     def _reader_of(self, source: int) -> RunReader:
         """The store with a number of the catalogue."""
@@ -141,7 +141,7 @@ class ShardedRun(RunReader):
     def status(self) -> RunStatus:
         """The status of the run: that of its own store, `running` while a driver in its folder runs.
 
-        Of shards alone, what the run wrote beside them when it was opened or closed: `running` also if it was killed.
+        Of shards alone, what the run wrote beside them when it began or ended: `running` also if it was killed.
         """
         if not self._is_run:
             return self._noted
@@ -178,11 +178,11 @@ class ShardedRun(RunReader):
         home = row.number // STORE
         if attempt is None or attempt == row.attempt:
             return self._reader_of(home).journal(episode_id, row.attempt)
-        for source in [home, *(each for each in self._sources if each != home)]:
+        for source in [home, *(source for source in self._sources if source != home)]:
             with suppress(StoreError):
-                found = self._reader_of(source).journal(episode_id, attempt)
-                if found:
-                    return found
+                entries = self._reader_of(source).journal(episode_id, attempt)
+                if entries:
+                    return entries
         return []
 
     def current_states(self) -> dict[str, str]:
@@ -203,10 +203,10 @@ class ShardedRun(RunReader):
         """Return the number of finished episodes by the name of the driver's store in which they were run; "" is the run's own store."""
         with self._reader() as connection:
             rows = connection.execute("SELECT source, count(*) FROM episodes WHERE status = 'done' GROUP BY source")
-            found: Counter[str] = Counter()
+            counts: Counter[str] = Counter()
             for source, count in rows:
-                found[driver_of(source) or source.removeprefix(f"{DRIVERS}/")] += count
-        return found
+                counts[driver_of(source) or source.removeprefix(f"{DRIVERS}/")] += count
+        return counts
 
     def trajectory(self, episode_id: str, score: str | None = None) -> Trajectory:
         """As in `RunReader`.
@@ -239,12 +239,12 @@ class ShardedRun(RunReader):
 
     def _read_all(self, numbers: list[int]) -> Iterator[Trajectory]:
         """Read episodes with one connection per store, and yield them in the given order; dropped ones are left out."""
-        found: dict[int, Trajectory] = {}
+        by_number: dict[int, Trajectory] = {}
         for source in dict.fromkeys(number // STORE for number in numbers):
             reader = self._reader_of(source)
-            own = [number % STORE for number in numbers if number // STORE == source]
-            found |= {source * STORE + number: each for number, each in reader.by_number(own)}
-        yield from (found[number] for number in numbers if number in found)
+            numbers_there = [number % STORE for number in numbers if number // STORE == source]
+            by_number |= {source * STORE + number: trajectory for number, trajectory in reader.by_number(numbers_there)}
+        yield from (by_number[number] for number in numbers if number in by_number)
 
     def scores(self) -> list[ScoreHead]:
         """None: `engine rescore` writes into the store of a run, and a sharded run has many."""
@@ -270,16 +270,18 @@ class ShardedRun(RunReader):
 
     def dropped_ids(self) -> set[str]:
         """As in `RunReader`: of the drivers' stores; what was published before is not dropped."""
-        found = {id for reader in self._live().values() for id in reader.dropped_ids()}
-        return {id for id in found if not self._sources[self.episode(id).number // STORE][1]}
+        ids = {id for reader in self._live().values() for id in reader.dropped_ids()}
+        return {id for id in ids if not self._sources[self.episode(id).number // STORE][1]}
 
     def dropped(self) -> Dropped:
         """As in `RunReader`."""
         ids = self.dropped_ids()
-        told = [reader.dropped() for reader in self._live().values()]
+        parts = [reader.dropped() for reader in self._live().values()]
         return (
             Dropped(
-                episodes=len(ids), size=sum(each.size for each in told), at=max((each.at for each in told), default=0.0)
+                episodes=len(ids),
+                size=sum(part.size for part in parts),
+                at=max((part.at for part in parts), default=0.0),
             )
             if ids
             else Dropped()
@@ -287,13 +289,13 @@ class ShardedRun(RunReader):
 
     def tool_schemas(self) -> Callable[[str], str]:
         """As in `RunReader`: each episode has those of the store or part that it is read from."""
-        known: dict[int, Callable[[str], str]] = {}
+        schemas: dict[int, Callable[[str], str]] = {}
 
         def tools(episode_id: str) -> str:
             source = self.episode(episode_id).number // STORE
-            if source not in known:
-                known[source] = self._tools_of(source)
-            return known[source](episode_id)
+            if source not in schemas:
+                schemas[source] = self._tools_of(source)
+            return schemas[source](episode_id)
 
         return tools
 
@@ -309,8 +311,8 @@ class ShardedRun(RunReader):
     def image_digests(self) -> list[str]:
         """As in `RunReader`; in the order of digests."""
         with self._reader() as connection:
-            found = {row[0] for row in connection.execute("SELECT digest FROM image_parts")}
-        return sorted(found.union(*(reader.image_digests() for reader in self._live().values())))
+            digests = {row[0] for row in connection.execute("SELECT digest FROM image_parts")}
+        return sorted(digests.union(*(reader.image_digests() for reader in self._live().values())))
 
     def image(self, digest: str) -> StoredImage:
         """As in `RunReader`.

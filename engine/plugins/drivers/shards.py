@@ -6,7 +6,7 @@
 
 A part has three files. `part-<driver>-<n>.db` is a run store with the journals, trajectories and images of the part's episodes,
 `part-<driver>-<n>.parquet` has their training rows, and `episodes-<driver>-<n>.parquet` a summary of each. `run.json` is the run's header, and
-`status.json` its status when its own store was last opened or closed.
+`status.json` its status when `engine run` last began or ended.
 
 Invariants:
 - A part exists when its file `episodes-…` exists: it is written last. No file of a part changes after that.
@@ -78,8 +78,8 @@ class Part(Struct, frozen=True, kw_only=True):
 
 def driver_of(part: str) -> str | None:
     """Return the driver that wrote a part, by the part's name; None: it is no name of a part."""
-    found = _PART.match(part)
-    return found[1] if found else None
+    match = _PART.match(part)
+    return match[1] if match else None
 
 
 def create_shards(run: Path, header: RunHeader, url: str | None = None) -> str:
@@ -96,10 +96,10 @@ def create_shards(run: Path, header: RunHeader, url: str | None = None) -> str:
     given = url or FOLDER
     place = Place(given if is_url(given) or url else run / given)
     if RUN in place.names():
-        known = read_header(place)
-        if known.run_id != header.run_id:
+        existing = read_header(place)
+        if existing.run_id != header.run_id:
             raise StoreError(
-                f"{place.name} has the shards of run {known.run_id}; give run {header.run_id} a place of its own"
+                f"{place.name} has the shards of run {existing.run_id}; give run {header.run_id} a place of its own"
             )
     put_json(place, RUN, {"header": header.model_dump(mode="json")})
     put_json(place, STATUS, {"status": "running"})
@@ -172,12 +172,12 @@ def read_header(place: Place) -> RunHeader:
 
 def _checked(text: bytes, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-        version = found["version"]
+        content = json.loads(text)
+        version = content["version"]
     except (ValueError, TypeError, KeyError) as error:
         raise StoreError(f"{where} is damaged: {error!r}; restore it from a copy") from error
     _check_version(version, where)
-    return dict(found)
+    return dict(content)
 
 
 def _check_version(version: object, where: str) -> None:
@@ -197,12 +197,12 @@ def list_parts(place: Place) -> list[Part]:
     """
     for last in (False, True):  # a list of several pages can miss a part that was written while it was read: list again
         marks = [mark for mark in map(_MARK.match, place.names()) if mark is not None]
-        found = [
+        parts = [
             Part(driver=driver, number=number) for driver, number in sorted((mark[1], int(mark[2])) for mark in marks)
         ]
         numbers: dict[str, int] = {}
         missing = None
-        for part in found:
+        for part in parts:
             expected = numbers.get(part.driver, 0)
             if part.number != expected and missing is None:
                 missing = Part(driver=part.driver, number=expected)
@@ -214,7 +214,7 @@ def list_parts(place: Place) -> list[Part]:
                 f"shard {missing.name} is missing in {place.name}: there is no {missing.mark}, and later parts of driver {missing.driver} "
                 "are there. Copy it from where the shards were written"
             )
-    return found
+    return parts
 
 
 class Summaries(Struct, frozen=True, kw_only=True):
@@ -237,8 +237,8 @@ def read_summaries(place: Place, part: Part, data: bytes, run_id: str) -> Summar
     where = place.path(part.mark)
     try:
         table = pq.read_table(pa.BufferReader(data))
-        told = json.loads((table.schema.metadata or {})[META])
-        version, run, spec, images = told["version"], told["run_id"], told["spec"], told.get("images", [])
+        about = json.loads((table.schema.metadata or {})[META])
+        version, run, spec, images = about["version"], about["run_id"], about["spec"], about.get("images", [])
         if missing := {name.strip(' "') for name in SUMMARY.split(",")} - set(table.column_names):
             raise ValueError(f"it has no column {', '.join(sorted(missing))}")
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
