@@ -45,10 +45,10 @@ def evaluation_of(loaded: LoadedSpec, name: str = "") -> LoadedSpec:
     if (processes := processes_of(loaded)) is not None:
         loaded = processes.alone
     spec = loaded.spec
-    whole = spec.train.eval if spec.train is not None else None
-    if whole is None:
+    section = spec.train.eval if spec.train is not None else None
+    if section is None:
         return loaded
-    wanted, at = whole.by_name()[name], ("train", "eval", *(("sets", name) if name else ()))
+    wanted, at = section.by_name()[name], ("train", "eval", *(("sets", name) if name else ()))
     try:
         if wanted.tasks is not None:
             loaded = loaded.with_tasks_of(TasksSpec.model_validate(wanted.tasks), (*at, "tasks"))
@@ -107,10 +107,10 @@ class Evaluator:
         Raises:
             EngineError: the evaluation failed.
         """
-        told: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name in self._due(step):
-            told |= await self._evaluate(step, name, format, backend)
-        return told
+            metrics |= await self._evaluate(step, name, format, backend)
+        return metrics
 
     async def _evaluate(self, step: int, name: str, format: ChatTemplate, backend: Backend) -> dict[str, float]:
         loaded = evaluation_of(self._loaded, name)
@@ -128,11 +128,13 @@ class Evaluator:
                 log.warning(
                     "an evaluation measures nothing", reason=runner.summary.causes.words(runner.summary.episodes)
                 )
-            found = evaluate(store.trajectories())
+            evaluation = evaluate(store.trajectories())
         finally:
             store.close()
         before = f"eval/{name}/" if name else "eval/"
-        return {f"{before}{key}": value.value for key, value in found.estimates.items() if value.value == value.value}
+        return {
+            f"{before}{key}": value.value for key, value in evaluation.estimates.items() if value.value == value.value
+        }
 
 
 def _store_of(loaded: LoadedSpec, folder: Path, name: str) -> RunStore:

@@ -28,10 +28,9 @@ from engine.train.loss_weights import mean_episode_length, token_loss_weights
 from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums, mean_metrics
 from engine.train.moments import load_moments, moments
-from engine.train.optimizers import MasterWeights, make_optimizer, set_rate, update
+from engine.train.optimizers import MasterWeights, learning_rate, make_optimizer, set_rate, update
 from engine.train.packing import Pack, pack_rows
 from engine.train.reward_kl import RewardKl
-from engine.train.schedule import learning_rate
 from engine.train.state_parts import StatePart, part_folder
 from engine.train.tensor_files import read_tensors, stored_names, write_tensors
 

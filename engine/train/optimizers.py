@@ -1,8 +1,9 @@
-"""The optimizers: AdamW of torch, AdamW with moments of 8 bits (torchao), moments that stay on the CPU between updates, and float32 master
-weights of 16-bit parameters."""
+"""The optimizers and their learning rate: AdamW of torch, AdamW with moments of 8 bits (torchao), moments that stay on the CPU between
+updates, and float32 master weights of 16-bit parameters."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from engine.errors import TrainError
 
 if TYPE_CHECKING:
-    from engine.schemas.train import OptimizerSpec
+    from engine.schemas.train import OptimizerSpec, TrainSpec
 
 _GROUP_BYTES = 256 << 20
 """Bytes of parameters whose moments are on the device at the same time, if moments stay on the CPU."""
@@ -188,3 +189,16 @@ def _groups(pairs: Sequence[tuple[nn.Parameter, Tensor | None]]) -> Iterator[lis
             some, size = [], 0
     if some:
         yield some
+
+
+def learning_rate(spec: TrainSpec, step: int) -> float:
+    """The policy's learning rate in a step, counted from 0: `optimizer.warmup_steps`, then `optimizer.schedule`."""
+    optimizer = spec.optimizer
+    if step < optimizer.warmup_steps:
+        return optimizer.lr * (step + 1) / optimizer.warmup_steps
+    if optimizer.schedule == "constant":
+        return optimizer.lr
+    decay = (step - optimizer.warmup_steps) / max(1, spec.steps - optimizer.warmup_steps)
+    if optimizer.schedule == "linear":
+        return optimizer.lr * (1.0 - decay)
+    return optimizer.lr * 0.5 * (1.0 + math.cos(math.pi * decay))

@@ -42,8 +42,8 @@ class StoredEpisodes:
 
     def finished_group(self, task_id: str) -> list[Trajectory]:
         """The finished episodes of a group, in the order of samples."""
-        found = (self.finished(task_id, sample) for sample in range(self._samples))
-        return [trajectory for trajectory in found if trajectory is not None]
+        episodes = (self.finished(task_id, sample) for sample in range(self._samples))
+        return [trajectory for trajectory in episodes if trajectory is not None]
 
     def begun(self, task_id: str, sample: int) -> bool:
         """Whether an episode was begun and not finished."""
@@ -78,7 +78,7 @@ class StoredEpisodes:
         self._store.refresh()
         row = self._store.episode(episode_id_of(task_id, sample))
         earlier = (self._store.journal(row.id, attempt) for attempt in range(row.attempt))
-        again = sum(len(each.output_ids) for journal in earlier for each in _generations(journal))
+        again = sum(len(generation.output_ids) for journal in earlier for generation in _generations(journal))
         journal = self._store.journal(row.id)
         first_of_launch: dict[int, JournalEntry] = {}
         for opened in self._openings:
@@ -86,7 +86,7 @@ class StoredEpisodes:
                 entry = next((entry for entry in journal if entry.at >= opened), None)
                 if entry is not None:
                     first_of_launch[entry.seq] = entry
-        return again + sum(len(each.output_ids) for each in _generations(list(first_of_launch.values())))
+        return again + sum(len(generation.output_ids) for generation in _generations(list(first_of_launch.values())))
 
 
 def _generations(journal: Sequence[JournalEntry]) -> list[Generation]:

@@ -93,7 +93,7 @@ class TrainPanel:
         self._now = dict(values)
         if "reward/mean" in values:
             self._rewards.append(values["reward/mean"])
-        if "sft/epoch" in values:
+        elif "loss" in values:  # a training that samples no episodes
             self._losses.append(values["loss"])
         if self.printer is not None:
             self.printer.print(self.line(), markup=False, highlight=False, soft_wrap=True)
@@ -145,7 +145,9 @@ class TrainPanel:
         rows.add_column(no_wrap=True)
         if self._losses:
             rows.add_row("loss", _curve(self._losses))
-            rows.add_row("epoch", f"{self._now.get('sft/epoch', 0.0):.2f}")
+            epochs = [value for name, value in self._now.items() if name.endswith("/epoch")]
+            if epochs:
+                rows.add_row("epoch", f"{epochs[0]:.2f}")
         else:
             rows.add_row("reward", _curve(self._rewards))
         if turns := _by_turn(self._now):

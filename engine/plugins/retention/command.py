@@ -13,7 +13,7 @@ from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
     from engine.plugins.retention.compact import Compacted
-    from engine.plugins.retention.keep import Plan
+    from engine.plugins.retention.keep import DropPlan
     from engine.plugins.retention.spec import KeepSpec
     from engine.schemas.episode import EpisodeSpec
 
@@ -50,16 +50,16 @@ def compact(
         folder = find_training(run, out)
         spec = read_header(folder).loaded_spec().spec
         keep = _keep(spec, {"steps": steps, "failures": failures, "sample": sample, "trained": trained})
-        plan, told = compact_training(folder, spec, keep, dry_run=dry_run)
+        plan, compacted = compact_training(folder, spec, keep, dry_run=dry_run)
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(2) from None
     if json:
-        echo_json(_document(folder, keep, plan, told, dry_run=dry_run))
+        echo_json(_document(folder, keep, plan, compacted, dry_run=dry_run))
     else:
-        _report(folder, plan, told, dry_run=dry_run)
-    if told.problem is not None:
-        echo(told.problem, err=True)
+        _report(folder, plan, compacted, dry_run=dry_run)
+    if compacted.problem is not None:
+        echo(compacted.problem, err=True)
         raise typer.Exit(1)
 
 
@@ -79,53 +79,57 @@ def _keep(spec: EpisodeSpec, given: dict[str, object]) -> KeepSpec:
     return (keep or KeepSpec()).model_copy(update=options)
 
 
-def _document(folder: Path, keep: KeepSpec, plan: Plan, told: Compacted, *, dry_run: bool) -> dict[str, object]:
+def _document(
+    folder: Path, keep: KeepSpec, plan: DropPlan, compacted: Compacted, *, dry_run: bool
+) -> dict[str, object]:
     return {
         "training": str(folder),
         "dry_run": dry_run,
         "keep": keep.model_dump(),
-        "dropped": {"groups": told.groups, "episodes": told.episodes, "bytes": told.size},
-        "dropped_images": {"images": told.images, "bytes": told.image_size},
-        "dropped_so_far": {"episodes": told.total.episodes, "bytes": told.total.size},
-        "groups_that_stay": _reasons(plan, told),
+        "dropped": {"groups": compacted.groups, "episodes": compacted.episodes, "bytes": compacted.size},
+        "dropped_images": {"images": compacted.images, "bytes": compacted.image_size},
+        "dropped_so_far": {"episodes": compacted.total.episodes, "bytes": compacted.total.size},
+        "groups_that_stay": _reasons(plan, compacted),
         "resume_needs_steps_after": plan.repeated,
-        "file_bytes": {"before": told.before.file, "after": told.after.file},
-        "problem": told.problem,
+        "file_bytes": {"before": compacted.before.file, "after": compacted.after.file},
+        "problem": compacted.problem,
     }
 
 
-def _reasons(plan: Plan, told: Compacted) -> dict[str, int]:
+def _reasons(plan: DropPlan, compacted: Compacted) -> dict[str, int]:
     """Number of consumed groups that stay, by the reason."""
-    return dict(plan.stay) | ({"an episode of them failed": told.failed} if told.failed else {})
+    return dict(plan.stay) | ({"an episode of them failed": compacted.failed} if compacted.failed else {})
 
 
-def _report(folder: Path, plan: Plan, told: Compacted, *, dry_run: bool) -> None:
+def _report(folder: Path, plan: DropPlan, compacted: Compacted, *, dry_run: bool) -> None:
     from engine.cli.console import make_console
 
     console = make_console(soft_wrap=True)
     verb = "would be dropped" if dry_run else "dropped"
-    console.print(f"{told.episodes} episodes of {told.groups} groups {verb}: {size_words(told.size)} of content")
-    for reason, count in _reasons(plan, told).items():
+    console.print(
+        f"{compacted.episodes} episodes of {compacted.groups} groups {verb}: {size_words(compacted.size)} of content"
+    )
+    for reason, count in _reasons(plan, compacted).items():
         console.print(f"{count} groups stay: {reason}")
     if not plan.repeated:
         console.print("The training has no checkpoint yet, and a resume repeats all of its steps")
-    for line in disk_lines(told):
+    for line in disk_lines(compacted):
         console.print(line)
     if dry_run:
         console.print("Nothing was written. Images that only dropped episodes show are dropped as well")
     console.print(f"Training: {folder}")
 
 
-def disk_lines(told: Compacted) -> list[str]:
+def disk_lines(compacted: Compacted) -> list[str]:
     """What a compaction did, and the size of the run store before and after it, in words."""
     lines = []
-    if told.total.episodes:
+    if compacted.total.episodes:
         lines.append(
-            f"Dropped since the training began: {told.total.episodes} episodes, {size_words(told.total.size)} of content"
+            f"Dropped since the training began: {compacted.total.episodes} episodes, {size_words(compacted.total.size)} of content"
         )
-    if told.images:
-        lines.append(f"Dropped images: {told.images}, {size_words(told.image_size)}")
-    sizes = dict.fromkeys((size_words(told.before.file), size_words(told.after.file)))
+    if compacted.images:
+        lines.append(f"Dropped images: {compacted.images}, {size_words(compacted.image_size)}")
+    sizes = dict.fromkeys((size_words(compacted.before.file), size_words(compacted.after.file)))
     lines.append(f"Run store: {' -> '.join(sizes)}")
     return lines
 

@@ -54,12 +54,12 @@ def measure_groups(folder: Path, groups: Iterable[Sequence[str]], *, keep_failed
     with closing(database.connect_reader(path)) as connection, reading(path):
         connection.execute("BEGIN")
         size = space(connection)
-        told = Compacted(size, size)
+        compacted = Compacted(size, size)
         for episodes in groups:
-            found = measure(connection, episodes, keep_failed=keep_failed)
-            _count(told, found)
-        told.total = read_dropped(connection)
-        return told
+            content = measure(connection, episodes, keep_failed=keep_failed)
+            _count(compacted, content)
+        compacted.total = read_dropped(connection)
+        return compacted
 
 
 def compact(folder: Path, groups: Iterable[Sequence[str]], *, keep_failed: bool) -> Compacted:
@@ -76,30 +76,30 @@ def compact(folder: Path, groups: Iterable[Sequence[str]], *, keep_failed: bool)
     path = folder / database.FILE
     with _locked(folder), closing(database.connect_writer(path)) as connection, reading(path):
         before = space(connection)
-        told = Compacted(before, before)
+        compacted = Compacted(before, before)
         for episodes in groups:
             with _commit(connection):
-                found = drop(connection, episodes, keep_failed=keep_failed)
-            _count(told, found)
-        _drop_images(connection, told)
+                content = drop(connection, episodes, keep_failed=keep_failed)
+            _count(compacted, content)
+        _drop_images(connection, compacted)
         try:
             if space(connection).free:
                 connection.execute("VACUUM")
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         except sqlite3.Error as error:
-            told.problem = (
+            compacted.problem = (
                 f"{path} could not be shrunk: {error}. It needs as much free space as the content that is left, in the folder of "
                 "the run and in that of temporary files (SQLITE_TMPDIR). Nothing is lost; free space and run `engine compact` again"
             )
-        told.after, told.total = space(connection), read_dropped(connection)
-        return told
+        compacted.after, compacted.total = space(connection), read_dropped(connection)
+        return compacted
 
 
-def _count(told: Compacted, found: Content) -> None:
-    told.groups += bool(found.sizes)
-    told.failed += found.failed
-    told.episodes += len(found.sizes)
-    told.size += found.size
+def _count(compacted: Compacted, content: Content) -> None:
+    compacted.groups += bool(content.sizes)
+    compacted.failed += content.failed
+    compacted.episodes += len(content.sizes)
+    compacted.size += content.size
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def _commit(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _drop_images(connection: sqlite3.Connection, told: Compacted) -> None:
+def _drop_images(connection: sqlite3.Connection, compacted: Compacted) -> None:
     """Delete the images that no journal, trajectory or task of the run names. Only while no episode runs: it stores images first."""
     sizes: dict[str, int] = dict(connection.execute("SELECT digest, length(bytes) FROM images"))
     if not sizes:
@@ -136,5 +136,5 @@ def _drop_images(connection: sqlite3.Connection, told: Compacted) -> None:
         part = gone[start : start + _IMAGES_PER_COMMIT]
         with _commit(connection):
             connection.executemany("DELETE FROM images WHERE digest = ?", [(digest,) for digest in part])
-        told.images += len(part)
-        told.image_size += sum(sizes[digest] for digest in part)
+        compacted.images += len(part)
+        compacted.image_size += sum(sizes[digest] for digest in part)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Plan:
+class DropPlan:
     """The groups of a training that may be dropped, and why the others stay."""
 
     groups: list[list[str]] = field(default_factory=list)
@@ -50,7 +50,7 @@ def repeated_from(folder: Path, checkpoints: int) -> int:
 
 def plan(
     records: Sequence[BatchRecord], keep: KeepSpec, *, repeated: int, samples: int, after: int | None = None
-) -> Plan:
+) -> DropPlan:
     """Choose the groups to drop.
 
     Args:
@@ -61,23 +61,23 @@ def plan(
         after: Consider only the records of steps after this one; None: all.
     """
     newest = max((record.step for record in records), default=0)
-    found = Plan(until=max(0, min(repeated, newest - keep.steps)), repeated=repeated)
+    dropped = DropPlan(until=max(0, min(repeated, newest - keep.steps)), repeated=repeated)
     for record in records:
         if after is not None and record.step <= after:
             continue
         used = set(record.used)
         for number, task_id in record.tasks.items():
             if record.step > repeated:
-                found.stay["a resume repeats their step"] += 1
-            elif record.step > found.until:
-                found.stay[f"they are of the last {keep.steps} steps"] += 1
+                dropped.stay["a resume repeats their step"] += 1
+            elif record.step > dropped.until:
+                dropped.stay[f"they are of the last {keep.steps} steps"] += 1
             elif keep.trained and int(number) in used:
-                found.stay["they trained"] += 1
+                dropped.stay["they trained"] += 1
             elif in_sample(task_id, keep.sample):
-                found.stay["they are in the sample"] += 1
+                dropped.stay["they are in the sample"] += 1
             else:
-                found.groups.append([episode_id_of(task_id, sample) for sample in range(samples)])
-    return found
+                dropped.groups.append([episode_id_of(task_id, sample) for sample in range(samples)])
+    return dropped
 
 
 def in_sample(task_id: str, fraction: float) -> bool:
@@ -86,7 +86,7 @@ def in_sample(task_id: str, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def plan_of(folder: Path, spec: EpisodeSpec, keep: KeepSpec, *, after: int | None = None) -> Plan:
+def plan_of(folder: Path, spec: EpisodeSpec, keep: KeepSpec, *, after: int | None = None) -> DropPlan:
     """Choose the groups of a training to drop, from its batch log and its checkpoints. Nothing is written.
 
     Raises:
@@ -100,7 +100,7 @@ def plan_of(folder: Path, spec: EpisodeSpec, keep: KeepSpec, *, after: int | Non
 
 def compact_training(
     folder: Path, spec: EpisodeSpec, keep: KeepSpec, *, dry_run: bool = False
-) -> tuple[Plan, Compacted]:
+) -> tuple[DropPlan, Compacted]:
     """Drop the stored episodes of a training that nobody trains, and shrink its file.
 
     Args:
@@ -113,6 +113,6 @@ def compact_training(
         StoreError: the training is running, or its store cannot be read or written.
         TrainError: kind `checkpoint`: the batch log is damaged.
     """
-    found = plan_of(folder, spec, keep)
+    dropped = plan_of(folder, spec, keep)
     work = measure_groups if dry_run else compact
-    return found, work(folder / ROLLOUTS, found.groups, keep_failed=keep.failures)
+    return dropped, work(folder / ROLLOUTS, dropped.groups, keep_failed=keep.failures)

@@ -16,18 +16,18 @@ def keep_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     keep, train = KeepSpec.section_of(ctx.spec.rollout), ctx.spec.train
     if keep is None:
         return
-    found: list[tuple[str | None, str]] = []
+    options: list[tuple[str | None, str]] = []
     if train is None or not train.samples_episodes:
         kind = "the spec has no `train`" if train is None else "`train.kind: sft` samples no episodes"
-        found.append((None, f"only a training drops episodes, and {kind}"))
+        options.append((None, f"only a training drops episodes, and {kind}"))
     elif keep.sample == 1.0:
-        found.append(("sample", "it keeps every group, so nothing is dropped"))
+        options.append(("sample", "it keeps every group, so nothing is dropped"))
     elif train.epochs is None and keep.steps >= train.steps:
-        found.append(("steps", f"`train.steps` is {train.steps}, so every group is kept and nothing is dropped"))
+        options.append(("steps", f"`train.steps` is {train.steps}, so every group is kept and nothing is dropped"))
     elif keep.trained and _all_train(train):
         why = "with `train.dynamic_sampling: false` and without over-sampling every group trains, so nothing is dropped"
-        found.append(("trained", why))
-    for key, why in found:
+        options.append(("trained", why))
+    for key, why in options:
         path = ("rollout", "keep") if key is None else ("rollout", "keep", key)
         if ctx.written("rollout", "keep"):
             place = path if ctx.written(*path) else ("rollout", "keep")

@@ -22,8 +22,8 @@ from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.store.rows.row import RowCredit, TrainingRow
 from engine.train.learner import Learner
+from engine.train.optimizers import learning_rate
 from engine.train.policy import Policy
-from engine.train.schedule import learning_rate
 
 
 def sealed(rewards: Sequence[float]) -> SealedLedger:
