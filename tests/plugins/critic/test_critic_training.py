@@ -92,12 +92,8 @@ def values_in(learner: Learner, rows: list[TrainingRow]) -> torch.Tensor:
     """The values of rows that are one pack, with their graph."""
     ((pack, _),) = learner.packs([LossColumns.of(row) for row in rows])
     critic = critic_of(learner)
-    if not critic.reads_states:
-        return critic.values(pack)
-    states = learner.policy.forward_with_states(pack, entropy=False, states=True)[2]
-    assert states is not None
-    values: torch.Tensor = critic.head(states)
-    return values
+    states = learner.policy.forward_with_states(pack, entropy=False, states=critic.reads_states)[2]
+    return critic.predict(pack, states)
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
