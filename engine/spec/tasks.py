@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import partial
 from hashlib import blake2b
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -59,16 +59,7 @@ class TaskTable(TaskList):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(self._count))]
-        if not -self._count <= index < self._count:
-            raise IndexError(f"task {index} of {self._count}")
-        index %= self._count
+    def _at(self, index: int) -> Task:
         position = index if self._positions is None else int(self._positions[index])
         return self._task(_guarded(self._loaded, lambda: self._rows.row(position)))
 

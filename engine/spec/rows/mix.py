@@ -51,6 +51,22 @@ class TaskList(Sequence[Task]):
     def chosen(self, places: np.ndarray) -> TaskList:
         """Some of the tasks. places: their indices here, ascending, int64 [tasks]."""
 
+    @abstractmethod
+    def _at(self, index: int) -> Task:
+        """The task at an index, from 0."""
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        count = len(self)
+        if isinstance(index, slice):
+            return [self._at(at) for at in range(*index.indices(count))]
+        if not -count <= index < count:
+            raise IndexError(f"task {index} of {count}")
+        return self._at(index % count)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
@@ -89,16 +105,7 @@ class MixedTable(TaskList):
     def __len__(self) -> int:
         return len(self._sources)
 
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"task {index} of {len(self)}")
-        index %= len(self)
+    def _at(self, index: int) -> Task:
         return self._named(index, self._tables[self._sources[index]][int(self._places[index])])
 
     def __iter__(self) -> Iterator[Task]:
