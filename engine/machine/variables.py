@@ -32,7 +32,7 @@ DYN: Types = frozenset({"dyn"})
 """A type that is known only when the guard runs."""
 
 
-class Member(Struct, frozen=True, kw_only=True):
+class VariableField(Struct, frozen=True, kw_only=True):
     """One field of a variable."""
 
     types: Types
@@ -43,7 +43,7 @@ class Variable(Struct, frozen=True, kw_only=True):
     """One name at the top of a guard. Always a map."""
 
     doc: str
-    fields: Mapping[str, Member] = msgspec.field(default_factory=dict)
+    fields: Mapping[str, VariableField] = msgspec.field(default_factory=dict)
     open: bool = False
     """Whether it may hold fields that are not listed: facts, or the fields of a task."""
 
@@ -55,13 +55,13 @@ def _limit_types(annotation: Any) -> Types:
     return frozenset(kinds)
 
 
-def _limits() -> dict[str, Member]:
+def _limits() -> dict[str, VariableField]:
     keys: dict[str, tuple[FieldInfo, type[BaseModel]]] = {
         name: (info, LimitsSpec) for name, info in LimitsSpec.model_fields.items()
     }
     keys |= {name: (info, model) for name, info, model in section_fields(LimitsSpec)}
     return {
-        name: Member(types=_limit_types(info.annotation), doc=description_of(model, name) or "")
+        name: VariableField(types=_limit_types(info.annotation), doc=description_of(model, name) or "")
         for name, (info, model) in keys.items()
         if name in FIELDS
     }
@@ -74,7 +74,9 @@ def _with_counts(variables: Mapping[str, Variable]) -> dict[str, Variable]:
         if limit.variable is not None:
             name, _, field = limit.variable.partition(".")
             variable = found.get(name, Variable(doc="Counts so far."))
-            found[name] = replace(variable, fields={**variable.fields, field: Member(types=INT, doc=limit.counted)})
+            found[name] = replace(
+                variable, fields={**variable.fields, field: VariableField(types=INT, doc=limit.counted)}
+            )
     return found
 
 
@@ -82,13 +84,14 @@ VARIABLES: Mapping[str, Variable] = _with_counts(
     {
         "turns": Variable(doc="Turns so far."),
         "tools": Variable(
-            doc="Tool calls so far.", fields={"errors": Member(types=INT, doc="Tool calls whose result is an error.")}
+            doc="Tool calls so far.",
+            fields={"errors": VariableField(types=INT, doc="Tool calls whose result is an error.")},
         ),
         "tokens": Variable(
             doc="Tokens so far.",
             fields={
-                "sampled": Member(types=INT, doc="Tokens that the model has sampled in all turns."),
-                "context": Member(types=INT, doc="Length of the current branch, prompt included."),
+                "sampled": VariableField(types=INT, doc="Tokens that the model has sampled in all turns."),
+                "context": VariableField(types=INT, doc="Length of the current branch, prompt included."),
             },
         ),
         "images": Variable(doc="Images so far."),
@@ -96,27 +99,27 @@ VARIABLES: Mapping[str, Variable] = _with_counts(
         "rewards": Variable(
             doc="The rewards in the ledger, all names summed.",
             fields={
-                "total": Member(types=DOUBLE, doc="Rewards of all turns."),
-                "last": Member(types=DOUBLE, doc="Rewards of the newest turn; 0.0 before the first."),
-                "previous": Member(types=DOUBLE, doc="Rewards of the turn before it; 0.0 if there is none."),
+                "total": VariableField(types=DOUBLE, doc="Rewards of all turns."),
+                "last": VariableField(types=DOUBLE, doc="Rewards of the newest turn; 0.0 before the first."),
+                "previous": VariableField(types=DOUBLE, doc="Rewards of the turn before it; 0.0 if there is none."),
             },
         ),
         "last": Variable(
             doc="The newest turn of the model.",
             fields={
-                "finish": Member(types=STRING, doc="`stop`, `length` or `abort`; empty before the first turn."),
-                "tokens": Member(types=INT, doc="Sampled tokens."),
-                "calls": Member(types=INT, doc="Tool calls that could be read."),
-                "malformed": Member(types=BOOL, doc="Whether it contains a tool call that could not be read."),
-                "text": Member(types=STRING, doc="Its text."),
+                "finish": VariableField(types=STRING, doc="`stop`, `length` or `abort`; empty before the first turn."),
+                "tokens": VariableField(types=INT, doc="Sampled tokens."),
+                "calls": VariableField(types=INT, doc="Tool calls that could be read."),
+                "malformed": VariableField(types=BOOL, doc="Whether it contains a tool call that could not be read."),
+                "text": VariableField(types=STRING, doc="Its text."),
             },
         ),
         "feedback": Variable(
             doc="The newest turn of the user, with the facts that it reported.",
             fields={
-                "solved": Member(types=BOOL, doc="Whether the user called the task solved."),
-                "satisfied": Member(types=BOOL, doc="Whether the user wants nothing more."),
-                "malformed": Member(
+                "solved": VariableField(types=BOOL, doc="Whether the user called the task solved."),
+                "satisfied": VariableField(types=BOOL, doc="Whether the user wants nothing more."),
+                "malformed": VariableField(
                     types=BOOL,
                     doc="Whether the engine answered in the user's place, because the reply could not be read.",
                 ),

@@ -229,7 +229,7 @@ def _interval(measure: _Measure, groups: Sequence[Sequence[Sample]], means: Floa
     return proportion_interval(values, len(values)) if measure.proportion else mean_interval(values)
 
 
-class Difference(Struct, frozen=True, kw_only=True):
+class RunDifference(Struct, frozen=True, kw_only=True):
     """One measure of two runs over the same tasks."""
 
     first: float
@@ -256,7 +256,7 @@ class Comparison:
     """Number of tasks with the same name but different content, which are left out."""
     masked: tuple[int, int]
     """Number of episodes of each run that are left out, because the policy did not cause their failure."""
-    differences: dict[str, Difference] = field(default_factory=dict)
+    differences: dict[str, RunDifference] = field(default_factory=dict)
 
     @property
     def warning(self) -> str | None:
@@ -299,7 +299,7 @@ def compare(
         one, other = (task_means(groups, measure.of_task) for groups in sides)
         apart = other - one
         low, high = share_difference_interval(apart) if measure.proportion else mean_interval(apart)
-        found.differences[measure.name] = Difference(
+        found.differences[measure.name] = RunDifference(
             first=float(one.mean()), second=float(other.mean()), difference=float(apart.mean()), low=low, high=high
         )
     return found

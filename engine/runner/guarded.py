@@ -22,7 +22,7 @@ from engine.errors import StoreError
 from engine.runner.failure_causes import REPAIRED
 from engine.schemas.trajectory import Failure
 from engine.store.private import private_file
-from engine.tokens.bridge.guard import Difference, Finding, Guard
+from engine.tokens.bridge.guard import BranchGuard, Difference, Finding
 
 if TYPE_CHECKING:
     from engine.episode.episode import Episode
@@ -54,7 +54,7 @@ class EpisodeGuard:
 
     def __init__(self, template: ChatTemplate, loaded: LoadedSpec, folder: Path) -> None:
         self._template = template
-        self._guard = Guard(template, loaded.spec.model, loaded.base)
+        self._guard = BranchGuard(template, loaded.spec.model, loaded.base)
         self._file = folder / FILE
         self.reason = read_reason(self._file)
         """Why every prompt is rendered whole; None where no row with a wrong bridge was found."""

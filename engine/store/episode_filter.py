@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import GuardError, StoreError
 from engine.limits import limit_values
 from engine.machine.guards import Guard, guard_problems
-from engine.machine.variables import BOOL, DOUBLE, DYN, INT, STRING, VARIABLES, Member, Variable
+from engine.machine.variables import BOOL, DOUBLE, DYN, INT, STRING, VARIABLES, Variable, VariableField
 from engine.schemas.journal import UserRecord
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.sections import read_stored
@@ -30,45 +30,49 @@ if TYPE_CHECKING:
 OUTCOME = Variable(
     doc="How the episode ended.",
     fields={
-        "state": Member(types=STRING, doc="The final state."),
-        "event": Member(types=STRING, doc="The event that led there."),
-        "limit": Member(types=STRING, doc="The limit that ended it; empty if none did."),
-        "failure": Member(types=STRING, doc="The kind of the failure; empty if there is none."),
-        "blame": Member(types=STRING, doc="Who caused the failure; empty if there is none."),
-        "solved": Member(types=BOOL, doc="Whether a user, a tool or the environment reported the task as solved."),
-        "solved_turn": Member(types=INT, doc="The newest turn when that happened first; -1 if it did not."),
-        "reward": Member(types=DOUBLE, doc="Sum of all rewards."),
-        "rewards": Member(types=DYN, doc='Sum by name: `outcome.rewards["answer"]`.'),
+        "state": VariableField(types=STRING, doc="The final state."),
+        "event": VariableField(types=STRING, doc="The event that led there."),
+        "limit": VariableField(types=STRING, doc="The limit that ended it; empty if none did."),
+        "failure": VariableField(types=STRING, doc="The kind of the failure; empty if there is none."),
+        "blame": VariableField(types=STRING, doc="Who caused the failure; empty if there is none."),
+        "solved": VariableField(
+            types=BOOL, doc="Whether a user, a tool or the environment reported the task as solved."
+        ),
+        "solved_turn": VariableField(types=INT, doc="The newest turn when that happened first; -1 if it did not."),
+        "reward": VariableField(types=DOUBLE, doc="Sum of all rewards."),
+        "rewards": VariableField(types=DYN, doc='Sum by name: `outcome.rewards["answer"]`.'),
     },
 )
 TURN = Variable(
     doc="The turn.",
     fields={
-        "index": Member(types=INT, doc="Its number, from 0."),
-        "last": Member(types=BOOL, doc="Whether it is the newest of the episode."),
-        "event": Member(types=STRING, doc="`tool_calls`, `answered`, `truncated` or `malformed`."),
-        "finish": Member(types=STRING, doc="`stop` or `length`."),
-        "tokens": Member(types=INT, doc="Sampled tokens."),
-        "reward": Member(types=DOUBLE, doc="Sum of its rewards."),
-        "rewards": Member(types=DYN, doc="Its rewards by name."),
-        "text": Member(types=STRING, doc="Its text."),
+        "index": VariableField(types=INT, doc="Its number, from 0."),
+        "last": VariableField(types=BOOL, doc="Whether it is the newest of the episode."),
+        "event": VariableField(types=STRING, doc="`tool_calls`, `answered`, `truncated` or `malformed`."),
+        "finish": VariableField(types=STRING, doc="`stop` or `length`."),
+        "tokens": VariableField(types=INT, doc="Sampled tokens."),
+        "reward": VariableField(types=DOUBLE, doc="Sum of its rewards."),
+        "rewards": VariableField(types=DYN, doc="Its rewards by name."),
+        "text": VariableField(types=STRING, doc="Its text."),
     },
 )
 EPISODE = Variable(
     doc="The episode.",
     fields={
-        "id": Member(types=STRING, doc="Its id: `<task>/<sample>`."),
-        "task": Member(types=STRING, doc="The id of its task."),
-        "sample": Member(types=INT, doc="Its number among the episodes of the task, from 0."),
-        "status": Member(types=STRING, doc="`pending`, `running` or `done`."),
-        "attempt": Member(types=INT, doc="How often it began again."),
-        "seconds": Member(types=DOUBLE, doc="Wall time from its beginning to its end; 0.0 before its end."),
-        "trainable": Member(types=BOOL, doc="Whether its rows may be trained on."),
-        "branches": Member(types=INT, doc="Training rows."),
-        "images": Member(types=INT, doc="Images in all of its messages."),
-        "trained": Member(types=INT, doc="Tokens with loss mask 1 in its rows."),
-        "version": Member(types=INT, doc="The newest weight version of its sampled tokens; -1 if it has none."),
-        "oldest_version": Member(types=INT, doc="The oldest weight version of its sampled tokens; -1 if it has none."),
+        "id": VariableField(types=STRING, doc="Its id: `<task>/<sample>`."),
+        "task": VariableField(types=STRING, doc="The id of its task."),
+        "sample": VariableField(types=INT, doc="Its number among the episodes of the task, from 0."),
+        "status": VariableField(types=STRING, doc="`pending`, `running` or `done`."),
+        "attempt": VariableField(types=INT, doc="How often it began again."),
+        "seconds": VariableField(types=DOUBLE, doc="Wall time from its beginning to its end; 0.0 before its end."),
+        "trainable": VariableField(types=BOOL, doc="Whether its rows may be trained on."),
+        "branches": VariableField(types=INT, doc="Training rows."),
+        "images": VariableField(types=INT, doc="Images in all of its messages."),
+        "trained": VariableField(types=INT, doc="Tokens with loss mask 1 in its rows."),
+        "version": VariableField(types=INT, doc="The newest weight version of its sampled tokens; -1 if it has none."),
+        "oldest_version": VariableField(
+            types=INT, doc="The oldest weight version of its sampled tokens; -1 if it has none."
+        ),
     },
 )
 EPISODE_VARIABLES: Mapping[str, Variable] = {**VARIABLES, "outcome": OUTCOME, "episode": EPISODE}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
-    from engine.backends.sglang.verify import Difference
+    from engine.backends.sglang.verify import ServerDifference
     from engine.schemas.backend import SGLangBackendSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.experts import ExpertLayout
@@ -100,7 +100,7 @@ class SGLangBackend(ServersBackend):
         )
         self.dropped: list[str] = []
         """Parameters that the router drops."""
-        self.verified: Difference | None = None
+        self.verified: ServerDifference | None = None
         """Difference between the servers' log-probs and those of the model's files; None without `spec.verify`."""
 
     @classmethod

@@ -30,7 +30,7 @@ MAX_HALF = 0.15
 """Maximum mean difference for 16-bit weights, in nats."""
 
 
-class Difference(Struct, frozen=True, kw_only=True):
+class ServerDifference(Struct, frozen=True, kw_only=True):
     """Difference between a server's log-probs and those computed here, in nats."""
 
     largest: float
@@ -40,7 +40,7 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 async def verify_servers(
     servers: Sequence[Server], format: ChatTemplate, folder: Callable[[], Path], generate: Generate
-) -> Difference:
+) -> ServerDifference:
     """Compare each server with the model's files. Returns the largest difference.
 
     Args:
@@ -66,7 +66,7 @@ async def verify_servers(
         format.vision is not None
     ):  # at placeholders a server returns the log-probs of its own ids, which differ from ours
         compared = wanted[1:] != format.vision.placeholder_id
-    worst = Difference(largest=0.0, mean=0.0, tokens=int(compared.sum()))
+    worst = ServerDifference(largest=0.0, mean=0.0, tokens=int(compared.sum()))
     for server in servers:
         seen, theirs = await ask_logprobs(server, generate, ids, uri)
         if seen != wanted.tolist():
@@ -75,7 +75,7 @@ async def verify_servers(
                 kind="wrong_server",
             )
         off = np.abs(theirs[1:] - own)[compared]
-        found = Difference(largest=float(off.max()), mean=float(off.mean()), tokens=len(off))
+        found = ServerDifference(largest=float(off.max()), mean=float(off.mean()), tokens=len(off))
         dtype = str((await server.json("GET", "/server_info")).get("dtype"))
         if not found.mean <= MAX_GAP.get(dtype, MAX_HALF):
             raise BackendError(

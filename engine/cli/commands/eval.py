@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.runner.runner import RunResult
 
 
-class Format(StrEnum):
+class EvalFormat(StrEnum):
     """Output formats."""
 
     TEXT = "text"
@@ -41,7 +41,7 @@ def evaluate(
     limit: Limit = None,
     overrides: Overrides = None,
     out: Annotated[Path | None, typer.Option(help="Folder in which runs are stored.")] = None,
-    format: Annotated[Format, typer.Option(help="Output format.")] = Format.TEXT,
+    format: Annotated[EvalFormat, typer.Option(help="Output format.")] = EvalFormat.TEXT,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Continue if the first 16 episodes all fail with one cause.")
     ] = False,
@@ -65,7 +65,7 @@ def evaluate(
 
     configure_logging()
     _refuse_run(spec)
-    console = make_console(stderr=format is Format.JSON, soft_wrap=True)
+    console = make_console(stderr=format is EvalFormat.JSON, soft_wrap=True)
     changes = list(overrides or ())
     if samples is not None:
         changes.append(f"rollout.samples_per_task={samples}")
@@ -73,14 +73,14 @@ def evaluate(
         if model is not None:
             frozen = frozen_role_models(spec, changes)
             changes += [f"model.path={json.dumps(_other_model(console, spec, changes, model))}", *frozen]
-        silent = quiet or format is Format.JSON
+        silent = quiet or format is EvalFormat.JSON
         folder, found, result = asyncio.run(
             _evaluate(console, spec, changes, limit, out, quiet=silent, keep_going=keep_going)
         )
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(FAILED if error.stops_run else ERROR) from None
-    if format is Format.JSON:
+    if format is EvalFormat.JSON:
         sources = {name: asdict(sums) for name, sums in result.summary.sources.items()}
         echo_json(plain(found) | {"run": str(folder)} | ({"sources": sources} if sources else {}))
     else:

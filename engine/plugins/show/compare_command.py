@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.cli.commands.eval import Format
+from engine.cli.commands.eval import EvalFormat
 from engine.cli.options import only_looks
 from engine.terminal import echo, echo_json
 
@@ -29,7 +29,7 @@ def compare(
     ],
     second: Annotated[str, typer.Argument(help="The run that is compared with it.")],
     out: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
-    format: Annotated[Format, typer.Option(help="Output format.")] = Format.TEXT,
+    format: Annotated[EvalFormat, typer.Option(help="Output format.")] = EvalFormat.TEXT,
 ) -> None:
     """Compare two runs, paired by task: the difference of the second run from the first, with a 95 % interval.
 
@@ -56,7 +56,7 @@ def compare(
     except EngineError as error:
         echo(str(error), err=True)
         raise typer.Exit(2) from None
-    if format is Format.JSON:
+    if format is EvalFormat.JSON:
         told = {
             "first": found.first,
             "second": found.second,

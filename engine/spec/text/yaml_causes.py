@@ -31,7 +31,7 @@ _MISSING_COMMA = re.compile(r"""(?<=[\w"'\]}])( +)(?=[A-Za-z_][\w-]*: )""")
 _OPENERS = {"{": "}", "[": "]"}
 
 
-class Cause(Struct, frozen=True, kw_only=True):
+class YamlCause(Struct, frozen=True, kw_only=True):
     """What is probably wrong."""
 
     message: str
@@ -43,14 +43,14 @@ class Cause(Struct, frozen=True, kw_only=True):
 
 
 class _Repair(Struct, frozen=True, kw_only=True):
-    cause: Cause
+    cause: YamlCause
     lines: dict[int, str]
     """The lines that it replaces, by index."""
     usual: bool = True
     """Whether the result is usual: indented by a multiple of 2. Another repair is preferred to one that is not."""
 
 
-def likely_cause(lines: list[str], failed: int) -> Cause | None:
+def likely_cause(lines: list[str], failed: int) -> YamlCause | None:
     """Return the likely cause of a syntax error; None if no repair helps.
 
     Args:
@@ -59,8 +59,8 @@ def likely_cause(lines: list[str], failed: int) -> Cause | None:
     """
     if sum(map(len, lines)) > MAX_CHARACTERS:
         return None
-    unusual: Cause | None = None
-    further: Cause | None = None
+    unusual: YamlCause | None = None
+    further: YamlCause | None = None
     for repair in islice(_repairs(lines, failed), MAX_REPAIRS):
         stopped = _stops([repair.lines.get(at, line) for at, line in enumerate(lines)])
         if stopped is None and repair.usual:
@@ -111,7 +111,7 @@ def _quotes(lines: list[str], at: int) -> Iterator[_Repair]:
         return
     column, quote = opened
     line = lines[at].rstrip()
-    cause = Cause(
+    cause = YamlCause(
         message="a quote is opened here and not closed",
         fix=f"close it with {quote} in the same line",
         line=at + 1,
@@ -162,7 +162,7 @@ def _brackets(lines: list[str], at: int) -> Iterator[_Repair]:
         elif stack and char == _OPENERS[stack[-1][1]]:
             stack.pop()
         elif char in "}]":
-            cause = Cause(
+            cause = YamlCause(
                 message=f"`{char}` closes nothing here",
                 fix="remove it, or open it before",
                 line=at + 1,
@@ -173,7 +173,7 @@ def _brackets(lines: list[str], at: int) -> Iterator[_Repair]:
     if stack:
         column, char = stack[-1]
         closers = "".join(_OPENERS[item] for _, item in reversed(stack))
-        cause = Cause(
+        cause = YamlCause(
             message=f"`{char}` is opened here and not closed",
             fix=f"close it with `{_OPENERS[char]}`",
             line=at + 1,
@@ -189,18 +189,18 @@ def _within_line(lines: list[str], at: int) -> Iterator[_Repair]:
     line = lines[at]
     if glued := _GLUED.match(line):
         key = glued[1].strip().removeprefix("- ")
-        cause = Cause(
+        cause = YamlCause(
             message=f"there is no space after `{key}:`", fix=f"write `{key}: …`", line=at + 1, column=glued.end(1) + 1
         )
         yield _Repair(cause=cause, lines={at: f"{glued[1]}: {line[glued.end() :]}"})
     if (bare := _NO_COLON.match(line)) and not _KEY.match(line):
         key = bare[1].strip().removeprefix("- ")
-        cause = Cause(
+        cause = YamlCause(
             message=f"there is no colon after `{key}`", fix=f"write `{key}:`", line=at + 1, column=bare.end(1) + 1
         )
         yield _Repair(cause=cause, lines={at: f"{bare[1]}: {bare[2] or ''}".rstrip()})
     for comma in _MISSING_COMMA.finditer(line):
-        cause = Cause(
+        cause = YamlCause(
             message="a comma is missing here",
             fix="separate the entries of {…} and […] by commas",
             line=at + 1,
@@ -211,7 +211,7 @@ def _within_line(lines: list[str], at: int) -> Iterator[_Repair]:
     if value and value[2][0] not in "\"'":
         quoted = '"' + value[2].replace("\\", "\\\\").replace('"', '\\"') + '"'
         why = "contains `: `" if ": " in value[2] else f"begins with `{value[2][0]}`"
-        cause = Cause(
+        cause = YamlCause(
             message=f"the value {why}, so it needs quotes",
             fix=f"write {quoted}" if len(quoted) < 60 else "quote it",
             line=at + 1,
@@ -255,7 +255,7 @@ def _indentation(lines: list[str], at: int) -> Iterator[_Repair]:
             message = f"the indentation of `{what}` is wrong: {has}"
             fix = f"indent it by {depth}, {relation} `{name}` in line {number}"
             moved = {item: " " * max(0, depth - own + _depth(lines[item])) + lines[item].lstrip(" ") for item in block}
-            cause = Cause(message=message, fix=fix, line=at + 1, column=own + 1)
+            cause = YamlCause(message=message, fix=fix, line=at + 1, column=own + 1)
             yield _Repair(cause=cause, lines=moved, usual=depth % 2 == 0)
             if len(block) > 1:
                 yield _Repair(cause=cause, lines={at: moved[at]}, usual=depth % 2 == 0)

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from engine.errors import RenderError
 from engine.tokens.bridge.cache import Wrapper, make_reply_text, make_wrapper, parts_of, shape_of
-from engine.tokens.bridge.check import ReplyFrame, Verdict, check_bridge, remainder
+from engine.tokens.bridge.check import BridgeVerdict, ReplyFrame, check_bridge, remainder
 from engine.tokens.bridge.keys import TemplateKeys
 from engine.tokens.bridge.kinds import ODD_KINDS, MessageKinds, View, kind_of
 from engine.tokens.quoting import MARK, unquote
@@ -68,7 +68,7 @@ class Bridges:
         self._reads_tools = False
         self._dated = False
         self._day = date.today()
-        self._verdicts: dict[Any, Verdict] = {}
+        self._verdicts: dict[Any, BridgeVerdict] = {}
         self._wrappers: dict[Any, Wrapper | None] = {}
 
     def follow(self, keys: TemplateKeys) -> None:

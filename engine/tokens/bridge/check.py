@@ -71,7 +71,7 @@ class ReplyFrame(msgspec.Struct, frozen=True):
     """By shape of a reply: what the template writes around its parts here; None where a reply of this shape has to be rendered."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class BridgeVerdict(msgspec.Struct, frozen=True):
     """The result of the checks for one signature."""
 
     bridged: bool
@@ -120,7 +120,7 @@ def _end_of(characters: int, text: str) -> int:
     return 0
 
 
-def check_bridge(template: Renderer, kinds: bytes, new: bytes, tools: list[View] | None) -> Verdict:
+def check_bridge(template: Renderer, kinds: bytes, new: bytes, tools: list[View] | None) -> BridgeVerdict:
     """The verdict on continuing with messages of the kinds `new` after those of `kinds`.
 
     Args:
@@ -130,7 +130,7 @@ def check_bridge(template: Renderer, kinds: bytes, new: bytes, tools: list[View]
         tools: The conversation's tools.
     """
     attempts = (None,) if not tools else (None, tools)
-    verdict = Verdict(False, False, why="nothing to check_bridge")
+    verdict = BridgeVerdict(False, False, why="nothing to check_bridge")
     for shown in attempts:
         verdict = _check_styles(template, kinds, new, tools, shown)
         if verdict.bridged:
@@ -140,17 +140,17 @@ def check_bridge(template: Renderer, kinds: bytes, new: bytes, tools: list[View]
 
 def _check_styles(
     template: Renderer, kinds: bytes, new: bytes, tools: list[View] | None, shown: list[View] | None
-) -> Verdict:
-    verdicts: list[Verdict] = []
+) -> BridgeVerdict:
+    verdicts: list[BridgeVerdict] = []
     for style in STYLES:
         try:
             verdict = _check_style(template, kinds, new, tools, shown, style)
         except RenderError as error:
-            return Verdict(False, False, why=str(error))
+            return BridgeVerdict(False, False, why=str(error))
         if not verdict.bridged:
             return verdict
         verdicts.append(verdict)
-    return Verdict(
+    return BridgeVerdict(
         True,
         any(verdict.rewrites for verdict in verdicts),
         bool(shown),
@@ -167,31 +167,33 @@ def _check_style(
     tools: list[View] | None,
     shown: list[View] | None,
     style: Callable[[str], str],
-) -> Verdict:
+) -> BridgeVerdict:
     at = len(kinds) - 1
     views = [probe(kind, index, style) for index, kind in enumerate(kinds + new)]
     reply = views[at]
     bridge = template.unchecked_bridge(reply, views[at + 1 :], shown)
     if bridge is None:
-        return Verdict(False, False, why="these messages have no continuation apart from the conversation")
+        return BridgeVerdict(False, False, why="these messages have no continuation apart from the conversation")
     before = template.render_views(views[:at], tools)
     after = template.render_views(views, tools)
     ids = [*bridge.closing, *bridge.bridge]
     cut = len(after) - len(bridge.bridge)
     if after[len(after) - len(ids) :] != ids:
-        return Verdict(False, False, why="what the template writes after a reply depends on more than the new messages")
+        return BridgeVerdict(
+            False, False, why="what the template writes after a reply depends on more than the new messages"
+        )
     said, coming = template.decode(after[:cut]), template.decode(after[cut:])
     for index in range(at + 1, len(views)):
         if mark(index) in said or (has_mark(views[index]) and mark(index) not in coming):
-            return Verdict(
+            return BridgeVerdict(
                 False, False, why=f"the template does not show a message of role `{views[index]['role']}` here"
             )
     earlier = template.decode(before)
     if not said.startswith(earlier):
-        return Verdict(True, True, why="the template shows what was said before the reply differently")
+        return BridgeVerdict(True, True, why="the template shows what was said before the reply differently")
     region = said[len(earlier) :]
     why = _judge_reply(reply, kinds[-1], region, template.decode(bridge.closing))
-    return Verdict(
+    return BridgeVerdict(
         True, bool(why), why=why, history=True, frame=_frame(template, reply, views[at + 1 :], region, coming)
     )
 

@@ -1,6 +1,6 @@
 """An ended branch -> whether it is what the chat template writes, compared in a process of its own.
 
-    guard = Guard(template, spec.model, base)
+    guard = BranchGuard(template, spec.model, base)
     finding = await guard.check(conversation, written.trajectory, branches)     # None: each branch is what the template writes
 
 It trusts nothing that made the tape: not the proofs of bridges, not quoting, not earlier renderings. The messages that the model
@@ -82,7 +82,7 @@ class Unanswered(msgspec.Struct, frozen=True):
 Finding = Difference | Unanswered
 
 
-class Guard:
+class BranchGuard:
     """Checks the episodes of one chat format.
 
     Args:

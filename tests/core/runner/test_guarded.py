@@ -28,7 +28,7 @@ from engine.store import RunStore
 from engine.store.rows.export import export_rows
 from engine.tokens.bridge import bridge as bridging
 from engine.tokens.bridge import guard
-from engine.tokens.bridge.check import Verdict
+from engine.tokens.bridge.check import BridgeVerdict
 from engine.tokens.bridge.keys import TemplateKeys
 from engine.tokens.jinja_source import JinjaSource
 
@@ -71,7 +71,7 @@ HOSTILE = {
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proof that accepts every bridge, of templates in which nothing is seen that it could not tell."""
     monkeypatch.setattr(JinjaSource, "keys", TemplateKeys())
-    monkeypatch.setattr(bridging, "check_bridge", lambda *_: Verdict(True, False, history=True))
+    monkeypatch.setattr(bridging, "check_bridge", lambda *_: BridgeVerdict(True, False, history=True))
 
 
 @pytest.fixture

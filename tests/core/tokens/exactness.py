@@ -23,7 +23,7 @@ from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import ToolCall
 from engine.schemas.model import ModelSpec
 from engine.store.codec import _write_branch, json_of
-from engine.tokens.bridge.guard import Guard, _Job
+from engine.tokens.bridge.guard import BranchGuard, _Job
 from engine.tokens.bridge.guard_child import compare
 from engine.tokens.choosing import ARGUMENTS, AWKWARD, written
 from engine.tokens.conversation import Conversation
@@ -407,7 +407,7 @@ class Player:
         if not self.conversation.asked:
             return
         rows = [_write_branch(branch, "e/0") for branch in self.conversation.branches()]
-        told = Guard(self.template, ModelSpec(path=self.template.fast.name_or_path), Path())._told
+        told = BranchGuard(self.template, ModelSpec(path=self.template.fast.name_or_path), Path())._told
         stored = json_of({"messages": self.conversation.messages})
         job = _Job(told, self.conversation, stored, [(row[3], row[4]) for row in rows])
         asked = json.loads(b'{"form":' + told + b',"episodes":[' + job.line() + b"]}")

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from engine.schemas.model import ModelSpec
 from engine.store.codec import _write_branch, json_of
 from engine.tokens.bridge import guard as guard_module
-from engine.tokens.bridge.guard import Difference, Finding, Guard, Unanswered
+from engine.tokens.bridge.guard import BranchGuard, Difference, Finding, Unanswered
 from engine.tokens.bridge.guard_child import _tokenizer
 from engine.tokens.conversation import Conversation
 from engine.tokens.loading import load_format
@@ -33,7 +33,7 @@ Formats = Callable[..., ChatTemplate]
 
 
 async def judged(
-    guard: Guard, conversation: Conversation, change: Callable[[np.ndarray], None] = lambda _: None
+    guard: BranchGuard, conversation: Conversation, change: Callable[[np.ndarray], None] = lambda _: None
 ) -> Finding | None:
     """The guard's finding on a conversation; `change` damages the ids of its last branch."""
     branches = conversation.branches()
@@ -44,8 +44,8 @@ async def judged(
     )
 
 
-def guard_of(form: ChatTemplate) -> Guard:
-    return Guard(form, ModelSpec(path=form.fast.name_or_path), Path())
+def guard_of(form: ChatTemplate) -> BranchGuard:
+    return BranchGuard(form, ModelSpec(path=form.fast.name_or_path), Path())
 
 
 def talk(form: ChatTemplate, *replies: str, **named: Any) -> Conversation:
@@ -152,7 +152,7 @@ async def test_a_template_that_shows_the_time_is_rendered_at_that_of_the_prompt(
 SLOW = "{%- if messages | length > 2 %}{% for a in range(LOOPS) %}{% for b in range(10000) %}{% endfor %}{% endfor %}{% endif %}"
 
 
-def slow_guard(form: ChatTemplate, loops: int) -> Guard:
+def slow_guard(form: ChatTemplate, loops: int) -> BranchGuard:
     """A guard whose child takes long for conversations of more than one turn."""
     guard = guard_of(form)
     told = json.loads(guard._told)

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 
 from engine.errors import GuardError, StoreError
 from engine.machine.guards import Guard
-from engine.machine.variables import BOOL, INT, STRING, Member, Variable
+from engine.machine.variables import BOOL, INT, STRING, Variable, VariableField
 from engine.plugins.show.listing.heads import EpisodeHead, read_head
 from engine.plugins.show.listing.index import DAMAGED, VARIABLES, WHOLE, Index
 from engine.plugins.show.listing.sources import Source
@@ -29,9 +29,9 @@ from engine.store.reading import decoding, reading
 RUN = Variable(
     doc="The run that an episode belongs to.",
     fields={
-        "id": Member(types=STRING, doc="Its name in the list."),
-        "evaluation": Member(types=BOOL, doc="Whether it is an evaluation."),
-        "step": Member(
+        "id": VariableField(types=STRING, doc="Its name in the list."),
+        "evaluation": VariableField(types=BOOL, doc="Whether it is an evaluation."),
+        "step": VariableField(
             types=INT, doc="The step of the training that used the episode, or whose weights it measured; -1 without."
         ),
     },
