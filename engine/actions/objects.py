@@ -161,8 +161,8 @@ class ObjectBuilder:
         name = task.user if task is not None else None
         if name not in self._users:
             who = f"task `{task.id}` names the user `{name}`" if name and task else "the task names no user"
-            known = ", ".join(self._users)
-            raise SpecCodeError(f"{who}; the spec's `users` are {known}", blame="spec", kind="unknown_user")
+            names = ", ".join(self._users)
+            raise SpecCodeError(f"{who}; the spec's `users` are {names}", blame="spec", kind="unknown_user")
         return name
 
     async def _build_user(self, name: str, objects: EpisodeObjects) -> Any:

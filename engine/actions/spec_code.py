@@ -7,7 +7,6 @@ effects (`SpecCodeAction.ask`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.actions.action import Action, EpisodeObjects, bounds_of, first_reached, post_rewards
@@ -20,10 +19,10 @@ from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.schemas.environment import EpisodeView, Reset, Step, UserTurn
 from engine.schemas.journal import ResetRecord, ScoreRecord, StepRecord, ToolsRecord, UserRecord
-from engine.schemas.message import ContentPart, Message, TextPart
+from engine.schemas.message import ContentPart, Message
 from engine.schemas.reward import RewardEvent
 from engine.spec.conversation import conversation_of
-from engine.spec.template import fill, fill_words, found_image, image_folders, own_spans
+from engine.spec.template import fill, fill_words, image_folders, located, own_spans
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -167,7 +166,7 @@ class ResetAction(SpecCodeAction):
         """Return the first messages: the task's own conversation, or the spec's prompt filled in with the task's fields."""
         fields = episode.task.fields
         if self._row_source is not None:
-            return [self._located(message) for message in conversation_of(fields, self._row_source)]
+            return [located(message, self._folders) for message in conversation_of(fields, self._row_source)]
         return [
             Message(
                 role=message.role,
@@ -177,18 +176,6 @@ class ResetAction(SpecCodeAction):
             )
             for message in self._loaded.spec.messages
         ]
-
-    def _located(self, message: Message) -> Message:
-        """Return a message whose images have absolute paths."""
-        if isinstance(message.content, str):
-            return message
-        parts: list[ContentPart] = [
-            part
-            if isinstance(part, TextPart)
-            else part.model_copy(update={"image": found_image(part.image, self._folders)})
-            for part in message.content
-        ]
-        return replace(message, content=parts)
 
     def apply(self, episode: Episode, record: ResetRecord) -> str:
         """Begin the conversation."""

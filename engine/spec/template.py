@@ -13,8 +13,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from engine.errors import EngineError
-from engine.schemas.message import ContentPart, TextPart
+from engine.schemas.message import ContentPart, Message, TextPart
 from engine.spec.rows.row_values import find
 
 if TYPE_CHECKING:
@@ -123,6 +125,17 @@ def image_folders(files: Sequence[str], base: Path) -> list[Path]:
     """
     places = [place for file in files for place in (base / file, Path(file))]
     return [*(place if place.is_dir() else place.parent for place in places if place.exists()), base]
+
+
+def located(message: Message, folders: Sequence[Path]) -> Message:
+    """Return a message whose images have absolute paths."""
+    if isinstance(message.content, str):
+        return message
+    parts: list[ContentPart] = [
+        part if isinstance(part, TextPart) else part.model_copy(update={"image": found_image(part.image, folders)})
+        for part in message.content
+    ]
+    return replace(message, content=parts)
 
 
 def found_image(reference: str, folders: Sequence[Path]) -> str:

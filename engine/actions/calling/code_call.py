@@ -66,6 +66,7 @@ class CodeCall:
         "began",
         "blame",
         "blocked",
+        "blocking",
         "bound",
         "context",
         "delay",
@@ -75,7 +76,6 @@ class CodeCall:
         "function",
         "loop",
         "lost",
-        "own",
         "place",
         "result",
         "scope",
@@ -125,7 +125,7 @@ class CodeCall:
         """The task in which it waits, if it runs on an event loop."""
         self.blocked = 0.0
         """Seconds for which its loop had been blocked before it began."""
-        self.own = 0.0
+        self.blocking = 0.0
         """Seconds for which it blocked its loop itself."""
         self.delivered = False
         """Whether its result has reached the main loop."""

@@ -120,8 +120,8 @@ class CodeLoop:
             return seconds
         with self._lock:
             silent = 0.0 if self._answered else time.monotonic() - self._counted
-            own = call.own + (silent if self._suspect is call else 0.0)
-            return call.remaining(seconds) + self.blocked + silent - call.blocked - own
+            by_itself = call.blocking + (silent if self._suspect is call else 0.0)
+            return call.remaining(seconds) + self.blocked + silent - call.blocked - by_itself
 
     @property
     def blocks(self) -> bool:
@@ -315,7 +315,7 @@ class CodeLoop:
         """Count the blocked time up to now; the caller holds the lock."""
         self.blocked += now - self._counted
         if self._suspect is not None:
-            self._suspect.own += now - self._counted
+            self._suspect.blocking += now - self._counted
         self._counted = now
 
     def _running(self) -> tuple[Handle | None, list[str]]:

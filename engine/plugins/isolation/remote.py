@@ -148,9 +148,9 @@ class RemoteObject(HostedObject):
         request = ("build", self._id, origin.use, base, dict(origin.with_), origin.role, origin.name)
         text = await self._asked(worker, "building", request, seconds)
         try:
-            found = json.loads(text)
-            self._has = frozenset(str(name) for name in found["has"])
-            self.shapes = [shape_from(item) for item in found["tools"]]
+            description = json.loads(text)
+            self._has = frozenset(str(name) for name in description["has"])
+            self.shapes = [shape_from(item) for item in description["tools"]]
         except (ValueError, KeyError, TypeError) as error:
             raise self._bad("building it", f"described itself wrongly: {error}", self._blame) from None
         self._worker, self.opened = worker, True
@@ -164,16 +164,16 @@ class RemoteObject(HostedObject):
             raise self._failure(lost, f"{doing} `{use}`", self._blame) from None
         kind, text = data[:1], data[1:]
         if kind == RAISED:
-            told = read_error(text)
-            if told["kind"] == EntryError.kind:
-                raise EntryError(told["message"])
+            report = read_error(text)
+            if report["kind"] == EntryError.kind:
+                raise EntryError(report["message"])
             error = SpecCodeError(
-                f"`{use}` could not be built: {told['type']}: {told['message']}",
+                f"`{use}` could not be built: {report['type']}: {report['message']}",
                 blame=self._blame,
                 kind=f"{self._blame}_error",
-                trace=told["trace"],
+                trace=report["trace"],
             )
-            raise error from RemoteError(told["message"])
+            raise error from RemoteError(report["message"])
         if kind != VALUE:
             raise self._bad(f"{doing} it", "answered in a form that breaks the protocol", self._blame)
         return text
@@ -262,14 +262,14 @@ class RemoteObject(HostedObject):
         )
 
     def _raised(self, text: bytes, what: str, blame: Blame) -> SpecCodeError:
-        told = read_error(text)
+        report = read_error(text)
         kind = f"{blame}_error"
-        memory = f" (isolation.memory is {self._cell.memory} bytes)" if told["type"] == "MemoryError" else ""
-        message = f"{what} raised {told['type']}: {told['message']}{memory}"
-        if told["kind"] is not None and _KIND.fullmatch(told["kind"]):
-            kind, message = told["kind"], told["message"]
-        error = SpecCodeError(message, blame=blame, kind=kind, trace=told["trace"])
-        error.__cause__ = RemoteError(f"{told['message'] or told['type']}{memory}")
+        memory = f" (isolation.memory is {self._cell.memory} bytes)" if report["type"] == "MemoryError" else ""
+        message = f"{what} raised {report['type']}: {report['message']}{memory}"
+        if report["kind"] is not None and _KIND.fullmatch(report["kind"]):
+            kind, message = report["kind"], report["message"]
+        error = SpecCodeError(message, blame=blame, kind=kind, trace=report["trace"])
+        error.__cause__ = RemoteError(f"{report['message'] or report['type']}{memory}")
         return error
 
     def _failure(self, lost: WorkerLost, what: str, blame: Blame) -> SpecCodeError:
@@ -335,13 +335,13 @@ class RemoteTool(HostedTool):
         return await self._owner.ask_tool(self._name, arguments, view, True, seconds=seconds, what=what)
 
 
-def shape_from(told: Any) -> ToolShape:
+def shape_from(answer: Any) -> ToolShape:
     """Read a tool's shape from a worker's answer.
 
     Raises:
         ValueError: it is not a valid shape.
     """
-    name, schema, view = told["name"], told["schema"], told["view"]
+    name, schema, view = answer["name"], answer["schema"], answer["view"]
     function = schema["function"]
     if not isinstance(name, str) or function["name"] != name or not isinstance(function["parameters"], dict):
         raise ValueError(f"not a tool's schema: {schema!r:.200}")
@@ -351,8 +351,8 @@ def shape_from(told: Any) -> ToolShape:
 def read_error(text: bytes) -> dict[str, Any]:
     """Read a worker's report of an exception of its code."""
     try:
-        told = json.loads(text)
-        return {key: None if told[key] is None else str(told[key]) for key in ("type", "message", "trace", "kind")}
+        report = json.loads(text)
+        return {key: None if report[key] is None else str(report[key]) for key in ("type", "message", "trace", "kind")}
     except (ValueError, KeyError, TypeError):
         return {"type": "?", "message": "its exception cannot be read", "trace": None, "kind": None}
 

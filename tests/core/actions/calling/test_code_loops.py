@@ -212,10 +212,10 @@ async def test_the_time_for_which_others_block_the_loop_does_not_count(
 
 async def test_the_time_for_which_a_call_blocks_its_loop_itself_counts() -> None:
     code_loop = CodeLoop(lambda code_loop: None, Interrupter())
-    own, other = (CodeCall(asyncio.sleep, (0,), None, "c", "tool") for _ in range(2))
-    own.began = other.began = 0.0
-    code_loop.blocked, own.own = 5.0, 5.0
-    assert code_loop.remaining(other, 1.0) - code_loop.remaining(own, 1.0) == pytest.approx(5.0, abs=0.1)
+    blocker, other = (CodeCall(asyncio.sleep, (0,), None, "c", "tool") for _ in range(2))
+    blocker.began = other.began = 0.0
+    code_loop.blocked, blocker.blocking = 5.0, 5.0
+    assert code_loop.remaining(other, 1.0) - code_loop.remaining(blocker, 1.0) == pytest.approx(5.0, abs=0.1)
     code_loop.close()
 
 
