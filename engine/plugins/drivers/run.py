@@ -103,7 +103,7 @@ class ManyResult:
 
     result: RunResult
     spent: float
-    told: dict[str, Any]
+    counts: dict[str, Any]
     """Counts of the backend of each driver, by the name of its store."""
 
 
@@ -157,18 +157,25 @@ async def run_drivers(
         crew = _Crew(ray, setup, fleet, len(tasks), lease_seconds, stop)
         ready()
         ended = await crew.run()
-    summary = await asyncio.to_thread(summary_of, folder, loaded, tasks, ended)
+    return await asyncio.to_thread(_result_of, folder, loaded, tasks, ended, stopped=stop.is_set())
+
+
+def _result_of(
+    folder: Path, loaded: LoadedSpec, tasks: TaskList, ended: Sequence[Done], *, stopped: bool
+) -> ManyResult:
+    """The result of the run from those of its drivers; `stopped`: a signal ended it. Raises: StoreError: episodes are gone."""
+    summary = summary_of(folder, loaded, tasks, ended)
     faults = [fault for done in ended for fault in done.faults]
-    stopped = next((done.stopped for done in ended if done.stopped is not None), None)
-    total = len(tasks) * samples
-    interrupted = stop.is_set() and summary.episodes < total
-    if not interrupted and stopped is None and not faults and summary.episodes < total:
+    reason = next((done.stopped for done in ended if done.stopped is not None), None)
+    total = len(tasks) * loaded.spec.rollout.samples_per_task
+    interrupted = stopped and summary.episodes < total
+    if not interrupted and reason is None and not faults and summary.episodes < total:
         raise StoreError(
             f"{folder}: {summary.episodes} of {total} episodes can be read; was a driver's store removed, or is it on another host? "
             "Resume the run to do the others again"
         )
-    result = RunResult(summary, interrupted, faults, stopped)
-    return ManyResult(result, sum(done.spent for done in ended), {done.store: done.told for done in ended})
+    result = RunResult(summary, interrupted, faults, reason)
+    return ManyResult(result, sum(done.spent for done in ended), {done.store: done.counts for done in ended})
 
 
 def prepare_leases(folder: Path, tasks: TaskList, drivers: int, samples: int) -> None:

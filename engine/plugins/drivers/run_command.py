@@ -16,7 +16,9 @@ from engine.cli.reports.report import Panel
 from engine.terminal import echo
 
 if TYPE_CHECKING:
-    from engine.plugins.drivers.run import Fleet
+    from collections.abc import Awaitable
+
+    from engine.plugins.drivers.run import Fleet, ManyResult
     from engine.runner.runner import RunResult
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
@@ -89,9 +91,6 @@ async def drive_many(
     keep_going: bool = False,
 ) -> RunResult:
     """Run a prepared run to its end with several drivers; the arguments are those of `engine.cli.commands.run.drive`."""
-    from rich.live import Live as LiveDisplay
-
-    from engine.cli.reports.progress import ticking
     from engine.cli.reports.report import print_summary
     from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
@@ -125,25 +124,32 @@ async def drive_many(
         async with observers.of_errors():
             work = run_drivers(loaded, fitting, kept, store, fleet, stop=stop, keep_going=keep_going, ready=ready)
             with observers.watch(fleet.counters, fleet.summary):
-                panel = DriversPanel(fleet)
-                if quiet:
-                    found = await work
-                elif console.is_terminal:
-                    with LiveDisplay(panel, console=console, refresh_per_second=4, transient=True):
-                        found = await work
-                else:
-                    try:
-                        with ticking(panel.line, echo):
-                            found = await work
-                    finally:
-                        echo(panel.line())
-        await observers.of_result(found.result)
+                ended = await _with_progress(work, fleet, console, quiet=quiet)
+        await observers.of_result(ended.result)
     report = private_file(store.folder / "backend.json")
-    report.write_text(mask_credentials(json.dumps({"drivers": found.told}, indent=2, default=str)) + "\n")
-    store.close("interrupted" if found.result.summary.episodes < fleet.counters.total else "done")
+    report.write_text(mask_credentials(json.dumps({"drivers": ended.counts}, indent=2, default=str)) + "\n")
+    store.close("interrupted" if ended.result.summary.episodes < fleet.counters.total else "done")
     if summary:
-        print_summary(console, found.result.summary, seconds=fleet.counters.seconds, tokens=fleet.counters.tokens)
+        print_summary(console, ended.result.summary, seconds=fleet.counters.seconds, tokens=fleet.counters.tokens)
         console.print(drivers_table(fleet))
-    if found.spent:
-        console.print(f"Cost of the run: {found.spent:.6g}, with users, judges and unfinished episodes")
-    return found.result
+    if ended.spent:
+        console.print(f"Cost of the run: {ended.spent:.6g}, with users, judges and unfinished episodes")
+    return ended.result
+
+
+async def _with_progress(work: Awaitable[ManyResult], fleet: Fleet, console: Console, *, quiet: bool) -> ManyResult:
+    from rich.live import Live as LiveDisplay
+
+    from engine.cli.reports.progress import ticking
+
+    panel = DriversPanel(fleet)
+    if quiet:
+        return await work
+    if console.is_terminal:
+        with LiveDisplay(panel, console=console, refresh_per_second=4, transient=True):
+            return await work
+    try:
+        with ticking(panel.line, echo):
+            return await work
+    finally:
+        echo(panel.line())

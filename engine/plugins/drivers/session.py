@@ -24,10 +24,11 @@ from engine.schemas.base import Contract, Struct
 from engine.schemas.sections import SectionOwner
 
 if TYPE_CHECKING:
-    from engine.runner.runner import Runner
+    from engine.runner.runner import Runner, RunResult
     from engine.runner.stats import RunCounters, RunSummary
     from engine.schemas.episode import EpisodeSpec
     from engine.spec.load import LoadedSpec
+    from engine.spec.rows.mix import TaskList
     from engine.store.header import RunHeader
     from engine.store.store import RunStore
 
@@ -101,7 +102,7 @@ class Done(Struct, frozen=True, kw_only=True):
     faults: list[str]
     stopped: EngineError | None
     spent: float
-    told: dict[str, Any]
+    counts: dict[str, Any]
     """Counts of its backend."""
 
 
@@ -197,18 +198,13 @@ async def run_driver(setup: Setup, slot: int, coordinator: Coordinating) -> Done
 async def _session(setup: Setup, slot: int, coordinator: Coordinating) -> Done | None:
     from engine.backends.registry import open_backend
     from engine.runner.runner import Runner
-    from engine.spec.tasks import load_tasks
     from engine.tokens.loading import load_format
 
     loaded = of_driver(setup.loaded, setup.drivers, slot)
-    tasks = load_tasks(loaded)
-    if setup.kept is not None:
-        import numpy as np
-
-        tasks = tasks.chosen(np.asarray(setup.kept))
+    tasks = _tasks_of(setup, loaded)
     rollout = loaded.spec.rollout
     stores = Path(setup.folder) / STORES
-    existing = [each.name for each in stores.iterdir() if (each / "run.db").is_file()] if stores.is_dir() else []
+    existing = [store.name for store in stores.iterdir() if (store / "run.db").is_file()] if stores.is_dir() else []
     name, leases = await coordinator.join(slot, machine_id(), existing)
     store = open_driver_store(stores, name, setup.header, existing=name in existing)
     stop = asyncio.Event()
@@ -240,37 +236,46 @@ async def _session(setup: Setup, slot: int, coordinator: Coordinating) -> Done |
         feed.add(leases)
         try:
             await backend.start()
-            serving = asyncio.create_task(feed.serve(), name="leases")
-            try:
-                result = await _both(runner.run(feed, stop), serving)
-            finally:
-                serving.cancel()
-                await asyncio.gather(serving, return_exceptions=True)
+            result = await _run_leased(runner, feed, stop)
             if feed.word == "rejoin":
                 return None
             await feed.flush()
         finally:
             await backend.close()
-        told = backend.stats() | ({"played": runner.service_stats} if runner.service_stats else {})
-        (store.folder / "backend.json").write_text(json.dumps(told, indent=2, default=str) + "\n")
+        counts = backend.stats() | ({"played": runner.service_stats} if runner.service_stats else {})
+        (store.folder / "backend.json").write_text(json.dumps(counts, indent=2, default=str) + "\n")
         spent = runner.cost.spent if runner.cost is not None else 0.0
         result.summary.causes.place = None  # it does not travel
         return Done(
-            store=name, summary=result.summary, faults=result.faults, stopped=result.stopped, spent=spent, told=told
+            store=name, summary=result.summary, faults=result.faults, stopped=result.stopped, spent=spent, counts=counts
         )
     finally:
         store.close()
 
 
-async def _both(running: Awaitable[Any], serving: asyncio.Task[None]) -> Any:
-    """Wait for the runner; an error of the other task stops it."""
-    run = asyncio.ensure_future(running)
-    await asyncio.wait({run, serving}, return_when=asyncio.FIRST_COMPLETED)
-    if serving.done() and not serving.cancelled() and (error := serving.exception()) is not None:
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
-        raise error
-    return await run
+def _tasks_of(setup: Setup, loaded: LoadedSpec) -> TaskList:
+    """The tasks of the run."""
+    import numpy as np
+
+    from engine.spec.tasks import load_tasks
+
+    tasks = load_tasks(loaded)
+    return tasks if setup.kept is None else tasks.chosen(np.asarray(setup.kept))
+
+
+async def _run_leased(runner: Runner, feed: Feed, stop: asyncio.Event) -> RunResult:
+    """Run what the coordinator leases; an error of the leases stops the runner."""
+    serving = asyncio.create_task(feed.serve(), name="leases")
+    running = asyncio.create_task(runner.run(feed, stop), name="episodes")
+    try:
+        await asyncio.wait({running, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done() and not serving.cancelled() and (error := serving.exception()) is not None:
+            raise error
+        return await running
+    finally:
+        for work in (running, serving):
+            work.cancel()
+        await asyncio.gather(running, serving, return_exceptions=True)
 
 
 def open_driver_store(stores: Path, name: str, header: RunHeader, *, existing: bool) -> RunStore:
