@@ -80,8 +80,8 @@ class RunAgentAction(Action):
             sampler.follow(episode, threads, self._generate, run.inbox)
             run.ahead = sampler
         recorded = partial(threads.is_recorded, repeated) if isinstance(repeated, AgentRecord) else None
-        while isinstance(found := await run.next(recorded), Exchange):
-            asked = found.request
+        while isinstance(exchange := await run.next(recorded), Exchange):
+            asked = exchange.request
             place = threads.find(asked)
             new = asked.messages[place.covered :]
             try:
@@ -91,7 +91,7 @@ class RunAgentAction(Action):
                 continue
             run.asked_at = episode.turn
             if run.ahead is not None:
-                run.ahead.answers(found)
+                run.ahead.answers(exchange)
             run.record = AgentRecord(
                 event="request",
                 messages=new,
@@ -105,7 +105,7 @@ class RunAgentAction(Action):
             )
             return run.record
         run.ended = True
-        return self._ended(found, run, episode)
+        return self._ended(exchange, run, episode)
 
     @staticmethod
     def _reply(run: AgentRun, exchange: Exchange, episode: Episode) -> AgentRecord | None:

@@ -81,14 +81,14 @@ class AgentRun(AgentProgram):
         Raises:
             SpecCodeError: The reward of its end cannot be read.
         """
-        given = self.inbox.take_rewards()
+        rewards = self.inbox.take_rewards()
         if self._spec.reward == "file":
-            return given if end.reward is None else [*given, *read_end(end.reward, self._spec.reward_names)]
+            return rewards if end.reward is None else [*rewards, *read_end(end.reward, self._spec.reward_names)]
         if end.status is None or end.status < 0:
-            return given
+            return rewards
         cause = f"exit status {end.status}"
         value = float(end.status == 0)
-        return [*given, RewardEvent(turn="last", name=REWARD, value=value, source=SOURCE, cause=cause)]
+        return [*rewards, RewardEvent(turn="last", name=REWARD, value=value, source=SOURCE, cause=cause)]
 
     async def final_rewards(self) -> list[RewardEvent]:
         """Stop the program if it still runs, for example after a limit; return the rewards that are in no record yet.
@@ -106,8 +106,8 @@ class AgentRun(AgentProgram):
         name, count = self._episode.limit, self._episode.limit_count
         if name is None:
             return None
-        limit = next(each for each in LIMITS if each.name == name)
-        most = next((most for each, most in self._bounds if each is limit), None)
+        limit = next(limit for limit in LIMITS if limit.name == name)
+        most = next((most for bound, most in self._bounds if bound is limit), None)
         if name not in PROMPT_LIMITS:
             of = "" if most is None else f" ({most:g})"
             return ApiError(f"the episode has ended at its limit `{limit.key}`{of}", code="episode_over")
@@ -228,20 +228,20 @@ class AgentStarter:
         program = getattr(objects.environment, "program", None)
         if environment is None or not callable(program):
             return ProgramSettings()
-        found = await call_spec_code(
+        settings = await call_spec_code(
             self._code,
             program,
             seconds=environment.timeout,
             blame="environment",
             what=f"`{environment.use}`.program",
         )
-        if not isinstance(found, ProgramSettings):
+        if not isinstance(settings, ProgramSettings):
             raise SpecCodeError(
-                f"`{environment.use}`.program returned {type(found).__name__}; it must return ProgramSettings",
+                f"`{environment.use}`.program returned {type(settings).__name__}; it must return ProgramSettings",
                 blame="environment",
                 kind="environment_bad_reply",
             )
-        return found
+        return settings
 
     def _count(self, episode: Episode, threads: AgentThreads, request: ModelRequest) -> int:
         """The tokens of the prompt that a request leads to.

@@ -134,15 +134,15 @@ class AgentProgram:
             if recorded is not None:
                 others_since = others_since or (now if inbox.waiting else None)
                 patient = others_since is None or now < others_since + _PATIENCE
-                found = next(
+                exchange = next(
                     filter(recorded, inbox.waiting), None if patient or not inbox.waiting else inbox.waiting[0]
                 )
             else:
-                found = self._first()
-            if found is not None:
-                inbox.waiting.remove(found)
-                self.current = found
-                return found
+                exchange = self._first()
+            if exchange is not None:
+                inbox.waiting.remove(exchange)
+                self.current = exchange
+                return exchange
             until = self._deadline if inbox.waiting else deadline
             if others_since is not None:
                 until = min(until, others_since + _PATIENCE)

@@ -173,8 +173,8 @@ class ServedEpisodes:
         if opened is None:
             if episode in self._ended:
                 return Answer(self._ended[episode][1])
-            known = "it has ended" if episode in self._done else "open it with POST /episodes"
-            raise ServiceError(404, f"{episode!r} is not open; {known}", "not_open")
+            state = "it has ended" if episode in self._done else "open it with POST /episodes"
+            raise ServiceError(404, f"{episode!r} is not open; {state}", "not_open")
         end(opened.program)
         await asyncio.wait([opened.work])
         if episode not in self._ended:

@@ -15,16 +15,17 @@ import asyncio
 import hmac
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+import msgspec
 import structlog
 
 from engine.errors import EngineError
 from engine.logs import Seldom
 from engine.plugins.agents.connection import read_json
 from engine.plugins.agents.wire.requests import ApiError
+from engine.schemas.base import Struct
 from engine.storable import refusal, valid_text, words_of
 from engine.terminal import brief
 
@@ -52,28 +53,27 @@ class ServiceError(Exception):
         self.status, self.message, self.code, self.retry_after = status, brief(message), code, retry_after
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     """One request to a route."""
 
     value: Mapping[str, Any]
     """Its body; empty where it has none."""
     host: str
     """The address that it was sent to, `host:port`; empty where it does not say it."""
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = msgspec.field(default_factory=dict)
     """The parts of the path that the route names."""
     accept: str = ""
     """The media types that its sender reads."""
 
-    def only(self, *known: str) -> None:
-        """Refuse keys of the body that are not known. Raises: ServiceError."""
-        other = next((key for key in self.value if key not in known), None)
+    def only(self, *keys: str) -> None:
+        """Refuse other keys of the body. Raises: ServiceError."""
+        other = next((key for key in self.value if key not in keys), None)
         if other is not None:
-            keys = ", ".join(f"`{key}`" for key in known) or "none"
-            raise ServiceError(400, f"unknown key `{other[:80]}`; known keys: {keys}", "unknown_key")
+            names = ", ".join(f"`{key}`" for key in keys) or "none"
+            raise ServiceError(400, f"unknown key `{other[:80]}`; known keys: {names}", "unknown_key")
 
 
-class Answer(NamedTuple):
+class Answer(Struct, frozen=True):
     """The answer of a route."""
 
     value: Any
@@ -81,7 +81,7 @@ class Answer(NamedTuple):
     status: int = 200
 
 
-class Stream(NamedTuple):
+class Stream(Struct, frozen=True):
     """The answer of a route that is sent in parts. A part is taken when the parts before it are sent, so a slow reader slows it down."""
 
     content_type: str
@@ -94,7 +94,7 @@ Keys = Callable[[Mapping[str, str]], str | None]
 """A key that a route takes besides the service's token, by the parts of its path."""
 
 
-class _Route(NamedTuple):
+class _Route(Struct, frozen=True):
     method: str
     pattern: re.Pattern[str]
     handler: Handler

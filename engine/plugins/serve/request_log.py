@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from engine.errors import StoreError
+from engine.schemas.base import Struct
 from engine.store.private import private_file
 
 FILE = "requests.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
-class TakenRequest:
+class TakenRequest(Struct, frozen=True):
     """A request that was taken."""
 
     id: str
@@ -69,7 +70,7 @@ class RequestLog:
 
     def add(self, request: TakenRequest, following: int) -> None:
         """Take a request. Raises: StoreError."""
-        self._append({"request": asdict(request), "following": following})
+        self._append({"request": msgspec.structs.asdict(request), "following": following})
 
     def begin(self, request: str, number: int, version: int) -> None:
         """Note that a group begins. Raises: StoreError."""

@@ -39,11 +39,7 @@ STANDARD_LIBRARY_ONLY = (
 )
 """What starts without msgspec: the faces of plugins, the client, the commands' options, sandboxes, workers that scale images."""
 OTHER_RECORDS = (
-    *(
-        "engine/plugins/agents/wire/fields.py",
-        "engine/plugins/serve/",
-        "engine/tokens/vision.py",
-    ),
+    *("engine/tokens/vision.py",),
     *("engine/train/", "engine/validate/"),
 )
 """Where frozen dataclasses and NamedTuples are left."""

@@ -16,7 +16,7 @@ MOST_REPLIES = 64
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 FIELDS = Fields(
-    read=frozenset({"logprobs", "messages", "model", "n", "stream", "stream_options", "tools", "top_logprobs"}),
+    handled=frozenset({"logprobs", "messages", "model", "n", "stream", "stream_options", "tools", "top_logprobs"}),
     without_effect=frozenset(
         {
             "metadata",

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
+import msgspec
+
 from engine.plugins.agents.wire.requests import ApiError, ModelRequest, Session
+from engine.schemas.base import Struct
 from engine.schemas.message import ContentPart, ImagePart, Message, TextPart, ToolCall
 from engine.storable import refusal
 
@@ -55,11 +57,10 @@ REFUSED_UNLESS_ALLOWED = frozenset({"stop"})
 """Without this parameter a reply means something else, so a request that sets it is refused where the spec does not allow it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fields:
+class Fields(Struct, frozen=True, kw_only=True):
     """The top-level fields of an API's requests."""
 
-    read: frozenset[str]
+    handled: frozenset[str]
     """Those that the API's own code reads."""
     without_effect: frozenset[str]
     """Those that change nothing of the reply."""
@@ -67,9 +68,9 @@ class Fields:
     """Those of sampling, by their names in `agent.allow`."""
     decided: frozenset[str] = frozenset()
     """Those that only the spec decides."""
-    neutral: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    neutral: Mapping[str, tuple[Any, ...]] = msgspec.field(default_factory=dict)
     """Those that are supported only with values that change nothing; null is one of them."""
-    ignorable: Mapping[str, str] = field(default_factory=dict)
+    ignorable: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Of `neutral`: their names in `agent.ignore`."""
 
 
@@ -93,7 +94,7 @@ class Reader:
         self.sampling: dict[str, Any] = {}
         self._overruled: set[str] = set()
         for name, value in body.items():
-            if value is None or name in fields.read or name in fields.without_effect:
+            if value is None or name in fields.handled or name in fields.without_effect:
                 continue
             if name in fields.sampling:
                 self._sample(name, value, fields.sampling[name])

@@ -13,7 +13,7 @@ from engine.plugins.agents.wire.requests import ApiError, ModelReply, ModelReque
 from engine.schemas.message import ContentPart, Message, TextPart, ToolCall
 
 FIELDS = Fields(
-    read=frozenset({"messages", "model", "output_config", "stream", "system", "thread", "tool_choice", "tools"}),
+    handled=frozenset({"messages", "model", "output_config", "stream", "system", "thread", "tool_choice", "tools"}),
     without_effect=frozenset(
         {
             "cache_control",

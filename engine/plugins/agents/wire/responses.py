@@ -20,7 +20,7 @@ from engine.plugins.agents.wire.requests import ApiError, ModelReply, ModelReque
 from engine.schemas.message import ContentPart, ImagePart, Message, TextPart
 
 FIELDS = Fields(
-    read=frozenset(
+    handled=frozenset(
         {
             "include",
             "input",
