@@ -27,7 +27,7 @@ from engine.train.loss_tokens import LossTokens
 from engine.train.loss_weights import mean_episode_length, token_loss_weights
 from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums, mean_metrics
-from engine.train.moments import load_moments, moments
+from engine.train.moments import load_moments, load_random_state, moments, random_state
 from engine.train.optimizers import MasterWeights, learning_rate, make_optimizer, set_rate, update
 from engine.train.packing import Pack, pack_rows
 from engine.train.reward_kl import RewardKl
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 LENGTH = "loss_length"
 """Name in the optimizer's part of a checkpoint of the constant of `dr_grpo` that was measured; 0: not measured yet."""
-RANDOM = "torch_rng"
-"""Name of the random state of process 0 in the optimizer's part of a checkpoint; that of process 1 is `torch_rng.1`, and so on."""
 
 
 class Learner:
@@ -316,9 +314,9 @@ class Learner:
             states = self.policy.states(pack) if reads_states else None
         of_others = []
         for other in others:
-            if (found := other.loss(pack, Forward(columns=columns, states=states))) is not None:
-                of_others.append(found[0] if counts else 0.0 * found[0])
-                metrics.merge(found[1])
+            if (part := other.loss(pack, Forward(columns=columns, states=states))) is not None:
+                of_others.append(part[0] if counts else 0.0 * part[0])
+                metrics.merge(part[1])
         return of_policy, of_others
 
     def _clip_gradients(
@@ -335,10 +333,8 @@ class Learner:
             metrics = {"loss": loss, "grad_norm": self.process_group.clip_grad_norm(self._parameters, limit)}
         norms = [(other, other.clip_gradients()) for other in others]
         if not all(map(math.isfinite, metrics.values())):
-            told = f"the loss is {loss} and its gradient's norm {metrics['grad_norm']}: the update was not applied. "
-            problem = (
-                told + "Lower `train.optimizer.lr`, or look at policy/ratio_max and sampler/diff_max in metrics.jsonl"
-            )
+            problem = f"the loss is {loss} and its gradient's norm {metrics['grad_norm']}: the update was not applied. "
+            problem += "Lower `train.optimizer.lr`, or look at policy/ratio_max and sampler/diff_max in metrics.jsonl"
         elif diverged := [
             other for other, of_other in norms if not all(map(math.isfinite, (loss_of_others, *of_other.values())))
         ]:
@@ -397,23 +393,15 @@ class Learner:
 
     def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
         length = torch.tensor(self._length or 0.0, dtype=torch.float64)
-        return moments(self.optimizer, self._masters.named) | {self._random_name: torch.get_rng_state(), LENGTH: length}
+        return moments(self.optimizer, self._masters.named) | random_state(self.process_group) | {LENGTH: length}
 
     def _load_optimizer(self, folder: Path) -> None:
         load_moments(folder, self.optimizer, self._masters.named, self.process_group)
-        stored = stored_names(folder)
-        name = self._random_name if self._random_name in stored else RANDOM
-        random = torch.zeros(stored[name], dtype=torch.uint8)
-        read_tensors({name: random}, folder, self.process_group)
-        torch.set_rng_state(random)
+        load_random_state(folder, self.process_group)
         length = torch.tensor(self._longest or 0.0, dtype=torch.float64)
-        if LENGTH in stored:
+        if LENGTH in stored_names(folder):
             read_tensors({LENGTH: length}, folder, self.process_group)
         self._length = self._spec.loss.constant_length or length.item() or None
-
-    @property
-    def _random_name(self) -> str:
-        return RANDOM if self.process_group.main else f"{RANDOM}.{self.process_group.rank}"
 
     def follow(self) -> None:
         """In every process except process 0: run the calls of process 0 until it closes."""

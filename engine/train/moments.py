@@ -1,4 +1,4 @@
-"""AdamW's state as tensors by name, for checkpoints: sharded as the parameters are."""
+"""AdamW's state and torch's random state as tensors by name, for checkpoints: moments are sharded as the parameters are."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from engine.train.tensor_files import read_tensors, stored_names
 if TYPE_CHECKING:
     from engine.train.distributed import ProcessGroup
 
+RANDOM = "torch_rng"
+"""Name of the random state of process 0; that of process 1 is `torch_rng.1`, and so on."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -53,3 +55,21 @@ def load_moments(
     for key, value in found.items():
         name, _, moment = key.rpartition("::")
         set_moment(optimizer, parameters[name], moment, value)
+
+
+def random_state(process_group: ProcessGroup) -> dict[str, torch.Tensor]:
+    """This process's random state, uint8."""
+    return {_random_name(process_group): torch.get_rng_state()}
+
+
+def load_random_state(folder: Path, process_group: ProcessGroup) -> None:
+    """Read what `random_state` returned; in a process that had none, that of process 0."""
+    stored, name = stored_names(folder), _random_name(process_group)
+    name = name if name in stored else RANDOM
+    state = torch.zeros(stored[name], dtype=torch.uint8)
+    read_tensors({name: state}, folder, process_group)
+    torch.set_rng_state(state)
+
+
+def _random_name(process_group: ProcessGroup) -> str:
+    return RANDOM if process_group.main else f"{RANDOM}.{process_group.rank}"

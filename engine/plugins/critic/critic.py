@@ -63,8 +63,8 @@ class LinearHead(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Values float32 [n] of hidden states [n, H]."""
-        found: torch.Tensor = self.last(states.to(self.last.weight.dtype))
-        return found[:, 0].float()
+        values: torch.Tensor = self.last(states.to(self.last.weight.dtype))
+        return values[:, 0].float()
 
 
 class ProbeHead(LinearHead):
@@ -142,7 +142,9 @@ class Critic(AuxiliaryObjective):
         if self.net is not None:
             self.net.shard(offload=offload)
             trained = self.net.model
-        self.masters = MasterWeights({name: each for name, each in trained.named_parameters() if each.requires_grad})
+        self.masters = MasterWeights(
+            {name: weight for name, weight in trained.named_parameters() if weight.requires_grad}
+        )
         self.parameters = self.masters.named
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=self.spec.lr, weight_decay=0.0)
 
@@ -212,7 +214,7 @@ class Critic(AuxiliaryObjective):
         return {"critic": StatePart(1, self._tensors, self._load)}
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        return {f"{_WEIGHT}{name}": each for name, each in self.masters.tensors().items()}
+        return {f"{_WEIGHT}{name}": weight for name, weight in self.masters.tensors().items()}
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return self._weights() | moments(self.optimizer, self.parameters)
@@ -223,24 +225,24 @@ class Critic(AuxiliaryObjective):
         Raises:
             ValueError: the folder belongs to another critic.
         """
-        own = self._weights()
+        weights = self._weights()
         stored = {name: shape for name, shape in stored_names(folder).items() if name.startswith(_WEIGHT)}
-        odd = sorted(own.keys() ^ stored.keys())
-        odd += [name for name in own if name in stored and own[name].shape != stored[name]]
+        odd = sorted(weights.keys() ^ stored.keys())
+        odd += [name for name in weights if name in stored and weights[name].shape != stored[name]]
         if odd:
             raise ValueError(
                 f"the critic of the checkpoint is another one: {len(odd)} weights differ, for example "
                 f"{odd[0].removeprefix(_WEIGHT)!r}"
             )
-        read_tensors(own, folder, self._process_group)
+        read_tensors(weights, folder, self._process_group)
         self.masters.publish()
         load_moments(folder, self.optimizer, self.parameters, self._process_group)
 
 
 def _with_lambda(credit: CreditMethod, lam: float) -> CreditMethod:
     """The method with another lambda, over turns and over tokens."""
-    own = [name for name in ("lam", "token_lam") if name in type(credit).model_fields]
-    return credit.model_copy(update=dict.fromkeys(own, lam))
+    lambdas = [name for name in ("lam", "token_lam") if name in type(credit).model_fields]
+    return credit.model_copy(update=dict.fromkeys(lambdas, lam))
 
 
 def _freeze_output_layer(model: PackedModel) -> None:

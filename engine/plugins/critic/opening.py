@@ -54,10 +54,10 @@ def _own_model(
         vision=template.vision,
         process_group=policy.net.process_group,
     )
-    own, wanted = (net.model.get_input_embeddings().weight.shape[0] for net in (model, policy.net))
-    if own != wanted:
+    size, wanted = (net.model.get_input_embeddings().weight.shape[0] for net in (model, policy.net))
+    if size != wanted:
         raise TrainError(
-            f"`train.critic.path` {path}: its vocabulary has {own} tokens and that of the policy {wanted}; use a model with "
+            f"`train.critic.path` {path}: its vocabulary has {size} tokens and that of the policy {wanted}; use a model with "
             "the same tokenizer",
             kind="train_setup",
         )
