@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from engine.backends.local.device import pick_device
+from engine.backends.device import pick_device
 from engine.errors import TrainError
 from engine.schemas.train import TrainSpec
 from engine.train import files

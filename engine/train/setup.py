@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from engine.backends.local.device import pick_device
+from engine.backends.device import pick_device
 from engine.backends.weight_target import missing_sync
 from engine.errors import TrainError
 from engine.plugin import load

@@ -134,8 +134,8 @@ class LocalBackend(Backend):
         """Load the model; called in the worker's thread, because torch has one thread count per thread."""
         import torch
 
+        from engine.backends.device import pick_device
         from engine.backends.local import load
-        from engine.backends.local.device import pick_device
         from engine.backends.local.rows import RowTable
 
         if self._spec.threads is not None:

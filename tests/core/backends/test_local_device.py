@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.backends.local.device import pick_device
+from engine.backends.device import pick_device
 from engine.errors import DeviceError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.local.device import pick_device
+from engine.backends.device import pick_device
 from engine.errors import TrainError
 from engine.plugins.trainers.check import refuse
 from engine.schemas.loss import CispoLoss, ClippedLoss, DrGrpoLoss, LossSpec, SapoLoss
