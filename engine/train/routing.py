@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from engine.backends.local.routers import is_routing, routers_of
+from engine.backends.routers import is_routing, routers_of
 from engine.errors import TrainError
 
 Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

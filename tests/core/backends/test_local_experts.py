@@ -15,7 +15,7 @@ from nets_for_tests import build
 from transformers import AutoModelForCausalLM
 
 from engine.backends.local.backend import LocalBackend
-from engine.backends.local.routers import routers_of
+from engine.backends.routers import routers_of
 from engine.errors import BackendError
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation
