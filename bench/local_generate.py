@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.backends.local.backend import LocalBackend
+from engine.plugins.local.backend import LocalBackend
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.tokens.catalogue import resolve_model

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 from vision_turns import pictures
 
-from engine.backends.local.backend import LocalBackend
+from engine.plugins.local.backend import LocalBackend
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import ImagePart

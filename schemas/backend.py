@@ -41,7 +41,7 @@ __all__ = [
 class LocalBackendSpec(BackendBase):
     """transformers in this process, with batching of concurrent requests."""
 
-    runtime: ClassVar[str] = "engine.backends.local.backend:LocalBackend"
+    runtime: ClassVar[str] = "engine.plugins.local.backend:LocalBackend"
     trains: ClassVar[bool] = True
     weight_methods: ClassVar[tuple[str, ...]] = ("auto", "tensors")
     unsupported_sampling: ClassVar[tuple[str, ...]] = CONSTRAINTS

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.backends.backend import Backend
-    from engine.backends.local.backend import LocalBackend
+    from engine.plugins.local.backend import LocalBackend
     from engine.schemas.episode import EpisodeSpec
     from engine.train.policy import Policy
 

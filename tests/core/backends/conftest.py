@@ -10,7 +10,7 @@ import pytest
 from validated_structs import structs_validated
 
 if TYPE_CHECKING:
-    from engine.backends.local.backend import LocalBackend
+    from engine.plugins.local.backend import LocalBackend
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def tokenizer(tiny_model_dir: Path) -> Any:
 @pytest.fixture
 async def opened(tiny_model_dir: Path, tokenizer: Any) -> AsyncIterator[Callable[..., LocalBackend]]:
     """Makes backends on the tiny model, float32, and closes them."""
-    from engine.backends.local.backend import LocalBackend
+    from engine.plugins.local.backend import LocalBackend
     from engine.schemas.backend import LocalBackendSpec
 
     made: list[LocalBackend] = []

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from generate_requests import generate_request
 
-from engine.backends.local.backend import LocalBackend
+from engine.plugins.local.backend import LocalBackend
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 VOCAB = 1000

@@ -14,9 +14,9 @@ from generate_requests import generate_request
 from nets_for_tests import build
 from transformers import AutoModelForCausalLM
 
-from engine.backends.local.backend import LocalBackend
 from engine.backends.routers import routers_of
 from engine.errors import BackendError
+from engine.plugins.local.backend import LocalBackend
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from local_kit import VOCAB, Opener, ask, greedy, recomputed, sampling
 
-from engine.backends.local.backend import LocalBackend
 from engine.errors import BackendError, DeviceError
+from engine.plugins.local.backend import LocalBackend
 from engine.schemas.backend import LocalBackendSpec
 
 
@@ -160,7 +160,7 @@ async def test_a_spec_opens_it(tmp_path: Path, tiny_model_dir: Path) -> None:
 
 
 def test_opening_imports_no_torch() -> None:
-    code = "import sys, engine.backends.backend, engine.backends.local, engine.cli.commands.models; print('torch' in sys.modules)"
+    code = "import sys, engine.backends.backend, engine.plugins.local, engine.cli.commands.models; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from generate_requests import generate_request
 
-from engine.backends.local.backend import LocalBackend
-from engine.backends.local.load import PackedModel
-from engine.backends.local.tiles import Tile
 from engine.errors import BackendError
+from engine.plugins.local.backend import LocalBackend
+from engine.plugins.local.load import PackedModel
+from engine.plugins.local.tiles import Tile
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 

@@ -10,10 +10,10 @@ from generate_requests import generate_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.local.kv import Chunk, KVRows, Plan
-from engine.backends.local.rows import PendingReply, Row, RowTable, common_prefix
-from engine.backends.local.sampler import SamplingState
 from engine.backends.stops import StopStrings
+from engine.plugins.local.kv import Chunk, KVRows, Plan
+from engine.plugins.local.rows import PendingReply, Row, RowTable, common_prefix
+from engine.plugins.local.sampler import SamplingState
 
 CPU = torch.device("cpu")
 HEADS, WIDTH = 2, 4

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slow_cases import slow_but, slow_but_each
 
-from engine.backends.local.sampler import SamplingState, sample, uniforms
+from engine.plugins.local.sampler import SamplingState, sample, uniforms
 from engine.schemas.generation import SamplingParams
 
 CPU = torch.device("cpu")

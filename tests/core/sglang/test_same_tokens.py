@@ -30,7 +30,7 @@ def request(ids: list[int], sampling: SamplingParams = GREEDY, **changes: Any) -
 async def test_greedy_sampling_gives_the_same_tokens_here_and_there(
     sglang_server: Running, chat_format: ChatTemplate, tiny_model_dir: Path
 ) -> None:
-    from engine.backends.local.backend import LocalBackend
+    from engine.plugins.local.backend import LocalBackend
 
     loaded: Any = SimpleNamespace(
         spec=SimpleNamespace(sampling=GREEDY, model=ModelSpec(path=str(tiny_model_dir))),

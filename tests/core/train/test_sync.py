@@ -14,8 +14,8 @@ from generate_requests import generate_request
 from slow_cases import slow_after
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.backends.local.backend import LocalBackend
 from engine.errors import TrainError
+from engine.plugins.local.backend import LocalBackend
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import Generation, SamplingParams

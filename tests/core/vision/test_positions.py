@@ -11,7 +11,7 @@ from slow_cases import slow_but
 from test_policy_vision import gallery_rows, open_policy
 from transformers import AutoModelForImageTextToText
 
-from engine.backends.local.vision import VisionModel, place_images
+from engine.plugins.local.vision import VisionModel, place_images
 from engine.store.loader import collate, forward_inputs
 from engine.store.rows.row import TrainingRow
 from engine.train.packing import pack_rows

@@ -18,10 +18,10 @@ from PIL import Image
 from slow_cases import slow_but
 from vision_code import FIRST, SECOND, THIRD
 
-from engine.backends.local.backend import LocalBackend
-from engine.backends.local.images import PromptImages
-from engine.backends.local.vision import place_images
 from engine.errors import BackendError
+from engine.plugins.local.backend import LocalBackend
+from engine.plugins.local.images import PromptImages
+from engine.plugins.local.vision import place_images
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import ImagePart

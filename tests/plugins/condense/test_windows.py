@@ -20,9 +20,9 @@ from trainings import metric_lines
 from typer.testing import CliRunner
 from vision_code import MACHINE, Screens
 
-from engine.backends.local.vision import VisionModel, place_images
 from engine.backends.registry import open_backend
 from engine.cli.main import app
+from engine.plugins.local.vision import VisionModel, place_images
 from engine.plugins.show.episode_report import what_happened
 from engine.runner.replay import Replayer
 from engine.runner.runner import Runner

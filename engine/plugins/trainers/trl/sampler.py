@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.backends.local.backend import LocalBackend
-from engine.backends.local.kv import ATTENTION
-from engine.backends.local.load import PackedModel, stash_budget
-from engine.backends.local.rows import RowTable
-from engine.backends.local.vision import VisionModel
-from engine.backends.local.worker import Command
+from engine.plugins.local.backend import LocalBackend
+from engine.plugins.local.kv import ATTENTION
+from engine.plugins.local.load import PackedModel, stash_budget
+from engine.plugins.local.rows import RowTable
+from engine.plugins.local.vision import VisionModel
+from engine.plugins.local.worker import Command
 
 if TYPE_CHECKING:
     from engine.schemas.backend import LocalBackendSpec

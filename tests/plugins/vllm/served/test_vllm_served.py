@@ -83,7 +83,7 @@ def test_episodes_of_several_turns_are_exact(vllm_url: str, served_model: Path, 
 
 
 async def test_greedy_tokens_are_those_of_transformers(vllm_url: str, served_model: Path) -> None:
-    from engine.backends.local.backend import LocalBackend
+    from engine.plugins.local.backend import LocalBackend
 
     greedy, model = SamplingParams(temperature=0.0), ModelSpec(path=str(served_model))
     format = load_format(model, served_model)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.backends.backend import Backend, refuse_parameters
-from engine.backends.local.requests import tokens_to_sample
 from engine.backends.stops import StopStrings
 from engine.errors import BackendError
+from engine.plugins.local.requests import tokens_to_sample
 from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engine.backends.local.images import PromptImages
-    from engine.backends.local.load import PackedModel
-    from engine.backends.local.rows import RowTable
-    from engine.backends.local.worker import Worker
+    from engine.plugins.local.images import PromptImages
+    from engine.plugins.local.load import PackedModel
+    from engine.plugins.local.rows import RowTable
+    from engine.plugins.local.worker import Worker
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
     from engine.tokens.vision import Vision
@@ -113,7 +113,7 @@ class LocalBackend(Backend):
             return
         folder = await asyncio.to_thread(self._folder)
         _let_idle_threads_sleep()
-        from engine.backends.local.worker import Worker
+        from engine.plugins.local.worker import Worker
 
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
@@ -135,8 +135,8 @@ class LocalBackend(Backend):
         import torch
 
         from engine.backends.device import pick_device
-        from engine.backends.local import load
-        from engine.backends.local.rows import RowTable
+        from engine.plugins.local import load
+        from engine.plugins.local.rows import RowTable
 
         if self._spec.threads is not None:
             torch.set_num_threads(self._spec.threads)
@@ -150,10 +150,10 @@ class LocalBackend(Backend):
         rows = self._spec.max_batch
         keys = {"repeatable": self._spec.deterministic, "experts": self._spec.routed_experts}
         if self._vision is None:
-            from engine.backends.local.load import PackedModel
+            from engine.plugins.local.load import PackedModel
 
             return PackedModel(folder, device, dtype, rows, **keys)
-        from engine.backends.local.vision import VisionModel
+        from engine.plugins.local.vision import VisionModel
 
         return VisionModel(folder, device, dtype, rows, vision=self._vision, **keys)
 
@@ -169,7 +169,7 @@ class LocalBackend(Backend):
                     "this model does not take images: use a vision-language model", kind="unsupported_parameter"
                 )
             return None
-        from engine.backends.local.vision import place_images
+        from engine.plugins.local.vision import place_images
 
         if len(request.images) != len(request.image_spans):
             raise BackendError("the number of images differs from the number of `image_spans`", kind="bad_request")
@@ -183,8 +183,8 @@ class LocalBackend(Backend):
             ContextOverflow: Not one token fits after the prompt.
             BackendError: Kinds `not_started`, `closed`, `bad_request`, `unsupported_parameter`, `bad_logits`, `step_failed`.
         """
-        from engine.backends.local.rows import PendingReply
-        from engine.backends.local.sampler import SamplingState
+        from engine.plugins.local.rows import PendingReply
+        from engine.plugins.local.sampler import SamplingState
 
         worker = self._started()
         refuse_parameters(self._spec, request.sampling)
@@ -217,7 +217,7 @@ class LocalBackend(Backend):
 
     def release(self, episode_id: str) -> None:
         """Free what is cached for an episode that has ended."""
-        from engine.backends.local.worker import Command
+        from engine.plugins.local.worker import Command
 
         if self._worker is None:
             return
@@ -242,8 +242,8 @@ class LocalBackend(Backend):
         Raises:
             BackendError: Names or shapes differ from the model's. The old weights then stay.
         """
-        from engine.backends.local.load import read_weights
-        from engine.backends.local.worker import Command
+        from engine.plugins.local.load import read_weights
+        from engine.plugins.local.worker import Command
 
         worker = self._started()
         state = await asyncio.to_thread(read_weights, weights) if isinstance(weights, Path) else dict(weights)

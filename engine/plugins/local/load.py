@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from engine.backends.local.kv import ATTENTION, Chunk, KVRows, Plan, RowsCache, attend
-from engine.backends.local.tiles import TILE, tiles
 from engine.backends.routers import is_routing, routers_of
 from engine.errors import BackendError
+from engine.plugins.local.kv import ATTENTION, Chunk, KVRows, Plan, RowsCache, attend
+from engine.plugins.local.tiles import TILE, tiles
 from engine.tokens.catalogue import no_bars
 from engine.tokens.experts import ExpertLayout, expert_layout
 

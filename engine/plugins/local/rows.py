@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.backends.local.images import PromptImages
-from engine.backends.local.kv import KVRows, Stash
-from engine.backends.local.sampler import SamplingState
 from engine.backends.stops import StopStrings
+from engine.plugins.local.images import PromptImages
+from engine.plugins.local.kv import KVRows, Stash
+from engine.plugins.local.sampler import SamplingState
 from engine.schemas.generation import GenerateRequest, Generation, VersionSpan
 
 MIN_TOKENS_TO_WAIT = 64

@@ -19,9 +19,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache
 
-from engine.backends.local.images import PromptImages
-from engine.backends.local.tiles import Tile
 from engine.errors import BackendError
+from engine.plugins.local.images import PromptImages
+from engine.plugins.local.tiles import Tile
 from engine.schemas.base import Struct
 
 ATTENTION = "episode_engine_rows"

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.backends.local.images import PromptImages
-from engine.backends.local.kv import ATTENTION, Chunk, Plan
-from engine.backends.local.load import PackedModel
+from engine.plugins.local.images import PromptImages
+from engine.plugins.local.kv import ATTENTION, Chunk, Plan
+from engine.plugins.local.load import PackedModel
 from engine.tokens.catalogue import no_bars
 from engine.tokens.vision import Vision
 

@@ -22,12 +22,12 @@ import numpy as np
 import structlog
 import torch
 
-from engine.backends.local.kv import Chunk
-from engine.backends.local.load import PackedModel
-from engine.backends.local.rows import PendingReply, Row, RowTable
-from engine.backends.local.sampler import sample, sample_each
 from engine.backends.stops import finish_reason
 from engine.errors import BackendError, EngineError
+from engine.plugins.local.kv import Chunk
+from engine.plugins.local.load import PackedModel
+from engine.plugins.local.rows import PendingReply, Row, RowTable
+from engine.plugins.local.sampler import sample, sample_each
 from engine.schemas.experts import expert_dtype
 from engine.schemas.generation import FinishReason, Generation
 
