@@ -25,7 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.plugins.local.backend import LocalBackend
-from engine.schemas.backend import LocalBackendSpec
+from engine.plugins.local.spec import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.tokens.catalogue import resolve_model
 

@@ -25,7 +25,7 @@ import numpy as np
 from vision_turns import pictures
 
 from engine.plugins.local.backend import LocalBackend
-from engine.schemas.backend import LocalBackendSpec
+from engine.plugins.local.spec import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 from engine.schemas.message import ImagePart
 from engine.schemas.model import ModelSpec

@@ -61,6 +61,11 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "isolation_modes": ("process",),
     },
     "launch": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "launchers": ("sglang", "vllm")},
+    "local": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "backends": ("local",),
+        "weight_syncs": ("local",),
+    },
     "notices": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("notify",)},
     "pictures": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "graph_formats": ("svg",)},
     "plan": {

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from engine import plugin
 from engine.schemas.backend_base import CONSTRAINTS, BackendBase
 from engine.schemas.backend_servers import (
     LaunchSpec,
@@ -27,48 +28,16 @@ __all__ = [
     "BackendBase",
     "BackendSpec",
     "LaunchSpec",
-    "LocalBackendSpec",
     "SGLangBackendSpec",
     "ScriptedBackendSpec",
     "ServersSpec",
     "backend_classes",
     "changes_distribution",
     "cuts_distribution",
+    "default_backend",
     "kinds_that_train",
+    "no_default",
 ]
-
-
-class LocalBackendSpec(BackendBase):
-    """transformers in this process, with batching of concurrent requests."""
-
-    runtime: ClassVar[str] = "engine.plugins.local.backend:LocalBackend"
-    trains: ClassVar[bool] = True
-    weight_methods: ClassVar[tuple[str, ...]] = ("auto", "tensors")
-    unsupported_sampling: ClassVar[tuple[str, ...]] = CONSTRAINTS
-    reports_experts: ClassVar[bool] = True
-
-    kind: Literal["local"] = "local"
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda`, `cuda:1`."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto`: float32 on a CPU, bfloat16 on a GPU. In 16 bits log-probs differ from a recomputation, by up to 0.5."""
-    deterministic: bool = False
-    """A reply's ids and log-probs are bit-identical in any batch, and after a restart. About half as fast
-    in full batches. The start checks it for the model and device, and fails if logits depend on the batch."""
-    max_batch: int = Field(default=32, ge=1)
-    """Maximum number of sequences in one forward pass."""
-    threads: int | None = Field(default=None, ge=1)
-    """CPU threads for torch. Default: torch's choice."""
-    routed_experts: bool = False
-    """Keep the experts that a mixture-of-experts model chose for each token, in rows too; `engine train` then uses the same experts."""
-
-    @property
-    def asks_experts(self) -> bool:
-        return self.routed_experts
-
-    @property
-    def half_precision(self) -> str | None:
-        return self.dtype if self.dtype in ("bfloat16", "float16") else None
 
 
 class ScriptedBackendSpec(BackendBase):
@@ -96,7 +65,6 @@ class ScriptedBackendSpec(BackendBase):
 _KINDS: OneOf[BackendBase] = OneOf(
     point="backends",
     core=(
-        LocalBackendSpec,
         SGLangBackendSpec,
         ScriptedBackendSpec,
     ),
@@ -108,6 +76,23 @@ BackendSpec = Annotated[BackendBase, _KINDS]
 def backend_classes() -> tuple[type[BackendBase], ...]:
     """The config class of every kind, those of plugins after the core's."""
     return _KINDS.members()
+
+
+DEFAULT = "local"
+"""The kind of a backend that is left out. A plugin adds it."""
+
+
+def default_backend() -> BackendBase:
+    """The backend where none is written: of kind `DEFAULT`; a bare `BackendBase`, which nothing can run, where that is not installed."""
+    kinds = {kind.kind_name(): kind for kind in backend_classes()}
+    return kinds.get(DEFAULT, BackendBase)()
+
+
+def no_default(backend: BackendBase) -> str | None:
+    """What to write, because a backend was left out and its default is not installed; None if it has a kind."""
+    if type(backend) is not BackendBase:
+        return None
+    return f"`backend` needs `kind`; left out, it is `{DEFAULT}`: {plugin.missing('backends', DEFAULT) or 'no plugin adds it'}"
 
 
 def kinds_that_train() -> str:

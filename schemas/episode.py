@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.schemas.backend import BackendSpec, LocalBackendSpec
+from engine.schemas.backend import BackendSpec, default_backend, no_default
 from engine.schemas.entry import IsolationSpec
 from engine.schemas.environment_spec import EnvironmentSpec, ToolSpec
 from engine.schemas.generation import SamplingParams
@@ -49,7 +49,7 @@ class EpisodeSpec(SectionOwner):
     """Name of the spec, with which the names of its runs begin."""
     description: str = ""
     model: ModelSpec
-    backend: BackendSpec = Field(default_factory=LocalBackendSpec)
+    backend: BackendSpec = Field(default_factory=default_backend)
     sampling: SamplingParams = Field(default_factory=SamplingParams)
     tasks: TasksSpec
     prompt: list[PromptMessage] | PromptField = Field(default_factory=list)
@@ -118,6 +118,12 @@ class EpisodeSpec(SectionOwner):
             raise ValueError("`users` needs `tasks.user`: the row's field that names a task's user")
         if self.tasks.user is not None and not self.users:
             raise ValueError("`tasks.user` chooses among `users`, and there are none")
+        return self
+
+    @model_validator(mode="after")
+    def _backend_has_a_kind(self) -> EpisodeSpec:
+        if (why := no_default(self.backend)) is not None:
+            raise ValueError(why)
         return self
 
     @field_validator("prompt", mode="before")

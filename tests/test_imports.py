@@ -14,7 +14,7 @@ import pytest
 import engine
 
 ROOT = Path(engine.__file__).parent
-RUNTIMES = ("servers", "http", "sglang", "scripted", "local")
+RUNTIMES = ("servers", "http", "sglang", "scripted")
 """What drives a model, in `engine.backends`."""
 
 

@@ -53,7 +53,7 @@ def weight_target(backend: Backend) -> WeightTarget:
 
 def sync_openers() -> dict[str, str]:
     """`backend.kind` -> the function that opens the `WeightSync` of a training (`engine.train.sync`), as `module:function`."""
-    return {"local": "engine.train.sync:open_local_sync"} | plugin.entries("weight_syncs")
+    return plugin.entries("weight_syncs")
 
 
 def missing_sync(kind: str) -> str | None:

@@ -9,7 +9,7 @@ import msgspec
 
 from engine import plugin
 from engine.plugin import Hook
-from engine.schemas.backend import BackendBase, LocalBackendSpec
+from engine.schemas.backend import BackendBase, default_backend
 from engine.schemas.base import Struct
 from engine.schemas.sections import written
 
@@ -85,7 +85,7 @@ class PlayedRole(Struct, frozen=True, kw_only=True):
 
     def served_by(self, spec: EpisodeSpec) -> BackendBase:
         """The backend through which it speaks."""
-        return spec.backend if self.shares_policy(spec) else self.spec.backend or LocalBackendSpec()
+        return spec.backend if self.shares_policy(spec) else self.spec.backend or default_backend()
 
 
 class TrainerUse(Struct, frozen=True, kw_only=True):

@@ -6,14 +6,12 @@ not certain, `push` raises.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from engine import plugin
 from engine.backends.weight_target import missing_sync, sync_openers
-from engine.errors import BackendError, TrainError
+from engine.errors import TrainError
 from engine.schemas.backend import kinds_that_train
 from engine.schemas.base import Struct
 
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.backends.backend import Backend
-    from engine.plugins.local.backend import LocalBackend
     from engine.schemas.episode import EpisodeSpec
     from engine.train.policy import Policy
 
@@ -88,40 +85,6 @@ def open_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) 
         raise TrainError(why, kind="train_setup")
     opened: WeightSync = plugin.load(sync_openers()[spec.backend.kind])(spec, backend, folder, lora=lora)
     return opened
-
-
-def open_local_sync(spec: EpisodeSpec, backend: LocalBackend, folder: Path, *, lora: bool) -> WeightSync:
-    """See `open_sync`."""
-    return LocalSync(backend)
-
-
-class LocalSync:
-    """Copies weights into the model of the local backend between two of its steps, in the precision of that model."""
-
-    def __init__(self, backend: LocalBackend) -> None:
-        self._backend = backend
-
-    async def push(self, policy: Policy, version: int) -> Pushed:
-        """See `WeightSync`. Running replies continue with the new weights.
-
-        Raises:
-            TrainError: kind `weights_not_taken`: the backend did not load the weights.
-        """
-        weights = await asyncio.to_thread(policy.weights, "model")
-        began = time.monotonic()
-        try:
-            await self._backend.update_weights(weights, version)
-        except BackendError as error:
-            raise TrainError(
-                f"the local backend did not take version {version}: {error}", kind="weights_not_taken"
-            ) from error
-        taken = self._backend.stats().get("weights_version")
-        if taken != version:
-            raise TrainError(
-                f"the local backend samples with version {taken}, but was sent version {version}",
-                kind="weights_not_taken",
-            )
-        return Pushed(bytes=tensor_bytes(weights.values()), pause_seconds=time.monotonic() - began)
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:

@@ -32,6 +32,7 @@ NAMING: dict[str, Spec] = {
     "harbor": {"tasks": {"source": "harbor", "path": "tasks"}},
     "isolation": {"environment": {"use": "engine.environments.arithmetic:Arithmetic", "isolation": "process"}},
     "launch": {"backend": {"kind": "sglang", "launch": {"gpus": 0}}},
+    "local": {"backend": {"kind": "local"}},
     "notices": {"notify": {"to": [{"kind": "command", "run": "true"}]}},
     "plan": {"train": {"plan": {}}},
     "retention": {"rollout": {"keep": {"steps": 2}}},

@@ -1,1 +1,20 @@
-"""transformers in this process, with continuous batching."""
+"""transformers in this process: the backend where a spec names none.
+
+spec.py      the section `backend`
+backend.py   the backend: requests, weights, statistics
+worker.py    the thread that generates; requests.py: what it is asked for
+rows.py      the sequences of a batch; kv.py: their keys and values
+sampler.py   logits to tokens, as the sampling parameters say
+load.py      the model; tiles.py: its forward passes in deterministic pieces
+vision.py, images.py: images of a prompt
+sync.py      new weights of a training
+"""
+
+from engine.plugin import Plugin
+
+PLUGIN = Plugin(
+    name="local",
+    about="Models of transformers in this process as the backend of a policy",
+    backends={"local": "engine.plugins.local.spec:LocalBackendSpec"},
+    weight_syncs={"local": "engine.plugins.local.sync:open_local_sync"},
+)

@@ -16,7 +16,7 @@ from engine.backends.backend import Backend, refuse_parameters
 from engine.backends.stops import StopStrings
 from engine.errors import BackendError
 from engine.plugins.local.requests import tokens_to_sample
-from engine.schemas.backend import LocalBackendSpec
+from engine.plugins.local.spec import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation
 
 if TYPE_CHECKING:

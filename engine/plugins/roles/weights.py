@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from engine.schemas.backend import LocalBackendSpec
+from engine.schemas.backend import default_backend
 from engine.spec.added import PlayedRole, played_roles
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def role_section(loaded: LoadedSpec, path: DataPath) -> LoadedSpec:
     spec = loaded.spec.model_copy(
         update={
             "model": part.model or loaded.spec.model,
-            "backend": part.backend or LocalBackendSpec(),
+            "backend": part.backend or default_backend(),
             "sampling": part.sampling,
         }
     )

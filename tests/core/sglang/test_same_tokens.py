@@ -13,7 +13,8 @@ from generate_requests import generate_request
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError
-from engine.schemas.backend import LocalBackendSpec, SGLangBackendSpec
+from engine.plugins.local.spec import LocalBackendSpec
+from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec

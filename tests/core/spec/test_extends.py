@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from spec_files import GOOD, errors, load, write
 
-from engine.schemas.backend import LocalBackendSpec, ScriptedBackendSpec
+from engine.plugins.local.spec import LocalBackendSpec
+from engine.schemas.backend import ScriptedBackendSpec
 from engine.spec.resolve import MAX_EXTENDS
 from engine.spec.text.diagnostic import Origin
 

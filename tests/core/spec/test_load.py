@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from spec_files import GOOD, errors, load, write
 
 from engine.errors import SpecError
-from engine.schemas.backend import LocalBackendSpec, backend_classes
+from engine.plugins.local.spec import LocalBackendSpec
+from engine.schemas.backend import backend_classes
 from engine.schemas.limits import LimitsSpec
 from engine.spec.load import load_document, load_spec, read_spec
 from engine.spec.text.diagnostic import Origin

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import TrainError
 from engine.plugins.local.backend import LocalBackend
-from engine.schemas.backend import LocalBackendSpec
+from engine.plugins.local.spec import LocalBackendSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import Generation, SamplingParams
 from engine.schemas.model import ModelSpec

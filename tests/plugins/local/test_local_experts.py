@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from engine.backends.routers import routers_of
 from engine.errors import BackendError
 from engine.plugins.local.backend import LocalBackend
-from engine.schemas.backend import LocalBackendSpec
+from engine.plugins.local.spec import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation
 
 

@@ -15,7 +15,7 @@ from local_kit import VOCAB, Opener, ask, greedy, recomputed, sampling
 
 from engine.errors import BackendError, DeviceError
 from engine.plugins.local.backend import LocalBackend
-from engine.schemas.backend import LocalBackendSpec
+from engine.plugins.local.spec import LocalBackendSpec
 
 
 async def test_new_weights_take_over_inside_a_reply(opened: Opener, tiny_model_dir: Path, reference: Any) -> None:

@@ -113,7 +113,7 @@ BROKEN = {
         "not a subclass of BackendBase",
     ),
     "kind": (
-        "PLUGIN = Plugin(name='kind', about='', backends={'kind': 'engine.schemas.backend:LocalBackendSpec'})",
+        "PLUGIN = Plugin(name='kind', about='', backends={'kind': 'engine.plugins.local.spec:LocalBackendSpec'})",
         "whose `kind` is local",
     ),
     "digits": (

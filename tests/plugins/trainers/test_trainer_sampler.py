@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from engine.errors import BackendError, ContextOverflow
+from engine.plugins.local.spec import LocalBackendSpec
 from engine.plugins.trainers.sampler import Sampled, TrainerBackend, given, spans_of, unsupported
-from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams, VersionSpan
 from engine.schemas.message import ImagePart
 from engine.tokens.experts import ExpertLayout

@@ -14,13 +14,13 @@ from scripted_sampler import ScriptedSampler
 from trainer_kit import FORGETFUL, write_spec
 
 from engine.errors import BackendError, TrainError
+from engine.plugins.local.spec import LocalBackendSpec
 from engine.plugins.trainers import skyrl
 from engine.plugins.trainers.handover import HandedRow
 from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.plugins.trainers.skyrl.experiment import EngineExperiment, TaskPrompts
 from engine.plugins.trainers.skyrl.generator import EngineEpisodes
 from engine.plugins.trainers.skyrl.sampler import SkyRLBackend
-from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.tokens.experts import ExpertLayout
 

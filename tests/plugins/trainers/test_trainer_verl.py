@@ -15,13 +15,13 @@ from verl_python import config_of, run_verl
 from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.errors import BackendError, TrainError
+from engine.plugins.local.spec import LocalBackendSpec
 from engine.plugins.trainers.sampler import unsupported
 from engine.plugins.trainers.verl.manager import EngineManager
 from engine.plugins.trainers.verl.rows import IMAGES, TAGS, check_rows, refuse_foreign
 from engine.plugins.trainers.verl.sampler import VerlBackend, context_of, sampling_params, versions_of
 from engine.plugins.trainers.verl.settings import SHARED, WITHOUT_EFFECT, refuse_loop_settings, refuse_settings
 from engine.plugins.trainers.verl.tasks import write_tasks
-from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.spec.load import load_spec
 from engine.store import RunStore

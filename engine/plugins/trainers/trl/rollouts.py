@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from engine.errors import TrainError
+from engine.plugins.local.spec import LocalBackendSpec
 from engine.plugins.trainers.handover import HandedRow, SeveralRows, Sums, groups_of, one_row_each
 from engine.plugins.trainers.loop import LoopThread
 from engine.plugins.trainers.rollouts import TrainerRollouts
-from engine.schemas.backend import LocalBackendSpec
 from engine.spec.load import LoadedSpec, load_spec
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from engine.plugins.local.vision import VisionModel
 from engine.plugins.local.worker import Command
 
 if TYPE_CHECKING:
-    from engine.schemas.backend import LocalBackendSpec
+    from engine.plugins.local.spec import LocalBackendSpec
     from engine.tokens.vision import Vision
 
 

@@ -14,9 +14,9 @@ from generate_requests import generate_request
 from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.errors import BackendError
+from engine.plugins.local.spec import LocalBackendSpec
 from engine.plugins.vllm.client import VLLMBackend
 from engine.plugins.vllm.spec import VLLMBackendSpec
-from engine.schemas.backend import LocalBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
