@@ -34,6 +34,7 @@ MOVED: dict[str, str] = {
     "engine.notices": "engine.plugins.notices",
     "engine.scenarios": "engine.plugins.scenarios",
     "engine.schemas.agent": "engine.plugins.agents.spec",
+    "engine.schemas.backend:LocalBackendSpec": "engine.plugins.local.spec:LocalBackendSpec",
     "engine.schemas.backend_api": "engine.plugins.chat_apis.spec",
     "engine.schemas.condense": "engine.plugins.condense.spec",
     "engine.schemas.notify": "engine.plugins.notices.spec",
