@@ -1,7 +1,7 @@
 """slime as a subject of rollout.py: its `generate_rollout_async` with the multi-turn function of its example `retool`.
 
-slime is not on PyPI: SLIME_SOURCE is a checkout of https://github.com/THUDM/slime (624b824a8), whose requirements without SGLang, Ray and
-Megatron are what its Python needs. The example runs Python code as its tool; here its `execute_predictions` finds the workload's call, with
+slime is not on PyPI: SLIME_SOURCE is a checkout of https://github.com/THUDM/slime (624b824a8), whose requirements, without SGLang and
+Megatron, are what its Python needs. The example runs Python code as its tool; here its `execute_predictions` finds the workload's call, with
 the example's own pattern, and calls the workload's tool. All else is slime's: prompts by ids, HTTP client, samples with log-probs.
 """
 
