@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from chat_kit import make_tokenizer
+from command_line import engine_apart
 
 from engine.errors import SpecError
 from engine.schemas.adapters import plugin_adapters
@@ -88,6 +89,18 @@ def test_a_worker_process_is_the_default(tmp_path: Path, own: Any, whole: Any, m
     if "memory" in str((own, whole)):
         assert found.memory == IsolationSpec.model_validate({"memory": "1GB"}).memory
     assert [item.rule for item in check_spec(loaded) if item.rule == "isolation.no-effect"] == []
+
+
+@pytest.mark.parametrize(("where", "said"), [({}, True), ({"isolation": "thread"}, False)])
+def test_without_worker_processes_an_adapter_says_what_to_install(
+    tmp_path: Path, where: dict[str, Any], said: bool
+) -> None:
+    load(tmp_path, where)
+    checked = engine_apart("validate", tmp_path / "spec.yaml", cwd=tmp_path, ENGINE_PLUGINS_OFF="isolation")
+    message = (
+        "error[code.adapter] the adapter `slime` runs with `isolation: process`: it belongs to the plugin `isolation`"
+    )
+    assert (message in checked.stdout + checked.stderr) is said
 
 
 @pytest.mark.parametrize("name", plugin_adapters())
