@@ -139,7 +139,7 @@ async def test_no_token_is_staler_than_the_bound_though_a_driver_is_killed(
 
     def kill(step: int, values: Mapping[str, float]) -> None:
         steps: Any = trainer.source
-        reports = steps.drivers._fleet.reports
+        reports = steps._runner._fleet.reports
         if step in (3, 6) and reports:
             pid = reports[step % len(reports)]["pid"]
             if pid not in killed:
