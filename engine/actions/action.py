@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from engine.backends.backend import Sampler
     from engine.episode.episode import Episode
     from engine.schemas.episode import EpisodeSpec
-    from engine.schemas.generation import GenerateRequest, Generation
     from engine.schemas.journal import Record
     from engine.schemas.machine import StateSpec
     from engine.schemas.role import UserSpec
@@ -59,11 +58,6 @@ class EpisodeObjects:
     """What runs all code of the spec for this episode, if the engine died during it."""
     sampler: Sampler | None = None
     """Samples the policy's replies; None where nothing is sampled."""
-
-    def sample(self, request: GenerateRequest) -> Awaitable[Generation]:
-        """Request a reply of the policy."""
-        assert self.sampler is not None  # where nothing is sampled, nothing is performed
-        return self.sampler.generate(request)
 
     def part(self, cls: type[P]) -> P:
         """What a service or an action of a plugin keeps here, made when it is first asked for."""

@@ -55,8 +55,7 @@ class GenerateAction(Action):
 
     def limit(self, episode: Episode) -> tuple[str, float] | None:
         """Return the first limit that is reached, and its count; tokens of a text that is certainly too long are estimated from below."""
-        least = self._too_long(episode)
-        if least is None:
+        if episode.conversation.characters <= LONG_TEXT or (least := self._too_long(episode)) is None:
             return first_reached(episode, self.bounds)
         for limit, most in self.bounds:
             assert limit.count is not None  # `bounds_of` returns only counted limits
@@ -114,7 +113,8 @@ class GenerateAction(Action):
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> GenerationRecord:
         """Sample one reply. A generation slot is held only while the reply is requested."""
         request = self._request(episode, episode.conversation, episode.turn + 1, episode.sampling)
-        generation = await objects.sample(request)
+        assert objects.sampler is not None  # where nothing is sampled, nothing is performed
+        generation = await objects.sampler.generate(request)
         self._check(episode, generation, request.max_new_tokens)
         return GenerationRecord(generation=generation, whole=episode.conversation.whole)
 
@@ -181,14 +181,21 @@ class GenerateAction(Action):
         episode.turn += 1
         reply = episode.conversation.reply(generation, episode.turn)
         attempts = reply.attempts
+        calls: list[ToolCall] = []
+        malformed: list[MalformedCall] = []
+        for attempt in attempts:
+            if isinstance(attempt, ToolCall):
+                calls.append(attempt)
+            else:
+                malformed.append(attempt)
         episode.reply = NewestReply(
             text=reply.text,
             finish=generation.finish.type,
             matched=generation.finish.matched,
             tokens=len(generation.output_ids),
             attempts=attempts,
-            calls=[attempt for attempt in attempts if isinstance(attempt, ToolCall)],
-            malformed=[attempt for attempt in attempts if isinstance(attempt, MalformedCall)],
+            calls=calls,
+            malformed=malformed,
         )
         episode.counts.sampled_tokens += episode.reply.tokens
         event = _event(episode.reply)

@@ -483,6 +483,10 @@ class ScoreAction(SpecCodeAction):
                 await source.rewards(episode, objects)
         return ScoreRecord(rewards=rewards, replies=replies)
 
+    def pipelined(self, episode: Episode, objects: EpisodeObjects) -> bool:
+        """Return whether there is no source, so that nothing outside is called."""
+        return not self.sources
+
     def apply(self, episode: Episode, record: ScoreRecord) -> str:
         """Write the rewards. Raises: SpecCodeError: see `RewardSource.check`."""
         post_rewards(episode, record.rewards, "score", {source.source: source.blame for source in self.sources})

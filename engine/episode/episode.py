@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -221,9 +222,9 @@ class Episode:
         self.facts: dict[str, Any] = {}
         self.feedback: dict[str, Any] = _NO_FEEDBACK
         self.path: list[tuple[str, str, str]] = []
-        self.performed: dict[str, int] = {}
+        self.performed: Counter[str] = Counter()
         """How often each action was performed."""
-        self.seconds: dict[str, float] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.limit: str | None = None
         self.limit_count = 0.0
         """The count at which the limit was reached."""
@@ -324,15 +325,15 @@ class Episode:
         """
         state, compiled = self.state, self.compiled
         self.seq += 1
-        self.seconds[state] = self.seconds.get(state, 0.0) + seconds
-        gave_up = isinstance(record, GAVE_UP)
+        self.seconds[state] += seconds
+        gave_up = type(record) in GAVE_UP
         try:
             if gave_up:
                 event = self._gave_up(record)
             else:
                 event = compiled.actions[state].apply(self, record)
                 name = str(compiled.machine.states[state].action)
-                self.performed[name] = self.performed.get(name, 0) + 1
+                self.performed[name] += 1
             if self.solved and self.solved_turn is None:
                 self.solved_turn = self.turn
             if state in compiled.rules.states and not gave_up:
@@ -472,7 +473,7 @@ class Episode:
                 **({"condensations": len(self.condensations)} if self.condensations else {}),
                 **({"images": len(images)} if (images := [*_images(conversation.messages)]) else {}),
             },
-            seconds=self.seconds,
+            seconds=dict(self.seconds),
             condensations=list(self.condensations),
         )
 

@@ -44,7 +44,7 @@ _ROOM = frozenset({"images", *PROMPT_LIMITS})
 """Limits that may be avoided by a shorter prompt."""
 
 
-_UNCHANGED = (GenerationRecord, LimitRecord)
+_UNCHANGED = frozenset({GenerationRecord, LimitRecord})
 """Records that are stored as they are: what the model sampled, and what holds no content."""
 Watch = Callable[[Episode, str, str], None]
 """Called at each transition with the episode, the state before it, and the event."""
@@ -119,7 +119,7 @@ class Executor:
                     record = self._begin(episode, stage, objects, clock, began)
                     if not isinstance(record, Struct):
                         record = await record
-                    if not isinstance(record, _UNCHANGED):
+                    if type(record) not in _UNCHANGED:
                         record = self._filtered(episode, record)
                         if not isinstance(record, Struct):
                             record = await record
@@ -133,7 +133,7 @@ class Executor:
                 if clock is not None:
                     clock.acting = False
                     seconds -= clock.stood - stood  # waiting for a server does not count as time of the episode
-                if pending is not None and not pending.durable and isinstance(record, GenerationRecord):
+                if pending is not None and not pending.durable and type(record) is GenerationRecord:
                     await pending
                 entry, encoded = self._fed(episode, record, at, seconds)
                 if stages[entry.dest].ends:

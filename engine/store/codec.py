@@ -111,7 +111,7 @@ def encode_record(record: Record) -> EncodedRecord:
         SpecCodeError: it holds a value that `engine.storable` refuses; the blame is on the part that returned it.
     """
     try:
-        if isinstance(record, GenerationRecord):
+        if type(record) is GenerationRecord:
             return _encode_generation(record)
         answers = record.answers()
         if answers is not None:

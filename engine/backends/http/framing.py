@@ -124,7 +124,16 @@ class ReplyReader:
         if self._left == _IN_HEAD and not self._head:
             end = buffer.find(b"\r\n\r\n", 0, count)
             if end >= 0:  # the whole head in one piece, as is usual
-                return self._take_head(bytes(view[:end]), bytes(view[end + 4 : count]))
+                head, body = bytes(view[:end]), bytes(view[end + 4 : count])
+                sized = _LENGTH.search(head)
+                if sized is not None and int(sized[1]) == count - end - 4 <= self._most:
+                    meaning = self._known.get(head[: sized.start(1)] + head[sized.end(1) :])
+                    if meaning is not None:  # a head as before, and the whole body: no copy
+                        self.status, self.keep, self.retry_after = meaning
+                        self.head = self._head = head
+                        self._left, self.body = count - end - 4, body
+                        return True
+                return self._take_head(head, body)
         return self._take(bytes(view[:count]))
 
     def end(self) -> bool:
@@ -211,9 +220,8 @@ class ReplyReader:
         if sized is None:
             return self._parse_head(head)
         rest = head[: sized.start(1)] + head[sized.end(1) :]
-        known = self._known.get(rest)
-        if known is not None:
-            self.status, self.keep, self.retry_after = known
+        if (meaning := self._known.get(rest)) is not None:
+            self.status, self.keep, self.retry_after = meaning
             self._left = _length(sized[1], self._most)
             return True
         final = self._parse_head(head)

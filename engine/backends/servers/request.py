@@ -110,12 +110,12 @@ class PromptEncoder(ABC):
             self._used -= known.ids.nbytes + len(known.text)
 
     def _prompt(self, episode_id: str, ids: np.ndarray) -> bytes:
-        known = self._known.get(episode_id)
-        if known is not None and _begins_with(ids, known.ids):
-            tail, text = ids[len(known.ids) :], known.text
-        else:
-            tail, text = ids, b""
-        if len(tail):
+        tail, text = ids, b""
+        if (before := self._known.get(episode_id)) is not None:
+            size = before.ids.size
+            if before.ids.tobytes() == ids[:size].tobytes():  # as bytes: a fifth of the cost
+                tail, text = ids[size:], before.text
+        if tail.size:
             if np.maximum.reduce(tail.view(np.uint32)) >= self.vocab_size:  # a negative one is the largest
                 at = int(np.flatnonzero(tail.view(np.uint32) >= self.vocab_size)[0])
                 raise BackendError(
@@ -129,7 +129,8 @@ class PromptEncoder(ABC):
         return text
 
     def _remember(self, episode_id: str, known: _Known) -> None:
-        self._drop(episode_id)
+        if (before := self._known.pop(episode_id, None)) is not None:
+            self._used -= before.ids.nbytes + len(before.text)
         self._known[episode_id] = known
         self._used += known.ids.nbytes + len(known.text)
         while self._used > self._memory and len(self._known) > 1:
@@ -148,8 +149,3 @@ class PromptEncoder(ABC):
             # the object is kept with its text, so that its id cannot be reused
             found = self._sampling[key] = (request.sampling, self.dump(request.sampling, request))
         return found[1]
-
-
-def _begins_with(ids: np.ndarray, known: np.ndarray) -> bool:
-    """Whether a prompt begins with ids that were sent before."""
-    return len(ids) >= len(known) and ids[: len(known)].tobytes() == known.tobytes()  # as bytes: a fifth of the cost

@@ -96,12 +96,13 @@ def decode(body: bytes, sent: EncodedRequest, vocab_size: int) -> ReplyPart:
     if not same and tokens != ids:
         raise ReplyError(f"its {len(tokens)} log-probs are not those of its {len(ids)} tokens")
     array, logprobs = arrays(ids, values, vocab_size)
+    versions, version = _versions(meta, len(ids))
     return ReplyPart(
         ids=array,
         logprobs=logprobs,
         finish=finish,
-        versions=_versions(meta, len(ids)),
-        version=_last_version(meta),
+        versions=versions,
+        version=version,
         prompt_tokens=len(sent.ids),
         cached_tokens=meta.cached_tokens,
         queue_seconds=meta.queue_time or 0.0,
@@ -181,25 +182,23 @@ def version_number(name: str | int) -> int:
     return (zlib.crc32(text.encode()) & 0x3FFFFFFF) | 0x40000000
 
 
-def _last_version(meta: _Meta) -> str | None:
-    if meta.weight_versions:
-        return str(meta.weight_versions[-1].version)
-    return None if meta.weight_version is None else str(meta.weight_version)
-
-
 @lru_cache(4096)
 def _span(version: int, end: int) -> VersionSpan:
     return VersionSpan(version=version, start=0, end=end)
 
 
-def _versions(meta: _Meta, tokens: int) -> list[VersionSpan]:
-    if not meta.weight_versions:
-        name = meta.weight_version
-        return [] if name is None or not tokens else [_span(version_number(name), tokens)]
+def _versions(meta: _Meta, tokens: int) -> tuple[list[VersionSpan], str | None]:
+    """The versions of the tokens, and the last weights' own name."""
     spans = meta.weight_versions
+    if not spans:
+        name = meta.weight_version
+        if name is None:
+            return [], None
+        return [_span(version_number(name), tokens)] if tokens else [], str(name)
+    last = str(spans[-1].version)
     if len(spans) == 1 and spans[0].start == 0 and spans[0].end == tokens:
-        return [_span(version_number(spans[0].version), tokens)] if tokens else []
-    spans = [s for s in spans if s.end > s.start]
+        return [_span(version_number(spans[0].version), tokens)] if tokens else [], last
+    spans = [span for span in spans if span.end > span.start]
     at = 0
     for span in spans:
         if span.start != at:
@@ -207,4 +206,5 @@ def _versions(meta: _Meta, tokens: int) -> list[VersionSpan]:
         at = span.end
     if at != tokens:
         raise ReplyError(f"its weight versions cover {at} of {tokens} tokens")
-    return [VersionSpan(version=version_number(s.version), start=s.start, end=s.end) for s in spans]
+    versions = [VersionSpan(version=version_number(span.version), start=span.start, end=span.end) for span in spans]
+    return versions, last
