@@ -103,6 +103,7 @@ def test_ids_are_stable() -> None:
         ("role.free-verdict", "warning"),
         ("role.frozen", "error"),
         ("role.no-file", "error"),
+        ("role.no-player", "error"),
         ("role.policy-weights", "warning"),
         ("role.unknown-field", "error"),
         ("role.user-never-ends", "warning"),
