@@ -2,6 +2,7 @@
 
     python scripts/size.py                      the table: each figure, the one recorded in size.txt, and the budget
     python scripts/size.py --plugins            also lines and files of each plugin
+    python scripts/size.py --path               the stations that docs/architecture.md names: lines and classes of each file
     python scripts/size.py --list NAME          the places that a figure counts, one a line
     python scripts/size.py --check              exit status 1 where a figure is more than 0.5 % above the recorded one
     python scripts/size.py --record             writes the figures that fell to size.txt
@@ -250,16 +251,21 @@ class Sizes:
         ]
         if section and len(stations) < 12:
             lost.append(f"{len(stations)} of 12 stations")
-        files = [by_path[path] for path in sorted({path for path, _ in stations}) if path in by_path]
-        self.places["reading path, files"] = [f"{module.path} {module.lines}" for module in files]
+        files = [by_path[path] for path in dict.fromkeys(path for path, _ in stations) if path in by_path]
+        self.places["reading path, files"] = [
+            f"{module.lines:>6,d} lines {_classes(module):>3} classes   {module.path}" for module in files
+        ]
         self.places["reading path, lost names"] = lost
-        classes = [node for module in files for node in module.nodes if isinstance(node, ast.ClassDef)]
         self.values |= {
             "reading path, files": len(files) or None,
             "reading path, lines": sum(module.lines for module in files) or None,
-            "reading path, classes": len(classes) or None,
+            "reading path, classes": sum(map(_classes, files)) or None,
             "reading path, lost names": len(lost) if section else None,
         }
+
+
+def _classes(module: Module) -> int:
+    return sum(isinstance(node, ast.ClassDef) for node in module.nodes)
 
 
 def _defines(text: str, name: str) -> bool:
@@ -389,6 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent, help="the checkout")
     parser.add_argument("--plugins", action="store_true", help="lines and files of each plugin")
+    parser.add_argument("--path", action="store_true", help="the files of the reading path, in its order")
     parser.add_argument("--list", metavar="NAME", help="the places that a figure counts")
     parser.add_argument("--check", action="store_true", help="fails where a figure rose by more than 0.5 %%")
     parser.add_argument("--record", action="store_true", help="writes the figures that fell")
@@ -402,6 +409,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = Sizes(options.root)
     path = options.root / "size.txt"
     record = read_record(path)
+    if options.path:
+        print("\n".join(sizes.places["reading path, files"]))
+        print("\n".join(table({name: value for name, value in sizes.values.items() if "path" in name}, record)))
+        return 0
     if options.list:
         print("\n".join(sizes.places[options.list]))
         return 0
