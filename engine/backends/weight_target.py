@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from engine import plugin
 from engine.schemas.base import Struct
 
 if TYPE_CHECKING:
@@ -49,16 +48,3 @@ class NoServers:
 def weight_target(backend: Backend) -> WeightTarget:
     """The backend, if a trainer gives its servers weights; else a target that does nothing."""
     return backend if isinstance(backend, WeightTarget) else NoServers()
-
-
-def sync_openers() -> dict[str, str]:
-    """`backend.kind` -> the function that opens the `WeightSync` of a training (`engine.train.sync`), as `module:function`."""
-    return plugin.entries("weight_syncs")
-
-
-def missing_sync(kind: str) -> str | None:
-    """Why nothing sends the weights of a training to a kind of backend that takes some; None if something does."""
-    if kind in sync_openers():
-        return None
-    fix = plugin.missing("weight_syncs", kind) or "no plugin that is installed sends them"
-    return f"the weights of a training cannot be sent to a `{kind}` backend: {fix}"

@@ -164,3 +164,16 @@ def backends_of(spec: EpisodeSpec) -> dict[DataPath, BackendBase]:
     roles = played_roles(spec).items()
     own = {(*path, "backend"): role.spec.backend for path, role in roles if role.spec.backend is not None}
     return {("backend",): spec.backend, **own}
+
+
+def sync_openers() -> dict[str, str]:
+    """`backend.kind` -> the function that opens the `WeightSync` of a training (`engine.train.sync`), as `module:function`."""
+    return plugin.entries("weight_syncs")
+
+
+def missing_sync(kind: str) -> str | None:
+    """Why nothing sends the weights of a training to a kind of backend that takes some; None if something does."""
+    if kind in sync_openers():
+        return None
+    fix = plugin.missing("weight_syncs", kind) or "no plugin that is installed sends them"
+    return f"the weights of a training cannot be sent to a `{kind}` backend: {fix}"

@@ -6,10 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 from engine.backends.device import pick_device
-from engine.backends.weight_target import missing_sync
 from engine.errors import TrainError
 from engine.plugin import load
 from engine.schemas.backend import kinds_that_train
+from engine.spec.added import missing_sync
 from engine.spec.load import override_spec
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from engine import plugin
-from engine.backends.weight_target import missing_sync, sync_openers
 from engine.errors import TrainError
 from engine.schemas.backend import kinds_that_train
 from engine.schemas.base import Struct
+from engine.spec.added import missing_sync, sync_openers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

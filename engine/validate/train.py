@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from engine.backends.weight_target import missing_sync
 from engine.schemas.backend import kinds_that_train
 from engine.schemas.train import TrainSpec
+from engine.spec.added import missing_sync
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known, short
 from engine.tokens.catalogue import CATALOGUE, MadeEntry

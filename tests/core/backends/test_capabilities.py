@@ -14,10 +14,10 @@ import yaml
 
 from engine.backends.backend import Backend
 from engine.backends.registry import runtime_class
-from engine.backends.weight_target import missing_sync, sync_openers
 from engine.plugin import load
 from engine.schemas.backend import BackendBase, backend_classes, kinds_that_train
 from engine.schemas.generation import SamplingParams
+from engine.spec.added import missing_sync, sync_openers
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 
@@ -76,7 +76,7 @@ def test_a_kind_that_trains_has_exact_ids_with_versions_and_a_way_for_weights(de
 
 
 def test_the_kinds_that_train_are_named_in_messages() -> None:
-    assert kinds_that_train() == "`local` or `sglang`"
+    assert kinds_that_train() == "`sglang` or `local`"
 
 
 @KINDS
