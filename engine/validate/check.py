@@ -23,6 +23,8 @@ MAX_FINDINGS = 100
 """Findings of one rule that are reported."""
 FIRST_TASKS = 8
 """Number of tasks that `refuse_first_tasks` reads."""
+FIELD_RULES = ("prompt.unknown-field", "role.unknown-field")
+"""The rules that `refuse_first_tasks` applies; the second is there with the plugin `roles`."""
 MORE = "check.more"
 """The id of the finding that reports that a rule has more findings."""
 BROKEN = "check.plugin"
@@ -142,7 +144,7 @@ def refuse_first_tasks(loaded: LoadedSpec, tasks: Sequence[Task]) -> None:
         return
     all_rules()
     ctx = CheckContext(loaded, read_tasks=list(tasks[:FIRST_TASKS]))
-    found = [item for rule in ("prompt.unknown-field", "role.unknown-field") for item in RULES[rule].check(ctx)]
+    found = [item for id in FIELD_RULES if id in RULES for item in RULES[id].check(ctx)]
     if found:
         raise SpecError(mask_all(found, loaded.variables))
 
