@@ -41,6 +41,8 @@ class Case:
     files: Mapping[str, str] = field(default_factory=dict)
     make: Callable[[Path, Path], None] = lambda folder, outside: None
     """Makes what is no plain file, in the folder."""
+    plugin: str | None = None
+    """The plugin without which the spec has more errors."""
 
 
 def link(name: str, target: str) -> Callable[[Path, Path], None]:
@@ -59,9 +61,9 @@ def fifo(name: str) -> Callable[[Path, Path], None]:
     return make
 
 
-def uses(lines: str, rules: tuple[str, ...] = ()) -> Case:
+def uses(lines: str, rules: tuple[str, ...] = (), plugin: str | None = None) -> Case:
     """A spec that names the module beside it."""
-    return Case(WHOLE + lines, rules, {"beside.py": BESIDE})
+    return Case(WHOLE + lines, rules, {"beside.py": BESIDE}, plugin=plugin)
 
 
 def tasks(lines: str, *rules: str, **more: object) -> Case:
@@ -73,7 +75,8 @@ CODE: dict[str, Case] = {
     "rows of a shell": tasks(TOUCH),
     "rows of a shell for the evaluation": Case(
         WHOLE + "backend: {kind: sglang, urls: ['http://127.0.0.1:{port}']}\nrollout: {samples_per_task: 2}\n"
-        f"train: {{eval: {{tasks: {{{TOUCH}}}}}}}\n"
+        f"train: {{eval: {{tasks: {{{TOUCH}}}}}}}\n",
+        plugin="weights",
     ),
     "rows beside": tasks("source: python, use: 'beside:function'", files={"beside.py": BESIDE}),
     "environment": uses("environment: {use: 'beside:Board'}\n"),
@@ -86,6 +89,7 @@ CODE: dict[str, Case] = {
         "      prompt: [{role: user, content: hi}], grader: {use: 'beside:function'}}\n",
         (),
         {"beside.py": BESIDE},
+        plugin="roles",
     ),
     "scorer": uses("rewards: {scorer: {use: 'beside:function'}}\n"),
     "parser of calls": Case(
@@ -100,7 +104,8 @@ CODE: dict[str, Case] = {
     ),
     "bonus": uses(
         "backend: {kind: sglang, urls: ['http://127.0.0.1:{port}']}\nrollout: {samples_per_task: 2}\n"
-        "train: {advantage_bonuses: [{use: 'beside:function'}]}\n"
+        "train: {advantage_bonuses: [{use: 'beside:function'}]}\n",
+        plugin="weights",
     ),
     "package": Case(
         WHOLE + "environment: {use: 'pack.inner:Board'}\n", (), {"pack/__init__.py": BESIDE, "pack/inner.py": BESIDE}
@@ -123,7 +128,8 @@ CODE: dict[str, Case] = {
     "servers": uses(
         "backend: {kind: sglang, urls: ['http://127.0.0.1:{port}']}\n"
         "user: {model: {path: m}, backend: {kind: sglang, urls: ['http://127.0.0.1:{port}']},\n"
-        "       prompt: [{role: user, content: hi}], marks: [{text: x, satisfied: true}]}\n"
+        "       prompt: [{role: user, content: hi}], marks: [{text: x, satisfied: true}]}\n",
+        plugin="roles",
     ),
     "hub": tasks("source: hub, path: 'beside.py', split: train", files={"beside.py": BESIDE}),
 }

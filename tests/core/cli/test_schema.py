@@ -13,6 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 from command_line import engine_output
+from installed_plugins import needs_plugin
 from spec_page import spec_page
 
 from engine.cli.json_schema import CONTRACTS, documents
@@ -206,7 +207,12 @@ def test_no_key_is_without_a_description() -> None:
 
 @pytest.mark.parametrize(
     ("name", "key", "value"),
-    [(name, key, value) for name, keys in EXAMPLES.items() for key, values in keys.items() for value in values],
+    [
+        pytest.param(name, key, value, marks=[needs_plugin("isolation")] if name == "IsolationSpec" else [])
+        for name, keys in EXAMPLES.items()
+        for key, values in keys.items()
+        for value in values
+    ],
 )
 def test_every_example_is_right_for_both(name: str, key: str, value: Any, validator: Any, tmp_path: Path) -> None:
     rule = {"at": "DONE", "from": "last", "to": "first", "share": 0.5}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from command_line import engine_here
 from hostile_folders import CODE, FILES, FORGERIES, HANGING, NAMES, SECRET, VARIABLE, VARIABLES, WHOLE, Case, build
+from installed_plugins import needs_plugin
 from slow_cases import slow_but
 from strangers_place import Place, opened
 
@@ -78,7 +79,10 @@ def test_nothing_of_a_strangers_is_run_asked_or_printed(place: Place, examined: 
     assert examined.done.returncode == 1
 
 
-@pytest.mark.parametrize("name", STATIC)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[needs_plugin(case.plugin)] if case.plugin else []) for name, case in STATIC.items()],
+)
 def test_a_strangers_spec_is_judged(examined: Outcome, name: str) -> None:
     case, spec = STATIC[name], examined.specs[name]
     assert set(case.rules) <= errors(spec)

@@ -162,13 +162,14 @@ def with_groups(rows: list[TrainingRow]) -> list[TrainingRow]:
 
 
 def learner_of(process_group: ProcessGroup, folder: Path, kind: str) -> Learner:
-    from engine.plugins.critic.critic import Critic
-    from engine.plugins.critic.spec import ValueCritic
-
     spec, critic = spec_of(kind), None
     settings: dict[str, Any] = {"temperature": 1.0, "vocab": None, "vision": None, "process_group": process_group}
     policy = Policy.load(folder, spec, **settings, replay_experts=kind == "experts")
-    if isinstance(spec.critic, ValueCritic):
+    if spec.critic is not None:
+        from engine.plugins.critic.critic import Critic
+        from engine.plugins.critic.spec import ValueCritic
+
+        assert isinstance(spec.critic, ValueCritic)
         own = open_model(folder, spec, **settings) if spec.critic.own_model else None
         credit = GaeCredit(gamma=0.9, lam=0.8)
         critic = Critic(spec.critic, credit, policy, process_group, model=own)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from installed_plugins import needs_plugin
 from safetensors.torch import load_file
 from torch import nn
 
@@ -51,13 +52,13 @@ def launched(launcher: str, folder: Path, kind: str, processes: int) -> list[str
     [
         ("accelerate", "lora", 2),
         ("torchrun", "kl", 4),
-        ("torchrun", "network", 2),
+        pytest.param("torchrun", "network", 2, marks=needs_plugin("critic")),
         ("torchrun", "experts", 2),
         pytest.param("accelerate", "plain", 2, marks=pytest.mark.exhaustive),
         pytest.param("torchrun", "tied", 4, marks=pytest.mark.exhaustive),
         pytest.param("torchrun", "penalties", 2, marks=pytest.mark.exhaustive),
-        pytest.param("torchrun", "probe", 2, marks=pytest.mark.exhaustive),
-        pytest.param("torchrun", "head", 2, marks=pytest.mark.exhaustive),
+        pytest.param("torchrun", "probe", 2, marks=[pytest.mark.exhaustive, needs_plugin("critic")]),
+        pytest.param("torchrun", "head", 2, marks=[pytest.mark.exhaustive, needs_plugin("critic")]),
     ],
 )
 def test_several_processes_do_the_steps_of_one(launcher: str, kind: str, processes: int, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from installed_plugins import needs_plugin
 from training_rows import row_of
 
 from engine.runner.batch import Batch, Group
@@ -66,6 +67,7 @@ def test_advantages_that_whitening_makes_equal_are_no_signal() -> None:
         assert (missing.summary == "") is signal, norm
 
 
+@needs_plugin("critic")
 def test_with_a_critic_equal_rewards_of_all_turns_are_no_signal() -> None:
     critic = train(critic={"kind": "probe"})
     for rewards, signal in (((1.0, 1.0), False), ((1.0, 0.0), True)):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from installed_plugins import needs_plugin
 from trainings import begin_training
 
 from engine.schemas.episode import EpisodeSpec
@@ -97,8 +99,12 @@ def test_the_limits_that_cut_the_masked_replies_are_counted() -> None:
     assert masked_metrics(EpisodeSpec.model_validate(SPEC | {"train": {}}), ended) == {}
 
 
-async def test_rows_of_a_training(train_spec: Any, tmp_path: Path) -> None:
-    """The tiny model's replies of at most 6 tokens are nearly all cut: masked, penalized, or valued after the cut."""
+Rows = Callable[..., list[TrainingRow]]
+
+
+@pytest.fixture
+async def trained(train_spec: Any, tmp_path: Path) -> tuple[list[Trajectory], Rows]:
+    """A group of a training whose replies of at most 6 tokens are nearly all cut, and its rows for other settings of `train`."""
     loaded = load_spec(
         train_spec(train={"steps": 1}, limits={"turn_tokens": 6, "assistant_turns": 2, "episode_tokens": 64})
     )
@@ -115,6 +121,12 @@ async def test_rows_of_a_training(train_spec: Any, tmp_path: Path) -> None:
         whole = type(changed).model_validate(changed.model_dump() | train)
         return GroupBuilder(spec.model_copy(update={"rewards": rewards}), whole, loaded.base).rows(group)
 
+    return group, rows
+
+
+async def test_rows_of_a_training(trained: tuple[list[Trajectory], Rows]) -> None:
+    """Of a reply that is cut: masked, or penalized."""
+    group, rows = trained
     plain, masked = rows(), {row.episode.episode_id: row for row in rows(overlong="mask")}
     cut = {each.episode_id: {turn.index for turn in each.turns if turn.finish.type == "length"} for each in group}
     assert any(cut.values())
@@ -134,6 +146,10 @@ async def test_rows_of_a_training(train_spec: Any, tmp_path: Path) -> None:
         costs = -0.5 * np.maximum(sizes - 3, 0) / 3
         np.testing.assert_allclose(row.episode.turn_rewards, before.episode.turn_rewards + costs)
 
+
+@needs_plugin("critic")
+async def test_rows_that_a_critic_values_after_the_cut(trained: tuple[list[Trajectory], Rows]) -> None:
+    group, rows = trained
     for bootstrap, expected in ((["assistant_turns", "user_turns"], True), (["episode_seconds"], False)):
         found = rows(critic={"kind": "probe", "bootstrap": bootstrap})
         ended = {each.episode_id: each.outcome.limit for each in group}

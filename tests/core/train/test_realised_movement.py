@@ -9,14 +9,13 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
+from installed_plugins import needs_plugin
 from nets_for_tests import VOCAB, build
 from process_group_worker import rows_of
 from safetensors.torch import save_file
 from slow_cases import slow_but
 from training_rows import with_branch
 
-from engine.plugins.critic.critic import Critic
-from engine.plugins.critic.spec import ValueCritic
 from engine.schemas.credit import GaeCredit
 from engine.schemas.train import OptimizerSpec, TrainSpec
 from engine.store.rows.row import TrainingRow
@@ -120,8 +119,12 @@ def test_sharded_weights_and_those_on_the_cpu_make_it_too(model: Path, sharding:
     assert {tensor.dtype for tensor in learner.policy.state().values()} == {torch.bfloat16}
 
 
+@needs_plugin("critic")
 def test_a_critic_of_its_own_makes_it_too(model: Path) -> None:
     """Its output layer is frozen, so it has no copy."""
+    from engine.plugins.critic.critic import Critic
+    from engine.plugins.critic.spec import ValueCritic
+
     spec = TrainSpec.model_validate(
         {"device": "cpu", "precision": "bfloat16", "critic": {"kind": "network", "lr": RATE}}
     )
