@@ -51,6 +51,7 @@ class ObjectBuilder:
 
     Raises:
         EngineError: the spec's code cannot be imported.
+        SpecCodeError: kind `plugin_missing`: no plugin lets a model play a user or the scorer.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class AuxiliaryObjective:
         return {}
 
     def held(self) -> list[Tensor]:
-        """All of its weights, those that are not trained included, and their float32 copies."""
+        """All of its weights, those that are not trained included, and their float32 copies; of any shape."""
         return []
 
 

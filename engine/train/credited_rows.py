@@ -43,7 +43,7 @@ def credited_columns(
     Args:
         rows: Rows of whole groups, with `credit`.
         credit: The method. With `needs_values` there must be values.
-        values: For each row of `with_last_state`, the critic's value before each trained token.
+        values: For each row of `with_last_state`, the critic's value before each trained token, [tokens].
         penalties: For each row, what is subtracted from the reward of each trained token.
         by_turn: The value before the first token of a turn is that of all its tokens.
         targets: The method that computes the targets. Default: `credit`.

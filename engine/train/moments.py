@@ -58,7 +58,7 @@ def load_moments(
 
 
 def random_state(process_group: ProcessGroup) -> dict[str, torch.Tensor]:
-    """This process's random state, uint8."""
+    """This process's random state, uint8 [bytes]."""
     return {_random_name(process_group): torch.get_rng_state()}
 
 

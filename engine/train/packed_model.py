@@ -153,7 +153,7 @@ class PackedModel:
     def logprobs_and_states(
         self, pack: Pack, *, entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """What `logprobs` and `states` return, from one forward pass."""
+        """What `logprobs` and `states` return, from one forward pass: float32 [n], float32 [n] or None, [n, hidden]."""
 
         def compute() -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
             states = self._states(pack)

@@ -179,7 +179,12 @@ class ServersBackend(Backend):
         return await self.generate_in_slot(request, Slots(1))
 
     async def generate_in_slot(self, request: GenerateRequest, slots: Slots) -> Generation:
-        """See `Backend.generate_in_slot`. The usual reply is one wait: the rest happens in the callbacks of `ReplyCall`."""
+        """See `Backend.generate_in_slot`. The usual reply is one wait: the rest happens in the callbacks of `ReplyCall`.
+
+        Raises:
+            ContextOverflow: The prompt does not fit the servers' context.
+            BackendError: As `generate`.
+        """
         if self.context is not None and len(request.input_ids) >= self.context:
             raise ContextOverflow(f"{len(request.input_ids)} tokens; the servers take fewer than {self.context}")
         if (preparing := self.prepare(request)) is not None:

@@ -149,7 +149,7 @@ class Critic(AuxiliaryObjective):
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=self.spec.lr, weight_decay=0.0)
 
     def held(self) -> list[torch.Tensor]:
-        """See `AuxiliaryObjective`."""
+        """See `AuxiliaryObjective`: tensors of any shape and dtype."""
         return [*(self.head if self.net is None else self.net.model).parameters(), *self.masters.copies]
 
     def holds_policy(self, step: int) -> bool:
@@ -174,7 +174,7 @@ class Critic(AuxiliaryObjective):
         return credited, value_metrics(credited)
 
     def values_of(self, columns: Sequence[LossColumns], learner: Learner) -> list[Floats]:
-        """The values before the trained tokens of each row, and that of its last state if it was cut; float32."""
+        """The values before the trained tokens of each row, and that of its last state if it was cut; float32 [values of the row]."""
         rows = [replace(of_row, row=with_last_state(of_row.row)) for of_row in columns]
         policy = learner.policy
         return learner.per_token(
@@ -189,7 +189,7 @@ class Critic(AuxiliaryObjective):
         return values
 
     def loss(self, pack: Pack, forward: Forward) -> tuple[torch.Tensor, MetricSums]:
-        """See `AuxiliaryObjective`."""
+        """See `AuxiliaryObjective`: a scalar, float32."""
         values = self.predict(pack, forward.states)
         loss, metrics = value_objective(self.spec, ValueTokens.of(values, pack, forward.columns))
         return self.spec.loss_factor * loss, metrics

@@ -38,7 +38,11 @@ class DriverProcesses:
         return of_driver(self._loaded, 1, 0)
 
     def refuse_resume(self, store: RunStore, *, retry: bool) -> None:
-        """As in `Processes`. The store is closed if the resume is refused."""
+        """As in `Processes`. The store is closed if the resume is refused.
+
+        Raises:
+            StoreError: One process began the run, or something in the spec or the command needs one.
+        """
         spec = self._loaded.spec
         try:
             if not is_divided(store.folder) and store.statuses():
@@ -60,7 +64,11 @@ class DriverProcesses:
         rules.refuse(self._loaded, rules.training_problems(self._loaded.spec))
 
     def refuse_serving(self, store: RunStore) -> None:
-        """As in `Processes`."""
+        """As in `Processes`.
+
+        Raises:
+            StoreError: The run is one of several drivers.
+        """
         from engine.plugins.drivers.leases import FILE
 
         rules.refuse(self._loaded, rules.serving_problems(self._loaded.spec))

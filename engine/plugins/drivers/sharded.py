@@ -331,7 +331,11 @@ class ShardedRun(RunReader):
 
 
 def stand_in(place: str) -> Path:
-    """Return a folder in the cache that stands for a run of which only the shards are here."""
+    """Return a folder in the cache that stands for a run of which only the shards are here.
+
+    Raises:
+        StoreError: The folder cannot be written.
+    """
     folder = catalogue_folder(place) / "run"
     try:
         private_folder(folder, exist_ok=True)

@@ -99,7 +99,11 @@ class DemonstrationSteps(StepSource):
         return self._data.rows(record.used)
 
     async def batch(self) -> StepBatch:
-        """The next episodes in order."""
+        """The next episodes in order.
+
+        Raises:
+            TrainError: kind `no_data`: the epochs have ended.
+        """
         train, step = self._trainer.train, self._trainer.state.step
         numbers = self._data.batch(step, self._most)
         if not numbers:
