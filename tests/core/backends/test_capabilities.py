@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from installed_plugins import needs_plugin
 
 from engine.backends.backend import Backend
 from engine.backends.registry import runtime_class
@@ -99,6 +100,7 @@ def test_every_unsupported_parameter_is_one_that_this_test_sets() -> None:
     assert {name for backend in examples for name in backend.lacking} <= set(VALUES)
 
 
+@needs_plugin("roles")
 def test_a_role_s_sampling_is_checked_against_its_own_backend(tmp_path: Path) -> None:
     user = 'user: {prompt: [{role: user, content: "{{reply}}"}], backend: {kind: local}, sampling: {regex: "x+"}}'
     found = validated(tmp_path, EXAMPLES["sglang"], f'sampling: {{regex: "x+"}}\n{user}')

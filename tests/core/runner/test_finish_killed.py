@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from endings import filled
 from finish_lines import FILES, WAYS
+from installed_plugins import needs_plugin
 from stopping import Resumed, check, clear, undisturbed
 
 from engine.store.journal import Journal
@@ -58,7 +59,11 @@ def lines_of(code: CodeType) -> set[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "way"),
-    [*(("score at the end", way) for way in WAYS), ("an external tool", "written"), ("a judge", "written")],
+    [
+        *(("score at the end", way) for way in WAYS),
+        ("an external tool", "written"),
+        pytest.param("a judge", "written", marks=needs_plugin("roles")),
+    ],
 )
 async def test_an_episode_killed_before_any_line_that_finishes_it_comes_to_the_same(
     make_spec: Any, tmp_path: Path, case: str, way: str

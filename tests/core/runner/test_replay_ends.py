@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ending_marks import marked
 from endings import CASES, ENDS, filled
 from slow_cases import slow_but_each
 
 from engine.runner.replay import Replayer
 
 
-@pytest.mark.parametrize("case", slow_but_each(5, CASES))
+@pytest.mark.parametrize("case", marked(slow_but_each(5, CASES)))
 async def test_a_replay_is_the_same_to_the_byte(make_spec: Any, run_spec: Any, tmp_path: Path, case: str) -> None:
     replies, changes = filled(case, str(tmp_path / "log"))
     ran = await run_spec(make_spec(replies, **changes))

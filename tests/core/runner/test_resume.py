@@ -12,6 +12,7 @@ from typing import Any
 
 import code_for_tests as spec_code
 import pytest
+from ending_marks import marked
 from endings import CASES, ONCE, ONE, filled
 from journals import write_entries
 from slow_cases import each_once, slow_but
@@ -34,12 +35,12 @@ QUICK = {
 
 @pytest.mark.parametrize(
     ("case", "way"),
-    [
+    marked(
         pytest.param(case, way, marks=() if case in QUICK[way] else pytest.mark.slow)
         for case in CASES
         for way in QUICK
         if case != ONCE
-    ],
+    ),
 )
 async def test_an_episode_stopped_at_any_commit_comes_to_the_same(
     make_spec: Any, tmp_path: Path, case: str, way: str
@@ -59,7 +60,7 @@ async def test_an_episode_stopped_at_any_commit_comes_to_the_same(
 
 @pytest.mark.parametrize(
     "case",
-    ["score at the end", *(pytest.param(case, marks=pytest.mark.slow) for case in ("a judge", "an external tool"))],
+    marked(slow_but(["score at the end", "a judge", "an external tool"], "score at the end")),
 )
 async def test_an_episode_killed_after_any_commit_comes_to_the_same(make_spec: Any, tmp_path: Path, case: str) -> None:
     wanted, calls = await undisturbed(make_spec, case, tmp_path)
@@ -165,11 +166,11 @@ async def copied(resumed: Resumed, source: Path, out: Path, extra: int = 0) -> N
 
 @pytest.mark.parametrize(
     ("case", "extra"),
-    each_once(
+    marked(each_once(
         ["score at the end", "tools and a user, and an environment that scores", "an external tool", "a judge",
          "nothing handles the failure", "a final state without an action", "the environment is external"],
         [0, 1, 2],
-    ),
+    )),
 )  # fmt: skip
 async def test_what_the_journal_says_has_ended_is_only_finished(
     make_spec: Any, tmp_path: Path, case: str, extra: int

@@ -10,13 +10,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+from installed_plugins import needs_plugin
 from pydantic import ValidationError
 from spec_page import spec_page
 
 from engine import plugin
 from engine.cli.json_schema import episode_schema
 from engine.errors import SpecError, StoreError
-from engine.plugins.drivers.session import of_driver
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.sections import dump, owner_classes, read_stored, used_plugins, written
 from engine.spec.load import load_spec
@@ -169,7 +169,10 @@ def test_a_key_of_an_inline_section_is_read_and_changed_as_one_of_its_owner(stra
             call("weather")
 
 
+@needs_plugin("drivers")
 def test_a_driver_has_its_part_of_a_limit_in_a_section(strange: Strange, tmp_path: Path) -> None:
+    from engine.plugins.drivers.session import of_driver
+
     strange.installed(MODULE.replace("wind: int", "workers: int"))
     loaded = load_spec(spec_file(tmp_path, "weather: {workers: 9}\n"))
     module = sys.modules["strange_sections"]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from spec_files import GOOD, errors, load, write
 
 from engine.errors import SpecError
+from engine.plugin import installed
 from engine.plugins.local.spec import LocalBackendSpec
 from engine.schemas.backend import backend_classes
 from engine.schemas.limits import LimitsSpec
@@ -19,6 +20,8 @@ from engine.spec.load import load_document, load_spec, read_spec
 from engine.spec.text.diagnostic import Origin
 
 pytestmark = pytest.mark.usefixtures("in_folder")
+AGENT = ", agent" if "agents" in installed().plugins else ""
+"""The preset that the plugin agents adds, as messages have it."""
 KINDS = ", ".join(each.kind_name() for each in backend_classes())
 
 
@@ -88,7 +91,7 @@ user: x.y:Z
         "s.yaml:12:16: error[spec.unknown-key] unknown key `timout`; did you mean `timeout`?",
         "s.yaml:12:28: error[spec.unknown-key] unknown key `with_`; did you mean `with`?",
         "s.yaml:14:11: error[spec.bad-value] `machine.preset` must be one of single_turn, tools, tools_and_user, "
-        "retry_with_feedback, step, tools_and_step, agent; it is `toolz`; did you mean `tools`?",
+        f"retry_with_feedback, step, tools_and_step{AGENT}; it is `toolz`; did you mean `tools`?",
         "s.yaml:16:16: error[spec.wrong-type] `machine.states.A.final` must be true or false; it is `yes`; write true",
         "s.yaml:18:17: error[spec.wrong-type] `machine.transitions[0].trigger` must be a string, or a list of strings; it is 5; "
         'quote it: "5"',

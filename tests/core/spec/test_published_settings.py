@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from installed_plugins import needs_plugin
 
 from engine.spec.access import Access
 from engine.spec.load import load_spec, read_spec
@@ -44,6 +45,7 @@ def test_a_spec_that_extends_one_is_valid_also_for_a_stranger(name: str, tmp_pat
     assert [str(item) for item in check_spec(loaded) if item.severity == "error"] == []
 
 
+@needs_plugin("weights")
 @pytest.mark.parametrize("number", range(3))
 def test_the_examples_of_the_documentation_are_valid(number: int) -> None:
     examples = re.findall(r"```yaml\n(# .*?extends:.*?)```", (ROOT / "docs/published.md").read_text(), re.S)

@@ -9,6 +9,7 @@ import pytest
 import yaml
 from command_line import run_to_store
 from installed_packages import VAULTS, install
+from installed_plugins import needs_plugin
 from slow_cases import slow_but
 
 from engine.errors import SpecError
@@ -137,6 +138,7 @@ def test_an_episode_runs_by_names_and_the_run_has_the_entry_points(vaults: Path,
     assert [posting.delta for posting in episode.postings] == [1.0]
 
 
+@needs_plugin("isolation")
 def test_an_adapter_of_a_package(vaults: Path, tiny_tokenizer_dir: Path) -> None:
     """It runs in a worker process, is given `use` and reads the reply as it was written."""
     parts = {"environment": {"adapter": "lockgym", "use": "Door-v1", "with": {"word": "shut"}}, "machine": "step"}
