@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from installed_plugins import needs_plugin
 from waiting import wait_until
-
-from engine.plugin import installed
 
 CODE = """
 import time
@@ -45,17 +44,18 @@ if hangs:
 """
 USERS: dict[str, dict[str, Any]] = {
     "worker": {"environment": {"use": "board:Board", "isolation": "process", "timeout": 600}, "machine": "single_turn"},
+    "program": {"agent": {"run": f"exec {sys.executable} program.py", "timeout": 600}, "machine": "agent"},
 }
-"""What has temporary folders: a worker process with the spec's code and, where its plugin is there, an agent program."""
-if "agents" in installed().plugins:
-    program = {"run": f"exec {sys.executable} program.py", "timeout": 600}
-    USERS["program"] = {"agent": program, "machine": "agent"}
+"""What has temporary folders: a worker process with the spec's code, and an agent program."""
 ENDS = {"end": [], "killed": [signal.SIGKILL], "stopped": [signal.SIGTERM], "at once": [signal.SIGTERM, signal.SIGTERM]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize(
+    "user",
+    [pytest.param("worker", marks=needs_plugin("isolation")), pytest.param("program", marks=needs_plugin("agents"))],
+)
 def test_a_run_leaves_no_temporary_folder(user: str, end: str, tmp_path: Path, tiny_tokenizer_dir: Path) -> None:
     spec: dict[str, Any] = {
         "spec": "episode/v1",

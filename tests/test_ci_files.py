@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from engine.cli.main import app
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[1]
 GUIDE = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
 HOOKS: list[dict[str, Any]] = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
 BLOCKS: list[str] = re.findall(r"^```yaml\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
