@@ -19,6 +19,7 @@ from written_specs import save_spec
 from engine.backends.registry import open_backend
 from engine.plugins.drivers.places import Place
 from engine.plugins.drivers.publisher import Publisher
+from engine.plugins.drivers.sharded import note_status
 from engine.plugins.drivers.shards import create_shards, list_parts
 from engine.runner.runner import Runner
 from engine.spec.tasks import load_tasks
@@ -175,12 +176,15 @@ def test_shards_have_the_status_of_their_run(runs: Runs, tmp_path: Path) -> None
     url = create_shards(store.folder, header, f"memory://{tmp_path.name}")
     assert f" · running · {url}" in engine(runs, "show", url)
     store.close()
+    note_status(store.folder)  # as `engine run` does when it ends
     assert f" · interrupted · {url}" in engine(runs, "show", url)
     store = RunStore.open(store.folder)
+    note_status(store.folder, "running")  # and when it begins again
     assert f" · running · {url}" in engine(runs, "show", url)
     asyncio.run(store.plan(load_tasks(header.loaded_spec())[:2], 2))
     shutil.copytree(runs.many / "drivers" / "0", store.folder / "drivers" / "0")
     store.close()
+    note_status(store.folder)
     assert f" · done · {url}" in engine(runs, "show", url)
 
 
