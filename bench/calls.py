@@ -93,7 +93,7 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
             for name in ("tape", "tapes", "thread", "prompts", "conversation", "leaf", "sampled")
         ),
     ),
-    ("parsing of the reply", ("engine/tokens/replies", "engine/tokens/toolcalls/", "engine/fast/qwen_replies.py")),
+    ("parsing of the reply", ("engine/tokens/replies", "engine/tokens/toolcalls/", "engine/tokens/replies/qwen.py")),
     ("ids from text and back", ("engine/tokens/",)),
     ("ledger and rules", ("engine/rewards/",)),
     ("HTTP", ("engine/backends/http/",)),

@@ -147,7 +147,7 @@ from types import SimpleNamespace
 import test_weight_collective as kit
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format
-from engine.train import sync_collective
+from engine.plugins.weights import sync_collective
 from engine.plugins.weights.broadcasts import BroadcastGroup
 
 url, model, folder, number = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])

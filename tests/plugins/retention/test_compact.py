@@ -220,7 +220,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from engine.store import database
-from engine.store.upkeep import compact as module
+from engine.plugins.retention import compact as module
 
 folder, steps, groups = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 opened = database.connect_writer
