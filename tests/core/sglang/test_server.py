@@ -16,6 +16,7 @@ from server_load import aborted, until_samples, until_works_on
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, ContextOverflow
+from engine.plugins.weights.memory import ServerMemory
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, Generation, SamplingParams
 from engine.tokens.template import ChatTemplate
@@ -427,17 +428,18 @@ async def test_memory_is_released_and_taken_back_around_new_weights(
     """The order of calls is that of the real server; without a GPU there is no memory that it could release."""
     prompt = prompt_of(chat_format)
     control = backend.control
-    await control.memory.release()
+    control.memory = memory = ServerMemory(backend.pool)
+    await memory.release()
     await control.update_weights_from_disk(str(other_model_dir), 5)
     generation = await backend.generate(request(prompt, HOT))
     np.testing.assert_allclose(
         generation.logprobs, recomputed(other_model_dir, prompt, generation.output_ids.tolist()), atol=1e-4
     )
     assert {span.version for span in generation.versions} == {5}
-    await control.memory.release()
-    await control.memory.resume()
-    await control.memory.resume()  # nothing is released: the real server would end
+    await memory.release()
+    await memory.resume()
+    await memory.resume()  # nothing is released: the real server would end
     await control.update_weights_from_disk(str(tiny_model_dir), 6)
     assert (await backend.generate(request(prompt, HOT))).versions[0].version == 6
     with pytest.raises(BackendError, match="--enable-memory-saver"):
-        await control.memory.prepare(None)
+        await memory.prepare(None)
