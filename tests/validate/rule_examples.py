@@ -39,6 +39,7 @@ ELSEWHERE = {
     "condense.no-package",
     "notify.no-package",
     "report.no-package",
+    "role.no-player",
     "traces.no-package",
     STOPPED,
     FAILED,
