@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 # Five times the spread is less than the training has entries, so the fifth kill comes before its end on a slow machine too.
 LONG = ["--turns", "16", "--steps", "4", "--spread", "0.4"]
-AHEAD = ["--turns", "4", "--steps", "8", "--staleness", "2", "--oversample", "1.25", "--spread", "0.8"]
+AHEAD = ["--turns", "4", "--steps", "8", "--staleness", "2", "--oversample", "1.25", "--spread", "0.5"]
 
 
 MIXED = ["--turns", "4", "--steps", "8", "--mix", "--difficulty"]
