@@ -19,7 +19,7 @@ DIVIDED = "sharded.json"
 """In the folder of a run whose episodes are in the stores of several processes."""
 
 FIND_RUN: Hook[Callable[[str], Path | None]] = Hook("find_run")
-"""The folder of a run that a command-line argument names; None: the argument is no name of this kind."""
+"""Returns the folder of the run that a command-line argument names; None: the plugin does not know this name."""
 OPEN_RUN: Hook[Callable[[Path], RunReader | None]] = Hook("open_run")
 """Opens the run in a folder for reading; None: its episodes are in the folder's own store."""
 

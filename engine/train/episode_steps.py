@@ -142,7 +142,7 @@ class EpisodeSteps(StepSource):
         return rows if len(rows) == record.rows else None
 
     async def begin(self, records: Sequence[BatchRecord]) -> None:
-        """Make the schedule. Processes that sample from the same servers are told the version."""
+        """Make the schedule, and tell the version to the processes that sample from the same servers."""
         trainer, rollout = self._trainer, self._trainer.spec.rollout
         runner, version = self._runner, trainer.state.version
         await self._tell_processes(version)

@@ -1,4 +1,4 @@
-"""A checkpoint -> its named parts: whoever has state that a resumed training needs declares one, and none is skipped.
+"""A checkpoint -> its named parts: each owner of state that a resumed training needs declares one part, and no part is skipped.
 
     parts = {"policy": StatePart(2, tensors, load)}       # folder `policy`, version 2
 
