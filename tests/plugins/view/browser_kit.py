@@ -115,6 +115,20 @@ class Visitor:
         found.wait_for()
         return str(found.inner_text())
 
+    def sees(self, selector: str, *wanted: str | int) -> None:
+        """Wait until so many elements are there, or until they are as many as these texts and have them, in order.
+
+        Raises:
+            AssertionError: They are not; it says what is there.
+        """
+        from playwright.sync_api import expect
+
+        elements = self.page.locator(selector)
+        if isinstance(wanted[0], int):
+            expect(elements).to_have_count(wanted[0], timeout=30_000)
+        else:
+            expect(elements).to_have_text(list(wanted), timeout=30_000, use_inner_text=True)
+
     def keep(self, name: str) -> None:
         """Write a picture for the documentation, if one is wanted."""
         if SCREENSHOTS:

@@ -68,7 +68,7 @@ def test_which_tokens_of_a_turn_trained_and_with_which_advantage(visitor: Visito
         turn = store.trajectory("desk-0/0").turns[2]
         ids = found["input_ids"][turn.start : turn.end].tolist()
         advantages = found["advantages"][turn.start : turn.end].tolist()
-    assert tokens.count() == len(ids)
+    visitor.sees(".tokens .token", len(ids))
     assert tokens.nth(0).evaluate("each => each.classList.contains('coloured')")
     for at in (0, len(ids) - 1):
         tokens.nth(at).hover()
@@ -88,30 +88,26 @@ def test_who_moved_this_reward(visitor: Visitor) -> None:
     assert "turn 2 → turn 0" in moved
     assert "rule:0" in moved
     assert "solved after feedback" in moved
-    assert visitor.page.locator(".timeline .transfer .arc").count() == 1
+    visitor.sees(".timeline .transfer .arc", 1)
     visitor.keep("rewards")
 
 
 def test_what_did_the_model_see_at_a_turn(visitor: Visitor) -> None:
     visitor.click(row("desk-0/0"))
     visitor.click('#turn-2 button:text-is("seen")')
-    visitor.page.locator("ol.seen").wait_for()
-    roles = visitor.page.locator("ol.seen > li .role").all_inner_texts()
-    assert roles == ["system", "user", "assistant", "tool calculate", "assistant", "user"]
-    assert visitor.page.locator("ol.seen img").count() == 1
+    visitor.sees("ol.seen > li .role", "system", "user", "assistant", "tool calculate", "assistant", "user")
+    visitor.sees("ol.seen img", 1)
     assert "Count the green ones again" in visitor.text("ol.seen > li:last-child")
     visitor.keep("seen")
 
 
 def test_where_do_two_samples_part(visitor: Visitor) -> None:
     visitor.click('table.episodes tr:not(:has-text("desk-cooler")) a[href*="#/group"]:has-text("desk-0")')
-    heads = visitor.page.locator(".cell.head")
-    heads.first.wait_for()
-    told = heads.all_inner_texts()
+    visitor.sees(".cell.parting", 3)
+    told = visitor.page.locator(".cell.head").all_inner_texts()
     assert "turn 0, token 0" in told[1]
     assert "turn 1, token 0" in told[3], "both call the tool with the same tokens first"
     assert "One of them" in told[3]
-    assert visitor.page.locator(".cell.parting").count() == 3
     visitor.keep("samples")
 
 

@@ -139,7 +139,7 @@ def look_everywhere(visitor: Visitor, run: str) -> None:
     assert "U+202E" in visitor.text(".transcript")
     assert "<script>window.pwned = 1</script>" in visitor.text(".message.judge .prose"), "what the judge said"
     assert "+0.7" in visitor.text(".message.judge header"), "its mark"
-    assert visitor.page.locator(".step-note.mark").count() == 1, "a mark that no judge gave"
+    visitor.sees(".step-note.mark", 1)  # that no judge gave
     visitor.open("group", run=run, task="t0")
     visitor.page.locator(".cell.head").first.wait_for()
     attacked(visitor)
@@ -174,19 +174,18 @@ def test_a_file_shows_the_chosen_episodes_without_a_server(
 ) -> None:
     file = export(tmp_path, runs[0], "--filter", 'outcome.solved && task.level == "hard"')
     visitor = Visitor(browser, file.as_uri(), offline=True)
-    assert visitor.page.locator("a.row-link").all_inner_texts() == ["desk-0/0", "desk-0/1", "desk-2/0", "desk-2/1"]
+    visitor.sees("a.row-link", "desk-0/0", "desk-0/1", "desk-2/0", "desk-2/1")
     visitor.page.fill("input[name=text]", "CALCULATE")
     visitor.press("Enter")
-    visitor.page.wait_for_function("() => document.querySelectorAll('a.row-link').length === 2")
+    visitor.sees("a.row-link", 2)
     visitor.click("a.row-link")
     visitor.page.locator(".message img").wait_for()
     assert visitor.page.evaluate("document.querySelector('.message img').naturalWidth") == 168
     visitor.click('#turn-2 button:has-text("tokens")')
-    assert visitor.page.locator(".tokens .token").count() == 7
+    visitor.sees(".tokens .token", 7)
     for key, panel in (("4", "branches"), ("5", "machine"), ("7", "timing")):
         visitor.press(key)
         visitor.page.locator(f'#panel[data-tab="{panel}"] table').first.wait_for()
-    assert visitor.page.locator("#panel svg, .machine svg").count() >= 0
     visitor.press("g")
     visitor.page.locator(".cell.head").nth(1).wait_for()
     assert visitor.problems == []
@@ -209,7 +208,7 @@ def test_the_keyboard_alone_goes_everywhere(browser: Any, app: str) -> None:
     for at, panel in enumerate(PANELS, start=1):
         visitor.press(str(at))
         visitor.page.locator(f'#panel[data-tab="{panel}"] > *').first.wait_for()
-        assert visitor.page.locator("[role=tab][aria-selected=true]").get_attribute("id") == f"tab-{panel}"
+        visitor.page.locator(f"#tab-{panel}[role=tab][aria-selected=true]").wait_for()
     visitor.press("2")
     visitor.page.locator(".tokens .token").first.focus()
     visitor.press("ArrowRight")
@@ -227,7 +226,7 @@ def test_the_keyboard_alone_goes_everywhere(browser: Any, app: str) -> None:
     visitor.press("f")
     visitor.page.keyboard.type("outcome.solved && task.level == 'easy' && turns.assistant < 3")
     visitor.press("Enter")
-    visitor.page.wait_for_function("() => document.querySelectorAll('a.row-link').length === 2")
+    visitor.sees("a.row-link", 2)
     assert visitor.problems == []
 
 
@@ -287,9 +286,8 @@ def test_every_page_can_be_read_and_named(browser: Any, app: str, runs: tuple[Pa
         visitor.open(page, **parameters)
         visitor.page.wait_for_timeout(400)
         where = json.dumps([page, parameters])
-        assert visitor.page.locator("main").count() == 1, where
-        assert visitor.page.locator("h1").count() == 1, where
-        assert visitor.page.locator("header#top nav[aria-label]").count() == 1, where
+        for selector in ("main", "h1", "header#top nav[aria-label]"):
+            visitor.sees(selector, 1)
         assert visitor.page.evaluate(NAMED) == [], where
         assert visitor.page.evaluate("[...document.images].filter(each => !each.alt).length") == 0, where
         tables = "[...document.querySelectorAll('table')].filter(each => !each.caption || !each.tHead || each.querySelector('thead th:not([scope])')).length"
@@ -352,13 +350,10 @@ def test_a_training_shows_curves_whose_steps_lead_to_their_episodes(browser: Any
         visitor.page.locator(".plot svg.main-svg").first.wait_for()
         assert visitor.page.locator(".plot path.point").count() > 2
         steps = 'table:has(caption:text-is("Steps"))'
-        assert [each.split("\t")[0] for each in visitor.page.locator(f"{steps} tbody tr").all_inner_texts()] == [
-            "step 1",
-            "step 2",
-        ]
+        visitor.sees(f"{steps} tbody tr > :first-child", "step 1", "step 2")
         visitor.click(f'{steps} tr:has-text("step 2") a:has-text("episodes")')
         visitor.page.locator("table.episodes").wait_for()
-        assert visitor.page.locator("a.row-link").all_inner_texts() == ["t3/0", "t3/1", "t4/0", "t4/1"]
+        visitor.sees("a.row-link", "t3/0", "t3/1", "t4/0", "t4/1")
         assert visitor.problems == []
 
 
