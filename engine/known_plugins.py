@@ -51,6 +51,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "sections": ("rollout.drivers", "rollout.shards"),
         "old_options": ("run --drivers",),
     },
+    "evaluation": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("train.eval",)},
     "harbor": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "adapters": ("harbor",),

@@ -28,6 +28,7 @@ HOOKS = frozenset(
     {
         "auxiliary_objective",
         "drive",
+        "evaluate_training",
         "examine_file",
         "find_run",
         "lend_memory",

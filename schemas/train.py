@@ -15,7 +15,6 @@ from engine.schemas.critic import CriticSpec
 from engine.schemas.loss import DrGrpoLoss, LossSpec
 from engine.schemas.open_union import NameOf
 from engine.schemas.sections import SectionOwner
-from engine.schemas.train_eval import TrainEvalSpec
 from engine.schemas.train_kinds import CORE_KINDS, TrainKind, train_kind
 
 Level = Literal["token", "turn", "sequence"]
@@ -302,8 +301,6 @@ class TrainSpec(SectionOwner):
     Needs `asynchrony.max_staleness: 0`, and servers with `--enable-memory-saver`, which `backend.launch` adds."""
     checkpoints: CheckpointsSpec = Field(default_factory=CheckpointsSpec)
     """Checkpoints."""
-    eval: TrainEvalSpec | None = None
-    """Evaluation during training; none if not set."""
 
     @property
     def facts(self) -> TrainKind:
@@ -320,11 +317,6 @@ class TrainSpec(SectionOwner):
         if self.precision == "auto":
             return "mixed" if device == "cuda" else "float32"
         return self.precision
-
-    @property
-    def uses_backend(self) -> bool:
-        """Whether the backend gets the weights: for the training's own episodes, or for evaluations."""
-        return self.samples_episodes or self.eval is not None
 
     def smallest_group(self, credit: CreditMethod, samples: int) -> int:
         """The number of trainable episodes that a group needs.

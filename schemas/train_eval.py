@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from engine.schemas.base import Contract
+from engine.schemas.sections import SpecSection
 
 
 class EvalSetSpec(Contract):
@@ -24,8 +25,10 @@ class EvalSetSpec(Contract):
     """Overrides of the spec's `sampling`, in addition to those of `eval`."""
 
 
-class TrainEvalSpec(Contract):
+class TrainEvalSpec(SpecSection):
     """Evaluation during training: the same environment and users, with other tasks if `tasks` or `sets` is set."""
+
+    NULLABLE: ClassVar[bool] = True
 
     every: int = Field(default=10, ge=1)
     """Steps between evaluations. There is also one before the first step and one after the last step."""

@@ -113,6 +113,10 @@ class SpecFacts(Struct, frozen=True, kw_only=True):
     roles: Mapping[DataPath, PlayedRole] = msgspec.field(default_factory=dict)
     """By the position of the mapping with `model` and `prompt`."""
     trainer_uses: tuple[TrainerUse, ...] = ()
+    samples_weights: bool = False
+    """Whether episodes are sampled with the weights of a training for it."""
+    tasks: tuple[Mapping[str, Any], ...] = ()
+    """Further tasks, in the form of the spec's `tasks`."""
 
 
 SPEC_FACTS: Hook[Callable[[EpisodeSpec], SpecFacts]] = Hook("spec_facts")
@@ -164,6 +168,13 @@ def backends_of(spec: EpisodeSpec) -> dict[DataPath, BackendBase]:
     roles = played_roles(spec).items()
     own = {(*path, "backend"): role.spec.backend for path, role in roles if role.spec.backend is not None}
     return {("backend",): spec.backend, **own}
+
+
+def trains_backend(spec: EpisodeSpec) -> bool:
+    """Whether the backend gets the weights of a training: for the training's own episodes, or for those of a plugin."""
+    if spec.train is None:
+        return False
+    return spec.train.samples_episodes or any(facts.samples_weights for facts in spec_facts(spec))
 
 
 def sync_openers() -> dict[str, str]:

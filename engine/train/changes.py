@@ -21,8 +21,6 @@ ALLOWED = (
     "train.optimizer.lr",
     "train.optimizer.schedule",
     "train.optimizer.warmup_steps",
-    "train.eval",
-    "train.eval.*",
     "train.checkpoints.*",
     "train.memory.*",
     "train.weight_sync.*",

@@ -14,19 +14,17 @@ from engine.runner.processes import processes_of
 from engine.runner.runner import Runner
 from engine.schemas.generation import SamplingParams
 from engine.schemas.tasks import TasksSpec
+from engine.schemas.train_eval import TrainEvalSpec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
+from engine.train.evaluator import Evaluator
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from engine.actions.services import Cost
-    from engine.backends.backend import Backend
-    from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.template import ChatTemplate
-    from engine.train.checkpoint import State
+    from engine.train.trainer import Trainer
 
 log = structlog.get_logger(__name__)
 
@@ -45,7 +43,7 @@ def evaluation_of(loaded: LoadedSpec, name: str = "") -> LoadedSpec:
     if (processes := processes_of(loaded)) is not None:
         loaded = processes.alone
     spec = loaded.spec
-    section = spec.train.eval if spec.train is not None else None
+    section = None if spec.train is None else TrainEvalSpec.section_of(spec.train)
     if section is None:
         return loaded
     wanted, at = section.by_name()[name], ("train", "eval", *(("sets", name) if name else ()))
@@ -63,61 +61,47 @@ def evaluation_of(loaded: LoadedSpec, name: str = "") -> LoadedSpec:
     return replace(loaded, spec=changed)
 
 
-class Evaluator:
-    """Evaluates the policy when it is due, and keeps the best value.
+class RunEvaluator(Evaluator):
+    """Evaluates the policy when it is due, each time in a run of its own, and keeps the best value."""
 
-    Args:
-        loaded: The spec of the training.
-        folder: The folder of the training.
-        train: Its `train:` section.
-        keep_going: See `Runner`.
-    """
-
-    def __init__(self, loaded: LoadedSpec, folder: Path, train: TrainSpec, *, keep_going: bool) -> None:
-        self._loaded = loaded
-        self._folder = folder
-        self._train = train
-        self._keep_going = keep_going
-        self.cost: Cost | None = None
-        """What the training has cost; None before the first evaluation, and where no costs are counted."""
+    def __init__(self, trainer: Trainer, section: TrainEvalSpec) -> None:
+        self._trainer = trainer
+        self._sets = section.by_name()
+        self._best_metric = section.best_metric
 
     def due(self, step: int) -> bool:
-        """Whether the weights after a step are evaluated."""
+        """See `Evaluator`."""
         return bool(self._due(step))
 
     def _due(self, step: int) -> list[str]:
         """The names of the evaluations after a step."""
-        sets = self._train.eval.by_name() if self._train.eval is not None else {}
-        return [name for name, one in sets.items() if step % one.every == 0 or step == self._train.steps]
+        last = self._trainer.train.steps
+        return [name for name, one in self._sets.items() if step % one.every == 0 or step == last]
 
-    def note(self, state: State, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether the evaluation in a step's metrics, if there is one, is the best so far. Then `state` has it."""
-        value = metrics.get(self._train.eval.best_metric) if self._train.eval is not None else None
+    def note(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """See `Evaluator`."""
+        state, value = self._trainer.state, metrics.get(self._best_metric)
         if value is None or not (state.best is None or value > state.best):
             return False
         state.best, state.best_step = value, step
         return True
 
-    async def evaluate(self, step: int, format: ChatTemplate, backend: Backend) -> dict[str, float]:
-        """Evaluate the weights that the backend has, which are those after `step`.
-
-        Returns:
-            `eval/<measure>` for each measure that has a value; with `sets`, `eval/<set>/<measure>` of each set that is due.
-
-        Raises:
-            EngineError: the evaluation failed.
-        """
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Return `eval/<measure>` for each measure that has a value; with `sets`, `eval/<set>/<measure>` of each set that is due."""
         metrics: dict[str, float] = {}
         for name in self._due(step):
-            metrics |= await self._evaluate(step, name, format, backend)
+            metrics |= await self._evaluate(step, name)
         return metrics
 
-    async def _evaluate(self, step: int, name: str, format: ChatTemplate, backend: Backend) -> dict[str, float]:
-        loaded = evaluation_of(self._loaded, name)
-        store = _store_of(loaded, self._folder / "evals", f"step-{step:06d}{f'-{name}' if name else ''}")
+    async def _evaluate(self, step: int, name: str) -> dict[str, float]:
+        trainer = self._trainer
+        loaded, template = evaluation_of(trainer.loaded, name), trainer.template
+        store = _store_of(loaded, trainer.folder / "evals", f"step-{step:06d}{f'-{name}' if name else ''}")
         try:
-            tasks = fitting_tasks(load_tasks(loaded), loaded, format)
-            runner = Runner(loaded, tasks, format, backend, store, keep_going=self._keep_going, folder=self._folder)
+            tasks = fitting_tasks(load_tasks(loaded), loaded, template)
+            runner = Runner(
+                loaded, tasks, template, trainer.backend, store, keep_going=trainer.keep_going, folder=trainer.folder
+            )
             try:
                 result = await runner.run()
             finally:
@@ -151,3 +135,9 @@ def _store_of(loaded: LoadedSpec, folder: Path, name: str) -> RunStore:
         store.close()
         name += "-again"
     return RunStore.create(folder, header.model_copy(update={"run_id": name}))
+
+
+def evaluator(trainer: Trainer) -> RunEvaluator | None:
+    """The hook `evaluate_training`."""
+    section = TrainEvalSpec.section_of(trainer.train)
+    return None if section is None else RunEvaluator(trainer, section)

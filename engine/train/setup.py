@@ -9,7 +9,7 @@ from engine.backends.device import pick_device
 from engine.errors import TrainError
 from engine.plugin import load
 from engine.schemas.backend import kinds_that_train
-from engine.spec.added import missing_sync
+from engine.spec.added import missing_sync, trains_backend
 from engine.spec.load import override_spec
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
@@ -40,12 +40,12 @@ def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
         raise TrainError(
             f"{loaded.path}: the spec has no `train:` section; `train: {{}}` takes every default", kind="train_setup"
         )
-    if spec.train.uses_backend and not spec.backend.trains:
+    if trains_backend(spec) and not spec.backend.trains:
         raise TrainError(
             f"{loaded.path}: a `{spec.backend.kind}` backend cannot take new weights; train with {kinds_that_train()}",
             kind="train_setup",
         )
-    if spec.train.uses_backend and (why := missing_sync(spec.backend.kind)) is not None:
+    if trains_backend(spec) and (why := missing_sync(spec.backend.kind)) is not None:
         raise TrainError(f"{loaded.path}: {why}", kind="train_setup")
     train = spec.train.effective()
     if train.epochs is None:

@@ -26,13 +26,14 @@ from msgspec.structs import replace
 from engine.backends.registry import open_backend
 from engine.errors import EngineError, TrainError
 from engine.runner.observers import TrainingObservers
+from engine.spec.added import trains_backend
 from engine.store.lock import RunLock
 from engine.tokens.loading import load_format
 from engine.train.batch_log import BatchLog, BatchRecord, finite
 from engine.train.checkpoint import Checkpoints, State
 from engine.train.colocation import LentMemory, open_memory
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
-from engine.train.evaluation import Evaluator
+from engine.train.evaluator import open_evaluator
 from engine.train.metrics import MetricsLog, read_metrics
 from engine.train.repeated_steps import repeat_steps
 from engine.train.setup import learner_of, source_class, train_spec_of
@@ -132,7 +133,7 @@ class Trainer:
         self._phase = phase
         self._checkpoints = Checkpoints(folder, self.train.checkpoints.keep)
         self._newest_checkpoint: Path | None = None
-        self._evaluator = Evaluator(loaded, folder, self.train, keep_going=keep_going)
+        self._evaluator = open_evaluator(self)
         self._sync: WeightSync | None = None
         self._weights_known = True
         """Whether the learner's weights are those after the updates that `state` counts."""
@@ -169,7 +170,7 @@ class Trainer:
             stack.callback(RunLock(self.folder).release)
             self.template = load_format(self.spec.model, self.loaded.base)
             await self.source.prepare()
-            if self.train.uses_backend:
+            if trains_backend(self.spec):
                 self.backend = open_backend(self.loaded, self.template)
                 self.backend.logs = self.folder / "servers"
                 self.backend.training = True
@@ -177,7 +178,7 @@ class Trainer:
                 self._memory = open_memory(self.loaded, self.backend)
                 await self.backend.start()
             self.learner = await asyncio.to_thread(learner_of, self.loaded, self.template, self._process_group)
-            if self.train.uses_backend:
+            if trains_backend(self.spec):
                 self._sync = open_sync(self.spec, self.backend, self.folder, lora=self.train.lora is not None)
             await self._open_state()
             stack.callback(self._metrics.close)
@@ -248,8 +249,8 @@ class Trainer:
         """Write the metrics of finished steps that have no line yet, because an earlier launch ended before it wrote them."""
         written = {int(line["step"]): line for line in read_metrics(self.folder)}
         for step in sorted(written.keys() - {0}):  # also of repeated steps, whose checkpoints do not have it
-            self._evaluator.note(self.state, step, written[step])
-        if self.state.step == 0 and 0 not in written and self.train.eval is not None:
+            self._evaluator.note(step, written[step])
+        if self.state.step == 0 and 0 not in written and self._evaluator.due(0):
             values = await unless_stopped(stop, self._evaluate())
             if values is not None:
                 self._write_line(0, values)
@@ -262,7 +263,7 @@ class Trainer:
                 if evaluation is None:
                     return
                 values |= evaluation
-                if self._evaluator.note(self.state, record.step, evaluation):
+                if self._evaluator.note(record.step, evaluation):
                     await self._checkpoint()
             self._write_line(record.step, values)
 
@@ -388,7 +389,7 @@ class Trainer:
     async def _end_step(self, batch: StepBatch, values: dict[str, float], began: float) -> None:
         """Write the checkpoint that is due, and the line of metrics."""
         state = self.state
-        if self._evaluator.note(state, state.step, values) or state.step % self.train.checkpoints.every == 0:
+        if self._evaluator.note(state.step, values) or state.step % self.train.checkpoints.every == 0:
             await self._checkpoint()
             values |= await self.observers.checkpointed(self.timed)
         seconds = time.perf_counter() - began
@@ -410,7 +411,7 @@ class Trainer:
     async def _evaluate(self) -> dict[str, float]:
         """Evaluate the current policy. Returns the metrics of the evaluation."""
         with self.timed("eval"):
-            return await self._evaluator.evaluate(self.state.step, self.template, self.backend)
+            return await self._evaluator.evaluate(self.state.step)
 
     async def _checkpoint(self) -> None:
         with self.timed("checkpoint"):

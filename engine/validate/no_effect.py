@@ -9,6 +9,8 @@ from engine.errors import SpecError
 from engine.schemas.task_sources import PLUGIN_KEYS, all_sources
 from engine.schemas.tasks import TasksSpec
 from engine.schemas.train import TrainSpec
+from engine.schemas.train_eval import TrainEvalSpec
+from engine.spec.added import trains_backend
 from engine.spec.tasks import count_tasks
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
@@ -27,7 +29,7 @@ def train_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     if train is None:
         return
     found = [*_steps(ctx, train), *_memory(train), *_random(train), *_evaluations(train)]
-    if train.uses_backend:
+    if trains_backend(ctx.spec):
         found += _sync(ctx, train)
     if train.samples_episodes:
         found += [*_loss(train), *_batch(train), *_rewards(train), *_difficulty(ctx, train)]
@@ -139,16 +141,17 @@ def _random(train: TrainSpec) -> Iterator[Option]:
 
 def _evaluations(train: TrainSpec) -> Iterator[Option]:
     """Keys of `train.eval` that each of its sets replaces."""
-    if train.eval is None or not train.eval.sets:
+    section = TrainEvalSpec.section_of(train)
+    if section is None or not section.sets:
         return
-    sets = train.eval.sets.values()
+    sets = section.sets.values()
     for key in ("every", "limit", "samples"):
         if all(getattr(one, key) is not None for one in sets):
             yield ("train", "eval", key), f"each of `train.eval.sets` has its own `{key}`"
-    for key in train.eval.sampling:
+    for key in section.sampling:
         if all(key in one.sampling for one in sets):
             yield ("train", "eval", "sampling", key), f"each of `train.eval.sets` has its own `sampling.{key}`"
-    if len(train.eval.sets) == 1:
+    if len(section.sets) == 1:
         yield ("train", "eval", "best"), "there is one evaluation"
 
 

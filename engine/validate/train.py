@@ -8,7 +8,8 @@ from importlib.util import find_spec
 
 from engine.schemas.backend import kinds_that_train
 from engine.schemas.train import TrainSpec
-from engine.spec.added import missing_sync
+from engine.schemas.train_eval import TrainEvalSpec
+from engine.spec.added import missing_sync, trains_backend
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known, short
 from engine.tokens.catalogue import CATALOGUE, MadeEntry
@@ -62,16 +63,17 @@ def kl_credit(ctx: CheckContext) -> Iterator[Finding]:
 @rule("train.backend", "error", "training needs a backend that takes new weights")
 def backend(ctx: CheckContext) -> Iterator[Finding]:
     """Training needs exact token ids, their log-probs, and a backend that takes new weights."""
-    for train in _train(ctx):
-        declared = ctx.spec.backend
-        if train.uses_backend and not declared.trains:
-            why = "takes no new weights" if declared.exact_ids else "returns text without token ids"
-            message = f"the `{declared.kind}` backend {why}, so the model cannot be trained on its replies"
-            path: DataPath = ("backend", "kind") if ctx.written("backend", "kind") else ("backend",)
-            yield Finding(message, path, f"use {kinds_that_train()}, or remove `train`")
-        elif train.uses_backend and (lacking := missing_sync(declared.kind)) is not None:
-            message, _, fix = lacking.partition(": ")
-            yield Finding(message, ("backend",), fix)
+    declared = ctx.spec.backend
+    if not trains_backend(ctx.spec):
+        return
+    if not declared.trains:
+        why = "takes no new weights" if declared.exact_ids else "returns text without token ids"
+        message = f"the `{declared.kind}` backend {why}, so the model cannot be trained on its replies"
+        path: DataPath = ("backend", "kind") if ctx.written("backend", "kind") else ("backend",)
+        yield Finding(message, path, f"use {kinds_that_train()}, or remove `train`")
+    elif (lacking := missing_sync(declared.kind)) is not None:
+        message, _, fix = lacking.partition(": ")
+        yield Finding(message, ("backend",), fix)
 
 
 @rule("train.adapter", "error", "the sampler uses an adapter that the trainer does not have")
@@ -198,16 +200,16 @@ def freeze(ctx: CheckContext) -> Iterator[Finding]:
 def metric(ctx: CheckContext) -> Iterator[Finding]:
     """`train.eval.metric` is a metric of `engine eval`."""
     for train in _train(ctx):
-        if train.eval is None:
+        if (section := TrainEvalSpec.section_of(train)) is None:
             continue
-        name, path = train.eval.metric, ("train", "eval", "metric")
+        name, path = section.metric, ("train", "eval", "metric")
         where: DataPath = path if ctx.written(*path) else ("train", "eval")
         if len(name) > 80 or not _MEASURE.fullmatch(name):
             yield Finding(f"there is no metric `{short(name)}`", where, near_or_known(name, _MEASURES))
             continue
         kind, _, number = name.partition("@")
         most = ctx.spec.limits.assistant_turns
-        samples = train.eval.by_name()[train.eval.best or next(iter(train.eval.sets), "")].samples
+        samples = section.by_name()[section.best or next(iter(section.sets), "")].samples
         if kind == "pass" and number not in (known := _powers(samples)):
             message = f"`{name}` is not measured with {samples} episodes of each task"
             fix = f"set `train.eval.samples`, or use one of {', '.join(f'pass@{k}' for k in known)}"

@@ -10,6 +10,7 @@ from pydantic import Field
 from engine.schemas.base import Contract
 from engine.schemas.generation import SamplingParams
 from engine.schemas.tasks import TasksSpec
+from engine.schemas.train_eval import TrainEvalSpec
 from engine.spec.code.entry import EntryError
 from engine.spec.code.source import NotImported
 from engine.spec.document import Document, validate
@@ -44,9 +45,9 @@ class _Whole(Contract):
 
 def _read(ctx: CheckContext) -> tuple[dict[DataPath, _Set], list[Finding]]:
     """Each evaluation by its path, read as `tasks` and `sampling`; none if one is not valid."""
-    if ctx.spec.train is None or ctx.spec.train.eval is None:
+    section = None if ctx.spec.train is None else TrainEvalSpec.section_of(ctx.spec.train)
+    if section is None:
         return {}, []
-    section = ctx.spec.train.eval
     given: dict[str, Any] = {"sampling": section.sampling}
     if section.tasks is not None:
         given["tasks"] = section.tasks

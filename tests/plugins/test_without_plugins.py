@@ -28,6 +28,7 @@ NAMING: dict[str, Spec] = {
     "condense": {"condense": {"expand": True}},
     "critic": {"train": {"critic": {"kind": "probe"}}},
     "drivers": {"rollout": {"drivers": 2}},
+    "evaluation": {"train": {"eval": {}}},
     "confinement": {"tools": [{"use": "engine.plugins.confinement.sandbox:Python"}]},
     "harbor": {"tasks": {"source": "harbor", "path": "tasks"}},
     "isolation": {"environment": {"use": "engine.environments.arithmetic:Arithmetic", "isolation": "process"}},

@@ -28,6 +28,7 @@ from engine.rewards.ledger import REWARD
 from engine.schemas.environment import ProgramSettings
 from engine.schemas.journal import ScoreRecord
 from engine.schemas.reward import RewardEvent
+from engine.spec.added import spec_facts
 from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
@@ -321,7 +322,6 @@ def require_reward(episode: Episode, what: str, tail: str = "") -> None:
 def _answers(spec: EpisodeSpec, base: Path) -> list[Path]:
     """The files and folders with the tasks of a spec and of its evaluations, and the folder of its runs."""
     named = [*spec.tasks.files]
-    for one in [] if spec.train is None or spec.train.eval is None else spec.train.eval.by_name().values():
-        tasks = one.tasks or {}
+    for tasks in (tasks for facts in spec_facts(spec) for tasks in facts.tasks):
         named += [str(part["path"]) for part in (tasks, *tasks.get("mix", {}).values()) if "path" in part]
     return [*(base / path for path in named), Path.cwd() / spec.rollout.out]

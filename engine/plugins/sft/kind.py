@@ -38,7 +38,6 @@ SFT = TrainKind(
             "memory",
             "weight_sync",
             "checkpoints",
-            "eval",
         ]
     ),
     settings={"loss": CrossEntropyLoss(), "rollout_correction": RolloutCorrectionSpec(kind="none")},

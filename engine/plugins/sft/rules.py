@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from engine.plugins.sft.spec import SftDataSpec
 from engine.schemas.train import TrainSpec
+from engine.spec.added import trains_backend
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
@@ -32,7 +33,7 @@ def sft_keys(ctx: CheckContext) -> Iterator[Finding]:
         file = ctx.loaded.origin(KIND, key=True).file
         for name in TrainSpec.model_fields:
             path: DataPath = ("train", name)
-            if name in (train.facts.keys or ()) and (name != "weight_sync" or train.uses_backend):
+            if name in (train.facts.keys or ()) and (name != "weight_sync" or trains_backend(ctx.spec)):
                 continue
             if ctx.written(*path) and ctx.loaded.origin(path, key=True).file == file:
                 why = "weights are sent only to evaluate them (`train.eval`)"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from installed_plugins import needs_plugin
 
+from engine.schemas.train_eval import TrainEvalSpec
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.validate import check_spec
@@ -30,10 +31,11 @@ def test_it_opens_with_the_schema_and_has_no_findings_but_that_its_model_is_to_b
 def test_what_is_evaluated_is_not_trained_on() -> None:
     spec = load_spec(SPECS / "train_arithmetic.yaml").spec
     assert spec.train is not None
-    assert spec.train.eval is not None
-    assert spec.train.eval.tasks is not None
+    section = TrainEvalSpec.section_of(spec.train)
+    assert section is not None
+    assert section.tasks is not None
     assert spec.tasks.with_ == {"count": 256, "seed": 0, "most": 9}
-    assert spec.train.eval.tasks["with"] == {"count": 64, "seed": 0, "most": 9, "held_out": True}
+    assert section.tasks["with"] == {"count": 64, "seed": 0, "most": 9, "held_out": True}
 
 
 def test_credit_by_outcome_is_one_setting_away() -> None:

@@ -10,6 +10,7 @@ import yaml
 from msgspec.structs import force_setattr
 
 from engine.errors import TrainError
+from engine.schemas.train_eval import TrainEvalSpec
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import training as folders
@@ -59,9 +60,9 @@ def test_an_evaluation_has_its_own_tasks_samples_and_sampling(train_spec: Any, t
     assert other.spec.limits == loaded.spec.limits
     assert (loaded.spec.rollout.samples_per_task, loaded.spec.sampling.temperature) == (4, 1.0)
     assert loaded.spec.train is not None
-    bad = loaded.spec.train.model_copy(
-        update={"eval": loaded.spec.train.eval.model_copy(update={"sampling": {"heat": 1}})}  # type: ignore[union-attr]
-    )
+    section = TrainEvalSpec.section_of(loaded.spec.train)
+    assert section is not None
+    bad = loaded.spec.train.with_sections({TrainEvalSpec: section.model_copy(update={"sampling": {"heat": 1}})})
     force_setattr(loaded, "spec", loaded.spec.model_copy(update={"train": bad}))
     with pytest.raises(TrainError, match=r"(?s)train\.eval: .*heat"):
         evaluation_of(loaded)

@@ -1,0 +1,23 @@
+"""Evaluations: success by turn, pass@k and rewards, with intervals: `engine eval`, `train.eval`.
+
+spec.py        the section `train.eval`
+command.py     `engine eval`
+measures.py    the measures of finished episodes; intervals.py: their 95 % intervals
+training.py    evaluations during a training
+spec_facts.py  what the section means for other parts of a spec
+rules.py       its rules of `engine validate`
+"""
+
+from engine.plugin import Plugin, Section
+
+PLUGIN = Plugin(
+    name="evaluation",
+    about="Evaluations of a model or of a training, with intervals",
+    sections=(
+        Section(owner="train", keys=("eval",), use="engine.schemas.train_eval:TrainEvalSpec", resumable=("eval",)),
+    ),
+    hooks={
+        "evaluate_training": "engine.train.evaluation:evaluator",
+        "spec_facts": "engine.plugins.evaluation.spec_facts:facts",
+    },
+)
