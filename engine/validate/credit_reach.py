@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import OVERLONG_PENALTY, OverlongPenalty
-from engine.spec.code.written_names import written_names
 from engine.spec.text.diagnostic import DataPath
+from engine.validate.code.written_names import written_names
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 from engine.validate.rewards import REWARD

@@ -8,11 +8,11 @@ from functools import lru_cache
 from engine.machine.expression import Constant, ExpressionError, Index, Name, Select, parse
 from engine.machine.variables import VARIABLES
 from engine.rewards.state_key import is_fact_name
-from engine.spec.code.written_names import ANY_NAME
 from engine.spec.template import has_field
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import nearest_name
 from engine.validate.code.code_names import code_names
+from engine.validate.code.written_names import ANY_NAME
 from engine.validate.context import CheckContext, nearest
 from engine.validate.guards import STATE_KEY, expressions
 from engine.validate.prompts import known_fields

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from engine.schemas.reward import TurnAddress
 from engine.schemas.reward_spec import ReassignRule
 from engine.spec.added import spec_facts
-from engine.spec.code.written_names import WrittenNames
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import nearest_name
 from engine.validate.chart import Place
 from engine.validate.code.code_names import code_names, names_of_plugins
+from engine.validate.code.written_names import WrittenNames
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 

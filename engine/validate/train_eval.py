@@ -12,9 +12,9 @@ from engine.schemas.generation import SamplingParams
 from engine.schemas.tasks import TasksSpec
 from engine.schemas.train_eval import TrainEvalSpec
 from engine.spec.code.entry import EntryError
-from engine.spec.code.source import NotImported
 from engine.spec.document import Document, validate
 from engine.spec.text.diagnostic import DataPath
+from engine.validate.code.source import NotImported
 from engine.validate.context import CheckContext
 from engine.validate.prompts import prompt_field, tasks_unreadable
 from engine.validate.registry import Finding, rule

@@ -8,8 +8,8 @@ from typing import Any
 
 from engine.schemas.reward_spec import ReassignRule
 from engine.schemas.train import OverlongPenalty
-from engine.spec.code.source import Def
 from engine.spec.text.diagnostic import DataPath
+from engine.validate.code.source import Def
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 

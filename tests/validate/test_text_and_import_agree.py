@@ -15,9 +15,9 @@ from slow_cases import slow_but
 import engine
 from engine.spec.access import Access
 from engine.spec.code.entry import EntryError
-from engine.spec.code.source import Sources
 from engine.validate.code.code_facts import ImportedCode, Method
 from engine.validate.code.function_code import read_code
+from engine.validate.code.source import Sources
 
 QUICK = ["enum", "queue", "random", "statistics"]
 SLOW = [

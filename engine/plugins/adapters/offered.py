@@ -27,7 +27,7 @@ from engine.schemas.adapters import (
     plugin_tool_adapters,
 )
 from engine.spec.code.short_names import GROUPS
-from engine.spec.code.source import is_function_environment
+from engine.validate.code.source import is_function_environment
 
 _METHODS = {"reset": "environment", "respond": "user"}
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from engine import plugin
 from engine.schemas.adapters import AdapterFacts, ToolAdapterFacts
 from engine.spec.code.entry import EntryError
-from engine.spec.code.source import read_entry
 from engine.spec.text.diagnostic import DataPath
+from engine.validate.code.source import read_entry
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 

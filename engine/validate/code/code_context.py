@@ -14,11 +14,11 @@ from engine.schemas.episode import EpisodeSpec
 from engine.schemas.role import UserSpec
 from engine.spec.added import AddedCode, added_code
 from engine.spec.code.entry import EntryError, load_entry
-from engine.spec.code.source import NotImported, Sources
 from engine.spec.load import LoadedSpec
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.code.code_facts import CodeFacts, ImportedCode, ReadCode
 from engine.validate.code.function_code import read_code
+from engine.validate.code.source import NotImported, Sources
 from engine.validate.work import Work, WorkLimitError
 
 MAX_ENTRIES = 100

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from engine.spec.code.annotations import heads, scope_of
-from engine.spec.code.lineage import lineage, member
 from engine.spec.code.signature import read_docstring, shape_of
-from engine.spec.code.source import Definition, Sources, class_attribute, declared_events, last_name
+from engine.validate.code.annotations import heads, scope_of
+from engine.validate.code.lineage import lineage, member
+from engine.validate.code.source import Definition, Sources, class_attribute, declared_events, last_name
 
 Kind = Literal["class", "function", "value", "unknown"]
 Missing = Literal["missing", "unknown"]

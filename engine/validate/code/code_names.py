@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.actions.facts import ACTIONS
-from engine.spec.code.lineage import lineage
-from engine.spec.code.source import Module
-from engine.spec.code.written_names import ANY_NAME, WrittenNames, written_names
+from engine.validate.code.lineage import lineage
+from engine.validate.code.source import Module
+from engine.validate.code.written_names import ANY_NAME, WrittenNames, written_names
 from engine.validate.context import CheckContext
 
 

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from engine.spec.code.source import FUNCTION_EVENTS, Definition, Sources, has_yield, is_function_environment
 from engine.validate.code.code_facts import Method, Missing, ReadCode, read_signature
+from engine.validate.code.source import FUNCTION_EVENTS, Definition, Sources, has_yield, is_function_environment
 
 _GIVEN = frozenset({"task", "seed", "view"})
 """Parameters that the engine gives."""

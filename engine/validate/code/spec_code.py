@@ -13,11 +13,11 @@ from engine.moved_names import new_name
 from engine.spec.added import AddedCode, Called, added_tools, spec_facts
 from engine.spec.code.entry import EntryError
 from engine.spec.code.short_names import names_of
-from engine.spec.code.source import NotImported
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known, nearest_name
 from engine.validate.code.code_context import NamedEntry
 from engine.validate.code.code_facts import CodeFacts, Method, ReadCode
+from engine.validate.code.source import NotImported
 from engine.validate.context import CheckContext, nearest
 from engine.validate.registry import Finding, rule
 from engine.validate.sources import each_source

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.spec.added import Called
-from engine.spec.code.annotations import (
+from engine.spec.text.diagnostic import DataPath
+from engine.spec.text.near import short
+from engine.validate.code.annotations import (
     RESET,
     REWARDS,
     STEP,
@@ -22,11 +24,9 @@ from engine.spec.code.annotations import (
     returns_wrong,
     scope_of,
 )
-from engine.spec.code.source import Definition
-from engine.spec.text.diagnostic import DataPath
-from engine.spec.text.near import short
 from engine.validate.code.code_context import NamedEntry
 from engine.validate.code.code_facts import Method, ReadCode
+from engine.validate.code.source import Definition
 from engine.validate.code.spec_code import actions, called
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule

@@ -17,9 +17,9 @@ from engine.schemas.entry import IsolationSpec
 from engine.schemas.environment_spec import EnvironmentSpec
 from engine.spec.access import Access
 from engine.spec.code.entry import load_entry
-from engine.spec.code.source import declared_events, read_entry
 from engine.spec.load import LoadedSpec, load_spec
 from engine.validate import check_spec
+from engine.validate.code.source import declared_events, read_entry
 
 GAME = "def build_env(sample=None, args=None): ...\n"
 

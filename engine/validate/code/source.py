@@ -20,7 +20,7 @@ from typing import Any
 from engine.schemas.base import Struct
 from engine.spec.access import Access
 from engine.spec.code.entry import EntryError, ModuleFiles, has_submodule, nearest_attribute, parse_entry
-from engine.spec.code.module_text import ModuleText, bound_names, is_closed, read_module
+from engine.validate.code.module_text import ModuleText, bound_names, is_closed, read_module
 
 MAX_MODULES = 60
 """Maximum number of modules that are read for one spec."""
@@ -123,7 +123,7 @@ class Sources:
         self._files = ModuleFiles(base, access)
         self._modules: dict[str, Module | None] = {}
         self.lineages: dict[ast.AST, Any] = {}
-        """Cache of `engine.spec.code.lineage`."""
+        """Cache of `engine.validate.code.lineage`."""
 
     def entry(self, use: str) -> NotImported:
         """See `read_entry`.

@@ -10,7 +10,7 @@ import pytest
 
 from engine.spec.access import Access
 from engine.spec.code.entry import EntryError, load_entry
-from engine.spec.code.source import declared_events, read_entry
+from engine.validate.code.source import declared_events, read_entry
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.schemas.base import Struct
-from engine.spec.code.lineage import lineage
-from engine.spec.code.source import Alias, Definition, External, Module, Sources, last_name
+from engine.validate.code.lineage import lineage
+from engine.validate.code.source import Alias, Definition, External, Module, Sources, last_name
 
 MAX_STEPS = 12
 """Maximum nesting of an annotation."""

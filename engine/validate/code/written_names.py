@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from engine.schemas.base import Struct
-from engine.spec.code.module_text import ModuleText
-from engine.spec.code.source import last_name
+from engine.validate.code.module_text import ModuleText
+from engine.validate.code.source import last_name
 
 _ANSWERS = frozenset({"Reset", "Step", "UserTurn", "ToolReply"})
 """Classes of answers with `facts` and `rewards`."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from engine.schemas.base import Struct
-from engine.spec.code.module_text import bound_names, is_closed
-from engine.spec.code.source import MAX_STEPS, Definition, External, Sources, inside, last_name
+from engine.validate.code.module_text import bound_names, is_closed
+from engine.validate.code.source import MAX_STEPS, Definition, External, Sources, inside, last_name
 
 _KNOWN_BASES = frozenset(
     {
