@@ -99,7 +99,7 @@ class Plugin:
     losses: Entries = field(default_factory=dict)
     """`train.loss.kind` -> its config class, a `Loss`."""
     train_kinds: Entries = field(default_factory=dict)
-    """`train.kind` -> its `engine.schemas.train_kinds:TrainKind`."""
+    """`train.kind` -> its `engine.schemas.train:TrainKind`."""
     weight_syncs: Entries = field(default_factory=dict)
     """`backend.kind` -> function that opens the `WeightSync` of a training: see `engine.train.sync.open_sync`."""
     critics: Entries = field(default_factory=dict)
@@ -125,11 +125,11 @@ class Plugin:
     export_formats: Entries = field(default_factory=dict)
     """Value of `engine export --format` -> `engine.cli.commands.export:ExportFormat`."""
     adapters: Entries = field(default_factory=dict)
-    """`environment.adapter` -> its `engine.schemas.adapters.AdapterFacts`."""
+    """`environment.adapter` -> its `engine.schemas.entry.AdapterFacts`."""
     tool_adapters: Entries = field(default_factory=dict)
-    """`adapter` of a tool -> its `engine.schemas.adapters.ToolAdapterFacts`."""
+    """`adapter` of a tool -> its `engine.schemas.entry.ToolAdapterFacts`."""
     sources: Entries = field(default_factory=dict)
-    """`tasks.source` -> its `engine.schemas.task_sources.SourceFacts`."""
+    """`tasks.source` -> its `engine.schemas.tasks.SourceFacts`."""
     isolation_modes: Entries = field(default_factory=dict)
     """Value of `isolation.mode` -> its `engine.actions.calling.host:CodeHost`, made without arguments once for each run that needs it."""
     players: Entries = field(default_factory=dict)

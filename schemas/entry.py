@@ -1,14 +1,25 @@
-"""Code that a spec names: its entry point, what a crash may do with its calls, and where it runs."""
+"""Code that a spec names: entry points, environments, tools, and the adapters that run those of other libraries unchanged.
+
+    environment: {adapter: gymnasium, use: FrozenLake-v1, with: {kwargs: {is_slippery: false}}}
+
+The core has no adapter. Plugins add them to the points `adapters` and `tool_adapters`, with what holds for each; packages also
+by entry points, of which only the name and the class are known.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from engine.schemas.base import Bytes, Contract, Seconds
-from engine.schemas.open_union import NameOf
+from engine import plugin
+from engine.schemas.base import Bytes, Contract, Seconds, Struct
+from engine.schemas.sections import NameOf
 
 Effects = Literal["pure", "replayable", "external"]
 """What a crash may do with a call that was made already.
@@ -75,4 +86,238 @@ class IsolationSpec(Contract):
         if self.mode == "thread" and self.limits:
             named = " and ".join(f"`{name}`" for name in self.limits)
             raise ValueError(f"{named} cannot limit code in a thread of the engine's process; write `mode: process`")
+        return self
+
+
+class AdapterFacts(Struct, frozen=True, kw_only=True):
+    """What holds for one adapter. Checks, docs and engine read these facts here."""
+
+    name: str
+    """What a spec writes as `environment.adapter`."""
+    runs: str
+    """Entry point of the class that runs. It is built with `use`, `base` (the spec's folder) and the spec's `with`."""
+    use: str
+    """What `environment.use` names, in words."""
+    names: Literal["code", "file", "name", "name or code"]
+    """What `environment.use` is: `code` (`package.module:Name` or `path/file.py:Name`), `file` (a path relative to the
+    spec), `name` (of the library's own), or `name or code` (code if it has a colon)."""
+    rewards: Literal["turn", "end", "turn and end"]
+    """When its rewards come: each with the turn that earned it, or after the last turn."""
+    packages: tuple[str, ...] = ()
+    """Top-level modules that must be importable."""
+    loads: str | None = None
+    """Entry point of a function that loads what all environments in one process share, such as the library. A new worker process
+    calls it with the arguments of the class that runs before it builds one, so that it does not count for `environment.timeout`."""
+    install: str = ""
+    """The command that installs them, or other words that say how."""
+    effects: Effects = "replayable"
+    """`environment.effects` where the spec does not say it."""
+    thread_safe: bool = False
+    """Whether many environments may run in threads of one process. If not, each runs in a worker process, unless the spec
+    says `isolation: thread`."""
+    images: bool = False
+    """Whether it may show images."""
+    truncates: bool = False
+    """Whether it tells an episode that ran out of time (`truncated`) from one that is over."""
+    tools: Literal["none", "some", "all"] = "none"
+    """Which of its environments bring tools that the model is shown."""
+    reads_written: bool = False
+    """Whether it reads replies as they were sampled (`EpisodeView.written`): with tool calls and reasoning."""
+
+
+class ToolAdapterFacts(Struct, frozen=True, kw_only=True):
+    """What holds for one kind of tool servers. Checks, docs and engine read these facts here."""
+
+    name: str
+    """What a spec writes as `adapter` of a tool."""
+    runs: str
+    """Entry point of the class that runs. It is built once in a run, with `use`, `base` (the spec's folder) and `with`."""
+    use: str
+    """What the tool's `use` names, in words."""
+    packages: tuple[str, ...] = ()
+    """Top-level modules that must be importable."""
+    install: str = ""
+    """The command that installs them, or other words that say how."""
+
+
+Facts = TypeVar("Facts", AdapterFacts, ToolAdapterFacts)
+ADAPTERS_GROUP = "episode_engine.adapters"
+"""The entry points with which installed packages offer adapters: a name, and the class that runs."""
+TOOL_ADAPTERS_GROUP = "episode_engine.tool_adapters"
+"""The same for kinds of tool servers."""
+
+
+def installed_points(group: str) -> Mapping[str, Mapping[str, str]]:
+    """The entry points of a group: name -> entry point -> the package that offers it, with its version. Imports nothing."""
+    return _points(group, tuple(sys.path))
+
+
+@lru_cache(maxsize=16)
+def _points(group: str, path: tuple[str, ...]) -> dict[str, dict[str, str]]:
+    """The same for one import path."""
+    from importlib.metadata import entry_points  # specs without an adapter do not need it, and its import costs 8 ms
+
+    found: dict[str, dict[str, str]] = {}
+    for point in entry_points(group=group):
+        package = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "?"
+        found.setdefault(point.name, {})[point.value] = package
+    return found
+
+
+def installed_adapters() -> dict[str, AdapterFacts]:
+    """The adapters that installed packages offer. Of these, only the name and the class are known, so the facts are those
+    that forbid nothing; a spec may write `effects` and `isolation`."""
+    return {
+        name: AdapterFacts(
+            name=name,
+            runs=next(iter(points)),
+            use="what its package documents",
+            names="name",
+            rewards="turn and end",
+            images=True,
+            truncates=True,
+            tools="some",
+            reads_written=True,
+        )
+        for name, points in installed_points(ADAPTERS_GROUP).items()
+        if len(points) == 1
+    }
+
+
+def installed_tool_adapters() -> dict[str, ToolAdapterFacts]:
+    """The kinds of tool servers that installed packages offer."""
+    return {
+        name: ToolAdapterFacts(name=name, runs=next(iter(points)), use="what its package documents")
+        for name, points in installed_points(TOOL_ADAPTERS_GROUP).items()
+        if len(points) == 1
+    }
+
+
+def adapter_facts(name: str) -> AdapterFacts:
+    """The facts of an adapter.
+
+    Raises:
+        ValueError: there is none of this name; the message names the nearest and lists the names.
+    """
+    return _facts("adapter", "adapters", name, plugin_adapters(), installed_adapters(), ADAPTERS_GROUP)
+
+
+def tool_adapter_facts(name: str) -> ToolAdapterFacts:
+    """The facts of a kind of tool servers.
+
+    Raises:
+        ValueError: there is none of this name; the message names the nearest and lists the names.
+    """
+    known = plugin_tool_adapters()
+    return _facts("tool adapter", "tool_adapters", name, known, installed_tool_adapters(), TOOL_ADAPTERS_GROUP)
+
+
+def plugin_adapters() -> dict[str, AdapterFacts]:
+    """The adapters of plugins, by name."""
+    return plugin.loaded("adapters", of=AdapterFacts)
+
+
+def plugin_tool_adapters() -> dict[str, ToolAdapterFacts]:
+    """The kinds of tool servers of plugins, by name."""
+    return plugin.loaded("tool_adapters", of=ToolAdapterFacts)
+
+
+def _facts(
+    what: str, point: str, name: str, of_plugins: Mapping[str, Facts], of_packages: Mapping[str, Facts], group: str
+) -> Facts:
+    found = of_plugins.get(name) or of_packages.get(name)
+    if found is None:
+        raise ValueError(_unknown(what, point, name, [*of_plugins, *of_packages], group))
+    return found
+
+
+def _unknown(what: str, point: str, name: str, known: list[str], group: str) -> str:
+    if points := installed_points(group).get(name, {}):
+        offers = ", ".join(sorted(points.values()))
+        return f"several packages offer the {what} `{name}`: {offers}; uninstall all but one"
+    if belongs := plugin.missing(point, name):
+        return f"there is no `adapter: {name}`; {belongs}"
+    near = get_close_matches(name, known, n=1)
+    hint = f"; did you mean `{near[0]}`?" if near else ""
+    listed = f"; write one of {', '.join(f'`{item}`' for item in known)}" if known else ""
+    return f"there is no `adapter: {name}`{hint}{listed}"
+
+
+class EnvironmentSpec(Entry):
+    """The environment of each episode."""
+
+    PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"adapter": "adapters"}
+
+    adapter: str | None = None
+    """The library that `use` belongs to, such as `slime`; left out, `use` is a class of the engine's own form."""
+    effects: Effects = "replayable"
+    timeout: Seconds = 60.0
+    """Deadline for each of its calls."""
+    isolation: IsolationSpec | None = None
+    """Where it runs; the spec's `isolation` when left out."""
+
+    @property
+    def facts(self) -> AdapterFacts | None:
+        """What holds for its adapter; None: it has none."""
+        return None if self.adapter is None else adapter_facts(self.adapter)
+
+    @property
+    def entry(self) -> Entry:
+        """The class that runs and its keyword arguments: the adapter's, where there is one."""
+        if self.facts is None:
+            return self
+        return Entry(use=self.facts.runs, with_={"use": self.use, **self.with_})
+
+    def entry_in(self, base: Path) -> Entry:
+        """The same for a spec in the folder `base`, which an adapter is given because `use` may be a path."""
+        entry = self.entry
+        return entry if self.facts is None else Entry(use=entry.use, with_={**entry.with_, "base": str(base)})
+
+    @property
+    def default_mode(self) -> str:
+        """Where it runs if neither its own `isolation` nor the spec's says it."""
+        return "thread" if self.facts is None or self.facts.thread_safe else "process"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _effects_of_adapter(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("adapter"), str) and "effects" not in value:
+            return {**value, "effects": adapter_facts(value["adapter"]).effects}
+        return value
+
+
+class ToolSpec(Entry):
+    """One tool: a typed function, or a class that is built with `with` and then called. With `adapter`, all tools of a server."""
+
+    PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"adapter": "tool_adapters"}
+
+    adapter: str | None = None
+    """The kind of server that `use` names, such as `mcp`; left out, `use` is a function or class."""
+    name: str | None = None
+    """Its name for the model. Default: the function's name. Not with `adapter`."""
+    timeout: Seconds | None = None
+    """Deadline for one call. Default: `limits.tool_seconds`."""
+    effects: Effects = "pure"
+    """With `adapter`, where it is left out: `pure` for tools that their server calls read-only, `external` for others."""
+    isolation: IsolationSpec | None = None
+    """Where it runs; the spec's `isolation` when left out. Not with `adapter`."""
+
+    @property
+    def facts(self) -> ToolAdapterFacts | None:
+        """What holds for its adapter; None: it has none."""
+        return None if self.adapter is None else tool_adapter_facts(self.adapter)
+
+    @property
+    def entry(self) -> Entry:
+        """The class or function that runs and its keyword arguments: the adapter's, where there is one."""
+        if self.facts is None:
+            return self
+        return Entry(use=self.facts.runs, with_={"use": self.use, **self.with_})
+
+    @model_validator(mode="after")
+    def _server(self) -> ToolSpec:
+        if self.facts is not None and self.name is not None:
+            raise ValueError("`name` is for one tool, and a server has several; write `with: {prefix: …}`")
+        if self.facts is not None and self.isolation is not None:
+            raise ValueError("`isolation` has no effect on a server of tools, which runs outside of the engine")
         return self

@@ -7,14 +7,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from engine.schemas.backend import BackendSpec, default_backend, no_default
-from engine.schemas.entry import IsolationSpec
-from engine.schemas.environment_spec import EnvironmentSpec, ToolSpec
+from engine.schemas.credit import RewardsSpec
+from engine.schemas.entry import EnvironmentSpec, IsolationSpec, ToolSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.machine import MachineSpec
-from engine.schemas.model import ModelSpec
-from engine.schemas.prompt import PromptField, PromptMessage, RecoverSpec
-from engine.schemas.reward_spec import RewardsSpec
+from engine.schemas.model import ModelSpec, PromptField, PromptMessage, RecoverSpec
 from engine.schemas.role import UserSpec
 from engine.schemas.sections import SectionOwner
 from engine.schemas.tasks import TasksSpec

@@ -18,8 +18,8 @@ from engine.schemas.base import Struct
 from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.generation import Generation
 from engine.schemas.message import Message, ToolResult
-from engine.schemas.open_union import OneOf
 from engine.schemas.reward import RewardEvent
+from engine.schemas.sections import OneOf
 from engine.schemas.trajectory import Blame, Failure
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from engine.schemas.base import Contract
-from engine.schemas.open_union import OneOf
+from engine.schemas.sections import OneOf
 
 Denominator = Literal["episode_tokens", "minibatch_tokens", "step_tokens", "constant_length", "episodes"]
 """What the sum of the token losses is divided by; `engine.train.loss_weights` has the formula of each."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 
 from engine.schemas.base import Contract, Seconds
-from engine.schemas.open_union import NameOf
+from engine.schemas.sections import NameOf
 
 
 class StateSpec(Contract):

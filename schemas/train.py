@@ -5,17 +5,66 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from ipaddress import IPv6Address
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from engine.schemas.base import Contract, Seconds
+from engine import plugin
+from engine.schemas.base import Contract, Seconds, Struct
 from engine.schemas.credit import CreditMethod
-from engine.schemas.critic import CriticSpec
 from engine.schemas.loss import DrGrpoLoss, LossSpec
-from engine.schemas.open_union import NameOf
-from engine.schemas.sections import SectionOwner
-from engine.schemas.train_kinds import CORE_KINDS, TrainKind, train_kind
+from engine.schemas.sections import NameOf, OneOf, SectionOwner
+
+
+class TrainKind(Struct, frozen=True, kw_only=True):
+    """What holds for one value of `train.kind`."""
+
+    use: str
+    """Entry point of its `engine.train.step_source:StepSource`."""
+    samples: bool = True
+    """Whether the model is trained on episodes that it samples, and so needs a backend that takes new weights."""
+    keys: frozenset[str] | None = None
+    """The keys of `train` of the core that it reads; None: all. `weight_sync` is read only where the backend gets weights."""
+    settings: Mapping[str, Any] = {}
+    """The values of keys that it does not read, where they are not the defaults."""
+
+
+CORE_KINDS: dict[str, TrainKind] = {
+    "rl": TrainKind(use="engine.train.episode_steps:EpisodeSteps"),
+}
+"""The kinds of the core, by the name in `train.kind`."""
+
+
+def train_kind(name: str) -> TrainKind:
+    """What holds for a kind. Raises: ValueError: its plugin cannot be used."""
+    kinds: dict[str, TrainKind] = (
+        CORE_KINDS if name in CORE_KINDS else plugin.loaded("train_kinds", CORE_KINDS, of=TrainKind)
+    )
+    if name not in kinds:
+        raise ValueError(f"`train.kind: {name}` cannot be used; {plugin.missing('train_kinds', name)}")
+    return kinds[name]
+
+
+class CriticBase(Contract):
+    """Base class of the critics."""
+
+    own_model: ClassVar[bool] = False
+    """It computes its values with a model of its own, not from the policy's hidden states."""
+
+    if TYPE_CHECKING:  # a literal of each class
+        kind: str
+
+    @property
+    def bootstraps(self) -> frozenset[str]:
+        """The limits that cut an episode without being its end, by their names in outcomes: the value of the last state counts as the
+        rewards that would have come."""
+        return frozenset()
+
+
+CRITICS: OneOf[CriticBase] = OneOf("critics", base=CriticBase)
+CriticSpec = Annotated[CriticBase, CRITICS]
+"""The critic; `kind` selects it."""
+
 
 Level = Literal["token", "turn", "sequence"]
 """Level at which a probability ratio is taken: one token, the tokens of a turn, or the tokens of a row."""

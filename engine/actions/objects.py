@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from engine.actions.calling.workers import Workers
     from engine.backends.backend import Sampler
     from engine.machine.machine import Machine
-    from engine.schemas.entry import Effects, Entry, IsolationSpec
+    from engine.schemas.entry import Effects, Entry, EnvironmentSpec, IsolationSpec, ToolSpec
     from engine.schemas.environment import Task
-    from engine.schemas.environment_spec import EnvironmentSpec, ToolSpec
     from engine.schemas.role import UserSpec
     from engine.schemas.trajectory import Blame
     from engine.spec.code.signature import ToolShape

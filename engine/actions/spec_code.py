@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
 
     from engine.actions.calling.workers import Workers
-    from engine.schemas.entry import Effects, IsolationSpec
-    from engine.schemas.environment_spec import EnvironmentSpec
+    from engine.schemas.entry import Effects, EnvironmentSpec, IsolationSpec
     from engine.schemas.machine import StateSpec
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec

@@ -12,7 +12,7 @@ from engine.spec.code.entry import load_entry
 
 if TYPE_CHECKING:
     from engine.actions.calling.workers import Workers
-    from engine.schemas.environment_spec import ToolSpec
+    from engine.schemas.entry import ToolSpec
     from engine.spec.load import LoadedSpec
 
 

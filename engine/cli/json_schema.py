@@ -21,7 +21,7 @@ from engine.schemas.journal import JournalEntry
 from engine.schemas.message import Message, ToolCall, ToolResult
 from engine.schemas.reward import Posting, RewardEvent
 from engine.schemas.sections import SectionOwner, SpecSection, owner_classes, sections_of
-from engine.schemas.task_sources import all_sources
+from engine.schemas.tasks import all_sources
 from engine.schemas.trajectory import Branch, Outcome, Trajectory, Turn
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -26,7 +26,7 @@ from engine.schemas.base import Struct
 from engine.schemas.reward import PartAddress, Posting, RewardEvent, TurnAddress
 
 if TYPE_CHECKING:
-    from engine.schemas.reward_spec import ReassignRule
+    from engine.schemas.credit import ReassignRule
     from engine.schemas.trajectory import Blame
 
 REWARD = "reward"

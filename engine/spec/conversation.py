@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.schemas.message import ContentPart, ImagePart, Message, TextPart, ToolCall, image_part
-from engine.schemas.prompt import PromptField
+from engine.schemas.model import PromptField
 from engine.spec.rows.row_values import find, plain
 
 IMAGE_MARK = "<image>"

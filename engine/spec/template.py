@@ -20,7 +20,7 @@ from engine.schemas.message import ContentPart, Message, TextPart
 from engine.spec.rows.row_values import find
 
 if TYPE_CHECKING:
-    from engine.schemas.prompt import Words
+    from engine.schemas.model import Words
 
 _FIELD = re.compile(r"(\\?)\{\{(.*?)\}\}", re.DOTALL)
 _REFERENCES = ("sha256:", "data:", "file:", "http:", "https:")

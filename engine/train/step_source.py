@@ -1,6 +1,6 @@
 """Where the rows of a training's steps come from: the same steps are made again from their records after a kill.
 
-A plugin adds a source with a `TrainKind` (`schemas/train_kinds.py`), whose `use` names a subclass of `StepSource`.
+A plugin adds a source with a `TrainKind` (`schemas/train.py`), whose `use` names a subclass of `StepSource`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepBatch(Struct, frozen=True, kw_only=True, eq=False):
 
 
 class StepSource(ABC):
-    """Where the rows of a training's steps come from. `train.kind` names its class (`schemas/train_kinds.py`)."""
+    """Where the rows of a training's steps come from. `train.kind` names its class (`schemas/train.py`)."""
 
     kept: ClassVar[str] = ""
     """What a training without a checkpoint has kept, as the end of a sentence."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.errors import SpecError
 from engine.schemas.environment import Task
-from engine.schemas.task_sources import MIX
-from engine.schemas.tasks import TasksSpec
+from engine.schemas.tasks import MIX, TasksSpec
 from engine.spec.rows.sources import Row
 from engine.spec.tasks import rows_of
 from engine.spec.text.diagnostic import DataPath

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator
 
 from engine.errors import SpecError
-from engine.schemas.task_sources import PLUGIN_KEYS, all_sources
-from engine.schemas.tasks import TasksSpec
+from engine.schemas.tasks import PLUGIN_KEYS, TasksSpec, all_sources
 from engine.schemas.train import TrainSpec
 from engine.schemas.train_eval import TrainEvalSpec
 from engine.spec.added import trains_backend

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.actions.facts import owns_conversation
 from engine.errors import SpecError
-from engine.schemas.prompt import Words
+from engine.schemas.model import Words
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.rows.row_sources import row_files
 from engine.spec.tasks import task_of

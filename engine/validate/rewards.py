@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.schemas.credit import ReassignRule
 from engine.schemas.reward import TurnAddress
-from engine.schemas.reward_spec import ReassignRule
 from engine.spec.added import spec_facts
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import nearest_name

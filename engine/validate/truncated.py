@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from engine.schemas.reward_spec import ReassignRule
+from engine.schemas.credit import ReassignRule
 from engine.schemas.train import OverlongPenalty
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.code.source import Def

@@ -21,8 +21,7 @@ from engine.schemas.descriptions import description_of
 from engine.schemas.entry import IsolationSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.machine import MachineSpec
-from engine.schemas.open_union import annotation_of
-from engine.schemas.sections import section_fields
+from engine.schemas.sections import annotation_of, section_fields
 from engine.spec.text.places import bare, branches, fields_by_key, is_model, literals
 from engine.spec.text.problems import describe
 

@@ -11,8 +11,8 @@ from slow_cases import slow_but_each
 from test_no_effect import GROUP, HEAD, JUDGE, SERVER, TRANSFER, USER
 
 from engine.errors import SpecError
-from engine.schemas.open_union import annotation_of, open_union
-from engine.schemas.reward_spec import RewardsSpec
+from engine.schemas.credit import RewardsSpec
+from engine.schemas.sections import annotation_of, open_union
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
 from engine.spec.text.places import fields_by_key

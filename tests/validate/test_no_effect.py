@@ -9,8 +9,7 @@ import pytest
 
 from engine.plugin import OFF, installed
 from engine.schemas.loss import LOSSES
-from engine.schemas.task_sources import all_sources
-from engine.schemas.tasks import TasksSpec
+from engine.schemas.tasks import TasksSpec, all_sources
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import AdapterError
-from engine.schemas.adapters import plugin_adapters, plugin_tool_adapters
+from engine.schemas.entry import plugin_adapters, plugin_tool_adapters
 from engine.schemas.environment import Step
 from engine.schemas.message import ContentPart, Message, Role, TextPart, image_part
 from engine.schemas.reward import RewardEvent

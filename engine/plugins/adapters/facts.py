@@ -1,6 +1,6 @@
 """What holds for each adapter that ships."""
 
-from engine.schemas.adapters import AdapterFacts, ToolAdapterFacts
+from engine.schemas.entry import AdapterFacts, ToolAdapterFacts
 
 SLIME = AdapterFacts(
     name="slime",

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine.plugin import installed
-from engine.schemas.adapters import (
+from engine.schemas.entry import (
     ADAPTERS_GROUP,
     TOOL_ADAPTERS_GROUP,
     AdapterFacts,

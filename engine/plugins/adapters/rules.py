@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from engine import plugin
-from engine.schemas.adapters import AdapterFacts, ToolAdapterFacts
+from engine.schemas.entry import AdapterFacts, ToolAdapterFacts
 from engine.spec.code.entry import EntryError
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.code.source import read_entry

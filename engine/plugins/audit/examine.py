@@ -14,7 +14,7 @@ from engine.errors import EngineError
 from engine.plugins.audit.rows import ForeignRow, Vector, runs_of
 from engine.plugins.audit.template import TemplateMarks
 from engine.schemas.message import Message
-from engine.schemas.prompt import PromptField
+from engine.schemas.model import PromptField
 from engine.spec.conversation import RowError, conversation_of
 
 

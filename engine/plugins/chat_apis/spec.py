@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.schemas.backend_base import CONSTRAINTS, BackendBase
+from engine.schemas.backend import CONSTRAINTS, BackendBase
 from engine.schemas.base import Contract, Seconds
 from engine.schemas.sections import SpecSection
 

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from engine.schemas.critic import CriticBase
+from engine.schemas.train import CriticBase
 
 BootstrapLimit = Literal[
     "episode_seconds",

@@ -20,7 +20,7 @@ from engine.schemas.backend import SGLangBackendSpec
 from engine.validate.train import FLOAT32_ON_GPU
 
 if TYPE_CHECKING:
-    from engine.schemas.backend_servers import LaunchSpec
+    from engine.schemas.backend import LaunchSpec
     from engine.spec.load import LoadedSpec
 
 Level = Literal["ok", "warning", "error"]

@@ -1,7 +1,7 @@
 """What holds for the source of tasks `harbor`, and for the adapter that runs them."""
 
-from engine.schemas.adapters import AdapterFacts
-from engine.schemas.task_sources import SourceFacts
+from engine.schemas.entry import AdapterFacts
+from engine.schemas.tasks import SourceFacts
 
 SOURCE = SourceFacts(keys=("path", "unsupported"), opens="engine.plugins.harbor.source:task_rows")
 ADAPTER = AdapterFacts(

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from engine.schemas.backend_base import CONSTRAINTS, BackendBase
+from engine.schemas.backend import CONSTRAINTS, BackendBase
 
 
 class LocalBackendSpec(BackendBase):

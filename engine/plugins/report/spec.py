@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from engine.schemas.base import Contract
-from engine.schemas.open_union import NameOf
-from engine.schemas.sections import SpecSection
+from engine.schemas.sections import NameOf, SpecSection
 
 
 class TrackingSpec(Contract):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from engine.schemas.loss import Denominator, Loss
-from engine.schemas.train import RolloutCorrectionSpec
-from engine.schemas.train_kinds import TrainKind
+from engine.schemas.train import RolloutCorrectionSpec, TrainKind
 
 
 class CrossEntropyLoss(Loss):

@@ -23,7 +23,7 @@ from engine.schemas.generation import FinishReason, Generation, VersionSpan
 
 if TYPE_CHECKING:
     from engine.plugins.trainers.pixels import Pixels
-    from engine.schemas.backend_base import BackendBase
+    from engine.schemas.backend import BackendBase
     from engine.schemas.generation import GenerateRequest, SamplingParams
     from engine.tokens.experts import ExpertLayout
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from engine.schemas.backend_servers import ServersSpec, changes_distribution, cuts_distribution
+from engine.schemas.backend import ServersSpec, changes_distribution, cuts_distribution
 from engine.schemas.generation import SamplingParams
 
 

@@ -41,7 +41,7 @@ from engine.train.sync import Pushed, tensor_bytes
 
 if TYPE_CHECKING:
     from engine.backends.servers.server import Server
-    from engine.schemas.backend_servers import LaunchSpec
+    from engine.schemas.backend import LaunchSpec
     from engine.schemas.episode import EpisodeSpec
     from engine.train.policy import Policy
     from engine.train.sync import WeightSync

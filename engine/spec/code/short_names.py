@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.errors import EngineError
-from engine.schemas.adapters import installed_points
+from engine.schemas.entry import installed_points
 from engine.spec.text.diagnostic import DataPath
 
 GROUPS: Mapping[str, str] = {

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from engine.schemas.base import Struct
-from engine.schemas.open_union import OneOf, annotation_of, open_name, open_union
-from engine.schemas.sections import section_fields
+from engine.schemas.sections import OneOf, annotation_of, open_name, open_union, section_fields
 from engine.spec.text.diagnostic import DataPath
 
 

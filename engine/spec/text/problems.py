@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from engine.plugin import missing
 from engine.schemas.base import Bytes, Seconds, Struct
 from engine.schemas.descriptions import description_of
-from engine.schemas.open_union import open_name, open_union
+from engine.schemas.sections import open_name, open_union
 from engine.spec.text.diagnostic import DataPath, Diagnostic, show_path
 from engine.spec.text.near import nearest_name, short
 from engine.spec.text.places import (

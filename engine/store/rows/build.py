@@ -24,7 +24,7 @@ from engine.masking import mask
 from engine.rewards.credit import Member, Values, Where, credit_tokens
 from engine.rewards.ledger import SealedLedger
 from engine.schemas.base import Struct
-from engine.schemas.reward_spec import RewardsSpec
+from engine.schemas.credit import RewardsSpec
 from engine.storable import stored_fields
 from engine.store.rows.columns import json_text
 from engine.store.rows.row import Floats, Places, RowCredit, RowEpisode, TrainingRow

@@ -9,8 +9,8 @@ import pytest
 
 from engine.errors import GuardError, LedgerError
 from engine.rewards.ledger import Ledger, Rules, TurnPart
+from engine.schemas.credit import ReassignRule
 from engine.schemas.reward import PartAddress, RewardEvent
-from engine.schemas.reward_spec import ReassignRule
 
 USER = "AWAITING_USER_FEEDBACK"
 

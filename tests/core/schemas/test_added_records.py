@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from engine import known_plugins, plugin
 from engine.schemas.base import adapter
 from engine.schemas.journal import FailureRecord, RecordBase, StepRecord, UnreadRecord
-from engine.schemas.open_union import OneOf
+from engine.schemas.sections import OneOf
 from engine.store.codec import read_entry
 
 MODULE = '''

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from engine.schemas.base import adapter
 from engine.schemas.environment import Reset, Step, ToolReply, UserTurn
 from engine.schemas.message import ImagePart, Message, image_part
-from engine.schemas.prompt import PromptMessage, RecoverSpec
+from engine.schemas.model import PromptMessage, RecoverSpec
 
 
 def encoded(kind: str) -> bytes:

@@ -13,7 +13,7 @@ from pydantic import Field, GetCoreSchemaHandler, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema, core_schema
 
 from engine import plugin
-from engine.schemas.open_union import OneOf
+from engine.schemas.sections import OneOf
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):

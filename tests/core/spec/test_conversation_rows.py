@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import SpecError
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
-from engine.schemas.prompt import PromptField
+from engine.schemas.model import PromptField
 from engine.spec.conversation import conversation_of, tools_of
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks

@@ -25,8 +25,8 @@ from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.generation import Generation, SamplingParams, VersionSpan
 from engine.schemas.journal import JournalEntry, RecordBase, UnreadRecord
 from engine.schemas.message import ImagePart, Message, TextPart
-from engine.schemas.open_union import open_union
 from engine.schemas.reward import RewardEvent
+from engine.schemas.sections import open_union
 from engine.schemas.trajectory import Branch, EpisodeScore, Span, Trajectory
 from engine.store import RunStore, codec
 

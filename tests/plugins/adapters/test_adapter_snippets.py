@@ -25,7 +25,7 @@ from test_harbor import COMMAND, needs_sandbox, write_task
 from typer.testing import CliRunner
 
 from engine.cli.main import app
-from engine.schemas.adapters import plugin_adapters, plugin_tool_adapters
+from engine.schemas.entry import plugin_adapters, plugin_tool_adapters
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "environments.md"

@@ -29,7 +29,7 @@ from adapters_kit import (
 
 from engine.errors import AdapterError
 from engine.plugins.adapters.verifiers import VerifiersEnvironment, rows
-from engine.schemas.adapters import adapter_facts
+from engine.schemas.entry import adapter_facts
 
 HERE = Path(__file__).parent
 needs_library = pytest.mark.skipif(

@@ -12,9 +12,7 @@ from chat_kit import make_tokenizer
 from command_line import engine_apart
 
 from engine.errors import SpecError
-from engine.schemas.adapters import plugin_adapters
-from engine.schemas.entry import IsolationSpec
-from engine.schemas.environment_spec import EnvironmentSpec
+from engine.schemas.entry import EnvironmentSpec, IsolationSpec, plugin_adapters
 from engine.spec.access import Access
 from engine.spec.code.entry import load_entry
 from engine.spec.load import LoadedSpec, load_spec

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from engine.cli.main import app
 from engine.known_plugins import KNOWN
 from engine.plugins.adapters.offered import offered
-from engine.schemas.adapters import plugin_adapters, plugin_tool_adapters
+from engine.schemas.entry import plugin_adapters, plugin_tool_adapters
 from engine.spec.code.entry import load_entry
 
 

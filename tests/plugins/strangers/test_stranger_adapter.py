@@ -20,7 +20,7 @@ PLUGIN = Plugin(
 )
 """
 FACTS = """
-from engine.schemas.adapters import AdapterFacts, ToolAdapterFacts
+from engine.schemas.entry import AdapterFacts, ToolAdapterFacts
 
 ECHO = AdapterFacts(
     name="echo", runs="echo_code:Echo", use="what is said before each reply", names="name", rewards="turn",

@@ -19,7 +19,7 @@ PLUGIN = Plugin(
 )
 """
 CODE = """
-from engine.schemas.task_sources import SourceFacts
+from engine.schemas.tasks import SourceFacts
 from engine.spec.rows.sources import ListRows
 
 LETTERS = SourceFacts(keys=("with",), opens="letters_source:task_rows")

@@ -19,8 +19,7 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
 from engine.plugins.weights.shared_tensors import DeviceBuffer, SharedBuffer
 from engine.plugins.weights.sync_sglang import TensorSync, _launched_gpus
-from engine.schemas.backend import SGLangBackendSpec
-from engine.schemas.backend_servers import LaunchSpec
+from engine.schemas.backend import LaunchSpec, SGLangBackendSpec
 from engine.schemas.generation import SamplingParams
 from engine.schemas.model import ModelSpec
 from engine.tokens.loading import load_format

@@ -15,7 +15,7 @@ from engine.plugins.trainers.sampler import Sampled, TrainerBackend, given
 from engine.tokens.image_bank import RecentlyUsed
 
 if TYPE_CHECKING:
-    from engine.schemas.backend_base import BackendBase
+    from engine.schemas.backend import BackendBase
     from engine.schemas.generation import GenerateRequest
 
 NAMES = {

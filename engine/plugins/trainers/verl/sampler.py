@@ -20,7 +20,7 @@ from engine.tokens.pixels import decode
 if TYPE_CHECKING:
     from engine.plugins.trainers.pixels import Pixels
     from engine.plugins.trainers.rollouts import TrainerRollouts
-    from engine.schemas.backend_base import BackendBase
+    from engine.schemas.backend import BackendBase
     from engine.schemas.generation import GenerateRequest
 
 

@@ -10,9 +10,8 @@ from types import ModuleType
 import pytest
 from credit_kit import advantages, sealed
 
-from engine.schemas.credit import read_credit
+from engine.schemas.credit import RewardsSpec, read_credit
 from engine.schemas.limits import LimitsSpec
-from engine.schemas.reward_spec import RewardsSpec
 from engine.schemas.train import TrainSpec
 
 ROOT = Path(__file__).parents[4]
