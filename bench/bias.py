@@ -36,7 +36,8 @@ import numpy as np
 import torch
 
 from engine.rewards.credit import Member, credit_tokens
-from engine.rewards.ledger import Ledger, SealedLedger
+from engine.rewards.ledger import Ledger
+from engine.rewards.sealed import SealedLedger
 from engine.schemas.credit import ComparedCredit, CreditSpec, EntryCredit, read_credit
 from engine.schemas.loss import LOSSES
 from engine.schemas.reward import RewardEvent

@@ -23,7 +23,8 @@ import structlog
 from engine.errors import EngineError, LedgerError, ReplayError
 from engine.limit import FAILED, LIMIT, OVERFLOW
 from engine.limits import LIMITS, EpisodeCounts
-from engine.rewards.ledger import Ledger, TurnPart
+from engine.rewards.ledger import Ledger
+from engine.rewards.sealed import TurnPart
 from engine.schemas.environment import EpisodeView, Task
 from engine.schemas.journal import FailureRecord, LimitRecord, UnreadRecord
 from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall

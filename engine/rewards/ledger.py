@@ -1,6 +1,8 @@
 """The rewards of one episode. Invariant: a posting is never changed; a transfer conserves the sum; an event is applied whole or not at all.
 
     ledger.post(RewardEvent(turn="last", value=1.0, cause="right answer", source="user"), at_turn=2)
+    ledger.post(RewardEvent(turn="last", op="transfer", to="previous", share=0.3), at_turn=2)
+    ledger.totals(3)                            # [0.0, 0.3, 0.7]
     rules.apply(episode)                        # the spec's `rewards.reassign`, after the action of a state
 
 - What a turn holds is computed from its postings. Sums are exact, and a transfer is pairs of postings, -x and +x of the same x.
@@ -17,12 +19,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from engine.errors import GuardError, LedgerError
 from engine.machine.guards import Guard
-from engine.schemas.base import Struct
+from engine.rewards.sealed import PartReward, SealedLedger, TurnPart, frozen
 from engine.schemas.reward import PartAddress, Posting, RewardEvent, TurnAddress
 
 if TYPE_CHECKING:
@@ -50,15 +49,6 @@ def blame_of(source: str, blames: Mapping[str, Blame] = OWN_BLAMES) -> Blame:
     return blames.get(name) or OWN_BLAMES.get(name, "spec")
 
 
-class TurnPart(Struct, frozen=True, kw_only=True):
-    """A part of one turn: its tokens [start, end), counted from the first sampled token of the turn."""
-
-    start: int
-    end: int
-    call: int | None = None
-    """Number of the tool call that it is; None: it is no call."""
-
-
 Locate = Callable[[int, PartAddress], TurnPart]
 """Finds the tokens of a part of a turn. Raises LedgerError if the turn has no such part."""
 
@@ -66,96 +56,39 @@ _Place = tuple[int, str, TurnPart | None]
 """(turn, name, part): where an account is; part None is the turn as a whole."""
 
 
-class Account:
-    """The sum of one reward of one turn: exact, and rounded only when it is read.
+Partials = tuple[float, ...]
+"""The exact sum of one reward of one turn, as Shewchuk's non-overlapping floats (Discrete & Computational Geometry 18, 1997, fig. 7): the
+order of postings does not matter, and the sum is rounded only when it is read."""
 
-    The partials are Shewchuk's non-overlapping floats (Discrete & Computational Geometry 18, 1997, fig. 7), as in `math.fsum`.
-    Their sum is exact, so the order of postings does not matter.
-    """
-
-    __slots__ = ("held", "partials")
-
-    def __init__(self, partials: Sequence[float] = (0.0,)) -> None:
-        self.partials = list(partials)
-        self.held = math.fsum(partials)
-
-    def plus(self, delta: float) -> Account:
-        """The account after one more posting."""
-        partials = []
-        for partial in self.partials:
-            high, low = (delta, partial) if abs(delta) >= abs(partial) else (partial, delta)
-            delta = high + low
-            rest = low - (delta - high)
-            if rest:
-                partials.append(rest)
-        if delta or not partials:
-            partials.append(delta)
-        return Account(partials)
-
-
-class PartReward(Struct, frozen=True, kw_only=True):
-    """What a part of a turn holds."""
-
-    turn: int
-    part: TurnPart
-    name: str
-    value: float
-
-
-class SealedLedger(Struct, frozen=True, kw_only=True, eq=False):
-    """A closed ledger: the input of credit assignment."""
-
-    turns: int
-    """Assistant turns of the episode."""
-    names: tuple[str, ...]
-    """Names of all rewards, in the order in which they were first written."""
-    matrix: Mapping[str, npt.NDArray[np.float64]]
-    """Name -> the reward of each turn, float64 [turns], read-only."""
-    totals: npt.NDArray[np.float64]
-    """The sum over names for each turn, float64 [turns], read-only."""
-    postings: tuple[Posting, ...]
-    """All postings."""
-    parts: tuple[PartReward, ...] = ()
-    """Rewards of parts of turns; `matrix` and `totals` contain them."""
-
-    @property
-    def total(self) -> float:
-        """The episode's reward: the sum over turns and names."""
-        return math.fsum(self.totals)
-
-    @classmethod
-    def from_postings(cls, postings: Iterable[Posting], turns: int) -> SealedLedger:
-        """Rebuild a ledger from all stored postings, oldest first; `turns`: assistant turns of the episode.
-
-        The amount of a (turn, name) is the sum of the deltas since its last `set`, whose `after` is the start.
-
-        Raises:
-            LedgerError: a posting names a turn that the episode does not have.
-        """
-        ledger = Ledger()
-        for posting in postings:
-            ledger.restore(posting)
-        return ledger.seal(turns)
+_NOTHING: Partials = (0.0,)
 
 
 class Ledger:
-    """The rewards of a running episode.
-
-    ledger = Ledger()
-    ledger.post(RewardEvent(turn="last", value=1.0, cause="right answer", source="user"), at_turn=2)
-    ledger.post(RewardEvent(turn="last", op="transfer", to="previous", share=0.3), at_turn=2)
-    ledger.totals(3)                                        # [0.0, 0.3, 0.7]
-    """
+    """The rewards of a running episode."""
 
     __slots__ = ("_accounts", "_parts", "_postings", "_sealed", "_totals")
 
     def __init__(self) -> None:
-        self._accounts: dict[int, dict[str, Account]] = {}
-        self._parts: dict[int, dict[tuple[str, TurnPart], Account]] = {}
+        self._accounts: dict[int, dict[str, Partials]] = {}
+        self._parts: dict[int, dict[tuple[str, TurnPart], Partials]] = {}
         """By turn: the accounts of its parts. `_accounts` does not contain them."""
         self._totals: dict[int, float] = {}
         self._postings: list[Posting] = []
         self._sealed = False
+
+    @classmethod
+    def of(cls, postings: Iterable[Posting]) -> Ledger:
+        """Rebuild a ledger from stored postings, oldest first: the sum of the deltas since the last `set`, whose `after` is the start."""
+        ledger = cls()
+        for posting in postings:
+            part = None
+            if posting.start is not None and posting.end is not None:
+                part = TurnPart(start=posting.start, end=posting.end, call=posting.call)
+            place, sets = (posting.turn, posting.name, part), posting.op == "set"
+            partials = (posting.after,) if sets else _plus(ledger._account(place), posting.delta)
+            ledger._put(place, partials, replaces=sets)
+            ledger._postings.append(posting)
+        return ledger
 
     @property
     def postings(self) -> Sequence[Posting]:
@@ -169,17 +102,13 @@ class Ledger:
         locate: Locate | None = None,
         blames: Mapping[str, Blame] = OWN_BLAMES,
     ) -> list[Posting]:
-        """Apply an event.
+        """Apply an event. Returns its postings: one for each turn and name; for a transfer, pairs for each payer, receiver and name.
 
         Args:
             event: The amount to add, set or transfer.
             at_turn: The newest assistant turn, from 0; -1 before the first.
             locate: Finds the tokens of a part of a turn, for events that address one.
             blames: See `blame_of`.
-
-        Returns:
-            The new postings: one for each turn and name; for a transfer, a pair for each payer, receiver and name (more than
-            one pair if a share of 1 is not a single float).
 
         Raises:
             LedgerError: the event cannot be applied; the ledger is unchanged. Blamed on the source of the event.
@@ -247,10 +176,10 @@ class Ledger:
             share = event.share if event.turn == "all" else event.share * weight
             if share > 1.0:
                 raise LedgerError(f"`share` {event.share} times its discount is {share}: more than turn {turn} holds")
-            for name, account in accounts.items():
+            for name, partials in accounts.items():
                 if event.name in (None, name):
                     # A share of 1 moves the exact sum; its rounded value would leave a remainder.
-                    amounts = account.partials if share == 1.0 else [share * account.held]
+                    amounts = partials if share == 1.0 else [share * math.fsum(partials)]
                     payments += [(turn, name, amount) for amount in amounts]
         if not payments:
             raise LedgerError(self._nothing_to_pay(event, payers, part))
@@ -263,32 +192,33 @@ class Ledger:
         holds = f"; it holds {_listed(others)}" if others else ""
         return f"{who} {what}{holds}. Add to it before it pays, or transfer another"
 
-    def _of(self, turn: int, part: TurnPart | None) -> dict[str, Account]:
-        """The accounts of a turn as a whole, or of one of its parts, by name."""
+    def _of(self, turn: int, part: TurnPart | None) -> dict[str, Partials]:
+        """The sums of a turn as a whole, or of one of its parts, by name."""
         if part is None:
             return self._accounts.get(turn, {})
-        return {name: account for (name, of), account in self._parts.get(turn, {}).items() if of == part}
+        return {name: partials for (name, of), partials in self._parts.get(turn, {}).items() if of == part}
 
     def _write(self, changes: list[tuple[_Place, float]], event: RewardEvent, at_turn: int) -> list[Posting]:
         """Write all postings of an event, or none."""
-        after: dict[_Place, Account] = {}
+        after: dict[_Place, Partials] = {}
         postings: list[Posting] = []
         sets = event.op == "set"
         for place, value in changes:
             turn, name, part = place
             before = after.get(place) or self._account(place)
-            if not abs(value) <= LARGEST or not abs(before.held + value) <= LARGEST:
-                raise LedgerError(f"{value} on top of {before.held} is beyond {LARGEST}; check the value")
+            held = math.fsum(before)
+            if not abs(value) <= LARGEST or not abs(held + value) <= LARGEST:
+                raise LedgerError(f"{value} on top of {held} is beyond {LARGEST}; check the value")
             # After a set the sum is exactly the given value, however its delta was rounded.
-            account = after[place] = Account([value]) if sets else before.plus(value)
-            replaced = self._held(turn, name) if sets and part is None else before.held
+            after[place] = (value,) if sets else _plus(before, value)
+            replaced = self._held(turn, name) if sets and part is None else held
             postings.append(
                 Posting(
                     seq=len(self._postings) + len(postings),
                     turn=turn,
                     name=name,
                     delta=value - replaced if sets else value,
-                    after=account.held,
+                    after=math.fsum(after[place]),
                     at_turn=at_turn,
                     op=event.op,
                     cause=event.cause,
@@ -298,45 +228,34 @@ class Ledger:
                     call=None if part is None else part.call,
                 )
             )
-        for place, account in after.items():
-            self._put(place, account, replaces=sets)
+        for place, partials in after.items():
+            self._put(place, partials, replaces=sets)
         self._postings += postings
         return postings
 
-    def _account(self, place: _Place) -> Account:
+    def _account(self, place: _Place) -> Partials:
         turn, name, part = place
         if part is None:
-            return self._accounts.get(turn, {}).get(name) or Account()
-        return self._parts.get(turn, {}).get((name, part)) or Account()
+            return self._accounts.get(turn, {}).get(name, _NOTHING)
+        return self._parts.get(turn, {}).get((name, part), _NOTHING)
 
-    def _put(self, place: _Place, account: Account, *, replaces: bool) -> None:
+    def _put(self, place: _Place, partials: Partials, *, replaces: bool) -> None:
         turn, name, part = place
         accounts = self._accounts.setdefault(turn, {})
         if part is None:
-            accounts[name] = account
+            accounts[name] = partials
             if replaces and turn in self._parts:
                 self._parts[turn] = {key: of for key, of in self._parts[turn].items() if key[0] != name}
         else:
-            accounts.setdefault(name, Account())
-            self._parts.setdefault(turn, {})[name, part] = account
+            accounts.setdefault(name, _NOTHING)
+            self._parts.setdefault(turn, {})[name, part] = partials
         self._totals.pop(turn, None)
 
-    def restore(self, posting: Posting) -> None:
-        """Append a posting of another ledger."""
-        part = None
-        if posting.start is not None and posting.end is not None:
-            part = TurnPart(start=posting.start, end=posting.end, call=posting.call)
-        place, sets = (posting.turn, posting.name, part), posting.op == "set"
-        account = Account([posting.after]) if sets else self._account(place).plus(posting.delta)
-        self._put(place, account, replaces=sets)
-        self._postings.append(posting)
-
     def _held(self, turn: int, name: str) -> float:
-        account = self._accounts.get(turn, {}).get(name)
-        held = account.held if account else 0.0
+        held = math.fsum(self._accounts.get(turn, {}).get(name, ()))
         if turn not in self._parts:
             return held
-        return math.fsum([held, *(of.held for (named, _), of in self._parts[turn].items() if named == name)])
+        return math.fsum([held, *(math.fsum(of) for (named, _), of in self._parts[turn].items() if named == name)])
 
     @property
     def rewarded(self) -> Collection[int]:
@@ -357,8 +276,8 @@ class Ledger:
         """The sum over names for a turn, computed when it is read, so that writing does not depend on the number of names."""
         total = self._totals.get(turn)
         if total is None:
-            held = [account.held for account in self._accounts.get(turn, {}).values()]
-            held += [account.held for account in self._parts.get(turn, {}).values()]
+            held = [math.fsum(partials) for partials in self._accounts.get(turn, {}).values()]
+            held += [math.fsum(partials) for partials in self._parts.get(turn, {}).values()]
             total = self._totals[turn] = math.fsum(held)
         return total
 
@@ -385,13 +304,13 @@ class Ledger:
         return SealedLedger(
             turns=turns,
             names=self._names(),
-            matrix={name: _frozen([self._held(turn, name) for turn in range(turns)]) for name in self._names()},
-            totals=_frozen(self.totals(turns)),
+            matrix={name: frozen([self._held(turn, name) for turn in range(turns)]) for name in self._names()},
+            totals=frozen(self.totals(turns)),
             postings=tuple(self._postings),
             parts=tuple(
-                PartReward(turn=turn, part=part, name=name, value=account.held)
+                PartReward(turn=turn, part=part, name=name, value=math.fsum(partials))
                 for turn, accounts in sorted(self._parts.items())
-                for (name, part), account in accounts.items()
+                for (name, part), partials in accounts.items()
             ),
         )
 
@@ -411,10 +330,8 @@ class RuleTarget(Protocol):
 class Rules:
     """The spec's `rewards.reassign`, compiled: it writes rewards after the action of a state. Shared by all episodes.
 
-    The postings of rule n, counted from 0, have the source `rule:<n>`, and the cause `rule <n>` unless the rule has one.
-
-    Raises:
-        GuardError: a `when` is not valid CEL.
+    The postings of rule n, from 0, have the source `rule:<n>`, and the cause `rule <n>` unless the rule has one. Raises: GuardError: a
+    `when` is not valid CEL.
     """
 
     __slots__ = ("_at", "states")
@@ -447,6 +364,18 @@ class Rules:
         return postings
 
 
+def _plus(partials: Partials, delta: float) -> Partials:
+    """The sum after one more posting."""
+    after = []
+    for partial in partials:
+        high, low = (delta, partial) if abs(delta) >= abs(partial) else (partial, delta)
+        delta = high + low
+        rest = low - (delta - high)
+        if rest:
+            after.append(rest)
+    return (*after, delta) if delta or not after else tuple(after)
+
+
 def _event(rule: ReassignRule, index: int) -> RewardEvent:
     """The event of a rule: for a transfer `from` pays and `to` receives, otherwise `to` is written."""
     transfer = rule.op == "transfer"
@@ -467,10 +396,9 @@ def _event(rule: ReassignRule, index: int) -> RewardEvent:
 
 
 def resolve_address(address: TurnAddress, at_turn: int, discount: float = 1.0) -> list[tuple[int, float]]:
-    """The turns of an address, each with its weight, where `at_turn` is the newest turn.
+    """The turns of an address with their weights, oldest first, where `at_turn` is the newest turn.
 
-    Returns:
-        (turn, weight), oldest first: 1 for a single turn, 1 / turns for `all`, `discount ** distance` from the newest for `each`.
+    The weight is 1 for a single turn, 1 / turns for `all`, `discount ** distance` from the newest for `each`.
 
     Raises:
         LedgerError: there is no such turn yet, or a power of `discount` is not finite.
@@ -504,12 +432,6 @@ def _resolve_part(address: PartAddress | None, turn: int, locate: Locate | None)
     if locate is None:
         raise LedgerError("a part of a turn was addressed, and the tokens of the turn are not known here")
     return locate(turn, address)
-
-
-def _frozen(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    array = np.array(values, dtype=np.float64)
-    array.flags.writeable = False
-    return array
 
 
 def _listed(names: Iterable[str]) -> str:

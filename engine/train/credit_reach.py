@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.rewards.credit import Member, credit, credit_tokens
-from engine.rewards.ledger import PartReward, SealedLedger, TurnPart
+from engine.rewards.sealed import PartReward, SealedLedger, TurnPart
 from engine.store.rows.build import member_of
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from pkgutil import resolve_name
 from engine.rewards.credit.base import EPSILON, Member, Values, returns_to_go
 from engine.rewards.credit.parts import credit_parts
 from engine.rewards.credit.placement import Where, place
-from engine.rewards.ledger import SealedLedger
+from engine.rewards.sealed import SealedLedger
 from engine.schemas.credit import CreditMethod
 
 __all__ = ["EPSILON", "Member", "Values", "Where", "credit", "credit_tokens", "place", "returns_to_go"]

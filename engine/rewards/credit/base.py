@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import LedgerError
-from engine.rewards.ledger import SealedLedger
+from engine.rewards.sealed import SealedLedger
 from engine.schemas.base import Struct
 from engine.schemas.credit import ComparedCredit
 

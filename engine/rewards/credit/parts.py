@@ -21,7 +21,7 @@ from dataclasses import replace
 import numpy as np
 
 from engine.rewards.credit.base import Member, Values, compare
-from engine.rewards.ledger import SealedLedger, TurnPart
+from engine.rewards.sealed import SealedLedger, TurnPart
 from engine.schemas.credit import CreditMethod
 
 ByToken = list[list[Values]]

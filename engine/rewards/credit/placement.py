@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from engine.errors import LedgerError
 from engine.rewards.credit.base import Values
-from engine.rewards.ledger import PartReward
+from engine.rewards.sealed import PartReward
 from engine.schemas.trajectory import Branch
 
 Where = Literal["last", "spread"]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.rewards.credit.base import Member, Values, compare_turns, returns_to_go, shaped
-from engine.rewards.ledger import SealedLedger
+from engine.rewards.sealed import SealedLedger
 from engine.schemas.credit import ProgressCredit
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from engine.errors import LedgerError
 from engine.masking import mask
 from engine.rewards.credit import Member, Values, Where, credit_tokens
-from engine.rewards.ledger import SealedLedger
+from engine.rewards.ledger import Ledger
 from engine.schemas.base import Struct
 from engine.schemas.credit import RewardsSpec
 from engine.storable import stored_fields
@@ -179,7 +179,7 @@ def member_of(trajectory: Trajectory, values: Sequence[Sequence[float]] | None =
             f"{trajectory.episode_id}: values for turns of {[len(of_turn) for of_turn in values]} tokens; they have {sizes}"
         )
     return Member(
-        ledger=SealedLedger.from_postings(trajectory.postings, len(turns)),
+        ledger=Ledger.of(trajectory.postings).seal(len(turns)),
         state_keys=[turn.state_key for turn in turns],
         values=None if values is None else np.array([value for of_turn in values for value in of_turn], np.float64),
         ends=list(accumulate(sizes)),

@@ -23,7 +23,7 @@ from engine.store.rows.columns import Columns, json_text, message_columns, outco
 
 if TYPE_CHECKING:
     from engine.rewards.credit import Member
-    from engine.rewards.ledger import PartReward
+    from engine.rewards.sealed import PartReward
     from engine.schemas.message import Message
     from engine.schemas.trajectory import ImageSpan
 

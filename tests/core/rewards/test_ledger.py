@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import LedgerError
-from engine.rewards.ledger import Ledger, SealedLedger, blame_of
+from engine.rewards.ledger import Ledger, blame_of
 from engine.schemas.reward import Posting, RewardEvent
 
 
@@ -266,7 +266,7 @@ def test_stored_postings_fold_to_the_same_ledger(written: list[tuple[RewardEvent
         post_what_goes(ledger, event, at_turn)
     sealed = ledger.seal(TURNS)
     stored = [Posting.read_json(posting.json()) for posting in sealed.postings]
-    again = SealedLedger.from_postings(stored, TURNS)
+    again = Ledger.of(stored).seal(TURNS)
     assert (again.turns, again.names, again.postings) == (sealed.turns, sealed.names, sealed.postings)
     assert again.totals.tobytes() == sealed.totals.tobytes()
     assert {name: held.tobytes() for name, held in again.matrix.items()} == {

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from engine.errors import GuardError, LedgerError
-from engine.rewards.ledger import Ledger, Rules, TurnPart
+from engine.rewards.ledger import Ledger, Rules
+from engine.rewards.sealed import TurnPart
 from engine.schemas.credit import ReassignRule
 from engine.schemas.reward import PartAddress, RewardEvent
 

@@ -12,7 +12,8 @@ from training_rows import row_of
 from trainings import begin_training, metric_lines
 
 from engine.rewards.credit import Member
-from engine.rewards.ledger import Ledger, TurnPart
+from engine.rewards.ledger import Ledger
+from engine.rewards.sealed import TurnPart
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import PartAddress, RewardEvent
 from engine.spec.load import load_spec

@@ -11,7 +11,8 @@ import pytest
 from training_rows import row_of, with_credit
 
 from engine.rewards.credit import Member
-from engine.rewards.ledger import Ledger, PartReward, SealedLedger, TurnPart
+from engine.rewards.ledger import Ledger
+from engine.rewards.sealed import PartReward, SealedLedger, TurnPart
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
 from engine.store.rows.row import TrainingRow

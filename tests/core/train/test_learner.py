@@ -16,7 +16,8 @@ from training_rows import row_of
 
 from engine.errors import TrainError
 from engine.rewards.credit import Member
-from engine.rewards.ledger import Ledger, SealedLedger
+from engine.rewards.ledger import Ledger
+from engine.rewards.sealed import SealedLedger
 from engine.schemas.credit import CreditMethod, EntryCredit, TurnReturnCredit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec

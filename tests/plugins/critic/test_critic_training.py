@@ -21,7 +21,8 @@ from engine.errors import TrainError
 from engine.plugins.critic.critic import Critic
 from engine.plugins.critic.spec import ValueCritic
 from engine.rewards.credit import Member
-from engine.rewards.ledger import Ledger, SealedLedger
+from engine.rewards.ledger import Ledger
+from engine.rewards.sealed import SealedLedger
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec

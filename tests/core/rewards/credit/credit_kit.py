@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from engine.rewards.credit import Member, credit
-from engine.rewards.ledger import Ledger, SealedLedger
+from engine.rewards.ledger import Ledger
+from engine.rewards.sealed import SealedLedger
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.trajectory import Branch

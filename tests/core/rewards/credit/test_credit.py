@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.rewards.credit import EPSILON, credit, returns_to_go
-from engine.rewards.ledger import SealedLedger
+from engine.rewards.sealed import SealedLedger
 from engine.schemas.credit import TurnReturnCredit
 
 GROUP = [sealed(0.0, 3.0), sealed(1.0), sealed(0.0, 0.0, 2.0)]

@@ -14,7 +14,8 @@ from engine.errors import LedgerError
 from engine.rewards.credit import Member, credit, credit_tokens
 from engine.rewards.credit.base import ROUNDING
 from engine.rewards.credit.parts import without_parts
-from engine.rewards.ledger import Ledger, SealedLedger, TurnPart
+from engine.rewards.ledger import Ledger
+from engine.rewards.sealed import SealedLedger, TurnPart
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import PartAddress, RewardEvent
 
@@ -123,7 +124,7 @@ def test_transfers_keep_the_sum_and_stored_postings_give_the_same_ledger(plain: 
             assert sum(open_ledger.totals(2)) == pytest.approx(total, abs=1e-12)
         total = sum(open_ledger.totals(2))
     one = open_ledger.seal(2)
-    again = SealedLedger.from_postings(one.postings, 2)
+    again = Ledger.of(one.postings).seal(2)
     assert again.totals.tolist() == one.totals.tolist()
     assert {name: row.tolist() for name, row in again.matrix.items()} == {
         name: row.tolist() for name, row in one.matrix.items()

@@ -13,7 +13,7 @@ from credit_kit import sealed
 
 from engine.errors import LedgerError
 from engine.rewards.credit import Member, credit, credit_tokens
-from engine.rewards.ledger import PartReward, TurnPart
+from engine.rewards.sealed import PartReward, TurnPart
 from engine.schemas.credit import read_credit
 
 Turns = list[list[float]]

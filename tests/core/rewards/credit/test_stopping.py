@@ -11,7 +11,7 @@ import pytest
 from credit_kit import sealed
 
 from engine.rewards.credit import credit, returns_to_go
-from engine.rewards.ledger import SealedLedger
+from engine.rewards.sealed import SealedLedger
 from engine.schemas.credit import TurnReturnCredit
 
 PATHS = [((0.0,), 0.5, (0.5,)), ((0.0, 2.0), 0.25, (-0.5, 0.5)), ((0.0, 1.0), 0.25, (-0.5, -0.5))]
