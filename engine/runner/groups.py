@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -57,47 +57,36 @@ class GroupRequest(Struct, frozen=True, kw_only=True):
     """Version of the weights when the group starts; of its oldest token, if it continues."""
 
 
-class GroupRows(Protocol):
-    """Makes a group's training rows: `engine.train.batches.GroupBuilder`."""
-
-    def group(self, request: GroupRequest, trajectories: Sequence[Trajectory]) -> Group:
-        """Make a group of its finished episodes. It has no rows if too few of them are trainable."""
-
-
-class FinishedEpisodes(Protocol):
-    """The episodes that need not be run, because they are finished and stored."""
-
-    def finished(self, task_id: str, sample: int) -> Trajectory | None:
-        """A finished episode; None if it is not finished."""
+RowMaker = Callable[[GroupRequest, "Sequence[Trajectory]"], Group]
+"""Makes a group of its finished episodes, as `engine.train.batches.GroupBuilder.group`: without rows if too few of them are trainable."""
+FinishedEpisode = Callable[[str, int], "Trajectory | None"]
+"""(task id, sample) -> an episode that need not be run, because it is finished and stored; None if it is not finished."""
 
 
 class GroupRunner:
     """Runs groups, each episode as `engine run` does. Use it inside `runner.serving()`.
 
-    >>> groups = GroupRunner(runner, GroupBuilder(spec, train, base), asyncio.Semaphore(64))
-    >>> group = await groups.group(GroupRequest(number=0, task=task, samples=8, version=0))
-
     Args:
         runner: Runs single episodes.
         rows: Makes the training rows of a group.
         live: Bounds the episodes that run at the same time.
-        stored: Episodes that are read instead of run.
+        finished: Finds episodes that are read instead of run.
         progress: Called with each episode that has ended. An error that it raises ends the group.
     """
 
     def __init__(
         self,
         runner: EpisodeRunner,
-        rows: GroupRows,
+        rows: RowMaker,
         live: asyncio.Semaphore,
-        stored: FinishedEpisodes | None = None,
+        finished: FinishedEpisode = lambda task_id, sample: None,
         *,
         progress: Callable[[Trajectory], None] | None = None,
     ) -> None:
         self._runner = runner
         self._rows = rows
         self._live = live
-        self._stored = stored
+        self._finished = finished
         self._progress = progress
         self.running = 0
         """Number of episodes that run."""
@@ -105,10 +94,7 @@ class GroupRunner:
     async def group(self, request: GroupRequest) -> Group:
         """Run a group's episodes, and make its rows. An episode that the engine could not finish is missing.
 
-        Raises:
-            LedgerError: the credit method cannot be computed.
-            TrainError: kind `train_setup`: a bonus function returned an invalid value.
-            EngineError: as `episode`; the group's other episodes are cancelled.
+        Raises: EngineError: as `episode` (the group's other episodes are cancelled), or the rows cannot be made.
         """
         try:
             async with asyncio.TaskGroup() as episodes:
@@ -119,17 +105,14 @@ class GroupRunner:
         except BaseExceptionGroup as several:
             raise first_of(several) from None
         ended = [trajectory for work in works if (trajectory := work.result()) is not None]
-        return self._rows.group(request, ended)
+        return self._rows(request, ended)
 
     async def episode(self, task: Task, sample: int) -> Trajectory | None:
         """Run an episode, or read it if it is finished. None: the engine itself failed, and the runner's `faults` say why.
 
-        Raises:
-            StoreError: the run store cannot be written.
-            OutageError: no server replied for `backend.wait`.
-            FailingError: the first episodes all failed with one cause.
+        Raises: StoreError, OutageError (no server replied for `backend.wait`), FailingError (the first all failed with one cause).
         """
-        if self._stored is not None and (finished := self._stored.finished(task.id, sample)) is not None:
+        if (finished := self._finished(task.id, sample)) is not None:
             return finished
         async with self._live:
             self.running += 1
@@ -156,11 +139,6 @@ class GroupSchedule:
     """Collects the batches of a training. Use it inside `runner.serving()`, and close it.
 
     Args:
-        groups: Runs the groups.
-        order: The task of each group.
-        train: Batch size, staleness limit, dynamic sampling.
-        samples: Episodes per group.
-        max_live_episodes: Maximum number of episodes that run at the same time.
         batches: Number of batches that will be collected: no group is started for later ones. None: unlimited.
         version: Version of the weights that the backend samples with.
         consumed: Groups that must not be started.
@@ -207,11 +185,7 @@ class GroupSchedule:
         self._collected = 0
 
     async def batch(self) -> Batch:
-        """Collect the next batch: `tasks_per_step` groups, or fewer if dynamic sampling reached `max_sampling_rounds`.
-
-        Raises:
-            EngineError: as `GroupRunner.group`.
-        """
+        """Collect the next batch: `tasks_per_step` groups, or fewer if dynamic sampling reached `max_sampling_rounds`."""
         batch = self._batch = Batch(self.version)
         self._collected = 0
         most_groups = self._train.max_sampling_rounds * self._groups_per_batch

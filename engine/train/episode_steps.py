@@ -153,7 +153,11 @@ class EpisodeSteps(StepSource):
 
         live = rollout.live_episodes or 2 * rollout.concurrency
         groups = GroupRunner(
-            runner, self._rows, asyncio.Semaphore(live), self._stored, progress=lambda _: trainer.observers.progressed()
+            runner,
+            self._rows.group,
+            asyncio.Semaphore(live),
+            self._stored.finished,
+            progress=lambda _: trainer.observers.progressed(),
         )
         self._schedule = GroupSchedule(
             groups,

@@ -68,7 +68,7 @@ class FinishedEpisodes:
         self.ids = reader.finished()
 
     def finished(self, task_id: str, sample: int) -> Trajectory | None:
-        """See `engine.runner.groups.FinishedEpisodes`."""
+        """A finished episode; None if it is not finished."""
         episode_id = episode_id_of(task_id, sample)
         if episode_id not in self.ids:
             return None
@@ -78,18 +78,6 @@ class FinishedEpisodes:
     def add(self, trajectory: Trajectory) -> None:
         """Count an episode that has ended."""
         self.ids.add(trajectory.episode_id)
-
-
-class _RowsOfRun:
-    """Makes rows with the id of the run: the store of a driver has an id of its own."""
-
-    def __init__(self, rows: GroupBuilder, run_id: str) -> None:
-        self._rows = rows
-        self._run_id = run_id
-
-    def group(self, request: GroupRequest, trajectories: Sequence[Trajectory]) -> Group:
-        """See `GroupBuilder.group`."""
-        return self._rows.group(request, [replace(trajectory, run_id=self._run_id) for trajectory in trajectories])
 
 
 class GroupRuns:
@@ -127,14 +115,18 @@ class GroupRuns:
         self.places = {task.id: place for place, task in enumerate(tasks)}
         """The position of each task by id."""
         self._live = asyncio.Semaphore(self.capacity)
-        self._rows = _RowsOfRun(GroupBuilder(loaded.spec, train, loaded.base), store.run_id)
+        self._rows = GroupBuilder(loaded.spec, train, loaded.base)
         self._runners = {b"{}": self._group_runner(runner)}
         self._services = AsyncExitStack()
         self._making = asyncio.Lock()
         self._groups: dict[tuple[str, int], asyncio.Task[Group]] = {}
 
     def _group_runner(self, runner: EpisodeRunner) -> GroupRunner:
-        return GroupRunner(runner, self._rows, self._live, self.finished, progress=self.finished.add)
+        return GroupRunner(runner, self._group, self._live, self.finished.finished, progress=self.finished.add)
+
+    def _group(self, request: GroupRequest, trajectories: Sequence[Trajectory]) -> Group:
+        """A group whose rows have the id of the run: the store of a driver has an id of its own."""
+        return self._rows.group(request, [replace(ended, run_id=self._store.run_id) for ended in trajectories])
 
     async def close(self) -> None:
         """Close the runners of other samplings."""

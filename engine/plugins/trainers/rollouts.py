@@ -133,7 +133,7 @@ class TrainerRollouts:
         self._runner.faults = self.faults
         rollout = self.spec.rollout
         live = asyncio.Semaphore(rollout.live_episodes or 2 * rollout.concurrency)
-        self._group_runner = GroupRunner(self._runner, self._rows, live)
+        self._group_runner = GroupRunner(self._runner, self._rows.group, live)
         await self._services.enter_async_context(self._runner.serving())
 
     async def close(self) -> None:

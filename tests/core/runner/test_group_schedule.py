@@ -120,7 +120,7 @@ def schedule_of(
     spec, wanted = spec_of(**train)
     order = TaskOrder(TASKS, shuffle=wanted.shuffle, seed=wanted.seed)
     return GroupSchedule(
-        GroupRunner(fake, GroupBuilder(spec, wanted, None), asyncio.Semaphore(max_live_episodes)),
+        GroupRunner(fake, GroupBuilder(spec, wanted, None).group, asyncio.Semaphore(max_live_episodes)),
         order,
         wanted,
         samples=samples,
@@ -220,7 +220,7 @@ async def test_a_group_that_failures_left_too_small_for_a_baseline_does_not_trai
     rewards = spec.rewards.model_copy(update={"credit": read_credit(credit)})
     rows = GroupBuilder(spec.model_copy(update={"rewards": rewards}), wanted, None)
     order = TaskOrder(TASKS, shuffle=False, seed=0)
-    groups = GroupRunner(runner, rows, asyncio.Semaphore(100))
+    groups = GroupRunner(runner, rows.group, asyncio.Semaphore(100))
     batch = await GroupSchedule(groups, order, wanted, samples=4, max_live_episodes=100).batch()
     assert ids(batch.left_out) == left_out
     assert batch.metrics()["groups/small"] == len(left_out)

@@ -77,7 +77,7 @@ async def test_batches_are_full_and_every_draw_is_accounted_for(
     order = TaskOrder(TASKS, shuffle=False, seed=0)
     found = DifficultyFilter(DifficultySpec(window=2, keep=keep), order, seed=1)
     fake: Any = FakeRunner(lambda task, sample: float(sample < 2 * solved[int(task[1])]), lambda task, sample: 1)
-    groups = GroupRunner(fake, GroupBuilder(spec, wanted, None), asyncio.Semaphore(100))
+    groups = GroupRunner(fake, GroupBuilder(spec, wanted, None).group, asyncio.Semaphore(100))
     schedule = GroupSchedule(groups, order, wanted, samples=2, max_live_episodes=100, difficulty=found)
     seen: Counter[int] = Counter()
     tasks: list[str] = []

@@ -96,7 +96,7 @@ def test_no_group_trains_twice_and_none_is_lost_however_often_it_is_killed(
         fake: Any = Killable(store, rewards, ticks)
         fake.version = version
         schedule = GroupSchedule(
-            GroupRunner(fake, GroupBuilder(spec, wanted, None), asyncio.Semaphore(100), store),
+            GroupRunner(fake, GroupBuilder(spec, wanted, None).group, asyncio.Semaphore(100), store.finished),
             TaskOrder(TASKS, shuffle=False, seed=0),
             wanted,
             samples=2,
