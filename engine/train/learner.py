@@ -17,48 +17,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from msgspec.structs import replace
-from safetensors import SafetensorError
 
 from engine.errors import TrainError
 from engine.train.auxiliary import AuxiliaryObjective, Forward
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
 from engine.train.loss_columns import LossColumns, minibatches, whitened_advantages
 from engine.train.loss_tokens import LossTokens
-from engine.train.loss_weights import mean_episode_length, token_loss_weights
+from engine.train.loss_weights import mean_length_of, weighted_parts
 from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums, mean_metrics
-from engine.train.moments import load_moments, load_random_state, moments, random_state
 from engine.train.optimizers import MasterWeights, learning_rate, make_optimizer, set_rate, update
 from engine.train.packing import Pack, pack_rows
-from engine.train.reward_kl import RewardKl
-from engine.train.state_parts import StatePart, part_folder
-from engine.train.tensor_files import read_tensors, stored_names, write_tensors
+from engine.train.state_parts import StatePart, load_optimizer, load_parts, optimizer_tensors, save_parts
 
 if TYPE_CHECKING:
-    from engine.schemas.credit import CreditMethod
     from engine.schemas.train import TrainSpec
     from engine.store.rows.row import Floats, TrainingRow
     from engine.tokens.image_bank import SentImages
     from engine.train.policy import Policy
 
-LENGTH = "loss_length"
-"""Name in the optimizer's part of a checkpoint of the constant of `dr_grpo` that was measured; 0: not measured yet."""
-
 
 class Learner:
-    """A policy and its optimizer.
+    """A policy and its optimizer. Each process of a training has one; that of process 0 calls the others.
 
     Args:
-        policy: The model to train.
-        spec: The `train:` section.
-        episode_tokens: Maximum number of tokens of an episode: the constant of `dr_grpo` in trainings that engines began which did
-            not measure it.
-        process_group: The processes of the training. Each has a learner; process 0's learner calls the others.
+        episode_tokens: Maximum number of tokens of an episode: the constant of `dr_grpo` in trainings that did not measure it.
         objectives: What is computed and trained beside the policy.
-        credit: The credit method, which computes advantages again if the reward has KL penalties.
-
-    Raises:
-        TrainError: kind `train_setup`: no parameter is trained, or the credit method takes no penalties.
     """
 
     def __init__(
@@ -69,16 +53,13 @@ class Learner:
         episode_tokens: int | None = None,
         process_group: ProcessGroup | None = None,
         objectives: Sequence[AuxiliaryObjective] = (),
-        credit: CreditMethod | None = None,
     ) -> None:
-        penalties = [RewardKl(spec.kl.coefficient, credit)] if spec.kl.in_reward else []
-        self.objectives: list[AuxiliaryObjective] = [*penalties, *objectives]
+        self.objectives = objectives
         self.policy = policy
         self.process_group: ProcessGroup = process_group or SingleProcessGroup()
         self._offload = spec.memory.offload == "optimizer"
-        policy.shard(
-            offload=spec.memory.offload == "all"
-        )  # before the optimizer is made: sharding replaces the parameters
+        # Before the optimizer is made: sharding replaces the parameters.
+        policy.shard(offload=spec.memory.offload == "all")
         for other in self.objectives:
             other.shard(offload=spec.memory.offload == "all")
         self._spec = spec
@@ -88,11 +69,6 @@ class Learner:
         self._masters = MasterWeights(dict(policy.named_parameters()))
         self._parameters = list(self._masters.named.values())
         """What the optimizer updates, and what has the gradients."""
-        if not self._parameters:
-            raise TrainError(
-                "no parameter is trained: the patterns of `train.freeze` match all of them; remove one",
-                kind="train_setup",
-            )
         self.optimizer = make_optimizer(self._parameters, spec.optimizer)
         self.lora = spec.lora is not None
         self.rate = spec.optimizer.lr
@@ -110,16 +86,13 @@ class Learner:
         rate: float | None = None,
         most_updates: int | None = None,
     ) -> dict[str, float]:
-        """Train on one batch, in all processes.
+        """Train on one batch, in all processes. Returns metrics: means over the updates, maxima for names that end in `max`.
 
         Args:
             rows: The training rows of the batch.
             step: The batch's number, from 0. It sets the learning rate and the order of mini-batches.
             rate: The learning rate. Default: that of the schedule.
             most_updates: Stop after this number of updates: a step that failed after them is done again.
-
-        Returns:
-            Metrics: means over the updates; maxima for names that end in `max`.
 
         Raises:
             TrainError: kind `diverged`: the loss or the gradient norm is not finite.
@@ -151,14 +124,14 @@ class Learner:
         columns, metrics = self._columns(rows, step)
         length = self._length
         if length is None:
-            length = mean_episode_length(*_lengths(columns))
+            length = mean_length_of(columns)
         rate = self.rate = learning_rate(spec, step) if rate is None else rate
         set_rate(self.optimizer, rate)
         holds = any(other.holds_policy(step) for other in self.objectives)
         epochs = [(other, spec.update_epochs if other.epochs is None else other.epochs) for other in self.objectives]
         for number in range(max(spec.update_epochs, *(count for _, count in epochs), 0)):
             parts = minibatches(columns, spec.minibatches, seed=(spec.seed, step, number))
-            for part in self._weighted(parts, length):
+            for part in weighted_parts(spec.loss, parts, length):
                 if self.updates == most_updates:
                     break
                 others = [other for other, count in epochs if number < count]
@@ -203,23 +176,11 @@ class Learner:
             return spec.update_epochs * spec.minibatches > 1
         return spec.proximal_logprobs == "recompute"
 
-    def _weighted(self, parts: Sequence[Sequence[LossColumns]], length: float | None) -> list[list[LossColumns]]:
-        """The mini-batches of a batch with loss weights. `length`: that of `dr_grpo`."""
-        lengths, episodes = _lengths([of_row for part in parts for of_row in part])
-        numbers = [number for number, part in enumerate(parts) for _ in part]
-        weights = iter(token_loss_weights(self._spec.loss, lengths, episodes, minibatches=numbers, length=length))
-        return [[replace(of_row, weights=next(weights)) for of_row in part] for part in parts]
-
     @torch.no_grad()
     def per_token(self, rows: Sequence[LossColumns], compute: Callable[[Pack], torch.Tensor]) -> list[Floats]:
-        """Compute one number for each trained token in all processes, without a graph.
+        """Compute one number for each trained token in all processes, without a graph: for each row, float32 [n].
 
-        Args:
-            rows: The rows; `row.places` says which tokens are trained.
-            compute: Gives the numbers of a pack, in the order of its labels.
-
-        Returns:
-            For each row, float32 [n].
+        `compute` gives the numbers of a pack, in the order of its labels.
         """
         by_row = [np.zeros(len(of_row.row.places), np.float32) for of_row in rows]
         mine: dict[int, np.ndarray] = {}
@@ -236,7 +197,7 @@ class Learner:
         memory = self._spec.memory
         shares = memory.share_prefixes and self.policy.can_share_prefixes
         packed = pack_rows([of_row.row for of_row in rows], memory.max_tokens_per_microbatch, share_prefixes=shares)
-        packs = self.process_group.assign(packed, _cost)
+        packs = self.process_group.assign(packed, lambda pack: pack.tokens)
         vision = self.policy.net.vision
         if vision is not None:
             vision.bank.expect(image.image for pack, _ in packs for image in pack.images)
@@ -247,13 +208,9 @@ class Learner:
     def _update(
         self, columns: Sequence[LossColumns], others: Sequence[AuxiliaryObjective], *, policy: bool, holds_policy: bool
     ) -> dict[str, float]:
-        """Make one optimizer step.
+        """Make one optimizer step on a mini-batch, for the policy and the objectives `others`.
 
-        Args:
-            columns: The mini-batch.
-            others: The objectives that are trained.
-            policy: Whether the policy's loss is computed. Without it the policy is left as it is.
-            holds_policy: The policy's step is left out, and its loss is computed all the same.
+        Without `policy` its loss is not computed, and it is left as it is; with `holds_policy` only its step is left out.
         """
         loss, loss_of_others, metrics = 0.0, 0.0, MetricSums()
         for pack, counts in self.packs(columns):
@@ -324,8 +281,7 @@ class Learner:
     ) -> dict[str, float]:
         """Clip the gradients of an update. Returns their norms before, and the policy's loss.
 
-        Raises:
-            TrainError: kind `diverged`: a loss or a norm is not finite; the gradients are gone.
+        Raises: TrainError: kind `diverged`: a loss or a norm is not finite; the gradients are gone.
         """
         metrics = {}
         if policy:
@@ -365,43 +321,29 @@ class Learner:
     def save_state(self, folder: Path) -> None:
         """Write each part into a folder of its own; each process writes its part of each tensor.
 
-        Raises:
-            TrainError: kind `diverged`: a value is not finite.
-            OSError: a process cannot write.
+        Raises: TrainError: kind `diverged`: a value is not finite; OSError: a process cannot write.
         """
         self.process_group.call_others("save_state", folder)
-        for name, part in self.state_parts().items():
-            write_tensors(part.tensors(), folder / name, self.process_group)
+        save_parts(self.state_parts(), folder, self.process_group)
 
     def load_state(self, folder: Path) -> None:
         """Read what `save_state` wrote, with this or another number of processes; each reads its part of each tensor.
 
-        Raises:
-            TrainError: kind `checkpoint`: a part cannot be read, or belongs to another model or other settings.
+        Raises: TrainError: kind `checkpoint`: a part cannot be read, or belongs to another model or other settings.
         """
         self.process_group.call_others("load_state", folder)
-        try:
-            for name, part in self.state_parts().items():
-                with part_folder(folder, name) as place:
-                    part.load(place)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            raise TrainError(f"cannot resume from {folder}: {error}", kind="checkpoint") from error
+        load_parts(self.state_parts(), folder)
 
     def _load_policy(self, folder: Path) -> None:
         self.policy.load_state(folder, self._masters.tensors())
         self._masters.publish()
 
     def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        length = torch.tensor(self._length or 0.0, dtype=torch.float64)
-        return moments(self.optimizer, self._masters.named) | random_state(self.process_group) | {LENGTH: length}
+        return optimizer_tensors(self.optimizer, self._masters.named, self._length, self.process_group)
 
     def _load_optimizer(self, folder: Path) -> None:
-        load_moments(folder, self.optimizer, self._masters.named, self.process_group)
-        load_random_state(folder, self.process_group)
-        length = torch.tensor(self._longest or 0.0, dtype=torch.float64)
-        if LENGTH in stored_names(folder):
-            read_tensors({LENGTH: length}, folder, self.process_group)
-        self._length = self._spec.loss.constant_length or length.item() or None
+        length = load_optimizer(folder, self.optimizer, self._masters.named, self.process_group)
+        self._length = self._spec.loss.constant_length or (self._longest if length is None else length) or None
 
     def follow(self) -> None:
         """In every process except process 0: run the calls of process 0 until it closes."""
@@ -412,13 +354,3 @@ class Learner:
             "use_longest_episode": self.use_longest_episode,
         }
         self.process_group.serve_calls(calls)
-
-
-def _lengths(columns: Sequence[LossColumns]) -> tuple[list[int], list[str]]:
-    """The number of trained tokens of each row, and the id of its episode."""
-    rows = [of_row.row for of_row in columns]
-    return [len(row.places) for row in rows], [row.episode.episode_id for row in rows]
-
-
-def _cost(pack: Pack) -> int:
-    return pack.tokens

@@ -25,12 +25,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from engine.errors import TrainError
 from engine.schemas.loss import Denominator, Loss
+
+if TYPE_CHECKING:
+    from engine.train.loss_columns import LossColumns
 
 Values = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -119,6 +124,25 @@ def mean_episode_length(lengths: Sequence[int] | Counts, episodes: Sequence[str]
     """
     trained = {episode for episode, count in zip(episodes, lengths, strict=True) if count}
     return int(np.sum(lengths)) / len(trained) if trained else None
+
+
+def weighted_parts(loss: Loss, parts: Sequence[Sequence[LossColumns]], length: float | None) -> list[list[LossColumns]]:
+    """The mini-batches of a batch with loss weights. `length`: the constant of `constant_length` if the loss gives none."""
+    lengths, episodes = _lengths([of_row for part in parts for of_row in part])
+    numbers = [number for number, part in enumerate(parts) for _ in part]
+    weights = iter(token_loss_weights(loss, lengths, episodes, minibatches=numbers, length=length))
+    return [[replace(of_row, weights=next(weights)) for of_row in part] for part in parts]
+
+
+def mean_length_of(columns: Sequence[LossColumns]) -> float | None:
+    """The mean number of trained tokens of a batch's episodes that have some; None if none has."""
+    return mean_episode_length(*_lengths(columns))
+
+
+def _lengths(columns: Sequence[LossColumns]) -> tuple[list[int], list[str]]:
+    """The number of trained tokens of each row, and the id of its episode."""
+    rows = [of_row.row for of_row in columns]
+    return [len(row.places) for row in rows], [row.episode.episode_id for row in rows]
 
 
 def _numbered(names: Sequence[str] | Sequence[int] | Counts) -> Counts:

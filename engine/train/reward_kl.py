@@ -15,8 +15,14 @@ from engine.train.kl import LEAST_LOGPROB
 
 if TYPE_CHECKING:
     from engine.schemas.credit import CreditMethod
+    from engine.schemas.train import KlSpec
     from engine.train.learner import Learner
     from engine.train.loss_columns import LossColumns
+
+
+def reward_penalties(kl: KlSpec, credit: CreditMethod | None) -> list[AuxiliaryObjective]:
+    """The objective of `train.kl.in: reward`, before all others; else none."""
+    return [RewardKl(kl.coefficient, credit)] if kl.in_reward else []
 
 
 class RewardKl(AuxiliaryObjective):

@@ -17,6 +17,7 @@ from engine.train.auxiliary import open_objectives
 from engine.train.distributed import join_alone
 from engine.train.learner import Learner
 from engine.train.policy import Policy
+from engine.train.reward_kl import reward_penalties
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
@@ -111,11 +112,9 @@ def learner_of(loaded: LoadedSpec, format: ChatTemplate, process_group: ProcessG
         process_group=process_group,
         replay_experts=spec.backend.asks_experts and train.samples_episodes,
     )
-    objectives = open_objectives(loaded, train, format, policy)
+    objectives = reward_penalties(train.kl, credit) + open_objectives(loaded, train, format, policy)
     length = spec.limits.tokens_per_episode
-    return Learner(
-        policy, train, episode_tokens=length, process_group=process_group, objectives=objectives, credit=credit
-    )
+    return Learner(policy, train, episode_tokens=length, process_group=process_group, objectives=objectives)
 
 
 def follow(loaded: LoadedSpec, process_group: ProcessGroup) -> None:

@@ -29,10 +29,9 @@ from engine.errors import TrainError
 from engine.plugins.critic.value_loss import ValueTokens, value_metrics, value_objective
 from engine.train.auxiliary import AuxiliaryObjective, Forward
 from engine.train.credited_rows import PENALTIES, credited_columns, with_last_state
-from engine.train.moments import load_moments, moments
 from engine.train.optimizers import MasterWeights
 from engine.train.policy import enable_gradient_checkpointing
-from engine.train.state_parts import StatePart
+from engine.train.state_parts import StatePart, load_moments, moments
 from engine.train.tensor_files import read_tensors, stored_names
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from engine.train.checkpoint import Checkpoints, State
 from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_process_group
 from engine.train.learner import Learner
 from engine.train.policy import Policy, open_model
+from engine.train.reward_kl import reward_penalties
 from engine.train.tensor_files import read_tensors, stored_names
 
 VOCABULARY = 101
@@ -177,8 +178,7 @@ def learner_of(process_group: ProcessGroup, folder: Path, kind: str) -> Learner:
         policy,
         spec,
         process_group=process_group,
-        objectives=[critic] if critic is not None else [],
-        credit=TurnReturnCredit(),
+        objectives=[*reward_penalties(spec.kl, TurnReturnCredit()), *([critic] if critic is not None else [])],
     )
     for group in critic.optimizer.param_groups if critic is not None else ():
         group["eps"] = 1e-3

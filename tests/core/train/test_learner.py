@@ -25,6 +25,7 @@ from engine.store.rows.row import RowCredit, TrainingRow
 from engine.train.learner import Learner
 from engine.train.optimizers import learning_rate
 from engine.train.policy import Policy
+from engine.train.reward_kl import reward_penalties
 
 
 def sealed(rewards: Sequence[float]) -> SealedLedger:
@@ -61,7 +62,7 @@ def make_rows(groups: int = 3, samples: int = 4, seed: int = 0) -> list[Training
 def learner_of(folder: Path, credit: CreditMethod | None = None, **train: Any) -> Learner:
     spec = TrainSpec.model_validate({"optimizer": {"lr": 1e-3, "max_grad_norm": None}} | train)
     policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None)
-    return Learner(policy, spec, episode_tokens=64, credit=credit)
+    return Learner(policy, spec, episode_tokens=64, objectives=reward_penalties(spec.kl, credit))
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:
