@@ -108,6 +108,7 @@ class CodeCall:
         self.loop = asyncio.get_running_loop()
         """The main loop."""
         self.context = copy_context()
+        """Holds the call, so who runs it takes it away: else only the collector could free the call."""
         self.context.run(CALL.set, self)
         self.place: Threads | CodeLoop | None = None
         """What runs it."""

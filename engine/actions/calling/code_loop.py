@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import Context
 from types import CoroutineType, FrameType
 from typing import Any
 
@@ -195,11 +196,13 @@ class CodeLoop:
                 continue
             call.began, call.blocked = time.monotonic(), self.blocked
             self._stepping = call
+            context = call.context
+            del call.context
             try:
-                code = call.context.run(call.function, *call.args)
+                code = context.run(call.function, *call.args)
                 if type(code) is not CoroutineType:
                     code = _awaiting(code)
-                waited_for = call.context.run(code.send, None)
+                waited_for = context.run(code.send, None)
             except StopIteration as end:
                 call.result = (end.value, None)
             except BaseException as error:  # noqa: BLE001  (any exception is passed to the caller)
@@ -210,7 +213,7 @@ class CodeLoop:
                     self._loop.create_task(self._run(calls))
                     calls = deque()
                 try:
-                    call.result = (await self._rest(call, code, waited_for), None)
+                    call.result = (await self._rest(call, context, code, waited_for), None)
                 except BaseException as error:  # noqa: BLE001  (as above)
                     call.result = (None, error)
                 call.task = None
@@ -224,7 +227,7 @@ class CodeLoop:
                 return
 
     @types.coroutine
-    def _rest(self, call: CodeCall, code: Any, waited_for: Any) -> Generator[Any, Any, Any]:
+    def _rest(self, call: CodeCall, context: Context, code: Any, waited_for: Any) -> Generator[Any, Any, Any]:
         """Run the rest of a coroutine that waits, each step in the call's context."""
         while True:
             try:
@@ -235,7 +238,7 @@ class CodeLoop:
                 step, value = code.send, sent
             self._stepping = call
             try:
-                waited_for = call.context.run(step, value)
+                waited_for = context.run(step, value)
             except StopIteration as end:
                 return end.value
             finally:

@@ -96,9 +96,11 @@ class Threads:
             call.began = time.monotonic()
             if call.over:  # its caller gave up while it waited for a thread
                 continue
+            context = call.context
+            del call.context
             try:
                 try:
-                    call.result = (call.context.run(call.function, *call.args), None)
+                    call.result = (context.run(call.function, *call.args), None)
                 except BaseException as error:  # noqa: BLE001  (any exception is handed to the caller)
                     call.result = (None, error)
                 if given_up := not call.take():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from functools import partial
 
 import pytest
 
+from engine.actions.calling.code_call import CodeCall
 from engine.actions.calling.workers import Workers, call_spec_code, on_main_loop
 from engine.errors import SpecCodeError
 
@@ -38,6 +40,24 @@ async def test_async_functions_run_on_one_loop_in_another_thread(workers: Worker
     thread, loop = await ask(workers, where)
     assert thread != threading.get_ident()
     assert await ask(workers, where) == (thread, loop)
+
+
+async def test_calls_are_freed_without_the_collector(workers: Workers) -> None:
+    async def waits() -> None:
+        await asyncio.sleep(0)
+
+    async def answers() -> None:
+        return None
+
+    gc.collect()
+    gc.disable()
+    try:
+        for function in (int, answers, waits) * 3:
+            await call_spec_code(workers, function, seconds=5.0, blame="tool", what="freed")
+        calls = [value for value in gc.get_objects() if isinstance(value, CodeCall) and value.what == "freed"]
+    finally:
+        gc.enable()
+    assert len(calls) <= 2  # the newest of each kind of thread
 
 
 async def test_functions_of_the_engine_run_on_the_main_loop(workers: Workers) -> None:
