@@ -58,7 +58,8 @@ class CompiledSpec:
         self.ends = frozenset(["", *(state for state in machine.final if state not in actions)])
         """The states whose entry ends an episode, because no action remains there; "" where the machine stops."""
         environment = spec.environment.facts if spec.environment else None
-        self._shows_written = environment is not None and environment.reads_written
+        self.shows_written = environment is not None and environment.reads_written
+        """Whether views of episodes show the newest reply as it was sampled."""
 
     def episode(self, task: Task, sample: int, tools: Sequence[dict[str, Any]]) -> Episode:
         """Build a new episode in the machine's first state.
@@ -69,7 +70,7 @@ class CompiledSpec:
             tools: The tools that its prompt lists.
         """
         conversation = Conversation(self.template, tools, self.spec.model.history)
-        return Episode(self, task, sample, conversation, shows_written=self._shows_written)
+        return Episode(self, task, sample, conversation)
 
     def with_actions(self, actions: Mapping[str, Action]) -> CompiledSpec:
         """The spec with other actions, by state."""

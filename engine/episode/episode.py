@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
@@ -27,7 +27,7 @@ from engine.rewards.ledger import Ledger
 from engine.rewards.sealed import TurnPart
 from engine.schemas.environment import EpisodeView, Task
 from engine.schemas.journal import FailureRecord, LimitRecord, UnreadRecord
-from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
+from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Blame, Condensation, Failure, Outcome, Trajectory, Turn
 from engine.storable import valid_text, words_of
 from engine.store.store import episode_id_of
@@ -44,45 +44,25 @@ log = structlog.get_logger(__name__)
 
 _BLAMES = frozenset(get_args(Blame))
 
+_RARE = frozenset({"user_tokens", "unreceived_replies", "condensations", "images"})
+"""Counts of a trajectory that are left out where they are 0."""
+
 _NO_BLOCKS: dict[int, str] = {}
 _NO_FEEDBACK: dict[str, Any] = {"solved": False, "satisfied": False, "malformed": False}
-
-
-class Applies(Protocol):
-    """The half of an action that an episode needs."""
-
-    def apply(self, episode: Episode, record: Any) -> str:
-        """Apply a record to the episode, and return the event."""
-        ...
 
 
 class Compiled(Protocol):
     """What an episode needs of `engine.episode.compiled.CompiledSpec`."""
 
-    @property
-    def spec(self) -> EpisodeSpec:
-        """The spec."""
-        ...
-
-    @property
-    def machine(self) -> Machine:
-        """Its machine."""
-        ...
-
-    @property
-    def rules(self) -> Rules:
-        """Its reward rules."""
-        ...
-
-    @property
-    def actions(self) -> Mapping[str, Applies]:
-        """Its actions, by state."""
-        ...
-
-    @property
-    def limit_values(self) -> dict[str, int | float]:
-        """The `limits` variable of guards."""
-        ...
+    spec: EpisodeSpec
+    machine: Machine
+    rules: Rules
+    actions: Mapping[str, Any]
+    """By state; `apply(episode, record)` of each gives the event."""
+    limit_values: dict[str, int | float]
+    """The `limits` variable of guards."""
+    shows_written: bool
+    """Whether views show the newest reply as it was sampled."""
 
 
 def derive_seed(*parts: object) -> int:
@@ -117,43 +97,10 @@ NO_REPLY = NewestReply()
 """Before the first turn."""
 
 
-class GrowingView(Sequence[Any]):
-    """The items that a growing list had when this view was made. No items are copied, so each turn costs the same."""
-
-    __slots__ = ("_items", "_length")
-
-    def __init__(self, items: list[Any]) -> None:
-        self._items = items
-        self._length = len(items)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self._items[: self._length][index]
-        if not -self._length <= index < self._length:
-            raise IndexError(f"index {index} of {self._length}")
-        return self._items[index if index >= 0 else self._length + index]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # compared by content
-
-    def __repr__(self) -> str:
-        return repr(self._items[: self._length])
-
-
 class Episode:
     """The live state of one episode.
 
-    Args:
-        compiled: What all episodes of the spec share.
-        task: The task's row.
-        sample_index: Which of the task's samples, from 0.
-        conversation: An unopened conversation: messages, tape, branches.
-        shows_written: Whether views show the newest reply as it was sampled.
+    It begins with a task, the index of the task's sample, and a conversation that is not open.
     """
 
     __slots__ = (
@@ -182,7 +129,6 @@ class Episode:
         "seconds",
         "seed",
         "seq",
-        "shows_written",
         "solved",
         "solved_turn",
         "started",
@@ -193,15 +139,7 @@ class Episode:
         "untrained",
     )
 
-    def __init__(
-        self,
-        compiled: Compiled,
-        task: Task,
-        sample_index: int,
-        conversation: Conversation,
-        *,
-        shows_written: bool = False,
-    ) -> None:
+    def __init__(self, compiled: Compiled, task: Task, sample_index: int, conversation: Conversation) -> None:
         self.compiled = compiled
         self.id = episode_id_of(task.id, sample_index)
         self.task = task
@@ -244,8 +182,6 @@ class Episode:
         self.condensations: list[Condensation] = []
         self.made_room_at: int | None = None
         """The newest assistant turn when an action last tried to make the prompt shorter; None: never."""
-        self.shows_written = shows_written
-        """Whether views show the newest reply as it was sampled."""
 
     def part(self, cls: type[P]) -> P:
         """A plugin's own state of this episode, made when it is first asked for. Only the plugin's `apply` changes it."""
@@ -267,7 +203,7 @@ class Episode:
             episode_id=self.id,
             task=self.task,
             seed=self.seed,
-            messages=GrowingView(self.conversation.messages),
+            messages=list(self.conversation.messages),
             turn=self.turn,
             user_turn=self.counts.user_turns,
             calls=self.reply.calls,
@@ -275,7 +211,7 @@ class Episode:
             finish=self.reply.finish,
             facts=dict(self.facts),
             rewards=self.ledger.totals(self.turn + 1),
-            written=self.conversation.written if self.shows_written else "",
+            written=self.conversation.written if self.compiled.shows_written else "",
             blocks=dict(self.blocks) if self.blocks else _NO_BLOCKS,
         )
 
@@ -284,11 +220,7 @@ class Episode:
         return {name: _VARIABLES[name](self) for name in names if name in _VARIABLES}
 
     def locate(self, turn: int, part: PartAddress) -> TurnPart:
-        """Find the tokens of a part of a turn: a call, a text, or a range of tokens.
-
-        Raises:
-            LedgerError: the turn has no such part.
-        """
+        """Find the tokens of a part of a turn: a call, a text, or a range of tokens. Raises LedgerError if it has no such part."""
         sampled = self.turns[turn].end - self.turns[turn].start
         if not sampled:  # the reply is text only or has no tokens: no token can get credit
             return TurnPart(start=0, end=0, call=_call_number(part.call, turn) if part.call is not None else None)
@@ -315,14 +247,9 @@ class Episode:
         }
 
     def feed(self, record: Record, seconds: float = 0.0) -> tuple[str, str]:
-        """Apply a record and take its transition. Pure: a replay consists of these calls.
+        """Apply what the state's action gave, or what prevented it, and take the transition. Pure: a replay consists of these calls.
 
-        Args:
-            record: What the action of the state gave, or the limit or failure that prevented it.
-            seconds: How long that took.
-
-        Returns:
-            (event, dest). The event is empty for a final state's own record; dest is empty where the episode ends.
+        Returns (event, dest): the event is empty for a final state's own record, dest where the episode ends.
         """
         state, compiled = self.state, self.compiled
         self.seq += 1
@@ -339,10 +266,8 @@ class Episode:
                 self.solved_turn = self.turn
             if state in compiled.rules.states and not gave_up:
                 compiled.rules.apply(self)
-        except EngineError as error:
-            event = self._failed(self.failure_of(error))
         except Exception as error:  # noqa: BLE001  (an error of the engine must not end the other episodes)
-            event = self._failed(self.unexpected(error))
+            event = self._failed(self.failure_of(error))
         if state in compiled.machine.final:
             return "", ""
         dest = compiled.machine.settled.get((state, event)) or self._next(event)
@@ -375,12 +300,7 @@ class Episode:
         return self._next(FAILED) if event != FAILED else None
 
     def follow(self, entry: JournalEntry) -> tuple[str, str]:
-        """Feed one journal entry, and check that it still leads to the recorded state.
-
-        Raises:
-            ReplayError: the entry belongs to another step or state, or now leads to another state, or its record to a plugin that
-                is not installed.
-        """
+        """Feed one journal entry. Raises ReplayError if it is not the next one, leads elsewhere now, or cannot be read."""
         if isinstance(entry.record, UnreadRecord):
             raise ReplayError(
                 f"{self.id}: step {entry.seq} of the journal is a record of kind `{entry.record.kind}`; {entry.record.words()}"
@@ -398,28 +318,23 @@ class Episode:
             )
         return event, dest
 
-    def failure_of(self, error: EngineError) -> Failure:
-        """The failure that a typed exception becomes. The spec's code may raise one too, so its fields are not trusted."""
+    def failure_of(self, error: BaseException) -> Failure:
+        """The failure that an exception becomes. One without a type is an error of the engine, and keeps its full traceback."""
+        kind, blame, message = EngineError.kind, EngineError.blame, words_of(error)
         trace = getattr(error, "trace", None)
+        if isinstance(error, EngineError):  # the spec's code may raise one too, so its fields are not trusted
+            kind, message = valid_text(str(error.kind), 100), valid_text(str(error))
+            blame = error.blame if error.blame in _BLAMES else "environment"
+        else:
+            log.error("unexpected error in an episode", episode=self.id, state=self.state, error=message)
+            trace = "".join(traceback.format_exception(error))
         return Failure(
-            kind=valid_text(str(error.kind), 100),
-            blame=error.blame if error.blame in _BLAMES else "environment",
-            message=valid_text(str(error)),
+            kind=kind,
+            blame=blame,
+            message=message,
             state=self.state,
             turn=self.turn,
             trace=valid_text(trace) if isinstance(trace, str) else None,
-        )
-
-    def unexpected(self, error: BaseException) -> Failure:
-        """The failure that an unexpected exception becomes: an error of the engine, with its full traceback."""
-        log.error("unexpected error in an episode", episode=self.id, state=self.state, error=words_of(error))
-        return Failure(
-            kind="engine_error",
-            blame="engine",
-            message=words_of(error),
-            state=self.state,
-            turn=self.turn,
-            trace=valid_text("".join(traceback.format_exception(error))),
         )
 
     def outcome(self, *, exact: bool) -> Outcome:
@@ -444,6 +359,17 @@ class Episode:
         sealed, rewarded = self.ledger.seal(self.turn + 1), self.ledger.rewarded
         conversation, counts, untrained = self.conversation, self.counts, self.untrained
         unreceived = [turn for turn, why in untrained.items() if why == UNRECEIVED]
+        uses = {
+            "tool_calls": counts.tool_calls,
+            "tool_errors": counts.tool_errors,
+            "user_turns": counts.user_turns,
+            "user_tokens": counts.user_tokens,
+            "sampled_tokens": counts.sampled_tokens,
+            "context_tokens": conversation.length,
+            "unreceived_replies": len(unreceived),
+            "condensations": len(self.condensations),
+            "images": sum([len(said.images) for said in conversation.messages if not isinstance(said.content, str)]),
+        }
         return Trajectory(
             run_id=run_id,
             episode_id=self.id,
@@ -463,46 +389,26 @@ class Episode:
             postings=list(sealed.postings),
             facts=self.facts,
             path=self.path,
-            counts={
-                "tool_calls": counts.tool_calls,
-                "tool_errors": counts.tool_errors,
-                "user_turns": counts.user_turns,
-                **({"user_tokens": counts.user_tokens} if counts.user_tokens else {}),
-                "sampled_tokens": counts.sampled_tokens,
-                "context_tokens": conversation.length,
-                **({"unreceived_replies": len(unreceived)} if unreceived else {}),
-                **({"condensations": len(self.condensations)} if self.condensations else {}),
-                **({"images": len(images)} if (images := [*_images(conversation.messages)]) else {}),
-            },
+            counts={name: count for name, count in uses.items() if count or name not in _RARE},
             seconds=dict(self.seconds),
             condensations=list(self.condensations),
         )
 
 
-def _images(messages: Sequence[Message]) -> Iterator[ImagePart]:
-    return (image for message in messages if not isinstance(message.content, str) for image in message.images)
-
-
-def _counts(variable: str, others: Mapping[str, Callable[[Episode], int]]) -> Callable[[Episode], dict[str, int]]:
-    """Return the function that builds a guard variable: the counts of limits, and other counts."""
+def _counts(variable: str, **others: Callable[[Episode], int]) -> Callable[[Episode], dict[str, int]]:
+    """Return the function that builds a guard variable: the counts of its limits, and others."""
     counts = dict(others)
     for limit in LIMITS:
         name, _, field = (limit.variable or "").partition(".")
         if name == variable and limit.count is not None:
             counts[field] = limit.count
-    pairs = tuple(counts.items())
-    return lambda episode: {field: count(episode) for field, count in pairs}
+    return lambda episode: {field: count(episode) for field, count in counts.items()}
 
-
-_OTHER_COUNTS: dict[str, dict[str, Callable[[Episode], int]]] = {
-    **{limit.variable.partition(".")[0]: {} for limit in LIMITS if limit.variable},
-    "tools": {"errors": lambda e: e.counts.tool_errors},
-    "tokens": {"sampled": lambda e: e.counts.sampled_tokens, "context": lambda e: e.conversation.length},
-}
-"""Counts in guard variables that are not counts of limits."""
 
 _VARIABLES: dict[str, Callable[[Episode], Any]] = {
-    **{variable: _counts(variable, others) for variable, others in _OTHER_COUNTS.items()},
+    **{name: _counts(name) for name in {limit.variable.partition(".")[0] for limit in LIMITS if limit.variable}},
+    "tools": _counts("tools", errors=lambda e: e.counts.tool_errors),
+    "tokens": _counts("tokens", sampled=lambda e: e.counts.sampled_tokens, context=lambda e: e.conversation.length),
     "limits": lambda e: e.compiled.limit_values,
     "rewards": lambda e: e._rewards(),
     "last": lambda e: {
@@ -524,14 +430,3 @@ def _call_number(call: int | str | None, turn: int) -> int:
         return call
     prefix, _, number = str(call).rpartition("_")
     return int(number) if prefix == f"call_{turn}" and number.isdecimal() else -1
-
-
-def until_end(journal: Sequence[JournalEntry]) -> Sequence[JournalEntry]:
-    """A journal up to the entry that ends it. Older engines could perform a final state again after a crash."""
-    end = next((index for index, entry in enumerate(journal, start=1) if not entry.dest), len(journal))
-    return journal[:end]
-
-
-def never_built(journal: Sequence[JournalEntry]) -> bool:
-    """Whether a journal belongs to an episode whose objects could not be built, so that it continued without them."""
-    return bool(journal) and isinstance(first := journal[0].record, FailureRecord) and not first.built

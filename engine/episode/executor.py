@@ -243,9 +243,7 @@ class Executor:
             return FailureRecord(failure=episode.failure_of(error))
         if isinstance(error, LoopReplacedError | asyncio.CancelledError):
             raise error
-        if not isinstance(error, EngineError):
-            return FailureRecord(failure=episode.unexpected(error))
-        if error.stops_run:
+        if isinstance(error, EngineError) and error.stops_run:
             raise error
         return FailureRecord(failure=episode.failure_of(error))
 

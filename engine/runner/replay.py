@@ -16,13 +16,13 @@ from engine.actions.action import EpisodeObjects
 from engine.actions.calling.workers import Workers
 from engine.actions.objects import ObjectBuilder
 from engine.episode.compiled import compile_spec
-from engine.episode.episode import never_built, until_end
 from engine.errors import EngineError, ReplayError, StoreError
 from engine.runner.guarded import as_judged
 from engine.schemas.base import Struct
 from engine.schemas.trajectory import EpisodeScore, Failure
 from engine.storable import valid_text, words_of
 from engine.store.images import stored_images
+from engine.store.reading import never_built, until_end
 
 if TYPE_CHECKING:
     from engine.episode.episode import Episode

@@ -31,7 +31,6 @@ from engine.backends.backend import SlotSampler
 from engine.backends.slots import Slots
 from engine.deadline import PausableClocks
 from engine.episode.compiled import compile_spec
-from engine.episode.episode import never_built, until_end
 from engine.episode.executor import Executor, RestartNeededError
 from engine.errors import EngineError, ReplayError, StoreError
 from engine.runner.crash_isolation import CrashIsolation
@@ -43,6 +42,7 @@ from engine.runner.source import EpisodeSource, InOrder, unfinished_episodes
 from engine.runner.stats import RunCounters, RunSummary
 from engine.storable import words_of
 from engine.store.images import stored_images
+from engine.store.reading import never_built, until_end
 from engine.store.store import episode_id_of
 from engine.store.tool_schemas import ToolSchemas
 from engine.store.upkeep.fork import shared_entries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from engine.errors import StoreError
 from engine.schemas.base import Struct
+from engine.schemas.journal import FailureRecord, JournalEntry
 from engine.schemas.trajectory import Branch, Trajectory
 from engine.store import codec, database
 from engine.store.header import RunHeader
@@ -101,6 +102,17 @@ def journal_rows(connection: sqlite3.Connection, number: int, attempt: int) -> l
     return connection.execute(
         f"SELECT {ENTRY} FROM journal WHERE episode = ? AND attempt = ? ORDER BY seq", (number, attempt)
     ).fetchall()
+
+
+def until_end(journal: Sequence[JournalEntry]) -> Sequence[JournalEntry]:
+    """A journal up to the entry that ends it. Older engines could perform a final state again after a crash."""
+    end = next((index for index, entry in enumerate(journal, start=1) if not entry.dest), len(journal))
+    return journal[:end]
+
+
+def never_built(journal: Sequence[JournalEntry]) -> bool:
+    """Whether a journal belongs to an episode whose objects could not be built, so that it continued without them."""
+    return bool(journal) and isinstance(first := journal[0].record, FailureRecord) and not first.built
 
 
 def read_trajectory(connection: sqlite3.Connection, number: int, text: str) -> Trajectory:
