@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.runner.intervals import Floats, mean_interval, proportion_interval, share_difference_interval
+from engine.plugins.evaluation.intervals import Floats, mean_interval, proportion_interval, share_difference_interval
 
 TASKS = (2, 3, 5, 8, 16, 32)
 EPISODES = (1, 4, 16)

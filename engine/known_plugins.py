@@ -21,6 +21,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "backends": ("openai", "anthropic"),
         "old_options": ("run --max-cost",),
     },
+    "compare": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("compare",)},
     "condense": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "sections": ("condense", "limits.on_overflow", "limits.condensations"),
@@ -51,7 +52,11 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "sections": ("rollout.drivers", "rollout.shards"),
         "old_options": ("run --drivers",),
     },
-    "evaluation": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("train.eval",)},
+    "evaluation": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "sections": ("train.eval",),
+        "commands": ("eval",),
+    },
     "harbor": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "adapters": ("harbor",),
@@ -98,7 +103,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "sections": ("train.data",),
         "train_kinds": ("sft",),
     },
-    "show": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("show", "compare")},
+    "show": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("show",)},
     "templates": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("template",)},
     "traces": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("traces",)},
     "trainers": {

@@ -58,7 +58,7 @@ MOVED: dict[str, str] = {
     "engine.train.tokens:Tokens": "engine.train.loss_tokens:LossTokens",
     "engine.view": "engine.plugins.view",
     "engine.view.advantages": "engine.plugins.show.listing.advantages",
-    "engine.view.compare": "engine.plugins.show.run_comparison",
+    "engine.view.compare": "engine.plugins.compare.run_comparison",
     "engine.view.episode": "engine.plugins.show.listing.episode",
     "engine.view.filters": "engine.plugins.show.listing.filters",
     "engine.view.heads": "engine.plugins.show.listing.heads",

@@ -101,7 +101,6 @@ _EXAMPLES = (
 
 
 def _register() -> None:
-    from engine.cli.commands.eval import evaluate
     from engine.cli.commands.explain import explain
     from engine.cli.commands.export import export
     from engine.cli.commands.models import models
@@ -129,7 +128,6 @@ def _register() -> None:
         models,
     ):
         app.command(command.__name__)(command)
-    app.command("eval")(evaluate)
     app.command("rescore")(rescore)
     app.command("plugins")(plugins)
     _register_plugins()

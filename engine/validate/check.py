@@ -54,7 +54,6 @@ def all_rules() -> list[Rule]:
         tasks,
         tools,
         train,
-        train_eval,
         train_overlong,
         train_published,
         transitions,

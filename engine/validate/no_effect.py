@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from engine.errors import SpecError
 from engine.schemas.tasks import PLUGIN_KEYS, TasksSpec, all_sources
 from engine.schemas.train import TrainSpec
-from engine.schemas.train_eval import TrainEvalSpec
 from engine.spec.added import trains_backend
 from engine.spec.tasks import count_tasks
 from engine.spec.text.diagnostic import DataPath
@@ -27,7 +26,7 @@ def train_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     train = ctx.spec.train
     if train is None:
         return
-    found = [*_steps(ctx, train), *_memory(train), *_random(train), *_evaluations(train)]
+    found = [*_steps(ctx, train), *_memory(train), *_random(train)]
     if trains_backend(ctx.spec):
         found += _sync(ctx, train)
     if train.samples_episodes:
@@ -136,22 +135,6 @@ def _random(train: TrainSpec) -> Iterator[Option]:
     if train.lora is not None and train.lora.dropout > 0:
         why = "with `train.lora.dropout` each row has its own dropout, so no prefix is shared"
         yield ("train", "memory", "share_prefixes"), why
-
-
-def _evaluations(train: TrainSpec) -> Iterator[Option]:
-    """Keys of `train.eval` that each of its sets replaces."""
-    section = TrainEvalSpec.section_of(train)
-    if section is None or not section.sets:
-        return
-    sets = section.sets.values()
-    for key in ("every", "limit", "samples"):
-        if all(getattr(one, key) is not None for one in sets):
-            yield ("train", "eval", key), f"each of `train.eval.sets` has its own `{key}`"
-    for key in section.sampling:
-        if all(key in one.sampling for one in sets):
-            yield ("train", "eval", "sampling", key), f"each of `train.eval.sets` has its own `sampling.{key}`"
-    if len(section.sets) == 1:
-        yield ("train", "eval", "best"), "there is one evaluation"
 
 
 def _sync(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:

@@ -8,10 +8,8 @@ from importlib.util import find_spec
 
 from engine.schemas.backend import kinds_that_train
 from engine.schemas.train import TrainSpec
-from engine.schemas.train_eval import TrainEvalSpec
 from engine.spec.added import missing_sync, trains_backend
 from engine.spec.text.diagnostic import DataPath
-from engine.spec.text.near import near_or_known, short
 from engine.tokens.catalogue import CATALOGUE, MadeEntry
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
@@ -31,8 +29,6 @@ _SHIFTS = {
 }
 """Keys that change the logits before the log-probs are computed, and the value that changes nothing."""
 FLOAT32_ON_GPU = "in `float32` a GPU multiplies matrices without its tensor cores (TF32 is off), several times slower than in `mixed`"
-_MEASURE = re.compile(r"success|reward|turns|tokens|reward:.+|success@turn:[0-9]+|pass@[1-9][0-9]*")
-_MEASURES = ("reward", "success", "turns", "tokens", "success@turn:0", "pass@1", "reward:name")
 
 
 def _train(ctx: CheckContext) -> Iterator[TrainSpec]:
@@ -194,34 +190,6 @@ def freeze(ctx: CheckContext) -> Iterator[Finding]:
                 message = f"not a regular expression: {getattr(error, 'msg', error)}"
                 fix = "a dot matches any character, `\\.` matches a dot: `embed_tokens`, `layers\\.[0-3]\\.`"
                 yield Finding(message, ("train", "freeze", index), fix, offset=offset)
-
-
-@rule("train.metric", "error", "the metric that selects the best checkpoint does not exist")
-def metric(ctx: CheckContext) -> Iterator[Finding]:
-    """`train.eval.metric` is a metric of `engine eval`."""
-    for train in _train(ctx):
-        if (section := TrainEvalSpec.section_of(train)) is None:
-            continue
-        name, path = section.metric, ("train", "eval", "metric")
-        where: DataPath = path if ctx.written(*path) else ("train", "eval")
-        if len(name) > 80 or not _MEASURE.fullmatch(name):
-            yield Finding(f"there is no metric `{short(name)}`", where, near_or_known(name, _MEASURES))
-            continue
-        kind, _, number = name.partition("@")
-        most = ctx.spec.limits.assistant_turns
-        samples = section.by_name()[section.best or next(iter(section.sets), "")].samples
-        if kind == "pass" and number not in (known := _powers(samples)):
-            message = f"`{name}` is not measured with {samples} episodes of each task"
-            fix = f"set `train.eval.samples`, or use one of {', '.join(f'pass@{k}' for k in known)}"
-            yield Finding(message, where, fix)
-        elif kind == "success" and number and most is not None and int(number[5:][:9]) >= most:
-            message = f"turns are counted from 0, and `limits.assistant_turns` is {most}: `{name}` is never measured"
-            yield Finding(message, where, f"use `success@turn:{most - 1}` or `success`")
-
-
-def _powers(most: int) -> list[str]:
-    """The k of `pass@k` that are measured: 1, 2, 4, … and `most`."""
-    return [str(k) for k in sorted({*(2**power for power in range(min(most.bit_length(), 64))), most})]
 
 
 def _installed(package: str) -> bool:

@@ -135,6 +135,7 @@ def test_ids_are_stable() -> None:
         ("train.data", "warning"),
         ("train.delta", "warning"),
         ("train.eval-form", "error"),
+        ("train.eval-no-effect", "warning"),
         ("train.eval-on-training-tasks", "warning"),
         ("train.eval-tasks", "error"),
         ("train.expert-routing", "warning"),

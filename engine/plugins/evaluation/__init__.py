@@ -14,10 +14,12 @@ PLUGIN = Plugin(
     name="evaluation",
     about="Evaluations of a model or of a training, with intervals",
     sections=(
-        Section(owner="train", keys=("eval",), use="engine.schemas.train_eval:TrainEvalSpec", resumable=("eval",)),
+        Section(owner="train", keys=("eval",), use="engine.plugins.evaluation.spec:TrainEvalSpec", resumable=("eval",)),
     ),
+    commands={"eval": "engine.plugins.evaluation.command:evaluate"},
+    rules=("engine.plugins.evaluation.rules",),
     hooks={
-        "evaluate_training": "engine.train.evaluation:evaluator",
+        "evaluate_training": "engine.plugins.evaluation.training:evaluator",
         "spec_facts": "engine.plugins.evaluation.spec_facts:facts",
     },
 )

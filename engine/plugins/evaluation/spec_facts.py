@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.schemas.train_eval import TrainEvalSpec
+from engine.plugins.evaluation.spec import TrainEvalSpec
 from engine.spec.added import SpecFacts
 
 if TYPE_CHECKING:

@@ -5,6 +5,6 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="view",
     about="Shows runs and trainings in a browser: episodes, tokens, rewards, curves",
-    needs=("show",),
+    needs=("compare", "show"),
     commands={"view": "engine.plugins.view.command:view"},
 )

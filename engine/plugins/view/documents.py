@@ -22,11 +22,11 @@ from engine import plugin
 from engine.actions.facts import events_of
 from engine.errors import EngineError, StoreError
 from engine.machine.machine import resolved_machine
+from engine.plugins.compare.run_comparison import compare_runs
 from engine.plugins.show.listing.episode import episode_document
 from engine.plugins.show.listing.texts import texts_of
 from engine.plugins.show.listing.tokens import sampled_columns, token_columns
 from engine.plugins.show.listing.training import Training
-from engine.plugins.show.run_comparison import compare_runs
 from engine.plugins.view.group import group_document
 from engine.store.rows.export import training_rows
 from engine.store.rows.row import columns_of

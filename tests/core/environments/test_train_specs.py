@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from installed_plugins import needs_plugin
 
-from engine.schemas.train_eval import TrainEvalSpec
+from engine.plugins.evaluation.spec import TrainEvalSpec
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.validate import check_spec

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import code_for_tests as spec_code
 import numpy as np
 import pytest
@@ -414,3 +418,12 @@ async def test_more_rewards_than_one_answer_may_hold_are_refused(make_spec, run_
     replayer = Replayer(ran.loaded, ran.template, ran.store)
     assert (await replayer.check(ran.only, ran.store.task("a"))).difference is None
     replayer.close()
+
+
+async def test_the_turn_that_solved_it_is_written_down(
+    make_spec: Callable[..., Path], run_spec: Callable[..., Any]
+) -> None:
+    ran = await run_spec(make_spec(["It is 40.", "It is 41.", "It is 42."]))
+    assert (ran.only.outcome.solved, ran.only.outcome.solved_turn) == (True, 2)
+    never = await run_spec(make_spec(["It is 40."] * 3, limits={"user_turns": 2}))
+    assert (never.only.outcome.solved, never.only.outcome.solved_turn) == (False, None)

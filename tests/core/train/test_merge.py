@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 from written_specs import save_spec
 
-from engine.cli.commands.eval import evaluate
 from engine.cli.main import app as main
 from engine.errors import TrainError
+from engine.plugins.evaluation.command import evaluate
 from engine.train.merge import merged, trained_model
 
 

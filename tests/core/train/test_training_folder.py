@@ -10,12 +10,12 @@ import yaml
 from msgspec.structs import force_setattr
 
 from engine.errors import TrainError
-from engine.schemas.train_eval import TrainEvalSpec
+from engine.plugins.evaluation.spec import TrainEvalSpec
+from engine.plugins.evaluation.training import evaluation_of
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import training as folders
 from engine.store.header import RunHeader
-from engine.train.evaluation import evaluation_of
 
 
 def header(loaded: Any, run_id: str) -> RunHeader:

@@ -133,7 +133,7 @@ async def test_a_role_of_the_base_model_names_no_adapter(train_spec: Any) -> Non
 
 
 def test_an_evaluation_of_a_checkpoint_keeps_the_model_of_frozen_roles(train_spec: Any, tiny_model_dir: Path) -> None:
-    from engine.cli.commands.eval import frozen_role_models
+    from engine.plugins.evaluation.command import frozen_role_models
 
     played = {"prompt": [{"role": "user", "content": "{{reply}}"}]}
     spec = train_spec(user=played)

@@ -9,7 +9,7 @@ from one_deleted import ROOT, copy_without, engine, python
 USERS = (
     "engine.plugins.show.command",
     "engine.plugins.show.show_list",
-    "engine.plugins.show.compare_command",
+    "engine.plugins.compare.command",
     "engine.plugins.show.listing.listing",
 )
 

@@ -1,6 +1,6 @@
 """Decodes a stored trajectory without its token arrays and without validation: about 20 times faster than `RunReader.trajectory`.
 
-A head has the attributes of a `Trajectory` that filters and evaluations read (`engine.store.episode_filter`, `engine.runner.evaluate`).
+A head has the attributes of a `Trajectory` that filters and evaluations read (`engine.store.episode_filter`, `engine.plugins.evaluation.measures`).
 `branches` and `postings` are empty.
 """
 

@@ -11,15 +11,15 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from engine.plugins.evaluation.measures import Sample, by_task, collect, compare
 from engine.plugins.show.listing.heads import heads
-from engine.runner.evaluate import Sample, by_task, collect, compare
 from engine.schemas.base import Struct
 from engine.store.header import differences
 from engine.store.reader import RunReader
 
 
 class Measure(Struct, frozen=True, kw_only=True):
-    """One measure of both runs over the tasks that both have; see `engine.runner.evaluate.Difference`."""
+    """One measure of both runs over the tasks that both have; see `engine.plugins.evaluation.measures.Difference`."""
 
     name: str
     first: float | None

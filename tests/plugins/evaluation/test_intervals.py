@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from slow_cases import slow_but_each
 
-from engine.runner.intervals import (
+from engine.plugins.evaluation.intervals import (
     beta_cdf,
     beta_quantile,
     mean_interval,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import asdict
 
-from engine.runner.intervals import (
+from engine.plugins.evaluation.intervals import (
     FEW_TASKS,
     Floats,
     mean_interval,

@@ -15,13 +15,13 @@ from installed_commands import needs_command
 from typer.testing import CliRunner, Result
 from written_specs import save_spec, scripted_spec
 
-from engine.cli.commands.eval import evaluate
 from engine.cli.commands.export import export
 from engine.cli.commands.rescore import rescore
 from engine.cli.main import app
+from engine.plugins.evaluation.command import evaluate
 from engine.store import RunStore, list_runs
 
-SPEC_CODE = Path(__file__).parent.parent / "runner"
+SPEC_CODE = Path(__file__).parents[2] / "core" / "runner"
 
 
 @pytest.fixture(autouse=True)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.cli.commands.eval import EvalFormat
 from engine.cli.options import only_looks
+from engine.plugins.evaluation.command import EvalFormat
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.plugins.show.run_comparison import RunComparison
+    from engine.plugins.compare.run_comparison import RunComparison
 
 _TASKS = 8
 """Maximum number of tasks that are named as better, and as worse."""
@@ -40,7 +40,7 @@ def compare(
     from engine.cli.console import make_console
     from engine.errors import EngineError, StoreError
     from engine.logs import configure_logging
-    from engine.plugins.show.run_comparison import compare_runs
+    from engine.plugins.compare.run_comparison import compare_runs
     from engine.store import RunStore, find_run
 
     configure_logging()
@@ -92,7 +92,7 @@ def _print(console: Console, found: RunComparison) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from engine.cli.commands.eval import words
+    from engine.plugins.evaluation.command import words
 
     table = Table("measure", "first", "second", "difference", "95 % interval", title_justify="left")
     for each in found.measures:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from listing_kit import ended, fill, new_run
 
-from engine.plugins.show.run_comparison import compare_runs
-from engine.runner.evaluate import compare
+from engine.plugins.compare.run_comparison import compare_runs
+from engine.plugins.evaluation.measures import compare
 from engine.schemas.trajectory import Trajectory
 from engine.store import RunStore
 

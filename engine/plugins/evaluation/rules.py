@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field
 
+from engine.plugins.evaluation.spec import TrainEvalSpec
 from engine.schemas.base import Contract
 from engine.schemas.generation import SamplingParams
 from engine.schemas.tasks import TasksSpec
-from engine.schemas.train_eval import TrainEvalSpec
 from engine.spec.code.entry import EntryError
 from engine.spec.document import Document, validate
 from engine.spec.text.diagnostic import DataPath
+from engine.spec.text.near import near_or_known, short
 from engine.validate.code.source import NotImported
 from engine.validate.context import CheckContext
 from engine.validate.prompts import prompt_field, tasks_unreadable
@@ -22,6 +24,8 @@ from engine.validate.sources import each_source
 from engine.validate.tasks import task_rows
 
 EVAL: DataPath = ("train", "eval")
+MEASURE = re.compile(r"success|reward|turns|tokens|reward:.+|success@turn:[0-9]+|pass@[1-9][0-9]*")
+MEASURES = ("reward", "success", "turns", "tokens", "success@turn:0", "pass@1", "reward:name")
 
 
 class _Set(Contract):
@@ -43,10 +47,13 @@ class _Whole(Contract):
     train: _Train
 
 
+def _section(ctx: CheckContext) -> TrainEvalSpec | None:
+    return None if ctx.spec.train is None else TrainEvalSpec.section_of(ctx.spec.train)
+
+
 def _read(ctx: CheckContext) -> tuple[dict[DataPath, _Set], list[Finding]]:
     """Each evaluation by its path, read as `tasks` and `sampling`; none if one is not valid."""
-    section = None if ctx.spec.train is None else TrainEvalSpec.section_of(ctx.spec.train)
-    if section is None:
+    if (section := _section(ctx)) is None:
         return {}, []
     given: dict[str, Any] = {"sampling": section.sampling}
     if section.tasks is not None:
@@ -105,3 +112,54 @@ def eval_on_training_tasks(ctx: CheckContext) -> Iterator[Finding]:
 def _source(tasks: TasksSpec) -> dict[str, Any]:
     """What decides which rows there are."""
     return tasks.model_dump(include={"source", "rows", "path", "name", "split", "use", "with_"})
+
+
+@rule("train.metric", "error", "the metric that selects the best checkpoint does not exist")
+def metric(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.eval.metric` is a metric of `engine eval`."""
+    section = _section(ctx)
+    if section is None:
+        return
+    name, path = section.metric, ("train", "eval", "metric")
+    where: DataPath = path if ctx.written(*path) else ("train", "eval")
+    if len(name) > 80 or not MEASURE.fullmatch(name):
+        yield Finding(f"there is no metric `{short(name)}`", where, near_or_known(name, MEASURES))
+        return
+    kind, _, number = name.partition("@")
+    most = ctx.spec.limits.assistant_turns
+    samples = section.by_name()[section.best or next(iter(section.sets), "")].samples
+    if kind == "pass" and number not in (known := _powers(samples)):
+        message = f"`{name}` is not measured with {samples} episodes of each task"
+        fix = f"set `train.eval.samples`, or use one of {', '.join(f'pass@{k}' for k in known)}"
+        yield Finding(message, where, fix)
+    elif kind == "success" and number and most is not None and int(number[5:][:9]) >= most:
+        message = f"turns are counted from 0, and `limits.assistant_turns` is {most}: `{name}` is never measured"
+        yield Finding(message, where, f"use `success@turn:{most - 1}` or `success`")
+
+
+def _powers(most: int) -> list[str]:
+    """The k of `pass@k` that are measured: 1, 2, 4, … and `most`."""
+    return [str(k) for k in sorted({*(2**power for power in range(min(most.bit_length(), 64))), most})]
+
+
+@rule("train.eval-no-effect", "warning", "a key of `train.eval` that each of its sets replaces")
+def eval_no_effect(ctx: CheckContext) -> Iterator[Finding]:
+    """Keys beside `sets`."""
+    section = _section(ctx)
+    if section is None or not section.sets:
+        return
+    sets = section.sets.values()
+    options: list[tuple[DataPath, str]] = [
+        ((*EVAL, key), f"each of `train.eval.sets` has its own `{key}`")
+        for key in ("every", "limit", "samples")
+        if all(getattr(one, key) is not None for one in sets)
+    ]
+    for key in section.sampling:
+        if all(key in one.sampling for one in sets):
+            options.append(((*EVAL, "sampling", key), f"each of `train.eval.sets` has its own `sampling.{key}`"))
+    if len(section.sets) == 1:
+        options.append(((*EVAL, "best"), "there is one evaluation"))
+    for path, why in options:
+        if ctx.written(*path):
+            message = f"`{'.'.join(map(str, path))}` has no effect: {why}"
+            yield Finding(message, path, "remove it, or change what the message names", key=True)

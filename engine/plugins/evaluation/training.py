@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import structlog
 
 from engine.errors import StoreError, TrainError
-from engine.runner.evaluate import evaluate
+from engine.plugins.evaluation.measures import evaluate
+from engine.plugins.evaluation.spec import TrainEvalSpec
 from engine.runner.overlong import fitting_tasks
 from engine.runner.processes import processes_of
 from engine.runner.runner import Runner
 from engine.schemas.generation import SamplingParams
 from engine.schemas.tasks import TasksSpec
-from engine.schemas.train_eval import TrainEvalSpec
 from engine.spec.tasks import load_tasks
 from engine.store import RunHeader, RunStore
 from engine.train.evaluator import Evaluator

@@ -17,7 +17,7 @@ from engine.terminal import echo, echo_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.runner.evaluate import Estimate, Evaluation
+    from engine.plugins.evaluation.measures import Estimate, Evaluation
     from engine.runner.runner import RunResult
 
 
@@ -173,7 +173,7 @@ async def _evaluate(
     from engine.cli.commands.run import drive, prepare, print_stopped
     from engine.cli.stopping import interrupted
     from engine.errors import EngineError
-    from engine.runner.evaluate import evaluate as measure
+    from engine.plugins.evaluation.measures import evaluate as measure
     from engine.store import RunStore
 
     loaded, tasks, store = prepare(console, spec, changes, limit, out, None, evaluation=True)

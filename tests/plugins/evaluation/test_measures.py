@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import astuple
 from slow_cases import slow_after
 
-from engine.runner.evaluate import compare, evaluate, pass_at_k, powers
+from engine.plugins.evaluation.measures import compare, evaluate, pass_at_k, powers
 from engine.schemas.generation import FinishReason
 from engine.schemas.trajectory import Blame, Failure, Outcome, Trajectory, Turn
 
@@ -200,12 +197,3 @@ def test_tasks_that_are_not_the_same_are_left_out() -> None:
     assert astuple(found.differences["success"])[:3] == (0.0, 1.0, 1.0)
     assert found.differences["success"].plain()["low"] is None
     assert compare(first, second, lambda task: False).differences == {}
-
-
-async def test_the_turn_that_solved_it_is_written_down(
-    make_spec: Callable[..., Path], run_spec: Callable[..., Any]
-) -> None:
-    ran = await run_spec(make_spec(["It is 40.", "It is 41.", "It is 42."]))
-    assert (ran.only.outcome.solved, ran.only.outcome.solved_turn) == (True, 2)
-    never = await run_spec(make_spec(["It is 40."] * 3, limits={"user_turns": 2}))
-    assert (never.only.outcome.solved, never.only.outcome.solved_turn) == (False, None)
