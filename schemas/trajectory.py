@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, Literal
 
 import msgspec
-from msgspec.structs import replace
 
 from engine.schemas.base import FloatArray, IntArray, Struct
 from engine.schemas.experts import ExpertArray
@@ -110,10 +108,6 @@ class ImageSpan(Struct, frozen=True, kw_only=True):
     """What the family's processor made of it: (t, h, w) in patches for Qwen-VL, (rows, columns) of tiles for Idefics3."""
 
 
-BRANCH_REASONS = ("edited", "repeated", "sibling", "tools_changed", "condensed", "subagent")
-"""Reasons of branches that are one word. Others are sentences about the chat template."""
-
-
 class Branch(Struct, frozen=True, kw_only=True):
     """One exact sequence that a model saw and sampled from: one training row.
 
@@ -138,17 +132,6 @@ class Branch(Struct, frozen=True, kw_only=True):
     routed_experts: ExpertArray | None = None
     """The experts that the sampler chose for the first n tokens, [n, layers, top_k]; n is the index of the last sampled token,
     which no model has read. None if they were not requested (`backend.routed_experts`)."""
-
-
-class Block(Struct, frozen=True, kw_only=True):
-    """One condensed chunk, which the model sees as `<block_N>`."""
-
-    number: int
-    """N, from 1; numbers grow over the whole episode."""
-    text: str
-    """The text that the model sees inside the block."""
-    original: str
-    """The text of the chunk, which the tool `expand` returns."""
 
 
 class Condensation(Struct, frozen=True, kw_only=True):
@@ -195,37 +178,3 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     """Wall time by state."""
     condensations: list[Condensation] = msgspec.field(default_factory=list)
     """How the conversation was condensed, in order. `messages` holds all messages as they were said."""
-
-    @property
-    def branch_reasons(self) -> dict[str, int]:
-        """How many of its rows began for which reason, in order; without the first row.
-
-        Reasons in words are counted as `condensed`, and `template` for all that the chat template rewrites.
-        """
-        return dict(Counter(map(_short_reason, self.branches[1:])))
-
-
-def _short_reason(branch: Branch) -> str:
-    word = branch.reason.partition(":")[0]
-    return word if word in BRANCH_REASONS else "template"
-
-
-class EpisodeScore(Struct, frozen=True, kw_only=True):
-    """The result of a finished episode under other reward rules, stored beside the result of its own rules."""
-
-    outcome: Outcome
-    """It has a failure if these rules cannot be applied, or if they would have led to another event."""
-    rewards: list[dict[str, float]]
-    """The rewards of each turn, by name."""
-    state_keys: list[str | None] = msgspec.field(default_factory=list)
-    """`Turn.state_key` of each turn."""
-    postings: list[Posting] = msgspec.field(default_factory=list)
-    """The sealed ledger."""
-
-    def over(self, trajectory: Trajectory) -> Trajectory:
-        """Return the trajectory with this score's rewards, outcome and ledger; tokens and messages are the same."""
-        turns = [
-            replace(turn, rewards=rewards, state_key=key)
-            for turn, rewards, key in zip(trajectory.turns, self.rewards, self.state_keys, strict=True)
-        ]
-        return replace(trajectory, outcome=self.outcome, turns=turns, postings=self.postings)

@@ -1,17 +1,18 @@
 """A spec's machine as a pure function: (state, event, values) -> state.
 
-Invariant: all episodes of a spec share one `transitions.Machine`, which never changes after it is built. No model is added to
-it: each step triggers on a temporary model that contains only the state, so steps of different tasks and threads are
-independent. Transitions without conditions are looked up once, when the machine is built.
+Invariant: all episodes of a spec share one `transitions.Machine`, which never changes after it is built. No model is added to it: each
+step triggers on a temporary model, so steps of different tasks and threads are independent.
 
-A resolved machine is what `Machine` and the checks read: the spec's machine merged with its preset, one transition for each (source, trigger),
-in the order in which they are tried. Each transition knows the index of the spec's transition that it came from, so that findings have a position.
+`Machine` and the checks read a resolved machine: the spec's machine merged with its preset, one transition for each (source, trigger), in
+the order in which they are tried. Each knows the index of the spec's transition that it came from, so that findings have a position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError, GuardError, SpecError
@@ -71,15 +72,6 @@ class UnhandledEvent(EngineError):
     blame: Blame = "spec"
 
 
-class _Step:
-    """The temporary model of one step."""
-
-    __slots__ = ("state",)
-
-    def __init__(self, state: str) -> None:
-        self.state = state
-
-
 class Machine:
     """The machine of all episodes of one spec.
 
@@ -91,10 +83,9 @@ class Machine:
         GuardError: a condition is not valid CEL.
     """
 
-    def __init__(self, machine: ResolvedMachine | MachineSpec) -> None:
+    def __init__(self, resolved: ResolvedMachine) -> None:
         import transitions  # where a spec is only checked, nothing is driven
 
-        resolved = resolve_machine(machine) if isinstance(machine, MachineSpec) else machine
         self.resolved = resolved
         self.initial = resolved.initial
         self.states = resolved.states
@@ -112,80 +103,48 @@ class Machine:
                     "trigger": t.trigger,
                     "source": t.source,
                     "dest": t.dest,
-                    "conditions": None if t.conditions is None else _condition(guards[t.conditions], t),
+                    "conditions": None if t.conditions is None else partial(_holds, guards[t.conditions], t),
                 }
                 for t in resolved.transitions
             ],
             auto_transitions=False,
         )
         self._events = shared.events
-        self.settled = {
-            (state, name): dest
-            for state in resolved.states
-            for name in shared.events
-            if (dest := self._unconditional(state, name)) is not None
-        }
+        first = {(t.source, t.trigger): t for t in reversed(resolved.transitions)}
+        self.settled = {place: t.dest for place, t in first.items() if t.conditions is None}
         """(state, event) -> next state, where no condition is asked."""
-        self._sources = {
-            name: frozenset(t.source for t in resolved.transitions if t.trigger == name) for name in shared.events
-        }
-
-    def handled(self, state: str) -> list[str]:
-        """Return the events for which the state has transitions, in the order in which they are written."""
-        return list(dict.fromkeys(t.trigger for t in self.resolved.leaving(state)))
 
     def next(self, state: str, event: str, context: ReadContext) -> str:
         """Return the next state: the destination of the first transition whose condition holds.
 
-        Args:
-            state: The current state.
-            event: The event with which its action ended.
-            context: Called for each guard that is evaluated, with the names of the variables that it reads.
-
-        Raises:
-            UnhandledEvent: the state has no transition for this event, or no condition holds.
-            GuardError: a condition has no result for these values.
+        `context` is called for each guard that is evaluated, with the names of the variables that it reads. Raises UnhandledEvent
+        if there is no such transition, and GuardError if a condition has no result for these values.
         """
         settled = self.settled.get((state, event))
         if settled is not None:
             return settled
-        if state not in self._sources.get(event, ()):
-            raise UnhandledEvent(self._unhandled(state, event))
-        step = _Step(state)
+        leaving = self.resolved.leaving(state, event)
+        if not leaving:
+            handled = ", ".join(f"`{name}`" for name in dict.fromkeys(t.trigger for t in self.resolved.leaving(state)))
+            raise UnhandledEvent(
+                f"{state} does not handle `{event}`; it handles {handled or 'no event'}. "
+                f"Add a transition with trigger `{event}` and source {state}"
+            )
+        step = SimpleNamespace(state=state)
         if not self._events[event].trigger(step, context):
-            tried = "`, `".join(t.conditions or "" for t in self.resolved.leaving(state, event))
+            tried = "`, `".join(t.conditions or "" for t in leaving)
             raise UnhandledEvent(
                 f"`{event}` in {state}: no condition of its transitions holds (`{tried}`); "
                 f"add a last one for `{event}` without `conditions`"
             )
-        return step.state
-
-    def _unconditional(self, state: str, event: str) -> str | None:
-        """The next state if it does not depend on a condition; None if it does, or if nothing handles the event."""
-        first = next(iter(self.resolved.leaving(state, event)), None)
-        if first is None or first.conditions is not None:
-            return None
-        step = _Step(state)
-        self._events[event].trigger(step, None)
-        return step.state
-
-    def _unhandled(self, state: str, event: str) -> str:
-        known = self.handled(state)
-        has = f"it handles {', '.join(f'`{name}`' for name in known)}" if known else "it handles no event"
-        return f"{state} does not handle `{event}`; {has}. Add a transition with trigger `{event}` and source {state}"
+        return str(step.state)
 
 
-def _condition(guard: Guard, transition: ResolvedTransition) -> Callable[[ReadContext], bool]:
-    names = guard.names
-    where = f"{transition.source} --{transition.trigger}--> {transition.dest}"
-
-    def holds(context: ReadContext) -> bool:
-        try:
-            return guard.evaluate(context(names))
-        except GuardError as error:
-            raise GuardError(f"{where}: {error}") from error
-
-    return holds
+def _holds(guard: Guard, transition: ResolvedTransition, context: ReadContext) -> bool:
+    try:
+        return guard.evaluate(context(guard.names))
+    except GuardError as error:
+        raise GuardError(f"{transition.source} --{transition.trigger}--> {transition.dest}: {error}") from error
 
 
 def unknown_states(machine: ResolvedMachine) -> list[Diagnostic]:

@@ -19,10 +19,11 @@ from engine.episode.compiled import compile_spec
 from engine.errors import EngineError, ReplayError, StoreError
 from engine.runner.guarded import as_judged
 from engine.schemas.base import Struct
-from engine.schemas.trajectory import EpisodeScore, Failure
+from engine.schemas.trajectory import Failure
 from engine.storable import valid_text, words_of
 from engine.store.images import stored_images
 from engine.store.reading import never_built, until_end
+from engine.store.scores import EpisodeScore
 
 if TYPE_CHECKING:
     from engine.episode.episode import Episode

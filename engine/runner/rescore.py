@@ -17,8 +17,9 @@ from engine.runner.replay import Replayer
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
-    from engine.schemas.trajectory import EpisodeScore, Trajectory
+    from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
+    from engine.store.scores import EpisodeScore
     from engine.store.store import RunStore
     from engine.tokens.template import ChatTemplate
 

@@ -34,6 +34,16 @@ def label(outcome: Outcome) -> str:
     return outcome.event
 
 
+_BRANCH_REASONS = ("edited", "repeated", "sibling", "tools_changed", "condensed", "subagent")
+"""Reasons of branches that are one word. Others are sentences about the chat template."""
+
+
+def branch_reasons(trajectory: Trajectory) -> dict[str, int]:
+    """Count why the rows of an episode after its first began. Reasons in words are `condensed`, or `template`: what it rewrites."""
+    words = (branch.reason.partition(":")[0] for branch in trajectory.branches[1:])
+    return dict(Counter(word if word in _BRANCH_REASONS else "template" for word in words))
+
+
 @dataclass(slots=True)
 class RunCounters:
     """Counters of a running run."""
@@ -201,7 +211,7 @@ class RunSummary:
             transitions[taken] += 1
         self.branches += len(trajectory.branches)
         if len(trajectory.branches) > 1:
-            self.branch_reasons.update(trajectory.branch_reasons)
+            self.branch_reasons.update(branch_reasons(trajectory))
         for turn in trajectory.turns:
             if turn.index == len(self.turn_rewards):
                 self.turn_rewards.append([0.0, 0.0])

@@ -26,7 +26,7 @@ from engine.schemas.experts import pack_experts
 from engine.schemas.generation import Generation
 from engine.schemas.journal import GenerationRecord, JournalEntry, Record, ToolsRecord, UnreadRecord, record_kinds
 from engine.schemas.reward import Posting
-from engine.schemas.trajectory import Branch, EpisodeScore, Span, Trajectory
+from engine.schemas.trajectory import Branch, Span, Trajectory
 from engine.storable import MAX_SIZE, refusal, valid_text
 
 _ARRAYS = ("output_ids", "logprobs", "routed_experts")
@@ -339,13 +339,3 @@ def read_trajectory(text: str, branches: list[Branch], postings: list[Posting]) 
     with damaged("the trajectory"):
         plain = Trajectory.read(from_json(text) | {"branches": []})
         return replace(plain, branches=branches, postings=postings)
-
-
-def read_score(text: str) -> EpisodeScore:
-    """Build an episode's score from its JSON.
-
-    Raises:
-        StoreError: the JSON does not hold a score.
-    """
-    with damaged("the score"):
-        return EpisodeScore.read(from_json(text))

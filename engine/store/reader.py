@@ -25,7 +25,7 @@ from engine.store.header import RunHeader
 from engine.store.images import StoredImage
 from engine.store.lock import is_held
 from engine.store.reading import EPISODE, EpisodeRow, decoding, episode_row, journal_rows, read_trajectory, reading
-from engine.store.scores import ScoreHead, read_heads, require
+from engine.store.scores import ScoreHead, read_heads, read_score, require
 from engine.store.tool_schemas import ToolSchemas
 from engine.store.upkeep.dropped import (
     Dropped,
@@ -248,7 +248,7 @@ class RunReader:
             if scored is None:
                 raise StoreError(f"{episode_id} was not done when the run was scored as `{score}`")
             with decoding(self._path, episode_id):
-                return codec.read_score(scored[1]).over(found)
+                return read_score(scored[1]).over(found)
 
     def trajectories(self, score: str | None = None) -> Iterator[Trajectory]:
         """Yield every finished episode with content, in the order of tasks and samples, with a few in memory at a time.
@@ -269,7 +269,7 @@ class RunReader:
         for trajectory in self._trajectories():
             if trajectory.episode_id in texts:
                 with decoding(self._path, trajectory.episode_id):
-                    rescored = codec.read_score(texts[trajectory.episode_id]).over(trajectory)
+                    rescored = read_score(texts[trajectory.episode_id]).over(trajectory)
                 yield rescored
 
     def _trajectories(self) -> Iterator[Trajectory]:
@@ -302,7 +302,7 @@ class RunReader:
 
     def _rescored(self, row: EpisodeRow, text: str) -> EpisodeRow:
         with decoding(self._path, row.id):
-            outcome = codec.read_score(text).outcome
+            outcome = read_score(text).outcome
         failure = outcome.failure
         return replace(
             row,

@@ -11,12 +11,43 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace as replaced
 from pydantic_core import from_json
 
 import engine
 from engine.errors import StoreError
 from engine.schemas.base import Struct
+from engine.schemas.reward import Posting
+from engine.schemas.trajectory import Outcome, Trajectory
 from engine.store import codec
+
+
+class EpisodeScore(Struct, frozen=True, kw_only=True):
+    """The result of a finished episode under other reward rules, stored beside the result of its own rules."""
+
+    outcome: Outcome
+    """It has a failure if these rules cannot be applied, or if they would have led to another event."""
+    rewards: list[dict[str, float]]
+    """The rewards of each turn, by name."""
+    state_keys: list[str | None] = msgspec.field(default_factory=list)
+    """`Turn.state_key` of each turn."""
+    postings: list[Posting] = msgspec.field(default_factory=list)
+    """The sealed ledger."""
+
+    def over(self, trajectory: Trajectory) -> Trajectory:
+        """Return the trajectory with this score's rewards, outcome and ledger; tokens and messages are the same."""
+        turns = [
+            replaced(turn, rewards=rewards, state_key=key)
+            for turn, rewards, key in zip(trajectory.turns, self.rewards, self.state_keys, strict=True)
+        ]
+        return replaced(trajectory, outcome=self.outcome, turns=turns, postings=self.postings)
+
+
+def read_score(text: str) -> EpisodeScore:
+    """Read an episode's score. Raises StoreError if the JSON does not hold one."""
+    with codec.damaged("the score"):
+        return EpisodeScore.read(from_json(text))
 
 
 class ScoreHead(Struct, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ import engine
 from engine.errors import StoreError
 from engine.schemas.environment import Task
 from engine.schemas.message import ImagePart
-from engine.schemas.trajectory import Blame, EpisodeScore
+from engine.schemas.trajectory import Blame
 from engine.storable import stored_fields
 from engine.store import codec, crashes, database, episode_rows
 from engine.store.elsewhere import open_elsewhere
@@ -49,7 +49,7 @@ from engine.store.lock import RunLock
 from engine.store.private import private_folder
 from engine.store.reader import RunReader
 from engine.store.reading import EpisodeRow, own_header, reading
-from engine.store.scores import write_score
+from engine.store.scores import EpisodeScore, write_score
 from engine.store.upkeep import dropped
 from engine.store.upkeep.again import begin_again
 from engine.store.upkeep.fork import copy_shared

@@ -16,7 +16,7 @@ from engine.episode.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
 from engine.plugins.condense.chunks import Chunk, block_text, chunks_of, history_of, history_text, replaced
 from engine.plugins.condense.keywords import keywords
-from engine.plugins.condense.record import CondenseRecord
+from engine.plugins.condense.record import Block, CondenseRecord
 from engine.plugins.condense.spec import (
     ByHistory,
     CondenseSpec,
@@ -33,7 +33,7 @@ from engine.plugins.roles.models import RoleModels
 from engine.schemas.environment import Step
 from engine.schemas.journal import StepRecord
 from engine.schemas.message import Message
-from engine.schemas.trajectory import Block, Condensation
+from engine.schemas.trajectory import Condensation
 from engine.spec.template import fill, own_spans
 from engine.tokens.conversation import Conversation
 

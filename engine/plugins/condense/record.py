@@ -1,4 +1,4 @@
-"""The journal record of a condensation."""
+"""The journal record of a condensation, and the blocks that it made."""
 
 from __future__ import annotations
 
@@ -8,9 +8,20 @@ from typing import Any, Literal, Self
 import msgspec
 from msgspec.structs import replace
 
+from engine.schemas.base import Struct
 from engine.schemas.journal import RecordBase
 from engine.schemas.message import Message
-from engine.schemas.trajectory import Block
+
+
+class Block(Struct, frozen=True, kw_only=True):
+    """One condensed chunk, which the model sees as `<block_N>`."""
+
+    number: int
+    """N, from 1; numbers grow over the whole episode."""
+    text: str
+    """The text that the model sees inside the block."""
+    original: str
+    """The text of the chunk, which the tool `expand` returns."""
 
 
 class CondenseRecord(RecordBase, frozen=True, kw_only=True):

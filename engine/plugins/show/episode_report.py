@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli.reports.report import reasons_in_words
 from engine.plugins.show.ledger_report import ledger_table, moves, print_moves
+from engine.runner.stats import branch_reasons
 from engine.store.codec import json_of
 from engine.terminal import visible
 
@@ -100,7 +101,7 @@ def _rest(outcome: Outcome, trajectory: Trajectory, row: EpisodeRow) -> str:
             if (spoken := trajectory.counts.get("user_tokens"))
             else []
         ),
-        _count(len(trajectory.branches), "training row") + reasons_in_words(trajectory.branch_reasons),
+        _count(len(trajectory.branches), "training row") + reasons_in_words(branch_reasons(trajectory)),
         *(
             [f"{_count(lost, 'reply', 'replies')} not received"]
             if (lost := trajectory.counts.get("unreceived_replies"))

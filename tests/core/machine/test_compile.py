@@ -67,10 +67,12 @@ def test_an_unhandled_event_names_what_the_state_does_handle(machine: Machine) -
 
 def one_guard(conditions: str) -> Machine:
     return Machine(
-        MachineSpec(
-            initial="A",
-            states={"A": StateSpec(action="generate"), "B": StateSpec(final=True)},
-            transitions=[TransitionSpec(trigger="go", source="A", dest="B", conditions=conditions)],
+        resolve_machine(
+            MachineSpec(
+                initial="A",
+                states={"A": StateSpec(action="generate"), "B": StateSpec(final=True)},
+                transitions=[TransitionSpec(trigger="go", source="A", dest="B", conditions=conditions)],
+            )
         )
     )
 
@@ -95,10 +97,12 @@ def test_a_guard_that_fails_names_its_transition() -> None:
 def test_states_that_are_not_there_are_all_told() -> None:
     with pytest.raises(SpecError) as caught:
         Machine(
-            MachineSpec(
-                preset="tools",
-                initial="PENDNG",
-                transitions=[TransitionSpec(trigger="x", source="GENERATIN", dest="NOWHERE")],
+            resolve_machine(
+                MachineSpec(
+                    preset="tools",
+                    initial="PENDNG",
+                    transitions=[TransitionSpec(trigger="x", source="GENERATIN", dest="NOWHERE")],
+                )
             )
         )
     assert [(d.rule, d.message, d.fix, d.path) for d in caught.value.diagnostics] == [
@@ -125,13 +129,15 @@ def test_a_condition_that_is_not_cel_is_refused() -> None:
 
 def test_a_transition_may_lead_back_to_its_own_state() -> None:
     machine = Machine(
-        MachineSpec(
-            initial="A",
-            states={"A": StateSpec(action="generate"), "B": StateSpec(final=True)},
-            transitions=[
-                TransitionSpec(trigger="go", source="A", dest="A", conditions="turns.user < 2"),
-                TransitionSpec(trigger="go", source="A", dest="B"),
-            ],
+        resolve_machine(
+            MachineSpec(
+                initial="A",
+                states={"A": StateSpec(action="generate"), "B": StateSpec(final=True)},
+                transitions=[
+                    TransitionSpec(trigger="go", source="A", dest="A", conditions="turns.user < 2"),
+                    TransitionSpec(trigger="go", source="A", dest="B"),
+                ],
+            )
         )
     )
     assert [machine.next("A", "go", user_turns(n)) for n in range(3)] == ["A", "A", "B"]
@@ -173,7 +179,7 @@ transitions = st.lists(
 @given(transitions, st.sampled_from(STATES), st.sampled_from(EVENTS), st.integers(0, 5))
 def test_next_is_the_first_match_of_the_list(written: list[TransitionSpec], state: str, event: str, taken: int) -> None:
     states = {name: StateSpec(action="generate") for name in STATES} | {"END": StateSpec(final=True)}
-    machine = Machine(MachineSpec(initial="A", states=states, transitions=written))
+    machine = Machine(resolve_machine(MachineSpec(initial="A", states=states, transitions=written)))
     context = user_turns(taken)
     expected = next(
         (
@@ -194,7 +200,7 @@ def test_next_is_the_first_match_of_the_list(written: list[TransitionSpec], stat
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_compiles(name: str) -> None:
-    machine = Machine(MachineSpec(preset=name))
+    machine = Machine(resolve_machine(MachineSpec(preset=name)))
     assert (machine.initial, machine.final) == ("PENDING", {"DONE"})
     first = "AGENT_RUNNING" if name == "agent" else "GENERATING"
     assert machine.next("PENDING", "ready", user_turns(0)) == first

@@ -27,8 +27,9 @@ from engine.schemas.journal import JournalEntry, RecordBase, UnreadRecord
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.reward import RewardEvent
 from engine.schemas.sections import open_union
-from engine.schemas.trajectory import Branch, EpisodeScore, Span, Trajectory
+from engine.schemas.trajectory import Branch, Span, Trajectory
 from engine.store import RunStore, codec
+from engine.store.scores import EpisodeScore, read_score
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 integers = st.integers(0, 2**40)
@@ -227,7 +228,7 @@ def test_stored_bytes_of_another_form_are_refused_by_the_name_of_their_record(da
     rows: list[tuple[Any, Any, str]] = [
         (codec.read_entry, codec.entry_row(data.draw(structs(JournalEntry))), r"journal entry .* \(`.*`\)"),
         (lambda row: codec.read_trajectory(row[0], [], []), (written.trajectory,), "the trajectory"),
-        (lambda row: codec.read_score(row[0]), (codec.json_of(data.draw(structs(EpisodeScore))),), "the score"),
+        (lambda row: read_score(row[0]), (codec.json_of(data.draw(structs(EpisodeScore))),), "the score"),
         *((codec.read_branch, row, "branch .*") for row in written.branches),
         *((codec.read_posting, row, "posting .*") for row in written.postings),
     ]

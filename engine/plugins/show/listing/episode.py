@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.plugins.show.listing.advantages import Advantages
 from engine.plugins.show.listing.unfinished import partial_episode
+from engine.runner.stats import branch_reasons
 from engine.schemas.journal import (
     FailureRecord,
     GenerationRecord,
@@ -101,7 +102,7 @@ def episode_document(store: RunReader, episode_id: str, attempt: int | None = No
         "facts": plain(trajectory.facts),
         "path": [_step(entry, begin, turn) for entry, turn in _with_turns(journal)],
         "branches": branch_heads(trajectory.branches),
-        "branch_reasons": trajectory.branch_reasons,
+        "branch_reasons": branch_reasons(trajectory),
         "condensations": [
             {"turn": each.turn, "reason": each.reason, "before": each.before, "after": each.after}
             for each in trajectory.condensations
