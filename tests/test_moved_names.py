@@ -60,7 +60,7 @@ def test_an_entry_point_is_read_as_the_new_one_with_a_warning(monkeypatch: pytes
     with pytest.warns(FutureWarning, match="`engine.old:Error` is `engine.errors:EngineError` now"):
         assert load_entry("engine.old:Error", None) is EngineError
     with pytest.warns(FutureWarning):
-        assert current("engine.checks.budget:read_budget") == "engine.validate.budget:read_budget"
+        assert current("engine.checks.registry:rule") == "engine.validate.registry:rule"
     old = "engine.integrations.environments.reasoning_gym:problems"
     with pytest.warns(FutureWarning):
         assert load_entry(old, None).__module__ == "engine.plugins.adapters.reasoning_gym"

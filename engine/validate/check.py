@@ -38,28 +38,20 @@ def all_rules() -> list[Rule]:
     """Return every rule, in the order in which they are applied."""
     from engine.validate import (  # noqa: F401  (importing them registers their rules)
         backend,
-        credit_reach,
-        cycles,
-        experts,
         guards,
         limits,
         machine,
         model,
         no_effect,
-        players,
         prompts,
-        read_names,
         rewards,
-        stepping,
         tasks,
         tools,
         train,
         train_overlong,
         train_published,
-        transitions,
-        truncated,
     )
-    from engine.validate.code import building, spec_code, with_types  # noqa: F401
+    from engine.validate.code import spec_code, with_types  # noqa: F401
 
     import_plugin_rules()
     return list(RULES.values())

@@ -1,9 +1,10 @@
-"""Data that rules share: the spec, its code (code_context.py), its machine (machine_context.py) and its first rows, each loaded once."""
+"""What rules share: the spec, its code (`CodeContext`), its machine (`MachineContext`) and its first rows, each loaded once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from engine.errors import SpecError
 from engine.schemas.environment import Task
@@ -12,8 +13,9 @@ from engine.spec.rows.sources import Row
 from engine.spec.tasks import rows_of
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known
-from engine.validate.alarm import deadline
 from engine.validate.machine_context import MachineContext
+from engine.validate.registry import Finding
+from engine.validate.work import deadline
 
 MAX_ROWS_MADE = 8
 """Number of rows of a function that are checked."""
@@ -77,3 +79,33 @@ class CheckContext(MachineContext):
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `did you mean …?`, or the list of known names."""
     return near_or_known(name, sorted(known), cutoff=0.5)
+
+
+Find = Callable[[CheckContext], Iterator[Finding]]
+TASKS: DataPath = ("tasks",)
+
+
+def each_source(ctx: CheckContext) -> Iterator[tuple[DataPath, CheckContext]]:
+    """The path of each source of the tasks, and the spec with it as `tasks`; without a mix, `tasks` itself."""
+    mixed = ctx.spec.tasks.mixed()
+    if not mixed:
+        yield TASKS, ctx
+    for name, tasks in mixed.items():
+        path = (*TASKS, "mix", name)
+        yield path, ctx.with_tasks(tasks, path)
+
+
+def for_each_source(find: Find) -> Find:
+    """Make a rule about `tasks` examine each source of a mix; its findings name the source."""
+
+    @functools.wraps(find)
+    def of_sources(ctx: CheckContext) -> Iterator[Finding]:
+        for path, source in each_source(ctx):
+            for found in find(source):
+                if path == TASKS:
+                    yield found
+                else:
+                    place = (*path, *found.path[1:]) if found.path[:1] == TASKS else found.path
+                    yield replace(found, message=f"in the source `{path[-1]}`: {found.message}", path=place)
+
+    return of_sources

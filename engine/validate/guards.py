@@ -1,15 +1,22 @@
-"""Rules about guards: the `conditions` of transitions, the `when` of reward rules and the `state_key` of credit."""
+"""Rules about guards (`conditions` of transitions, `when` of reward rules, `state_key` of credit) and about the names that they
+read: facts, and fields of the task, are known only in part."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
 
+from engine.machine.expression import Constant, ExpressionError, Index, Name, Select, parse
 from engine.machine.guards import MAX_CHARACTERS, guard_problems
 from engine.machine.inference import Kind
+from engine.machine.variables import VARIABLES
 from engine.rewards.state_key import is_fact_name
+from engine.spec.template import has_field
 from engine.spec.text.diagnostic import DataPath
-from engine.validate.context import CheckContext
+from engine.spec.text.near import nearest_name
+from engine.validate.code.written_names import ANY_NAME, code_names
+from engine.validate.context import CheckContext, nearest
+from engine.validate.prompts import known_fields
 from engine.validate.registry import Finding, rule
 
 STATE_KEY: DataPath = ("rewards", "credit", "state_key")
@@ -68,3 +75,67 @@ def guard_not_boolean(ctx: CheckContext) -> Iterator[Finding]:
 def guard_too_costly(ctx: CheckContext) -> Iterator[Finding]:
     """Nested loops multiply, and no other episode runs while a guard is evaluated."""
     return _problems_of_kind(ctx, "too-costly")
+
+
+@lru_cache(maxsize=256)
+def _reads(expression: str) -> list[tuple[str, str, int]]:
+    """The fields that an expression reads: (variable, field, index of the field in the text)."""
+    return list(_fields_read(expression))
+
+
+def _fields_read(expression: str) -> Iterator[tuple[str, str, int]]:
+    try:
+        tree = parse(expression)
+    except ExpressionError:
+        return  # `guard.parse` reports it
+    for node in tree.walk():
+        if isinstance(node, Select) and isinstance(node.of, Name):
+            yield node.of.name, node.field, node.end - len(node.field)
+        elif isinstance(node, Index) and isinstance(node.of, Name) and isinstance(node.key, Constant):
+            yield node.of.name, str(node.key.value), node.key.start
+
+
+@rule("guard.unknown-fact", "warning", "a guard or `state_key` reads a fact that nothing writes")
+def unknown_fact(ctx: CheckContext) -> Iterator[Finding]:
+    """`facts.<name>` and `feedback.<name>`: the code of environments, users, tools and actions does not mention the name."""
+    read: list[tuple[DataPath, str, str, int | None]] = [
+        (path, f"{variable}.{field}", field, at)
+        for path, expression in expressions(ctx)
+        for variable, field, at in _reads(expression)
+        if variable in ("facts", "feedback") and field not in VARIABLES[variable].fields
+    ]
+    key = ctx.spec.rewards.credit.declared_state_key
+    if key is not None and is_fact_name(key):
+        read.append((STATE_KEY, key, key, None))
+    written = code_names(ctx) if read else ANY_NAME
+    if written.other_facts:
+        return
+    marks = {name for _, user in ctx.users for mark in user.marks for name in mark.facts}
+    known = written.texts | marks
+    for path, shown, name, offset in read:
+        if name not in known:
+            message = (
+                f"nothing writes the fact `{shown}`: the code of environments, users and tools does not mention it"
+            )
+            near = nearest_name(name, sorted(item for item in known if item.isidentifier()))
+            fix = f"did you mean `{near}`?" if near else "check its name in the code that writes it"
+            yield Finding(message, path, fix, offset=offset)
+
+
+@rule("guard.unknown-field", "warning", "a guard reads a field that tasks do not have")
+def unknown_field(ctx: CheckContext) -> Iterator[Finding]:
+    """`task.<field>`, compared with `tasks.map` or the rows. A field inside of `has()` may be missing."""
+    read = [
+        (path, field, at)
+        for path, expression in expressions(ctx)
+        for variable, field, at in _reads(expression)
+        if variable == "task" and f"has(task.{field})" not in expression.replace(" ", "")
+    ]
+    rows = list(known_fields(ctx)) if read else []
+    for path, field, offset in read:
+        ctx.work.spend(1 + len(rows))
+        for number, fields in rows:
+            if not has_field(field, fields):
+                where = f"row {number} has" if number else "tasks have"
+                yield Finding(f"{where} no field `{field}`", path, nearest(field, fields), offset=offset)
+                break

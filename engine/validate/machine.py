@@ -1,18 +1,24 @@
-"""Rules over the machine's graph: every event is handled, every state is reached, an end is always in reach."""
+"""Rules over the machine: every event is handled, every state is reached, an end is always in reach, each cycle is bounded, and
+no transition stands behind one that is always taken first."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from engine import plugin
 from engine.actions.facts import ACTIONS
-from engine.limit import ALWAYS
+from engine.limit import ALWAYS as ALWAYS_EVENTS
+from engine.limit import FAILED, LIMIT
+from engine.machine.machine import ResolvedTransition
 from engine.schemas.machine import TransitionSpec
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import listed
 from engine.validate.context import CheckContext, nearest
-from engine.validate.machine_context import MAX_TRANSITIONS
+from engine.validate.logic import ALWAYS, MAX_CASES, Formula, implies, overlap
+from engine.validate.machine_context import MAX_TRANSITIONS, Cycle
 from engine.validate.registry import Finding, rule
+from engine.validate.work import WorkLimitError
 
 ANY = "*"
 
@@ -119,7 +125,7 @@ def unhandled_event(ctx: CheckContext) -> Iterator[Finding]:
         state = ctx.states[name]
         if state.action is None:
             continue
-        for event in (*(ctx.events_of(state) or ()), *ALWAYS):
+        for event in (*(ctx.events_of(state) or ()), *ALWAYS_EVENTS):
             if (name, event) not in handled:
                 fix = f"add `{{trigger: {event}, source: {name}, dest: …}}`"
                 message = f"`{name}` ({state.action}) may end with `{event}`, which leads nowhere"
@@ -184,3 +190,269 @@ def rule_at_unknown_state(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(
                 f"there is no state `{item.at}`", ("rewards", "reassign", index, "at"), nearest(item.at, ctx.states)
             )
+
+
+def _cycles(ctx: CheckContext) -> list[Cycle]:
+    """Cycles from which a final state can be reached; `machine.done-unreachable` reports the others."""
+    return [cycle for cycle in ctx.cycles.found if any(state in ctx.ending for state, _ in cycle.steps)]
+
+
+def _where(ctx: CheckContext, cycle: Cycle) -> DataPath:
+    """The position to report: the spec's own transition in the cycle, else the limit that is not set, else the machine."""
+    for index, item in enumerate(ctx.spec.machine.transitions):
+        ctx.work.spend(len(cycle.steps))
+        for position, (state, event) in enumerate(cycle.steps):
+            dest = cycle.steps[(position + 1) % len(cycle.steps)][0]
+            if item.dest == dest and event in item.triggers and (state in item.sources or "*" in item.sources):
+                return ("machine", "transitions", index)
+    for name in cycle.bounds:
+        if ctx.written("limits", name):
+            return ("limits", name)
+    return ("machine",)
+
+
+def _fix(cycle: Cycle) -> str:
+    if cycle.bounds:
+        return "set " + " or ".join(f"`limits.{name}`" for name in cycle.bounds)
+    if any(event == LIMIT for _, event in cycle.steps):
+        return f"add a transition for `{LIMIT}` to a final state"
+    if any(event == FAILED for _, event in cycle.steps):
+        return f"add a transition for `{FAILED}` to a final state: no limit counts failures"
+    return "add a state that generates, asks the user or calls tools to the cycle: only those are counted"
+
+
+@rule("machine.unbounded-cycle", "error", "a cycle that no limit bounds")
+def unbounded_cycle(ctx: CheckContext) -> Iterator[Finding]:
+    """No limit of turns or calls and no time limit ends it.
+
+    Raises:
+        WorkLimitError: there are too many cycles to look at each.
+    """
+    for cycle in _cycles(ctx):
+        if cycle.late or not ctx.graph.chart.timed:
+            when = " even after the time limit" if cycle.late else ""
+            yield Finding(f"{cycle} can loop for ever{when}: no limit bounds it", _where(ctx, cycle), _fix(cycle))
+    if not ctx.cycles.complete:
+        raise WorkLimitError
+
+
+@rule("machine.cycle-by-time", "warning", "a cycle that only `episode_seconds` bounds")
+def cycle_by_time(ctx: CheckContext) -> Iterator[Finding]:
+    """The cost of an episode then depends on the speed of the computer."""
+    if ctx.graph.chart.timed:
+        for cycle in _cycles(ctx):
+            if not cycle.late:
+                message = f"{cycle} can loop until `limits.episode_seconds`: no count limit bounds it"
+                yield Finding(message, _where(ctx, cycle), _fix(cycle))
+
+
+@rule("machine.user-after-user", "warning", "a user's message can follow a user's message")
+def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
+    """Without a turn of the model between them: many chat templates refuse this, others merge the two messages."""
+    shown_as_user = {"user", *(["tool"] if ctx.spec.model.tool_role == "user" else [])}
+    prompt = ctx.spec.messages
+    in_rows = ctx.spec.conversation is not None  # a row's conversation ends with a user's or a tool's message
+    opened = (in_rows or (bool(prompt) and prompt[-1].role == "user")) and ctx.spec.environment is None
+    steps: dict[str, dict[str, set[str]]] = {}
+    for edge in ctx.live:
+        steps.setdefault(edge.source, {}).setdefault(edge.trigger, set()).add(edge.dest)
+    start = (ctx.machine.initial, opened)
+    seen = {start}
+    waiting = [start]
+    told: set[str] = set()
+    while waiting:
+        state, said = waiting.pop()
+        action = ctx.states[state].action if state in ctx.states and not ctx.states[state].final else None
+        facts = ACTIONS.get(str(action))
+        role = facts.speaks if facts is not None else None
+        silent = facts.silent_events if facts is not None else ()
+        if role == "user" and said and state not in told:
+            told.add(state)
+            fix = "lead through a state that generates before the user is asked again"
+            message = f"in `{state}` the user may speak right after a user's message, with no reply in between"
+            yield Finding(message, ctx.state_path(state), fix, key=True)
+        own = (ctx.events_of(ctx.states[state]) or ()) if action is not None else ()
+        for event, dests in steps.get(state, {}).items():
+            ctx.work.spend(len(dests))
+            spoke = (
+                said if event not in own or event in silent else role in shown_as_user or (said and role != "assistant")
+            )
+            new = {(dest, spoke) for dest in dests} - seen
+            seen |= new
+            waiting += sorted(new)
+
+
+_ANY_RANGES: dict[str, tuple[float, float]] = {}
+
+
+class _Pair(NamedTuple):
+    """A transition of the spec for one (source, trigger), and the earlier one that is always taken instead."""
+
+    edge: ResolvedTransition
+    before: ResolvedTransition | None
+    same: bool
+    """Whether the two are identical."""
+
+
+def _guard(ctx: CheckContext, edge: ResolvedTransition) -> Formula:
+    return ALWAYS if edge.conditions is None else ctx.formula(edge.conditions)
+
+
+def _pairs(ctx: CheckContext) -> dict[int, list[_Pair]]:
+    """Every transition of the spec, by its index.
+
+    Raises:
+        WorkLimitError: there are too many to compare.
+    """
+    groups: dict[tuple[str, str], list[ResolvedTransition]] = {}
+    pairs: dict[int, list[_Pair]] = {}
+    for edge in ctx.machine.transitions:
+        group = groups.setdefault((edge.source, edge.trigger), [])
+        if edge.index is not None:
+            pairs.setdefault(edge.index, []).append(_settled(ctx, edge, group))
+        group.append(edge)
+    return pairs
+
+
+def _settled(ctx: CheckContext, edge: ResolvedTransition, group: list[ResolvedTransition]) -> _Pair:
+    mine = _guard(ctx, edge)
+    for before in group:
+        ctx.work.spend(3)
+        same = (before.conditions, before.dest) == (edge.conditions, edge.dest)
+        if same or before.conditions is None or _implies(ctx, mine, _guard(ctx, before)):
+            return _Pair(edge, before, same)
+    return _Pair(edge, None, False)
+
+
+def _implies(ctx: CheckContext, first: Formula, second: Formula) -> bool:
+    ctx.work.spend(_weight(first, second))
+    return implies(first, second, _ANY_RANGES)
+
+
+def _overlap(ctx: CheckContext, first: Formula, second: Formula) -> bool:
+    ctx.work.spend(_weight(first, second))
+    return overlap(first, second, ctx.hull)
+
+
+def _weight(first: Formula, second: Formula) -> int:
+    """About how many comparisons it takes to look at two guards together."""
+    return min(first.weight * second.weight, MAX_CASES) if first.known and second.known else 1
+
+
+def _path(index: int) -> DataPath:
+    return ("machine", "transitions", index)
+
+
+def _place(ctx: CheckContext, edge: ResolvedTransition) -> str:
+    """Where a transition is written: `the one in line 12`."""
+    if edge.index is None:
+        return "the preset's"
+    origin = ctx.loaded.origin(_path(edge.index))
+    return f"the one in line {origin.line}" if origin.via == "" else f"the one of {origin.via}"
+
+
+@rule("machine.duplicate-transition", "warning", "a transition is written twice")
+def duplicate_transition(ctx: CheckContext) -> Iterator[Finding]:
+    """An earlier one has the same source, trigger, condition and destination."""
+    for index, pairs in _pairs(ctx).items():
+        first = next((pair.before for pair in pairs if pair.before is not None), None)
+        if first is not None and all(pair.same for pair in pairs):
+            yield Finding(f"this transition says the same as {_place(ctx, first)}", _path(index), "remove it")
+
+
+@rule("machine.shadowed", "error", "a transition can never be taken: an earlier one always is")
+def shadowed(ctx: CheckContext) -> Iterator[Finding]:
+    """An earlier one has no condition, or one that holds whenever this one's does."""
+    for index, pairs in _pairs(ctx).items():
+        if all(pair.same for pair in pairs):
+            continue
+        whole = all(pair.before is not None for pair in pairs)
+        for pair in pairs:
+            edge, before = pair.edge, pair.before
+            if before is None or (not whole and (edge.wildcard or pair.same)):
+                continue  # a wildcard stands for the events that earlier transitions do not handle
+            what = f"`{edge.trigger}` in `{edge.source}`"
+            fix = "put it before that one" if edge.conditions else "remove it, or give the one before it a condition"
+            yield Finding(f"never taken for {what}: {_place(ctx, before)} is tried first", _path(index), fix)
+            if whole:
+                break
+
+
+@rule("machine.overlap", "warning", "two conditions may both hold, and the order of the transitions decides")
+def overlapping(ctx: CheckContext) -> Iterator[Finding]:
+    """Two transitions with conditions for one (state, event) lead to different states."""
+    groups: dict[tuple[str, str], list[ResolvedTransition]] = {}
+    for edge in ctx.live:
+        if edge.conditions is not None and edge.index is not None:
+            groups.setdefault((edge.source, edge.trigger), []).append(edge)
+    told: set[tuple[int | None, int | None]] = set()
+    for group in groups.values():
+        for position, later in enumerate(group):
+            for earlier in group[:position]:
+                ctx.work.spend()
+                pair = (earlier.index, later.index)
+                if earlier.dest == later.dest or pair in told:
+                    continue
+                first, second = _guard(ctx, earlier), _guard(ctx, later)
+                if _overlap(ctx, first, second) and not _implies(ctx, second, first):
+                    told.add(pair)
+                    message = (
+                        f"`{later.trigger}` in `{later.source}`: this condition and that of {_place(ctx, earlier)} may "
+                        f"both hold; the first leads to `{earlier.dest}`, this one to `{later.dest}`"
+                    )
+                    fix = f"if the order is intended, make it explicit: add `&& !({earlier.conditions})`"
+                    yield Finding(message, (*_path(later.index or 0), "conditions"), fix)
+
+
+@rule("machine.final-exits", "error", "a transition leaves a final state")
+def final_exits(ctx: CheckContext) -> Iterator[Finding]:
+    """The episode ends in that state, so the transition is never taken."""
+    for index, item in enumerate(ctx.spec.machine.transitions):
+        for position, source in enumerate(item.sources):
+            if source in ctx.states and ctx.states[source].final:
+                where: DataPath = (*_path(index), "source")
+                path = where if isinstance(item.source, str) else (*where, position)
+                fix = "remove the transition, or `final: true` from the state"
+                yield Finding(f"`{source}` is final: the episode ends there, and no transition leaves it", path, fix)
+
+
+@rule("guard.constant", "warning", "a condition always has the same result")
+def constant_guard(ctx: CheckContext) -> Iterator[Finding]:
+    """Within the spec's limits, and after what must have happened before the guard is evaluated."""
+    asked: dict[int, list[tuple[str, str | None]]] = {}
+    for edge in ctx.live:
+        if edge.index is not None:
+            asked.setdefault(edge.index, []).append((edge.source, edge.trigger))
+    for index, item in enumerate(ctx.spec.machine.transitions):
+        if item.conditions is not None:
+            truth = _truth(ctx, item.conditions, asked.get(index, []))
+            if truth is not None:
+                fix = "leave `conditions` out" if truth else "remove the transition, or correct the condition"
+                yield _constant(truth, item.conditions, (*_path(index), "conditions"), fix)
+    for index, reassign in enumerate(ctx.spec.rewards.reassign):
+        if reassign.when is not None:
+            truth = _truth(ctx, reassign.when, [(reassign.at, None)])
+            if truth is not None:
+                fix = "leave `when` out" if truth else "remove the rule, or correct its `when`"
+                yield _constant(truth, reassign.when, ("rewards", "reassign", index, "when"), fix)
+
+
+def _constant(truth: bool, expression: str, path: DataPath, fix: str) -> Finding:
+    how = "always" if truth else "never"
+    return Finding(f"`{' '.join(expression.split())}` {how} holds here, within the spec's limits", path, fix)
+
+
+def _truth(ctx: CheckContext, expression: str, asked: list[tuple[str, str | None]]) -> bool | None:
+    """The result of a guard wherever it is evaluated; None if that varies, or it never is."""
+    found = ctx.formula(expression)
+    ctx.work.spend(len(expression))
+    ctx.work.spend(found.weight)
+    hull = found.truth(ctx.hull)
+    truths: set[bool | None] = set()
+    for state, event in asked:
+        for place in ctx.graph.moments(state, event):
+            ctx.work.spend()
+            truths.add(hull if place.late else ctx.graph.truth(found, place, ctx.work))
+            if None in truths or len(truths) > 1:
+                return None
+    return truths.pop() if truths else None

@@ -1,11 +1,11 @@
-"""The machine of a spec, as rules see it: what can be reached, what an episode may do, and within which counts."""
+"""The machine of a spec, as rules see it: what can be reached, what an episode may do within which counts, and its endless cycles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.actions.facts import ACTIONS
 from engine.limit import ALWAYS, OVERFLOW, UNBOUNDED
@@ -16,12 +16,10 @@ from engine.machine.presets import PRESETS
 from engine.schemas.limits import LimitsSpec
 from engine.schemas.machine import StateSpec
 from engine.spec.text.diagnostic import DataPath
-from engine.validate.chart import Chart, Edge
 from engine.validate.code.code_context import CodeContext
-from engine.validate.explore import Graph, explore
+from engine.validate.explore import Chart, Edge, Graph, Place, WalkStep, explore
 from engine.validate.logic import ALWAYS as ALWAYS_TRUE
 from engine.validate.logic import UNKNOWN, Formula, Ranges, formula
-from engine.validate.loops import Cycles, cycles_of
 from engine.validate.work import Work, WorkLimitError
 
 MAX_TRANSITIONS = 10_000
@@ -242,3 +240,93 @@ def _can_happen(edge: ResolvedTransition, events: Mapping[str, frozenset[str] | 
         return False  # a final state, or one that does not exist
     known = events[edge.source]
     return known is None or edge.trigger in known
+
+
+SHOWN = 12
+"""Steps of a cycle that a message shows."""
+
+
+class Cycle(NamedTuple):
+    """A cycle that an episode may repeat without bound."""
+
+    steps: tuple[tuple[str, str], ...]
+    """(state, event) of each step, in order."""
+    bounds: tuple[str, ...]
+    """Limits that would bound it and are not set."""
+    late: bool
+    """Whether it continues after the time limit."""
+
+    def __str__(self) -> str:
+        first = self.steps[0][0]
+        shown = [f"`{state}` -{event}->" for state, event in self.steps]
+        if len(shown) > SHOWN:
+            shown[SHOWN // 2 : -SHOWN // 2] = [f"… ({len(shown) - SHOWN} more states) …"]
+        return " ".join(shown) + f" `{first}`"
+
+
+class Cycles(NamedTuple):
+    """The cycles, and whether all were found."""
+
+    found: list[Cycle]
+    complete: bool
+
+
+def cycles_of(graph: Graph, work: Work | None = None) -> Cycles:
+    """Return the shortest cycle through each step that lies on one; each set of states once."""
+    work = work or Work()
+    found: dict[tuple[frozenset[str], bool], list[Cycle]] = {}
+    complete = True
+    try:
+        for cycle in _each_cycle(graph, work):
+            found.setdefault((frozenset(state for state, _ in cycle.steps), cycle.late), []).append(cycle)
+    except WorkLimitError:
+        complete = False
+    return Cycles([_merged(alike) for alike in found.values()], complete)
+
+
+def _each_cycle(graph: Graph, work: Work) -> Iterator[Cycle]:
+    component, _ = graph.components
+    seen: set[tuple[str, bool, str, str, tuple[int, ...]]] = set()
+    for place, number in component.items():
+        for step in graph.again(place):
+            if component[step.dest] != number:
+                continue
+            alike = (place.state, place.late, step.event, step.dest.state, step.used)
+            if alike not in seen:
+                seen.add(alike)
+                yield _cycle(place, _shortest(graph, place, step, component, work))
+
+
+def _merged(alike: list[Cycle]) -> Cycle:
+    """Of cycles through the same states, the one that the fewest limits bound; it names a limit that bounds all, if there is one."""
+    hardest = min(alike, key=lambda cycle: (len(cycle.bounds), len(cycle.steps), cycle.steps))
+    common = set(hardest.bounds).intersection(*(cycle.bounds for cycle in alike))
+    return hardest._replace(bounds=tuple(name for name in hardest.bounds if not common or name in common))
+
+
+def _shortest(
+    graph: Graph, start: Place, first: WalkStep, component: dict[Place, int], work: Work
+) -> list[tuple[Place, WalkStep]]:
+    """The shortest path from a place back to itself that begins with the given step."""
+    came: dict[Place, tuple[Place, WalkStep]] = {first.dest: (start, first)}
+    waiting = [first.dest] if first.dest != start else []
+    for place in waiting:
+        steps = graph.again(place)
+        work.spend(len(steps))
+        for step in steps:
+            if step.dest not in came and component[step.dest] == component[start]:
+                came[step.dest] = (place, step)
+                waiting.append(step.dest)
+        if start in came:
+            break
+    way = [came[start]]
+    while way[-1][0] != start:
+        way.append(came[way[-1][0]])
+    return way[::-1]
+
+
+def _cycle(start: Place, way: list[tuple[Place, WalkStep]]) -> Cycle:
+    used = {index for _, step in way for index in step.used}
+    steps = [(place.state, step.event) for place, step in way]
+    first = steps.index(min(steps))  # the same cycle is shown in the same way, wherever it was entered
+    return Cycle((*steps[first:], *steps[:first]), tuple(COUNTERS[index].name for index in sorted(used)), start.late)

@@ -20,10 +20,9 @@ from engine.spec.text.diagnostic import DataPath
 from engine.tokens.patches import patched, patches_of
 from engine.tokens.toolcalls import FORMATS
 from engine.validate.child import ChildError
-from engine.validate.context import CheckContext
+from engine.validate.context import CheckContext, each_source
 from engine.validate.model_files import ModelFiles, model_files, read_bytes
 from engine.validate.registry import Finding, rule
-from engine.validate.sources import each_source
 from engine.validate.templates import Shown, rendered, shown
 from engine.validate.tools import tools_at
 from engine.validate.worst_case import context_bound, count_bound

@@ -11,10 +11,9 @@ from engine.schemas.train import TrainSpec
 from engine.spec.added import trains_backend
 from engine.spec.tasks import count_tasks
 from engine.spec.text.diagnostic import DataPath
-from engine.validate.context import CheckContext
-from engine.validate.credit_reach import several_turns
+from engine.validate.context import TASKS, CheckContext, each_source
 from engine.validate.registry import Finding, rule
-from engine.validate.sources import TASKS, each_source
+from engine.validate.rewards import several_turns
 
 Option = tuple[DataPath, str]
 """The path of an option and the reason why it has no effect."""

@@ -16,9 +16,8 @@ from engine.spec.tasks import task_of
 from engine.spec.template import fields_of, has_field, is_reference, texts_of
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import short
-from engine.validate.context import CheckContext, nearest
+from engine.validate.context import CheckContext, each_source, for_each_source, nearest
 from engine.validate.registry import Finding, rule
-from engine.validate.sources import each_source, for_each_source
 
 RECOVER_FIELDS = ("problem", "raw")
 """The fields of `recover.malformed`."""

@@ -1,19 +1,23 @@
-"""Rules about rewards: the turns and names in reward rules exist, and the credit method has what it needs."""
+"""Rules about rewards: their turns and names exist, the credit method has and reads them, and no reply is better cut off."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from engine.schemas.credit import ReassignRule
-from engine.schemas.reward import TurnAddress
+from engine.schemas.reward import RewardEvent, TurnAddress
+from engine.schemas.train import OVERLONG_PENALTY, OverlongPenalty
 from engine.spec.added import spec_facts
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import nearest_name
-from engine.validate.chart import Place
-from engine.validate.code.code_names import code_names, names_of_plugins
-from engine.validate.code.written_names import WrittenNames
+from engine.validate.code.source import Def
+from engine.validate.code.written_names import WrittenNames, code_names, names_of_plugins, written_names
 from engine.validate.context import CheckContext
+from engine.validate.explore import Place
 from engine.validate.registry import Finding, rule
+from engine.validate.worst_case import count_bound
 
 REWARD = "reward"
 """The name of a reward without a name."""
@@ -218,3 +222,248 @@ def credit_group(ctx: CheckContext) -> Iterator[Finding]:
     path: DataPath = ("rewards", "credit", "method") if written else ("train",)
     fix = "set `rollout.samples_per_task` to 4 or more, or `rewards.credit.baseline: none`"
     yield Finding(message, path, fix, key=not written)
+
+
+_TURN_METHODS = "a method that uses the rewards of turns: `turn_return`, `turn_discount`, `gigpo`"
+_NEWEST = ("last", None)
+
+
+@rule("rewards.credit-ignores", "warning", "the credit method ignores to which turn a reward belongs")
+def credit_ignores(ctx: CheckContext) -> Iterator[Finding]:
+    """Transfers, a judge of each turn, and rewards of a certain turn, under a method that reads only the episode's sum."""
+    credit = ctx.spec.rewards.credit
+    if credit.uses_turn_rewards:
+        return
+    rest = f"`{credit.method}` reads only the sum of the episode's rewards"
+    fix = f"use {_TURN_METHODS}, or remove it"
+    for index, item in enumerate(ctx.spec.rewards.reassign):
+        path: DataPath = ("rewards", "reassign", index)
+        if item.op == "transfer":
+            yield Finding(f"moving a reward to another turn has no effect: {rest}", path, fix)
+        elif item.to not in (*_NEWEST, "each"):
+            yield Finding(f"`to: {item.to}` has no effect: {rest}", (*path, "to"), fix)
+    scorer = ctx.spec.rewards.scorer
+    if scorer is not None and scorer.turns == "each":
+        message = f"judging each turn has no effect beyond the sum of the scores: {rest}"
+        yield Finding(message, ("rewards", "scorer", "turns"), fix)
+    for path, event in _mark_events(ctx):
+        if event.op == "transfer" or event.turn not in (*_NEWEST, "each"):
+            yield Finding(f"the turn of this reward has no effect: {rest}", path, fix)
+
+
+@rule("rewards.turns-in-sum", "info", "rewards of turns count only in the episode's sum")
+def turns_in_sum(ctx: CheckContext) -> Iterator[Finding]:
+    """Code that may write rewards during an episode of several turns, under a method that reads only the episode's sum."""
+    credit = ctx.spec.rewards.credit
+    if credit.uses_turn_rewards or not ctx.written("rewards", "credit") or not several_turns(ctx):
+        return
+    for item in ctx.spec_code:
+        if item.role == "scorer":
+            continue
+        text = ctx.code_text(item.entry.use)
+        if text is not None and {"rewards", "RewardEvent"} & written_names(text.definition.module.text).texts:
+            message = f"`{item.entry.use}` may reward single turns, and `{credit.method}` reads only the sum of the episode's rewards"
+            yield Finding(message, ("rewards", "credit"), f"use {_TURN_METHODS}", key=True)
+            return
+
+
+def several_turns(ctx: CheckContext) -> bool:
+    """Whether an episode may have more than one turn of the model."""
+    if not ctx.graph.exact:  # its counters only tell whether a limit is reached
+        most = count_bound(ctx, "assistant_turns").most
+        return most is None or most > 1
+    places = [place.turns for name in ctx.states for place in ctx.graph.moments(name)]
+    ctx.work.spend(len(places))
+    return max(places, default=0) > 1
+
+
+@rule("rewards.outcome-drops", "warning", "the credit method leaves out some rewards of the last turn")
+def outcome_drops(ctx: CheckContext) -> Iterator[Finding]:
+    """`mt_grpo` with `outcome: [names]`, and another reward that the last turn may get."""
+    credit = ctx.spec.rewards.credit
+    counted = credit.last_turn_names
+    if counted is None:
+        return
+    left_out = [name for name in dict.fromkeys(_last_turn_rewards(ctx)) if name not in counted]
+    if left_out:
+        names = " and ".join(f"`{name}`" for name in left_out)
+        verb = "reaches" if len(left_out) == 1 else "reach"
+        message = f"in the last turn only {_listed(counted)} counts: {names} {verb} no token there"
+        fix = "add it to `outcome`, or remove `outcome`: then all rewards of the last turn count"
+        yield Finding(message, ("rewards", "credit", "outcome"), fix)
+
+
+def _last_turn_rewards(ctx: CheckContext) -> Iterator[str]:
+    """Names of rewards that the spec itself says are written, and that the last turn may get."""
+    rewards = ctx.spec.rewards
+    if rewards.scorer is not None and rewards.scorer.model_played:
+        yield rewards.scorer.name
+    if ctx.spec.train is not None and isinstance(ctx.spec.train.overlong, OverlongPenalty):
+        yield OVERLONG_PENALTY
+    for item in rewards.reassign:
+        if item.op != "transfer" and item.to in ("last", "all", "each"):
+            yield item.name or REWARD
+    for _, user in ctx.users:
+        yield from (mark.reward for mark in user.marks if mark.reward is not None)
+    for _, event in _mark_events(ctx):
+        if event.op != "transfer":
+            yield event.name or REWARD
+
+
+def _mark_events(ctx: CheckContext) -> Iterator[tuple[DataPath, RewardEvent]]:
+    """The rewards in the marks of model-played users."""
+    for path, user in ctx.users:
+        for index, mark in enumerate(user.marks):
+            for number, event in enumerate(mark.rewards):
+                yield (*path, "marks", index, "rewards", number), event
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " and ".join(f"`{name}`" for name in names)
+
+
+_FINISH = "last.finish"
+Cost = tuple[float, str]
+"""A cost, more than 0, and the key or code that states it."""
+
+
+@rule("rewards.truncated-pays", "info", "a reply that is cut off costs less than a wrong reply")
+def truncated_pays(ctx: CheckContext) -> Iterator[Finding]:
+    """`truncated` leads to a final state, which nothing judges, and the spec or its code takes rewards from wrong replies."""
+    for name, state in ctx.states.items():
+        if state.action != "generate" or name not in ctx.reachable:
+            continue
+        ends = [edge.dest for edge in ctx.live if edge.source == name and edge.trigger == "truncated"]
+        end = next((dest for dest in ends if dest in ctx.states and ctx.states[dest].final), None)
+        paid = None if end is None else _cut_off(ctx, name, end)
+        wrong = max(_wrong(ctx), default=None)
+        if end is None or paid is None or wrong is None or wrong[0] <= paid:
+            continue
+        judge = next(each for each in _judges(ctx))
+        yield Finding(
+            f"a reply that is cut off ends the episode and costs {paid:g}; a wrong reply may cost {wrong[0]:g} ({wrong[1]}), "
+            "so long replies without an answer pay",
+            ctx.state_path(name),
+            f"let `{judge}` judge it: add the transition `{{trigger: truncated, source: {name}, dest: {judge}}}`; or take as much "
+            f"by `rewards.reassign: [{{at: {end}, when: \"{_FINISH} == 'length'\", op: add, value: {-wrong[0]:g}}}]`",
+            key=True,
+        )
+
+
+def _judges(ctx: CheckContext) -> Iterator[str]:
+    """Reachable states in which the environment or a user judges a reply."""
+    for name, state in ctx.states.items():
+        if name in ctx.reachable and state.action in ("step", "ask_user"):
+            yield name
+
+
+def _cut_off(ctx: CheckContext, state: str, end: str) -> float | None:
+    """What a cut-off reply costs, if it leads from `state` to the final state `end`; None if it is judged there or not trained on."""
+    train, scorer, environment = ctx.spec.train, ctx.spec.rewards.scorer, ctx.spec.environment
+    if scorer is not None or (train is not None and train.overlong == "mask"):
+        return None
+    if environment is not None:
+        node = _node(ctx, environment.entry.use)
+        inherits = isinstance(node, ast.ClassDef) and bool(node.bases)
+        if node is None or inherits or any(getattr(item, "name", "") == "score" for item in node.body):
+            return None  # its `score` judges, or may be inherited
+    cost = 0.0
+    for item in _takes(ctx):
+        if item.at in (state, end):
+            if item.when is not None and _FINISH not in item.when:
+                return None
+            cost -= item.value or 0.0
+    if train is not None and isinstance(train.overlong, OverlongPenalty):
+        cost += train.overlong.coefficient
+    return cost
+
+
+def _takes(ctx: CheckContext) -> Iterator[ReassignRule]:
+    """Rules that take a reward."""
+    for item in ctx.spec.rewards.reassign:
+        if item.op != "transfer" and (item.value or 0.0) < 0:
+            yield item
+
+
+def _wrong(ctx: CheckContext) -> Iterator[Cost]:
+    """What a wrong reply may cost, by each key and line of code that says it."""
+    judges = set(_judges(ctx))
+    for item in _takes(ctx):
+        if item.at in judges and item.value is not None:
+            yield -item.value, f"`rewards.reassign` at `{item.at}`"
+    actions = {ctx.states[name].action for name in judges}
+    environment = ctx.spec.environment
+    if environment is not None and environment.facts is None and "step" in actions:
+        yield from _in_code(ctx, ("environment",), environment.use, environment.with_)
+    if "ask_user" not in actions:
+        return
+    for path, user in ctx.users:
+        for index, mark in enumerate(user.marks):
+            for event in mark.rewards:
+                if event.op != "transfer" and (event.value or 0.0) < 0:
+                    yield -(event.value or 0.0), f"`{'.'.join(map(str, (*path, 'marks', index)))}`"
+        code = user.grader if user.model_played else user
+        if code is not None and code.use is not None:
+            yield from _in_code(ctx, (*path, "grader") if user.model_played else path, code.use, code.with_)
+
+
+def _in_code(ctx: CheckContext, path: DataPath, use: str, with_: Mapping[str, Any]) -> Iterator[Cost]:
+    """Negative rewards that the code of `use` writes: literals, and parameters that `with` or their defaults set."""
+    node = _node(ctx, use)
+    if node is None:
+        return
+    ctx.work.spend(100)
+    settings = {
+        **_defaults(node),
+        **{key: (value, ".".join(map(str, (*path, "with", key)))) for key, value in with_.items()},
+    }
+    for value in _reward_values(node):
+        for each in ast.walk(value):
+            if isinstance(each, ast.UnaryOp) and (cost := _number(each)) is not None and cost < 0:
+                yield -cost, f"`{use}`"
+            name = each.id if isinstance(each, ast.Name) else each.attr if isinstance(each, ast.Attribute) else ""
+            setting, where = settings.get(name.lstrip("_"), (None, ""))
+            if isinstance(setting, int | float) and setting < 0:
+                yield -float(setting), f"`{where}`"
+
+
+def _node(ctx: CheckContext, use: str) -> Def | None:
+    """The definition of an entry point; None if its source cannot be read."""
+    text = ctx.code_text(use)
+    return None if text is None else text.definition.node
+
+
+def _reward_values(node: ast.AST) -> Iterator[ast.expr]:
+    """Amounts of rewards: `RewardEvent(value=…)`, and the values of `rewards={…: …}`."""
+    for call in ast.walk(node):
+        if not isinstance(call, ast.Call):
+            continue
+        name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+        for keyword in call.keywords:
+            if name == "RewardEvent" and keyword.arg == "value":
+                yield keyword.value
+            elif keyword.arg == "rewards" and isinstance(keyword.value, ast.Dict):
+                yield from keyword.value.values
+
+
+def _defaults(node: Def) -> dict[str, tuple[float, str]]:
+    """Numbers that are defaults of the parameters, and where they are."""
+    function: ast.AST | None = node
+    if isinstance(node, ast.ClassDef):
+        function = next((item for item in node.body if getattr(item, "name", "") == "__init__"), None)
+    if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        return {}
+    names = function.args
+    pairs = [*zip(reversed(names.args), reversed(names.defaults), strict=False)]
+    pairs += [(arg, value) for arg, value in zip(names.kwonlyargs, names.kw_defaults, strict=True) if value is not None]
+    found = {arg.arg: _number(value) for arg, value in pairs}
+    return {name: (value, f"{node.name}({name}={value:g})") for name, value in found.items() if value is not None}
+
+
+def _number(node: ast.expr) -> float | None:
+    """The value of a number that is written out."""
+    sign = 1.0
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        sign, node = -1.0, node.operand
+    known = isinstance(node, ast.Constant) and type(node.value) in (int, float)
+    return sign * float(node.value) if known else None  # type: ignore[attr-defined]

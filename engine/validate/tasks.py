@@ -12,9 +12,8 @@ from engine.spec.load import LoadedSpec
 from engine.spec.rows.row_sources import row_files
 from engine.spec.tasks import rows_of, task_of
 from engine.spec.text.diagnostic import Diagnostic
-from engine.validate.context import CheckContext, nearest
+from engine.validate.context import CheckContext, for_each_source, nearest
 from engine.validate.registry import Finding, rule
-from engine.validate.sources import for_each_source
 
 MAX_ROWS = 20_000
 """Number of rows of a file that are checked; `engine run` reads all."""

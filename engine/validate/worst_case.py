@@ -9,21 +9,23 @@ guards on facts, texts or rewards may exclude that path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from math import inf
 from typing import NamedTuple
 
 from engine.actions.action_facts import NO_CALLS
 from engine.actions.facts import ACTIONS, seconds_of
-from engine.errors import SpecError
+from engine.errors import EngineError, SpecError
 from engine.limit import UNBOUNDED
 from engine.limits import COUNTERS, EPISODE_SECONDS, LIMITS
 from engine.schemas.episode import EpisodeSpec
+from engine.spec.load import LoadedSpec
 from engine.spec.tasks import count_tasks
-from engine.validate.chart import TURNS, Place
+from engine.spec.text.diagnostic import DataPath, Diagnostic
 from engine.validate.context import CheckContext
-from engine.validate.explore import Graph, explore
+from engine.validate.explore import TURNS, Graph, Place, explore
 from engine.validate.model_files import model_files
 
 COUNTS = tuple(limit.name for limit in COUNTERS)
@@ -244,3 +246,60 @@ def _tasks(ctx: CheckContext) -> int | None:
         return count_tasks(ctx.loaded)
     except SpecError:
         return None  # `tasks.unreadable` says it
+
+
+OVER_BUDGET = "budget.exceeded"
+
+
+class BudgetError(EngineError):
+    """A budget that is not valid."""
+
+    kind = "budget_error"
+    blame = "spec"
+
+
+def read_budget(given: Sequence[str]) -> dict[str, float]:
+    """Read `["tokens=1e9", "seconds=3600"]`: the maximum by name.
+
+    Raises:
+        BudgetError: a name does not exist, or a value is not a number.
+    """
+    found: dict[str, float] = {}
+    for item in given:
+        name, _, value = item.partition("=")
+        name = name.strip()
+        if name not in COSTS:
+            near = get_close_matches(name, COSTS, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"the budgets are {', '.join(COSTS)}"
+            raise BudgetError(f"there is no budget `{name}`; {hint}")
+        try:
+            most = float(value.replace("_", ""))
+        except ValueError:
+            most = -1.0
+        if not most >= 0:
+            raise BudgetError(f"`{item}` is not a valid budget; write `{name}=1e9`")
+        found[name] = most
+    return found
+
+
+def over_budget(loaded: LoadedSpec, worst: WorstCase, budget: Mapping[str, float]) -> list[Diagnostic]:
+    """Return a finding for each cost that may exceed its budget, at the key that bounds it."""
+    found = []
+    for name, most in budget.items():
+        bound = worst.run[COSTS[name]]
+        if bound.most is not None and bound.most <= most:
+            continue
+        path = _path(bound.by)
+        if bound.most is None:
+            message = f"the run's {name} are not bounded: {bound.by}; the budget is {most:,.0f}"
+        else:
+            message = f"the run may cost {bound.most:,.0f} {name} ({bound.by}); the budget is {most:,.0f}"
+        fix = "lower the limit, the tasks (`tasks.limit`) or `rollout.samples_per_task`"
+        found.append(Diagnostic(OVER_BUDGET, "error", message, fix, loaded.origin(path), path))
+    return found
+
+
+def _path(by: str) -> DataPath:
+    """The first key that a bound names; `limits` if it names none."""
+    words = [word.strip("`") for word in by.split()]
+    return next((tuple(word.split(".")) for word in words if word.count(".") == 1), ("limits",))

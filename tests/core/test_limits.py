@@ -67,7 +67,7 @@ import json, sys
 from pathlib import Path
 
 from engine.validate import check_spec
-from engine.validate.budget import over_budget, read_budget
+from engine.validate.worst_case import over_budget, read_budget
 from engine.validate.context import CheckContext
 from engine.validate.worst_case import worst_case
 from engine.cli.main import main

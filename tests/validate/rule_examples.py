@@ -10,9 +10,9 @@ from engine.errors import SpecError
 from engine.spec.load import read_spec
 from engine.spec.tasks import load_tasks
 from engine.spec.text.diagnostic import Diagnostic
-from engine.validate.budget import read_budget
 from engine.validate.check import BROKEN
-from engine.validate.pages import Example, Page, page_ids, page_of
+from engine.validate.registry import Example, Page, page_ids, page_of
+from engine.validate.worst_case import read_budget
 
 REST = {
     "spec": "spec: episode/v1",

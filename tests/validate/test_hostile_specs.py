@@ -12,7 +12,7 @@ from hostile_specs import BUSY, REFUSED, TASKS, WHOLE
 from engine.cli.validate.command import FORMATS
 from engine.cli.validate.examine import Options, examine
 from engine.cli.validate.report import Report, as_text
-from engine.validate.pages import page_of
+from engine.validate.registry import page_of
 
 LONG = {
     *("guards", "long guards", "guards that multiply", "dense", "ring", "larger ring", "wide limits", "huge limits"),

@@ -18,7 +18,7 @@ from engine.cli.validate.examine import FAILED, STOPPED, Options, examine
 from engine.plugins.trainers.check import APPROXIMATED, REFUSED, UNKNOWN
 from engine.validate import all_rules
 from engine.validate.check import BROKEN, MORE, UNFINISHED
-from engine.validate.pages import Page, page_ids
+from engine.validate.registry import Page, page_ids
 
 ROOT = Path(__file__).parents[2]
 TRAINER_RULES = (REFUSED, APPROXIMATED, UNKNOWN)

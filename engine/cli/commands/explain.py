@@ -21,7 +21,7 @@ def explain(
     ] = None,
 ) -> None:
     """Print the page of a rule: what it finds, why, a bad example and a good one."""
-    from engine.validate.pages import page_ids, page_of
+    from engine.validate.registry import page_ids, page_of
 
     ids = page_ids()
     if rule is None:

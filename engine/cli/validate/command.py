@@ -116,7 +116,7 @@ def validate(
     """
     with _collections_paused():
         from engine.cli.validate.examine import Options, examine_all
-        from engine.validate.budget import BudgetError, read_budget
+        from engine.validate.worst_case import BudgetError, read_budget
 
         try:
             most = read_budget(budget or ())

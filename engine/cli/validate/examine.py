@@ -22,13 +22,12 @@ from engine.spec.load import UNREADABLE, LoadedSpec, read_spec
 from engine.spec.text.diagnostic import Diagnostic, Origin, Severity
 from engine.spec.text.masking import mask_all, mask_name
 from engine.validate import all_rules
-from engine.validate.budget import over_budget
 from engine.validate.check import check_rules, in_order
 from engine.validate.child import Child, ChildError, can_fork, refuse_outside
 from engine.validate.context import CheckContext
 from engine.validate.templates import close_child, set_deadline
 from engine.validate.trainers import trainer_of
-from engine.validate.worst_case import worst_case
+from engine.validate.worst_case import over_budget, worst_case
 
 SECONDS = 60.0
 """Time limit for one spec, in seconds."""
@@ -63,7 +62,7 @@ class Options:
     cost: bool = False
     """Compute the worst case."""
     budget: Mapping[str, float] = field(default_factory=dict)
-    """The budget of the run; see `engine.validate.budget`."""
+    """The budget of the run; see `engine.validate.worst_case`."""
     imports: bool = False
     """Whether to import the code that specs name."""
     allowed: Sequence[Path] = ()

@@ -50,7 +50,7 @@ def _skipped(reports: Sequence[Report]) -> str:
 
 
 def _rule(rule: str) -> dict[str, Any]:
-    from engine.validate.pages import page_of
+    from engine.validate.registry import page_of
 
     page = page_of(rule)
     if page is None:

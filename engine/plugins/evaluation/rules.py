@@ -17,10 +17,9 @@ from engine.spec.document import Document, validate
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known, short
 from engine.validate.code.source import NotImported
-from engine.validate.context import CheckContext
+from engine.validate.context import CheckContext, each_source
 from engine.validate.prompts import prompt_field, tasks_unreadable
 from engine.validate.registry import Finding, rule
-from engine.validate.sources import each_source
 from engine.validate.tasks import task_rows
 
 EVAL: DataPath = ("train", "eval")

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from engine.actions.facts import owns_conversation
 from engine.errors import SpecError
-from engine.validate.context import CheckContext
+from engine.validate.context import CheckContext, each_source
 from engine.validate.registry import Finding, rule
-from engine.validate.sources import each_source
 
 
 @rule(

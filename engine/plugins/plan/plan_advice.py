@@ -10,8 +10,8 @@ from engine.plugins.plan.plan import MemoryPlan, plan_memory, size_of
 from engine.plugins.plan.spec import PlanSpec
 from engine.spec.text.diagnostic import DataPath, Diagnostic
 from engine.train.setup import train_spec_of
-from engine.validate.alarm import deadline
 from engine.validate.model_files import model_files
+from engine.validate.work import deadline
 
 if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec

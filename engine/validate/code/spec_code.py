@@ -18,9 +18,8 @@ from engine.spec.text.near import near_or_known, nearest_name
 from engine.validate.code.code_context import NamedEntry
 from engine.validate.code.code_facts import CodeFacts, Method, ReadCode
 from engine.validate.code.source import NotImported
-from engine.validate.context import CheckContext, nearest
+from engine.validate.context import CheckContext, each_source, nearest
 from engine.validate.registry import Finding, rule
-from engine.validate.sources import each_source
 from engine.validate.tools import environment_tools
 
 METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {

@@ -1,4 +1,4 @@
-"""Names of rewards and facts that the text of a module writes, and whether it may write others.
+"""Names of rewards and facts that the code of a spec writes, read from the text of its modules, and whether it may write others.
 
 A name counts as written if it occurs anywhere in the text, as a string or as the name of an argument. So a name that does not occur is
 written by nobody, unless the text computes names: `RewardEvent(name=prefix + kind)`, `facts=vars(self)`.
@@ -7,12 +7,18 @@ written by nobody, unless the text computes names: `RewardEvent(name=prefix + ki
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
+from engine.actions.facts import ACTIONS
 from engine.schemas.base import Struct
+from engine.validate.code.lineage import lineage
 from engine.validate.code.module_text import ModuleText
-from engine.validate.code.source import last_name
+from engine.validate.code.source import Module, last_name
+
+if TYPE_CHECKING:
+    from engine.validate.context import CheckContext
 
 _ANSWERS = frozenset({"Reset", "Step", "UserTurn", "ToolReply"})
 """Classes of answers with `facts` and `rewards`."""
@@ -160,3 +166,57 @@ def _assignments(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
         yield from (((item.asname or item.name).partition(".")[0], None) for item in node.names)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
         yield last_name(node.func.value) or "", None
+
+
+def names_of_plugins(ctx: CheckContext) -> frozenset[str]:
+    """Return the names of rewards and facts that the actions of plugins write."""
+    actions = (ACTIONS.get(str(state.action)) for state in ctx.states.values())
+    return frozenset(name for facts in actions if facts is not None for name in facts.writes)
+
+
+def code_names(ctx: CheckContext) -> WrittenNames:
+    """Return the names that environment, tools, users, scorer, own actions and those of plugins write, with all texts in their `with`."""
+    names = WrittenNames(texts=names_of_plugins(ctx))
+    for item in ctx.spec_code:
+        adapted = item.role == "environment" and ctx.spec.environment and ctx.spec.environment.adapter
+        names |= WrittenNames(texts=frozenset(_texts_in(item.entry.with_)))
+        names |= ANY_NAME if item.role == "tool server" or adapted else _names_of(ctx, item.entry.use, item.role)
+    for _, state in ctx.own_actions:
+        names |= WrittenNames(texts=frozenset(_texts_in(state.with_))) | _names_of(ctx, str(state.action), "action")
+    return names
+
+
+def _names_of(ctx: CheckContext, use: str, role: str) -> WrittenNames:
+    """What the module of an entry point writes, with those of its base classes and the spec's own modules that it imports."""
+    code = ctx.code_text(use)
+    is_class = code is not None and isinstance(code.definition.node, ast.ClassDef)
+    if code is None or (not is_class and role in ("environment", "user")):
+        return ANY_NAME  # what a function builds may be any class
+    family = lineage(code.definition, ctx.sources) if is_class else None
+    if family is not None and not family.complete:
+        return ANY_NAME
+    names = WrittenNames()
+    waiting: list[Module | None] = [code.definition.module]
+    waiting += [item.module for item in family.classes] if family is not None else []
+    seen: set[str] = set()
+    while waiting:
+        module = waiting.pop()
+        if module is None:
+            return ANY_NAME
+        if module.name not in seen:
+            seen.add(module.name)
+            names |= written_names(module.text)
+            waiting += ctx.sources.own_imports(module)
+    return names
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield all texts and keys in a value of a document."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (str(key), *_texts_in(item))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts_in(item)

@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 from command_line import engine_output
 
-from engine.validate.budget import BudgetError, read_budget
-from engine.validate.pages import page_ids, page_of
+from engine.validate.registry import page_ids, page_of
+from engine.validate.worst_case import BudgetError, read_budget
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 
