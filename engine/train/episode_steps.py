@@ -26,7 +26,7 @@ from engine.train.credit_reach import reach_of
 from engine.train.difficulty import DifficultyFilter
 from engine.train.missing_signal import MissingSignal
 from engine.train.overlong import masked_metrics
-from engine.train.step_source import StepBatch, StepSource
+from engine.train.step_source import StepBatch, StepSource, TrainResult
 from engine.train.stored_groups import StoredEpisodes
 from engine.validate import refuse_first_tasks
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
     from engine.store import RunStore
     from engine.store.rows.row import TrainingRow
-    from engine.train.trainer import Trainer, TrainResult
+    from engine.train.trainer import Trainer
 
 log = structlog.get_logger(__name__)
 

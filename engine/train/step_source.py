@@ -6,20 +6,51 @@ A plugin adds a source with a `TrainKind` (`schemas/train.py`), whose `use` name
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from engine.schemas.base import Struct
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.actions.services import Cost
     from engine.errors import TrainError
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.store.rows.row import TrainingRow
     from engine.train.batch_log import BatchRecord
-    from engine.train.trainer import Trainer, TrainResult
+    from engine.train.trainer import Trainer
+
+
+@dataclass(slots=True)
+class TrainResult:
+    """The result of a training."""
+
+    steps: int
+    """Number of finished steps, including those of earlier launches."""
+    first: dict[str, float] = field(default_factory=dict)
+    """Metrics of the first step of this launch."""
+    last: dict[str, float] = field(default_factory=dict)
+    """Metrics of the last step."""
+    checkpoint: Path | None = None
+    model: Path | None = None
+    """A complete model beside the checkpoints, with the adapter merged in: after a training on written episodes with LoRA."""
+    best: float | None = None
+    best_step: int | None = None
+    interrupted: bool = False
+    faults: list[str] = field(default_factory=list)
+    repeated_steps: int = 0
+    """Steps that this launch repeated from stored episodes, because they came after the checkpoint that it resumed from."""
+    resumed: Counter[str] = field(default_factory=Counter)
+    """Totals of this launch of the metrics `rollout/…`: episodes that continued, tokens sampled again, groups dropped."""
+    missing_signal: str = ""
+    """How many steps of this launch had no learning signal, and why; empty if few or none."""
+    cost: Cost | None = None
+    """What the training has cost, resumes included; None where no costs are counted."""
 
 
 class StepBatch(Struct, frozen=True, kw_only=True, eq=False):

@@ -12,10 +12,8 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,15 +35,14 @@ from engine.train.evaluator import open_evaluator
 from engine.train.metrics import MetricsLog, read_metrics
 from engine.train.repeated_steps import repeat_steps
 from engine.train.setup import learner_of, source_class, train_spec_of
-from engine.train.stopping import unless_stopped
+from engine.train.step_source import TrainResult
+from engine.train.stopping import in_whole, unless_stopped
 from engine.train.sync import open_sync
 
 if TYPE_CHECKING:
-    from engine.actions.services import Cost
     from engine.backends.backend import Backend
     from engine.runner.stats import RunCounters
     from engine.spec.load import LoadedSpec
-    from engine.store.rows.row import TrainingRow
     from engine.tokens.template import ChatTemplate
     from engine.train.learner import Learner
     from engine.train.step_source import StepBatch, StepSource
@@ -58,40 +55,10 @@ StepCallback = Callable[[int, Mapping[str, float]], None]
 _RESUMED = ("rollout/resumed_episodes", "rollout/regenerated_tokens", "rollout/dropped_stale_groups")
 
 
-@dataclass(slots=True)
-class TrainResult:
-    """The result of a training."""
-
-    steps: int
-    """Number of finished steps, including those of earlier launches."""
-    first: dict[str, float] = field(default_factory=dict)
-    """Metrics of the first step of this launch."""
-    last: dict[str, float] = field(default_factory=dict)
-    """Metrics of the last step."""
-    checkpoint: Path | None = None
-    model: Path | None = None
-    """A complete model beside the checkpoints, with the adapter merged in: after a training on written episodes with LoRA."""
-    best: float | None = None
-    best_step: int | None = None
-    interrupted: bool = False
-    faults: list[str] = field(default_factory=list)
-    repeated_steps: int = 0
-    """Steps that this launch repeated from stored episodes, because they came after the checkpoint that it resumed from."""
-    resumed: Counter[str] = field(default_factory=Counter)
-    """Totals of this launch of the metrics `rollout/…`: episodes that continued, tokens sampled again, groups dropped."""
-    missing_signal: str = ""
-    """How many steps of this launch had no learning signal, and why; empty if few or none."""
-    cost: Cost | None = None
-    """What the training has cost, resumes included; None where no costs are counted."""
-
-
 class Trainer:
-    """One training, new or resumed.
+    """One training, new or resumed, in the folder that `engine.store.training.begin` made.
 
     Args:
-        loaded: The spec.
-        folder: The folder of the training, made by `folder.begin`.
-        on_step: Called after each step.
         phase: Called at the start of each phase: `rollout`, `update`, `sync`, `eval`, `checkpoint`, `compact`.
         watch: Called with the counters of its episodes when they exist, for a live display.
         keep_going: Do not stop if the first episodes all fail with one cause.
@@ -226,7 +193,7 @@ class Trainer:
         """Repeat the steps after the checkpoint. Returns the records of all steps that the training has."""
         began, records = self.state.step, self.batch_log.read()
         self._weights_known = False
-        async with self._lent_memory() if records else contextlib.nullcontext():
+        async with self._memory.lent(self.timed) if records else contextlib.nullcontext():
             records = await asyncio.to_thread(
                 repeat_steps,
                 self.batch_log,
@@ -275,7 +242,7 @@ class Trainer:
         except Exception as error:
             await self._save_after(error)
             raise
-        await self._checkpoint_if_trained()
+        await self._checkpoint()
         result.steps, result.checkpoint = self.state.step, self._newest_checkpoint
         result.best, result.best_step = self.state.best, self.state.best_step
         result.cost = self.source.cost or self._evaluator.cost
@@ -284,7 +251,7 @@ class Trainer:
         """Save the last finite state after an error, and name the checkpoint in the error's message."""
         try:
             if self._weights_known:
-                await self._checkpoint_if_trained()
+                await self._checkpoint()
         except EngineError as failed:
             log.warning("the last state could not be saved", reason=str(failed))
         if self._newest_checkpoint is not None:
@@ -333,30 +300,20 @@ class Trainer:
 
     async def _learn_batch(self, batch: StepBatch, values: Mapping[str, float]) -> dict[str, float]:
         """Run the updates of a batch. A step that diverged after some updates counts with these."""
-        try:
-            async with self._lent_memory():
-                learned = await self._learn(batch.rows)
-        except TrainError:
-            updates = self.learner.updates
-            self._weights_known = updates == 0
-            if updates:
-                rate = self.learner.rate
-                self._record(batch, {**values, "lr": rate, "updates": float(updates)}, updates=updates)
-            raise
+        async with self._memory.lent(self.timed):
+            self._weights_known = False
+            try:
+                with self.timed("update"):
+                    learned = await in_whole(self.learner.step, batch.rows, self.state.step)
+            except TrainError:
+                updates = self.learner.updates
+                self._weights_known = updates == 0
+                if updates:
+                    rate = self.learner.rate
+                    self._record(batch, {**values, "lr": rate, "updates": float(updates)}, updates=updates)
+                raise
         names = batch.update_metrics
         return learned if names is None else {name: value for name, value in learned.items() if name in names}
-
-    async def _learn(self, rows: Sequence[TrainingRow]) -> dict[str, float]:
-        """Run the updates of a batch in a thread, so that other work can continue meanwhile."""
-        self._weights_known = False
-        with self.timed("update"):
-            work = asyncio.ensure_future(asyncio.to_thread(self.learner.step, rows, self.state.step))
-            try:
-                return await asyncio.shield(work)
-            except asyncio.CancelledError:
-                with contextlib.suppress(Exception):  # a thread cannot be stopped in the middle of an update
-                    await work
-                raise
 
     def _record(
         self, batch: StepBatch, values: Mapping[str, float], *, updates: int = 0, step_made: bool = True
@@ -414,19 +371,10 @@ class Trainer:
             return await self._evaluator.evaluate(self.state.step)
 
     async def _checkpoint(self) -> None:
-        with self.timed("checkpoint"):
-            self._newest_checkpoint = await asyncio.to_thread(self._checkpoints.write, self.state, self.learner)
-
-    async def _checkpoint_if_trained(self) -> None:
         """Write a checkpoint, unless the weights are still those of the spec's model."""
         if self.state.step:
-            await self._checkpoint()
-
-    @contextlib.asynccontextmanager
-    async def _lent_memory(self) -> AsyncIterator[None]:
-        """Inside the block the servers' GPUs are free for an update, with `train.colocate`."""
-        async with self._memory.lent(self.timed):
-            yield
+            with self.timed("checkpoint"):
+                self._newest_checkpoint = await asyncio.to_thread(self._checkpoints.write, self.state, self.learner)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.runner.stats import RunCounters
     from engine.spec.load import LoadedSpec
     from engine.train.distributed import ProcessGroup
-    from engine.train.trainer import TrainResult
+    from engine.train.step_source import TrainResult
 
 
 _RESUMED = {

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.store.rows.row import TrainingRow
-    from engine.train.trainer import TrainResult
+    from engine.train.step_source import TrainResult
 
 log = structlog.get_logger(__name__)
 
