@@ -51,7 +51,7 @@ class Loss(Contract):
 class ClippedLoss(Loss):
     """Base class of the losses with PPO's clipped surrogate."""
 
-    formula: ClassVar[str] = "engine.train.losses.clipped:ClippedSurrogate"
+    formula: ClassVar[str] = "engine.train.losses.formulas:ClippedSurrogate"
     ratio_level: ClassVar[Literal["token", "sequence"] | None] = "token"
     clips_ratio: ClassVar[bool] = True
     ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high", "delta")
@@ -125,7 +125,7 @@ class GspoLoss(ClippedLoss):
 class CispoLoss(Loss):
     """CISPO: the clipped ratio is a weight without gradient, so every token keeps its gradient."""
 
-    formula: ClassVar[str] = "engine.train.losses.cispo:ClippedWeight"
+    formula: ClassVar[str] = "engine.train.losses.formulas:ClippedWeight"
     ratio_level: ClassVar[Literal["token", "sequence"] | None] = "token"
     clips_ratio: ClassVar[bool] = True
     ratio_keys: ClassVar[tuple[str, ...]] = ("clip_low", "clip_high")
@@ -141,7 +141,7 @@ class CispoLoss(Loss):
 class SapoLoss(Loss):
     """SAPO: a smooth gate around ratio 1 instead of clipping."""
 
-    formula: ClassVar[str] = "engine.train.losses.sapo:SmoothGate"
+    formula: ClassVar[str] = "engine.train.losses.formulas:SmoothGate"
     ratio_level: ClassVar[Literal["token", "sequence"] | None] = "token"
     clips_ratio: ClassVar[bool] = False
     ratio_keys: ClassVar[tuple[str, ...]] = ("temperature_positive", "temperature_negative")
@@ -157,7 +157,7 @@ class SapoLoss(Loss):
 class ReinforceLoss(Loss):
     """REINFORCE: advantage times log-prob. With a leave-one-out baseline it is RLOO; with batch-normalized advantages, REINFORCE++."""
 
-    formula: ClassVar[str] = "engine.train.losses.reinforce:Reinforce"
+    formula: ClassVar[str] = "engine.train.losses.formulas:Reinforce"
     ratio_level: ClassVar[Literal["token", "sequence"] | None] = None
     clips_ratio: ClassVar[bool] = False
     denominator: ClassVar[Denominator] = "episodes"

@@ -40,7 +40,7 @@ class Group(Struct, frozen=True, eq=False):
     resumed: int = 0
     """Number of its episodes that continued from the journal of an earlier launch."""
     regenerated_tokens: int = 0
-    """Tokens of its episodes that were sampled again because a launch had ended; see `stored_groups.py`."""
+    """Tokens of its episodes that were sampled again because a launch had ended; see `StoredEpisodes`."""
     small: bool = False
     """Whether it has no rows because it has fewer trainable episodes than `train.min_group`."""
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
     from engine.schemas.trajectory import Trajectory
     from engine.train.difficulty import DifficultyFilter
-    from engine.train.stored_groups import StoredEpisodes
+    from engine.train.episode_steps import StoredEpisodes
 
 
 class GroupRequest(Struct, frozen=True, kw_only=True):

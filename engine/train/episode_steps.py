@@ -1,6 +1,9 @@
 """The steps of a training on the model's own episodes: a group is trained on at most once, and all sampled tokens are used or counted.
 
 See `batch_log.py` and `groups.py`. With `asynchrony.max_staleness: 0` sampling and training alternate.
+
+The store is asked for episodes of earlier launches only for what was there when this launch began: finished ones are used, the others
+continue at their turn. Episodes that were dropped do not count as stored; they are sampled again.
 """
 
 from __future__ import annotations
@@ -18,25 +21,30 @@ from engine.runner.overlong import fitting_tasks
 from engine.runner.processes import processes_of
 from engine.runner.runner import EpisodeRunner, Runner
 from engine.runner.task_order import TaskOrder
+from engine.schemas.journal import GenerationRecord
 from engine.spec.tasks import load_tasks
 from engine.store import training as folders
+from engine.store.store import episode_id_of
 from engine.train.batch_log import BatchRecord, check_tasks
-from engine.train.batches import GroupBuilder
-from engine.train.credit_reach import reach_of
+from engine.train.batches import GroupBuilder, masked_metrics
 from engine.train.difficulty import DifficultyFilter
-from engine.train.missing_signal import MissingSignal
-from engine.train.overlong import masked_metrics
+from engine.train.learning_signal import MissingSignal, reach_of
 from engine.train.step_source import StepBatch, StepSource, TrainResult
-from engine.train.stored_groups import StoredEpisodes
 from engine.validate import refuse_first_tasks
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.actions.services import Cost
     from engine.runner.batch import Batch
     from engine.runner.stats import RunCounters
+    from engine.schemas.generation import Generation
+    from engine.schemas.journal import JournalEntry
     from engine.schemas.train import TrainSpec
+    from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store import RunStore
+    from engine.store.reader import RunReader
     from engine.store.rows.row import TrainingRow
     from engine.train.trainer import Trainer
 
@@ -231,3 +239,76 @@ class EpisodeSteps(StepSource):
     async def close(self) -> None:
         """Cancel the groups that run. Finished episodes stay in the store."""
         await self._schedule.close()
+
+
+class StoredEpisodes:
+    """The episodes of earlier launches, by task and sample.
+
+    Args:
+        store: The run store of the training, or a reader of it and of its drivers' stores.
+        samples: Episodes per group.
+    """
+
+    def __init__(self, store: RunReader, samples: int) -> None:
+        self._store = store
+        self._samples = samples
+        dropped = store.dropped_ids()
+        self._statuses = {name: status for name, status in store.statuses().items() if name not in dropped}
+        self._openings = store.openings()
+
+    def finished(self, task_id: str, sample: int) -> Trajectory | None:
+        """A finished episode; None if it is not finished."""
+        episode_id = episode_id_of(task_id, sample)
+        return self._store.trajectory(episode_id) if self._statuses.get(episode_id) == "done" else None
+
+    def finished_group(self, task_id: str) -> list[Trajectory]:
+        """The finished episodes of a group, in the order of samples."""
+        episodes = (self.finished(task_id, sample) for sample in range(self._samples))
+        return [trajectory for trajectory in episodes if trajectory is not None]
+
+    def begun(self, task_id: str, sample: int) -> bool:
+        """Whether an episode was begun and not finished."""
+        return self._statuses.get(episode_id_of(task_id, sample)) == "running"
+
+    def continues(self, task_id: str, sample: int) -> bool:
+        """Whether an episode that was begun and not finished has sampled a turn."""
+        return self.begun(task_id, sample) and bool(_generations(self._store.journal(episode_id_of(task_id, sample))))
+
+    def versions(self, task_id: str) -> tuple[int, int] | None:
+        """The smallest and the largest weight version of a group's sampled tokens; None if it has none."""
+        versions: set[int] = set()
+        for sample in range(self._samples):
+            trajectory = self.finished(task_id, sample)
+            if trajectory is not None:
+                for branch in trajectory.branches:
+                    versions.update(branch.weight_versions[branch.loss_mask == 1].tolist())
+            elif episode_id_of(task_id, sample) in self._statuses:
+                for generation in _generations(self._store.journal(episode_id_of(task_id, sample))):
+                    versions.update(span.version for span in generation.versions)
+                    if not generation.versions:  # version 0 throughout
+                        versions.add(0)
+        return (min(versions), max(versions)) if versions else None
+
+    def regenerated_tokens(self, task_id: str, sample: int) -> int:
+        """Tokens of an episode, finished now, that were sampled again in any launch: an upper bound.
+
+        A turn that was due when a launch ended counts, because its generation may have been cut off; it is sampled again with the
+        same seed. An episode that had to begin again, because an effect outside cannot be repeated, has earlier attempts, all of
+        whose tokens count.
+        """
+        self._store.refresh()
+        row = self._store.episode(episode_id_of(task_id, sample))
+        earlier = (self._store.journal(row.id, attempt) for attempt in range(row.attempt))
+        again = sum(len(generation.output_ids) for journal in earlier for generation in _generations(journal))
+        journal = self._store.journal(row.id)
+        first_of_launch: dict[int, JournalEntry] = {}
+        for opened in self._openings:
+            if opened > (row.started or 0.0):
+                entry = next((entry for entry in journal if entry.at >= opened), None)
+                if entry is not None:
+                    first_of_launch[entry.seq] = entry
+        return again + sum(len(generation.output_ids) for generation in _generations(list(first_of_launch.values())))
+
+
+def _generations(journal: Sequence[JournalEntry]) -> list[Generation]:
+    return [entry.record.generation for entry in journal if isinstance(entry.record, GenerationRecord)]

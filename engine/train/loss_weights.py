@@ -24,7 +24,6 @@ weight in every mini-batch, and the sum of t is that of the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +31,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from engine.errors import TrainError
+from engine.schemas.base import Struct
 from engine.schemas.loss import Denominator, Loss
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ Values = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _StepCounts:
+class _StepCounts(Struct, frozen=True, kw_only=True, eq=False):
     """What the denominators are counted from. Arrays of [rows]; rows without trained tokens give weights that are not used."""
 
     episodes: Values

@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.train.corrections import effective_sample_fraction
-
 
 @dataclass(eq=False, slots=True)
 class MetricSums:
@@ -82,6 +80,20 @@ def mean_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {
         name: max(values) if name.endswith("max") else sum(values) / len(values) for name, values in of_name.items()
     }
+
+
+def effective_sample_fraction(count: float, total: float, squares: float) -> float:
+    """Kish's effective sample size of weights w as a fraction of n: (sum w)^2 / (n * sum w^2), from 1 / n to 1.
+
+    Args:
+        count: n.
+        total: sum w.
+        squares: sum w^2.
+
+    Returns:
+        The fraction; 0 if all weights are 0 or there are none.
+    """
+    return total * total / (count * squares) if count and squares else 0.0
 
 
 def _numbers(tensors: dict[str, Tensor]) -> Iterable[tuple[str, list[float]]]:

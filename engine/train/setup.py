@@ -14,10 +14,10 @@ from engine.spec.load import override_spec
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
 from engine.train.auxiliary import open_objectives
+from engine.train.credited_rows import reward_penalties
 from engine.train.distributed import join_alone
 from engine.train.learner import Learner
 from engine.train.policy import Policy
-from engine.train.reward_kl import reward_penalties
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec

@@ -2,17 +2,23 @@
 
 Invariant: after `push` returns, every new request is sampled with these weights and its tokens carry their version. If that is
 not certain, `push` raises.
+
+Where servers and trainer are on the same GPUs in turn, a plugin lends the servers' memory to a running update; the next push gives it back.
 """
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from engine import plugin
 from engine.errors import TrainError
+from engine.plugin import Hook
 from engine.schemas.backend import kinds_that_train
 from engine.schemas.base import Struct
+from engine.schemas.sections import used_plugins
 from engine.spec.added import missing_sync, sync_openers
 
 if TYPE_CHECKING:
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
 
     from engine.backends.backend import Backend
     from engine.schemas.episode import EpisodeSpec
+    from engine.spec.load import LoadedSpec
     from engine.train.policy import Policy
 
 
@@ -90,3 +97,25 @@ def open_sync(spec: EpisodeSpec, backend: Backend, folder: Path, *, lora: bool) 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors of any shapes; tensors that share memory count once."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+class LentMemory:
+    """The memory of the servers' GPUs, which the servers keep: the trainer has GPUs of its own."""
+
+    @asynccontextmanager
+    async def lent(self, timed: Callable[[str], AbstractContextManager[None]]) -> AsyncIterator[None]:
+        """Inside the block the GPUs are free for an update. The next push of weights gives the memory back."""
+        yield
+
+    async def take_back(self) -> None:
+        """Give the servers what no push of weights has given back."""
+
+
+LEND_MEMORY: Hook[Callable[[LoadedSpec, Backend], LentMemory | None]] = Hook("lend_memory")
+"""Lets the servers of a training's backend, which is not started yet, lend their memory; None if the spec does not ask for it."""
+
+
+def open_memory(loaded: LoadedSpec, backend: Backend) -> LentMemory:
+    """The memory of the servers of a training. `backend`: not started yet."""
+    lent = (lend(loaded, backend) for lend in LEND_MEMORY.all(used_plugins(loaded.spec)))
+    return next((memory for memory in lent if memory is not None), LentMemory())

@@ -27,17 +27,15 @@ from engine.runner.observers import TrainingObservers
 from engine.spec.added import trains_backend
 from engine.store.lock import RunLock
 from engine.tokens.loading import load_format
-from engine.train.batch_log import BatchLog, BatchRecord, finite
+from engine.train.batch_log import BatchLog, BatchRecord, finite, repeat_steps
 from engine.train.checkpoint import Checkpoints, State
-from engine.train.colocation import LentMemory, open_memory
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
 from engine.train.evaluator import open_evaluator
 from engine.train.metrics import MetricsLog, read_metrics
-from engine.train.repeated_steps import repeat_steps
 from engine.train.setup import learner_of, source_class, train_spec_of
 from engine.train.step_source import TrainResult
 from engine.train.stopping import in_whole, unless_stopped
-from engine.train.sync import open_sync
+from engine.train.sync import LentMemory, open_memory, open_sync
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend

@@ -11,7 +11,7 @@ from engine.schemas.train import RolloutCorrectionSpec, TrainKind
 class CrossEntropyLoss(Loss):
     """The mean cross-entropy of the trained tokens: REINFORCE with advantage 1. No value of `train.loss`."""
 
-    formula: ClassVar[str] = "engine.train.losses.reinforce:Reinforce"
+    formula: ClassVar[str] = "engine.train.losses.formulas:Reinforce"
     ratio_level: ClassVar[Literal["token", "sequence"] | None] = None
     clips_ratio: ClassVar[bool] = False
     denominator: ClassVar[Denominator] = "minibatch_tokens"

@@ -10,7 +10,7 @@ import torch
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.plugins.weights.memory import ServerMemory
-from engine.train.colocation import LentMemory
+from engine.train.sync import LentMemory
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend

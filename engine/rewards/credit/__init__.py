@@ -19,8 +19,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from engine.rewards.credit.base import EPSILON, Member, Values, returns_to_go
-from engine.rewards.credit.parts import credit_parts
-from engine.rewards.credit.placement import Where, place
+from engine.rewards.credit.tokens import Where, credit_parts, place
 from engine.rewards.sealed import SealedLedger
 from engine.schemas.credit import CreditMethod
 
@@ -53,7 +52,7 @@ def credit_tokens(spec: CreditMethod, group: Sequence[Member], *, base: Path | N
     """Compute the advantages of a group's sampled tokens.
 
     Each token has its turn's advantage, except with a method that has a formula for tokens (`token_formula`), and in turns with
-    rewards of parts (`parts.py`).
+    rewards of parts (`tokens.py`).
 
     Args:
         spec: As in `credit`.

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from engine.schemas.train import TrainSpec
-from engine.train.corrections import correction_weights
-from engine.train.kl import token_kl
 from engine.train.loss_tokens import LossTokens
 from engine.train.losses.base import implementation, loss_ratio
 from engine.train.metric_sums import MetricSums
-from engine.train.ratios import bounded_exp, bounded_k3, log_ratio
+from engine.train.ratios import bounded_exp, bounded_k3, correction_weights, log_ratio, token_kl
 
 
 def objective(spec: TrainSpec, tokens: LossTokens) -> tuple[Tensor, MetricSums]:
@@ -30,18 +28,18 @@ def objective(spec: TrainSpec, tokens: LossTokens) -> tuple[Tensor, MetricSums]:
     Raises:
         ValueError: `kl` without reference log-probs, or `entropy` without entropies.
     """
-    correction = correction_weights(spec.rollout_correction, tokens)
+    correction, masked = correction_weights(spec.rollout_correction, tokens)
     ratio = loss_ratio(spec.loss, tokens)
     loss = implementation(spec.loss)
-    per_token = loss.token_losses(tokens, ratio) * correction.weights
+    per_token = loss.token_losses(tokens, ratio) * correction
     metrics = _metric_sums(spec, tokens)
     if spec.loss.clips_ratio:
         low, high = loss.ratio_bounds(tokens.advantages)
         metrics.mean("policy/clip_low", ratio < low)
         metrics.mean("policy/clip_high", ratio > high)
     if spec.rollout_correction.kind != "none":
-        metrics.mean("correction/weight_mean", correction.weights)
-        metrics.mean("correction/masked", correction.masked)
+        metrics.mean("correction/weight_mean", correction)
+        metrics.mean("correction/masked", masked)
     if tokens.reference is not None:
         kl = token_kl(spec.kl.estimator, tokens.logprobs, tokens.reference)
         metrics.mean("policy/kl_ref", kl)

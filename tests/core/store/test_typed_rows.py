@@ -15,8 +15,8 @@ from training_rows import row_of
 import engine
 from engine.store.rows.columns import MEANINGS
 from engine.store.rows.row import RowCredit, TrainingRow, columns_of
+from engine.train.batches import mask_turns
 from engine.train.credited_rows import with_last_state
-from engine.train.overlong import mask_turns
 from engine.train.packing import pack_rows
 
 ROOT = Path(engine.__file__).parents[1]

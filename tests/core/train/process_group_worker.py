@@ -20,10 +20,10 @@ from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.store.rows.row import RowCredit, TrainingRow
 from engine.train.checkpoint import Checkpoints, State
+from engine.train.credited_rows import reward_penalties
 from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_process_group
 from engine.train.learner import Learner
 from engine.train.policy import Policy, open_model
-from engine.train.reward_kl import reward_penalties
 from engine.train.tensor_files import read_tensors, stored_names
 
 VOCABULARY = 101

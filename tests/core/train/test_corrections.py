@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from engine.schemas.loss import PpoLoss, ReinforceLoss
 from engine.schemas.train import RolloutCorrectionSpec, TrainSpec
-from engine.train.corrections import correction_weights, effective_sample_fraction, proximal_sampler_ratio
 from engine.train.loss_tokens import LossTokens
 from engine.train.losses import objective
+from engine.train.metric_sums import effective_sample_fraction
+from engine.train.ratios import correction_weights, proximal_sampler_ratio
 
 RATIOS = [4.0, 1.0, 0.25, 2.0, 8.0, 1.0]
 """proximal / sampler of six tokens: rows of 4 and 2, turns of 2, 2 and 2."""
@@ -76,18 +77,18 @@ def test_masking_a_turn_drops_all_its_tokens_and_no_other_turns() -> None:
 
 
 def test_none_weighs_all_alike() -> None:
-    assert correction_weights(RolloutCorrectionSpec(kind="none"), six()).weights.tolist() == [1.0] * 6
+    assert correction_weights(RolloutCorrectionSpec(kind="none"), six())[0].tolist() == [1.0] * 6
 
 
 def test_bounds_themselves_are_inside() -> None:
-    found = correction_weights(RolloutCorrectionSpec(kind="mask", low=1.0, high=2.0), tokens_of([1.0, 1.0]))
-    assert found.weights.tolist() == [1.0, 1.0]
+    weights, _ = correction_weights(RolloutCorrectionSpec(kind="mask", low=1.0, high=2.0), tokens_of([1.0, 1.0]))
+    assert weights.tolist() == [1.0, 1.0]
 
 
 def test_weights_have_no_gradient() -> None:
     tokens = tokens_of([2.0, 4.0], requires_grad=True)
     aliased = replace(tokens, proximal=tokens.logprobs)
-    assert not correction_weights(RolloutCorrectionSpec(high=9.0), aliased).weights.requires_grad
+    assert not correction_weights(RolloutCorrectionSpec(high=9.0), aliased)[0].requires_grad
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("truncate", [2.0, 0.0]), ("mask", [0.0, 0.0])])
@@ -96,13 +97,13 @@ def test_log_probs_of_minus_infinity_are_weighed(kind: str, expected: list[float
     tokens = tokens_of([1.0, 1.0])
     tokens.sampler[0] = -math.inf
     tokens.proximal[1] = -math.inf
-    assert correction_weights(spec, tokens).weights.tolist() == expected
+    assert correction_weights(spec, tokens)[0].tolist() == expected
 
 
 def test_two_infinities_are_no_difference() -> None:
     tokens = tokens_of([1.0])
     tokens.sampler[0] = tokens.proximal[0] = -math.inf
-    assert correction_weights(RolloutCorrectionSpec(), tokens).weights.tolist() == [1.0]
+    assert correction_weights(RolloutCorrectionSpec(), tokens)[0].tolist() == [1.0]
 
 
 def test_decoupled_factors_come_to_current_over_sampler() -> None:
@@ -131,7 +132,7 @@ def test_only_the_current_ratio_is_clipped() -> None:
 def test_a_proximal_policy_that_is_the_samplers_needs_no_correction() -> None:
     tokens = tokens_of([1.0, 1.0])
     moved = replace(tokens, logprobs=tokens.logprobs + 1)
-    assert correction_weights(RolloutCorrectionSpec(), moved).weights.tolist() == [1.0, 1.0]
+    assert correction_weights(RolloutCorrectionSpec(), moved)[0].tolist() == [1.0, 1.0]
 
 
 def test_the_penalties_are_not_corrected() -> None:
@@ -161,8 +162,8 @@ def test_weights_do_not_depend_on_what_other_rows_are_there(found: list[tuple[fl
     rows = [row for _, row in found]
     ratios = [ratio for ratio, _ in found]
     spec = RolloutCorrectionSpec.model_validate({"level": level, "high": 3.0})
-    whole = correction_weights(spec, tokens_of(ratios, rows=rows, turns=rows)).weights
+    whole = correction_weights(spec, tokens_of(ratios, rows=rows, turns=rows))[0]
     for row in set(rows):
         alone = [ratio for ratio, of in found if of == row]
-        part = correction_weights(spec, tokens_of(alone, rows=[row] * len(alone), turns=[row] * len(alone))).weights
+        part = correction_weights(spec, tokens_of(alone, rows=[row] * len(alone), turns=[row] * len(alone)))[0]
         torch.testing.assert_close(part, whole[torch.tensor(rows) == row], rtol=1e-13, atol=0)

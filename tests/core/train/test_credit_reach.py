@@ -17,8 +17,8 @@ from engine.rewards.sealed import TurnPart
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import PartAddress, RewardEvent
 from engine.spec.load import load_spec
-from engine.train import credit_reach
-from engine.train.credit_reach import reach_of
+from engine.train import learning_signal
+from engine.train.learning_signal import reach_of
 
 
 def _located(turn: int, part: PartAddress) -> TurnPart:
@@ -35,9 +35,9 @@ def member(*events: dict[str, Any], sizes: tuple[int, ...] = (4, 4)) -> Member:
     return Member(ledger=ledger.seal(len(sizes)), ends=ends)
 
 
-def reach(monkeypatch: pytest.MonkeyPatch, credit: dict[str, Any], *members: Member) -> credit_reach.CreditReach:
+def reach(monkeypatch: pytest.MonkeyPatch, credit: dict[str, Any], *members: Member) -> learning_signal.CreditReach:
     """Of one group whose episodes have these ledgers."""
-    monkeypatch.setattr(credit_reach, "member_of", lambda trajectory: trajectory.member)
+    monkeypatch.setattr(learning_signal, "member_of", lambda trajectory: trajectory.member)
     episodes = [
         SimpleNamespace(episode_id=str(number), outcome=SimpleNamespace(trainable=True), turns=[1], member=of)
         for number, of in enumerate(members)

@@ -17,8 +17,7 @@ from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.credit import TurnReturnCredit
 from engine.train.credited_rows import credited_columns
-from engine.train.kl import token_kl
-from engine.train.ratios import LIMIT
+from engine.train.ratios import LIMIT, token_kl
 
 Estimator = Literal["k1", "k2", "k3"]
 LOG2 = math.log(2)

@@ -22,10 +22,10 @@ from engine.schemas.credit import CreditMethod, EntryCredit, TurnReturnCredit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.store.rows.row import RowCredit, TrainingRow
+from engine.train.credited_rows import reward_penalties
 from engine.train.learner import Learner
 from engine.train.optimizers import learning_rate
 from engine.train.policy import Policy
-from engine.train.reward_kl import reward_penalties
 
 
 def sealed(rewards: Sequence[float]) -> SealedLedger:

@@ -14,7 +14,7 @@ from engine.runner.batch import Batch, Group
 from engine.schemas.generation import FinishReason
 from engine.schemas.train import TrainSpec
 from engine.schemas.trajectory import Failure, Outcome, Trajectory, Turn
-from engine.train.missing_signal import MissingSignal
+from engine.train.learning_signal import MissingSignal
 
 CODE = Path(__file__).parent
 STOP = FinishReason(type="stop")

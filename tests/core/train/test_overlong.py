@@ -19,8 +19,7 @@ from engine.schemas.trajectory import Outcome, Trajectory, Turn
 from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.rows.row import TrainingRow
-from engine.train.batches import GroupBuilder
-from engine.train.overlong import cut_by, masked_metrics, penalized
+from engine.train.batches import GroupBuilder, cut_by, masked_metrics, penalized
 
 SPEC: dict[str, Any] = {
     "spec": "episode/v1",

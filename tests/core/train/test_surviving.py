@@ -24,9 +24,9 @@ from engine.store import RunStore
 from engine.store.header import RunHeader
 from engine.train.batch_log import BatchLog
 from engine.train.checkpoint import Checkpoints, checkpoints_of
+from engine.train.episode_steps import StoredEpisodes
 from engine.train.learner import Learner
 from engine.train.metrics import MetricsLog, read_metrics
-from engine.train.stored_groups import StoredEpisodes
 from engine.train.trainer import Trainer
 
 SAME = ("step", "reward/mean", "episode/tokens", "tokens/trained", "staleness/max", "loss", "grad_norm", "lr")
