@@ -71,10 +71,7 @@ WORKLOADS: dict[str, str | None] = {
 PROMISES: list[tuple[str, tuple[str, ...]]] = [
     ("state machine, guards, limits", ("engine/machine/", "engine/limits.py")),
     ("answers can be stored and read back", ("engine/storable.py",)),
-    (
-        "deadlines",
-        ("engine/deadline.py", "engine/actions/calling/loop_delay.py", "engine/actions/calling/interrupt.py"),
-    ),
+    ("deadlines", ("engine/deadline.py", "engine/actions/calling/interrupt.py")),
     (
         "spec code in a thread of its own, watched",
         ("engine/actions/calling/", "engine/actions/toolbox.py"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from engine.plugin import load
 from engine.schemas.base import Struct
+from engine.schemas.sections import written_entries
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.machine import StateSpec
+
 
 Seconds = Callable[["EpisodeSpec", "StateSpec"], float]
 """Maximum seconds of one visit of a state; infinite if there is no limit."""
@@ -50,5 +53,27 @@ class ActionFacts(Struct, frozen=True, kw_only=True):
     rewrites_machine: str = ""
     """Of an action of a plugin: `module:function` from (spec, machine) to the machine with the states that the plugin's section asks for."""
     makes_room: str = ""
-    """Of an action of a plugin that makes a prompt shorter: `module:class` of its `engine.actions.room.Room`, made of (spec, chat format).
+    """Of an action of a plugin that makes a prompt shorter: `module:class` of its `Room`, made of (spec, chat format).
     It is asked, as `rewrites_machine`, only where the plugin's section is written."""
+
+
+class Room:
+    """What an action that makes room needs. Made once per spec; the defaults need nothing."""
+
+    def reserve(self, free: int) -> int:
+        """Tokens that a prompt must leave, given those that a reply needs."""
+        return free
+
+    def images(self, conversation: Conversation, most: float) -> int | None:
+        """The number of images that a conversation shows, where they are too many, of which `most` may be shown; None: they are not."""
+        return None
+
+    def leaving(self, messages: Sequence[Message], opening: int) -> int:
+        """How many images of a thread go before the next prompt. `opening` messages precede the model's first reply."""
+        return 0
+
+
+def rooms_of(spec: EpisodeSpec, template: ChatTemplate) -> list[Room]:
+    """The rooms of the plugins whose sections a spec has."""
+    actions: list[ActionFacts] = written_entries(spec, "actions")
+    return [load(facts.makes_room)(spec, template) for facts in actions if facts.makes_room]

@@ -9,7 +9,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from engine.actions.action import Action, EpisodeObjects, first_reached
-from engine.actions.room import rooms_of
+from engine.actions.action_facts import rooms_of
 from engine.episode.episode import Episode, NewestReply
 from engine.errors import BackendError
 from engine.rewards.state_key import compile_state_key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,15 +11,14 @@ import structlog
 
 from engine import plugin
 from engine.actions.action import EpisodeObjects
-from engine.actions.calling.host import HostedObject, Origin, SpecCode
-from engine.actions.calling.this_process import shape_or_fault
+from engine.actions.calling.host import HostedObject, Origin, SpecCode, shape_or_fault
 from engine.actions.calling.workers import call_spec_code
 from engine.actions.services import EpisodeService
 from engine.actions.spec_code import CallToolsAction
-from engine.actions.tool_servers import ToolServers
 from engine.actions.toolbox import BoundTool, Toolbox, bind_tool
-from engine.errors import SpecCodeError
+from engine.errors import EngineError, SpecCodeError
 from engine.spec.added import added_tools, no_player, played_parts
+from engine.spec.code.entry import load_entry
 from engine.spec.conversation import tools_of
 
 if TYPE_CHECKING:
@@ -31,6 +31,54 @@ if TYPE_CHECKING:
     from engine.schemas.trajectory import Blame
     from engine.spec.code.signature import ToolShape
     from engine.spec.load import LoadedSpec
+
+
+class ToolServers:
+    """The tool servers that all episodes of a run share: opened when the first episode begins, closed with the run.
+
+    The class of a tool adapter (`ToolAdapterFacts.runs`) has `open() -> list of tools`, which is async, and `close()`. Each tool says with `reads_only`
+    whether its calls change nothing.
+    """
+
+    def __init__(self, specs: Sequence[ToolSpec], loaded: LoadedSpec, code: Workers) -> None:
+        self._specs, self._loaded, self._code = specs, loaded, code
+        self._opening: asyncio.Task[list[BoundTool]] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._specs)
+
+    async def tools(self) -> list[BoundTool]:
+        """All tools of all servers; the same list for each episode.
+
+        Raises:
+            SpecCodeError: a server could not be opened. It is not tried again in this run.
+        """
+        if not self._specs:
+            return []
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open_all())
+        return await asyncio.shield(self._opening)
+
+    async def _open_all(self) -> list[BoundTool]:
+        return [tool for spec in self._specs for tool in await self._open(spec)]
+
+    async def _open(self, spec: ToolSpec) -> list[BoundTool]:
+        where = f"tools: `{spec.use}`"
+        try:
+            server = load_entry(spec.entry.use, None)(**{**spec.entry.with_, "base": str(self._loaded.base)})
+            self._code.at_close.append(server.close)
+            offered = await server.open()
+        except (EngineError, TypeError, ValueError) as error:
+            raise SpecCodeError(f"{where}: {error}", blame="tool", kind="tool_server") from error
+        seconds = spec.timeout or self._loaded.spec.limits.tool_seconds
+        tools = []
+        for tool in offered:
+            declared: Effects = "pure" if tool.reads_only else "external"
+            effects = spec.effects if "effects" in spec.model_fields_set else declared
+            tools.append(bind_tool(tool, name=None, seconds=seconds, effects=effects, where=where))
+        return tools
+
 
 log = structlog.get_logger(__name__)
 

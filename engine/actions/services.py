@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine.actions.cut_texts import TextCutter
+from engine.actions.images import TextCutter
 from engine.plugin import Hook
 from engine.schemas.base import Struct
 from engine.schemas.sections import used_plugins

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from engine.actions.calling.code_call import LoopReplacedError
-from engine.actions.calling.host import HostedTool, InvalidArguments
-from engine.actions.calling.this_process import shape_or_fault
+from engine.actions.calling.host import HostedTool, InvalidArguments, shape_or_fault
 from engine.actions.calling.workers import CodePlace, Workers, call_spec_code, place_of
 from engine.errors import SpecCodeError
 from engine.schemas.journal import ToolsRecord

@@ -3,12 +3,12 @@
 Where code runs:
 - plain functions: in threads (`threads.py`);
 - `async` functions: on an event loop in a thread of its own, a code loop (`code_loop.py`). There is one for all episodes,
-  and more once code has blocked it (`code_loops.py`); all calls of an episode's objects find the same one;
+  and more once code has blocked it; all calls of an episode's objects find the same one;
 - `async` functions of the engine that are marked `@on_main_loop`: on the main loop. They wait for the engine's own
   parts (models, worker processes) and must never block.
 
 A deadline begins when the call begins, not while it waits for a thread or for a loop that another call blocks.
-If the process got too little CPU or Python's lock was busy while a call ran (`loop_delay.py`), the deadline is extended once.
+If the process got too little CPU or Python's lock was busy while a call ran (`LoopDelay`), the deadline is extended once.
 A call past its deadline is abandoned: its caller gets a typed error, whatever the thread does. Code that continues to compute is
 interrupted (`interrupt.py`).
 """
@@ -26,12 +26,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from engine import plugin
 from engine.actions.calling.code_call import CodeCall, LoopReplacedError
-from engine.actions.calling.code_loop import CodeLoop
-from engine.actions.calling.code_loops import CodeLoops
-from engine.actions.calling.host import CodeHost, EpisodeHost, HostedCallable, Origin, SpecCode
+from engine.actions.calling.code_loop import CodeLoop, CodeLoops
+from engine.actions.calling.host import CodeHost, EpisodeHost, HostedCallable, Origin, SpecCode, ThisProcess
 from engine.actions.calling.interrupt import Interrupter
-from engine.actions.calling.loop_delay import LoopDelay
-from engine.actions.calling.this_process import ThisProcess
 from engine.actions.calling.threads import Threads
 from engine.deadline import Deadlines
 from engine.errors import EngineError, SpecCodeError
@@ -41,6 +38,7 @@ from engine.storable import words_of
 
 if TYPE_CHECKING:
     from engine.schemas.entry import Effects, IsolationSpec
+
 
 MAX_THREADS = 1024
 """Maximum number of plain calls that run at once; further calls wait for a thread, and their deadlines begin later."""
@@ -323,3 +321,47 @@ def _fail(what: str, blame: Blame, error: BaseException) -> NoReturn:
         raise SpecCodeError(f"{what} cancelled itself", blame=blame, kind=f"{blame}_error") from None
     trace = "".join(traceback.format_exception(error))
     raise SpecCodeError(f"{what} raised {words_of(error)}", blame=blame, kind=f"{blame}_error", trace=trace) from error
+
+
+TICK = 0.05
+"""Seconds between two events of the timer of `LoopDelay`."""
+
+
+class LoopDelay:
+    """Sums the delays of a timer of the main loop while calls run; the caller counts calls and calls `start` for a new loop.
+
+    The timer fires late if threads hold Python's lock, the loop's own work takes long, or the machine is loaded. Calls in threads wait
+    for the same reasons, and their wall time counts against their deadlines.
+    """
+
+    __slots__ = ("_due", "calls", "loop", "seconds")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        """Number of running calls; the timer stops at its next event if it is 0."""
+        self.seconds = 0.0
+        """Total delay so far."""
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The loop whose timer runs; None: no timer runs."""
+        self._due = 0.0
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the timer of a loop, for the first of its calls."""
+        self.loop, self.calls = loop, 1
+        self._due = loop.time() + TICK
+        loop.call_at(self._due, self._tick)
+
+    def since(self, before: float) -> float:
+        """Return the seconds of delay since `seconds` was `before`."""
+        assert self.loop is not None
+        return self.seconds - before + max(0.0, self.loop.time() - self._due)
+
+    def _tick(self) -> None:
+        assert self.loop is not None
+        now = self.loop.time()
+        self.seconds += now - self._due
+        if self.calls <= 0:
+            self.loop = None
+            return
+        self._due = now + TICK
+        self.loop.call_at(self._due, self._tick)

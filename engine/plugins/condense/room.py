@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.actions.room import Room
+from engine.actions.action_facts import Room
 from engine.errors import RenderError
 from engine.plugins.condense.spec import CondenseSpec, PolicySummarySpec
 from engine.plugins.condense.window import older_images

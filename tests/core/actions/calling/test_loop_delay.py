@@ -11,8 +11,7 @@ from typing import Any, cast
 import pytest
 
 from engine.actions.calling import workers as module
-from engine.actions.calling.loop_delay import TICK, LoopDelay
-from engine.actions.calling.workers import STARVED_SHARE, Workers, call_spec_code
+from engine.actions.calling.workers import STARVED_SHARE, TICK, LoopDelay, Workers, call_spec_code
 from engine.deadline import Deadlines
 from engine.errors import SpecCodeError
 
