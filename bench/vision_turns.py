@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
 
-    from engine.actions.images import ImageStorer, MemoryImages
+    from engine.actions.record_filters import ImageStorer, MemoryImages
     from engine.schemas.model import ModelSpec
     from engine.tokens.loading import load_format
 

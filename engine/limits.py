@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from engine import plugin
@@ -67,7 +68,7 @@ _CORE: tuple[Limit, ...] = (
         "turns",
         "Turns of the model so far.",
         "generate",
-        lambda episode: episode.turn + 1,
+        attrgetter("assistant_turns"),
         per_use="one",
         variable="turns.assistant",
         budget="turns",
@@ -91,7 +92,7 @@ _CORE: tuple[Limit, ...] = (
         "turns",
         "Turns of the user so far.",
         "ask_user",
-        lambda episode: episode.counts.user_turns,
+        attrgetter("counts.user_turns"),
         per_use="one",
         variable="turns.user",
         budget="user_turns",
@@ -102,7 +103,7 @@ _CORE: tuple[Limit, ...] = (
         "turns",
         "Turns of the episode's user so far.",
         "ask_user",
-        lambda episode: episode.counts.user_turns,
+        attrgetter("counts.user_turns"),
         owner="user",
     ),
     Limit(
@@ -110,7 +111,7 @@ _CORE: tuple[Limit, ...] = (
         "tokens",
         "Tokens that the model behind the user has sampled.",
         "ask_user",
-        lambda episode: episode.counts.user_tokens,
+        attrgetter("counts.user_tokens"),
         owner="user",
     ),
     Limit(
@@ -118,7 +119,7 @@ _CORE: tuple[Limit, ...] = (
         "calls",
         "Tool calls so far.",
         "call_tools",
-        lambda episode: episode.counts.tool_calls,
+        attrgetter("counts.tool_calls"),
         per_use="calls",
         variable="tools.calls",
         budget="tool_calls",

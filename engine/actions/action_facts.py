@@ -12,6 +12,9 @@ from engine.schemas.sections import written_entries
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.machine import StateSpec
+    from engine.schemas.message import Message
+    from engine.tokens.conversation import Conversation
+    from engine.tokens.template import ChatTemplate
 
 
 Seconds = Callable[["EpisodeSpec", "StateSpec"], float]

@@ -87,7 +87,7 @@ _CORE: Mapping[str, ActionFacts] = {
         seconds=_scoring,
     ),
     "step": ActionFacts(
-        use="engine.actions.spec_code:EnvironmentStep",
+        use="engine.actions.spec_code:StepAction",
         does="Ask the environment for a step.",
         events=None,
         seconds=_environment,

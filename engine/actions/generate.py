@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from engine.actions.action import Action, EpisodeObjects, first_reached
+from engine.actions.action import Action, EpisodeObjects
 from engine.actions.action_facts import rooms_of
 from engine.episode.episode import Episode, NewestReply
 from engine.errors import BackendError
@@ -55,12 +55,15 @@ class GenerateAction(Action):
 
     def limit(self, episode: Episode) -> tuple[str, float] | None:
         """Return the first limit that is reached, and its count; tokens of a text that is certainly too long are estimated from below."""
-        if episode.conversation.characters <= LONG_TEXT or (least := self._too_long(episode)) is None:
-            return first_reached(episode, self.bounds)
+        conversation = episode.conversation
+        least = None if conversation.characters <= LONG_TEXT else self._too_long(episode)
         for limit, most in self.bounds:
-            assert limit.count is not None  # `bounds_of` returns only counted limits
-            count = least if limit.unit == "tokens" else limit.count(episode)
-            if limit.is_reached(count, most):
+            if limit.unit == "tokens":
+                count = len(conversation.prompt()) if least is None else least
+            else:
+                assert limit.count is not None  # `bounds_of` returns only counted limits
+                count = limit.count(episode)
+            if count > most or (count == most and not limit.inclusive):
                 return limit.name, count
         return None
 

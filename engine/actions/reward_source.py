@@ -7,19 +7,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from engine.actions.calling.host import SpecFunction
+from engine.actions.calling.workers import call_spec_code
+from engine.actions.facts import SCORERS
+from engine.errors import SpecCodeError
 from engine.plugin import Hook
+from engine.schemas.journal import ScoreRecord
+from engine.schemas.reward import RewardEvent
 from engine.schemas.sections import written
 
 if TYPE_CHECKING:
     from engine.actions.action import EpisodeObjects
     from engine.actions.calling.workers import Workers
     from engine.episode.episode import Episode
+    from engine.schemas.entry import Effects, EnvironmentSpec
     from engine.schemas.environment import EpisodeView
-    from engine.schemas.journal import ScoreRecord
+    from engine.schemas.role import ScorerSpec
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
 
@@ -52,10 +59,91 @@ REWARD_SOURCE: Hook[Callable[[LoadedSpec, Workers], RewardSource | None]] = Hook
 """Makes a source from the spec and what runs its code; None if the spec needs none. Asked if the spec has a section of the plugin."""
 
 
-def added_sources(loaded: LoadedSpec, code: Workers) -> list[RewardSource]:
-    """The sources that plugins add to a spec."""
-    sources = [make(loaded, code) for make in REWARD_SOURCE.all(written(loaded.spec))]
-    return [source for source in sources if source is not None]
+def sources_of(loaded: LoadedSpec, code: Workers) -> list[RewardSource]:
+    """The sources of a spec, in their order: its environment, its scorer, and those of plugins."""
+    environment, scorer = loaded.spec.environment, loaded.spec.rewards.scorer
+    added = [make(loaded, code) for make in REWARD_SOURCE.all(written(loaded.spec))]
+    sources = [source for source in added if source is not None]
+    if environment is not None:
+        sources.append(EnvironmentRewards(code, environment))
+    if scorer is not None and scorer.use is not None:
+        sources.append(ScorerRewards(loaded, code, scorer))
+    return sorted(sources, key=lambda source: source.order)
+
+
+class EnvironmentRewards(RewardSource):
+    """The environment's `score`, if it has one."""
+
+    order, source = ENVIRONMENT, "environment"
+
+    def __init__(self, code: Workers, environment: EnvironmentSpec) -> None:
+        self._code, self._environment = code, environment
+
+    async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
+        """Ask it."""
+        score, environment = getattr(objects.environment, "score", None), self._environment
+        if not callable(score):
+            return ScoreRecord(rewards=[])
+        what = f"`{environment.use}`.score"
+        return await ask_rewards(
+            self._code,
+            score,
+            episode.view(),
+            source=self.source,
+            seconds=environment.timeout,
+            what=what,
+            effects=environment.effects,
+        )
+
+
+class ScorerRewards(RewardSource):
+    """`rewards.scorer`: a function of the spec."""
+
+    order, source = SCORER, "score"
+
+    def __init__(self, loaded: LoadedSpec, code: Workers, scorer: ScorerSpec) -> None:
+        self._code, self._scorer = code, scorer
+        use = SCORERS.get(str(scorer.use), str(scorer.use))
+        self._function = SpecFunction(loaded, code, use, scorer.with_, scorer.isolation, "rewards")
+
+    async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
+        """Ask it about the assistant's messages."""
+        function, view = self._function.of(objects), graded(episode.view())
+        what = f"`{self._scorer.use}`"
+        return await ask_rewards(
+            self._code, function, view, source=self.source, seconds=self._scorer.seconds, what=what
+        )
+
+
+async def ask_rewards(
+    code: Workers,
+    function: Callable[..., Any],
+    view: EpisodeView,
+    *,
+    source: str,
+    seconds: float,
+    what: str,
+    effects: Effects = "pure",
+) -> ScoreRecord:
+    """Ask code of the spec for the rewards of an episode; those without a source get the given one.
+
+    Raises:
+        SpecCodeError: it failed, or its answer is not a list of rewards.
+    """
+    rewards = await call_spec_code(
+        code, function, view, seconds=seconds, blame="environment", what=what, effects=effects
+    )
+    wrong = None if isinstance(rewards, list) else type(rewards).__name__
+    for reward in rewards if wrong is None else ():
+        if not isinstance(reward, RewardEvent):
+            wrong = f"a list with {type(reward).__name__}"
+            break
+    if wrong is not None:
+        words = f"{what} returned {wrong}; it must return a list of RewardEvent"
+        raise SpecCodeError(words, blame="environment", kind="environment_bad_reply")
+    return ScoreRecord(
+        rewards=[item if item.source else item.model_copy(update={"source": source}) for item in rewards]
+    )
 
 
 def graded(view: EpisodeView) -> EpisodeView:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine.actions.images import TextCutter
 from engine.plugin import Hook
 from engine.schemas.base import Struct
 from engine.schemas.sections import used_plugins
@@ -22,19 +21,14 @@ if TYPE_CHECKING:
 
     from engine.actions.action import EpisodeObjects
     from engine.actions.calling.workers import Workers
-    from engine.actions.images import ImageStorer
     from engine.backends.backend import Backend
     from engine.backends.http.outage import Outage
     from engine.backends.slots import Slots
     from engine.episode.episode import Episode
     from engine.schemas.environment import Task
-    from engine.schemas.episode import EpisodeSpec
     from engine.schemas.journal import Record
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
-
-Filter = Callable[["Episode", "Record"], "Record | Awaitable[Record]"]
-"""See `EpisodeService.filter`."""
 
 
 class Cost(Struct, frozen=True, kw_only=True):
@@ -129,15 +123,3 @@ def open_services(inputs: ServiceInputs) -> list[EpisodeService]:
     """The services that plugins give to the episodes of one `Runner`, not started, in their order."""
     opened = [make(inputs) for make in OPEN_SERVICE.all(used_plugins(inputs.loaded.spec))]
     return sorted((service for service in opened if service is not None), key=lambda service: service.order)
-
-
-def record_filters(
-    spec: EpisodeSpec, template: ChatTemplate, services: Sequence[EpisodeService], images: ImageStorer
-) -> list[Filter]:
-    """What records pass before they are stored: long texts are cut, services filter, and images become digests."""
-    filters: list[Filter] = []
-    if spec.limits.tool_result_tokens is not None:
-        cutter = TextCutter(spec.limits, template)
-        filters.append(lambda _, record: cutter.cut(record))
-    filters += [service.filter for service in services if type(service).filter is not EpisodeService.filter]
-    return [*filters, images.filter]

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.actions.action import Action, EpisodeObjects, bounds_of, first_reached, post_rewards
 from engine.actions.action_facts import OWN_ACTION_SECONDS
-from engine.actions.calling.host import Origin
+from engine.actions.calling.host import Origin, SpecFunction
 from engine.actions.calling.workers import call_spec_code
-from engine.actions.facts import SCORERS, owns_conversation
-from engine.actions.reward_source import ENVIRONMENT, SCORER, RewardSource, added_sources, graded
+from engine.actions.facts import owns_conversation
+from engine.actions.reward_source import sources_of
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
-from engine.schemas.environment import EpisodeView, Reset, Step, UserTurn
+from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.journal import ResetRecord, ScoreRecord, StepRecord, ToolsRecord, UserRecord
 from engine.schemas.message import ContentPart, Message
 from engine.schemas.reward import RewardEvent
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
 
     from engine.actions.calling.workers import Workers
-    from engine.schemas.entry import Effects, EnvironmentSpec, IsolationSpec
+    from engine.schemas.entry import Effects
     from engine.schemas.machine import StateSpec
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
@@ -37,40 +37,6 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 _A_LIST = "a list of RewardEvent"
 _WANTED: Mapping[type, str] = {Reset: "a Reset", Step: "a Step", UserTurn: "a UserTurn", list: _A_LIST, str: "a text"}
-
-
-class SpecFunction:
-    """A function of the spec, such as a scorer, loaded once per run.
-
-    Args:
-        loaded: The spec.
-        code: Runs the spec's code.
-        use: Its entry point.
-        with_: Its first keyword arguments.
-        isolation: Its own key `isolation`.
-        answer: What it returns: `rewards`, `step` or `text`.
-
-    Raises:
-        EngineError: it cannot be loaded.
-    """
-
-    def __init__(
-        self,
-        loaded: LoadedSpec,
-        code: Workers,
-        use: str,
-        with_: Mapping[str, Any],
-        isolation: IsolationSpec | None,
-        answer: str,
-    ) -> None:
-        origin = Origin(use=use, base=loaded.base, role="function", with_=with_)
-        self.code = code.load(origin, loaded.spec.isolation_of(isolation))
-        self._answer = answer
-        self._function = self.code.function(answer)
-
-    def of(self, objects: EpisodeObjects) -> Callable[..., Any]:
-        """Return what is called for an episode: the function, or the one in the episode's own host."""
-        return self._function if objects.host is None else objects.host.load(self.code).function(self._answer)
 
 
 class SpecCodeAction(Action):
@@ -97,26 +63,6 @@ class SpecCodeAction(Action):
         if not isinstance(answer, gives):
             raise _bad_reply(f"{what} returned {type(answer).__name__}; it must return {_WANTED[gives]}", blame)
         return answer
-
-    async def ask_rewards(
-        self,
-        function: Callable[..., Any],
-        view: EpisodeView,
-        *,
-        source: str,
-        seconds: float,
-        what: str,
-        effects: Effects = "pure",
-    ) -> list[RewardEvent]:
-        """Ask for the rewards of an episode; those without a source get the given one. Raises as `ask`."""
-        rewards = await self.ask(
-            function, view, gives=list, seconds=seconds, blame="environment", what=what, effects=effects
-        )
-        for reward in rewards:
-            if not isinstance(reward, RewardEvent):
-                words = f"{what} returned a list with {type(reward).__name__}; it must return {_A_LIST}"
-                raise _bad_reply(words, "environment")
-        return [item if item.source else item.model_copy(update={"source": source}) for item in rewards]
 
 
 def _bad_reply(words: str, blame: Blame) -> SpecCodeError:
@@ -352,17 +298,44 @@ class AskUserAction(SpecCodeAction):
 
 
 class StepAction(SpecCodeAction):
-    """Call code that returns a `Step`, which names the next event."""
+    """Call code that returns a `Step`, which names the next event: the environment's `step`, or an action of the spec's own.
 
-    what: str
+    Raises:
+        SpecCodeError: the spec has no environment, or its own action declares no events.
+    """
+
+    name = "step"
     blame: Blame
-    seconds: float
-    declared: Effects = "replayable"
+    declared: Effects
     """Its declared effects."""
+
+    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
+        super().__init__(loaded, state, template, code)
+        self._function: SpecFunction | None = None
+        """The spec's own action; None for the environment's `step`."""
+        if (use := str(state.action)) == self.name:
+            environment = loaded.spec.environment
+            if environment is None:
+                words = "a state's action is `step`, but the spec has no environment"
+                raise SpecCodeError(words, blame="spec", kind="no_environment")
+            origin = Origin(use=environment.entry.use, base=loaded.base, role="environment")
+            self.events = tuple(code.load(origin, loaded.spec.environment_isolation).events)
+            self.blame, self.what = "environment", f"`{environment.use}`.step"
+            self.seconds, self.declared = environment.timeout, environment.effects
+            return
+        self._function = SpecFunction(loaded, code, use, state.with_, None, "step")
+        declared = self._function.code
+        if not declared.events:
+            words = f'`{use}` declares no events; decorate it with `@action("done", …)` from engine.schemas.environment'
+            raise SpecCodeError(words, blame="spec", kind="bad_action")
+        self.events = tuple(declared.events)
+        self.blame, self.what = "spec", f"`{use}`"
+        self.seconds, self.declared = state.timeout or OWN_ACTION_SECONDS, declared.effects
 
     def target(self, objects: EpisodeObjects) -> Callable[..., Any]:
         """Return what is called for an episode."""
-        raise NotImplementedError
+        step: Callable[..., Any] = objects.environment.step if self._function is None else self._function.of(objects)
+        return step
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> StepRecord:
         """Return the answer, after checking that its event is declared and that it has no message of role assistant.
@@ -401,58 +374,6 @@ class StepAction(SpecCodeAction):
         return self.declared
 
 
-class EnvironmentStep(StepAction):
-    """`step`: calls the environment's `step`.
-
-    Raises:
-        SpecCodeError: the spec has no environment.
-    """
-
-    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
-        environment = loaded.spec.environment
-        if environment is None:
-            raise SpecCodeError(
-                "a state's action is `step`, but the spec has no environment", blame="spec", kind="no_environment"
-            )
-        super().__init__(loaded, state, template, code)
-        origin = Origin(use=environment.entry.use, base=loaded.base, role="environment")
-        self.events = tuple(code.load(origin, loaded.spec.environment_isolation).events)
-        self.blame, self.what = "environment", f"`{environment.use}`.step"
-        self.seconds, self.declared = environment.timeout, environment.effects
-
-    def target(self, objects: EpisodeObjects) -> Callable[..., Any]:
-        """Return the environment's `step`."""
-        step: Callable[..., Any] = objects.environment.step
-        return step
-
-
-class OwnAction(StepAction):
-    """A spec's own action, by entry point.
-
-    Raises:
-        SpecCodeError: the function declares no events.
-    """
-
-    def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
-        assert state.action is not None
-        self._function = SpecFunction(loaded, code, state.action, state.with_, None, "step")
-        declared = self._function.code
-        if not declared.events:
-            raise SpecCodeError(
-                f'`{state.action}` declares no events; decorate it with `@action("done", …)` from engine.schemas.environment',
-                blame="spec",
-                kind="bad_action",
-            )
-        super().__init__(loaded, state, template, code)
-        self.events = tuple(declared.events)
-        self.blame, self.what = "spec", f"`{state.action}`"
-        self.seconds, self.declared = state.timeout or OWN_ACTION_SECONDS, declared.effects
-
-    def target(self, objects: EpisodeObjects) -> Callable[..., Any]:
-        """Return the function."""
-        return self._function.of(objects)
-
-
 class ScoreAction(SpecCodeAction):
     """Write the final rewards of an episode: those of its sources, in their order."""
 
@@ -460,14 +381,8 @@ class ScoreAction(SpecCodeAction):
 
     def __init__(self, loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: Workers) -> None:
         super().__init__(loaded, state, template, code)
-        self._environment = environment = loaded.spec.environment
-        scorer = loaded.spec.rewards.scorer
-        sources = added_sources(loaded, code)
-        if environment is not None:
-            sources.append(EnvironmentRewards(self, environment))
-        if scorer is not None and scorer.use is not None:
-            sources.append(ScorerRewards(self, loaded, code))
-        self.sources = sorted(sources, key=lambda source: source.order)
+        self._environment = loaded.spec.environment
+        self.sources = sources_of(loaded, code)
 
     async def perform(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
         """Return the rewards of all sources."""
@@ -497,52 +412,3 @@ class ScoreAction(SpecCodeAction):
         """Return the environment's effects, if it has a `score`."""
         asked = episode.turn >= 0 and callable(getattr(objects.environment, "score", None))
         return self._environment.effects if self._environment is not None and asked else "pure"
-
-
-class EnvironmentRewards(RewardSource):
-    """The environment's `score`, if it has one."""
-
-    order, source = ENVIRONMENT, "environment"
-
-    def __init__(self, action: SpecCodeAction, environment: EnvironmentSpec) -> None:
-        self._action, self._environment = action, environment
-
-    async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
-        """Ask it."""
-        score = getattr(objects.environment, "score", None)
-        if not callable(score):
-            return ScoreRecord(rewards=[])
-        rewards = await self._action.ask_rewards(
-            score,
-            episode.view(),
-            source=self.source,
-            seconds=self._environment.timeout,
-            what=f"`{self._environment.use}`.score",
-            effects=self._environment.effects,
-        )
-        return ScoreRecord(rewards=rewards)
-
-
-class ScorerRewards(RewardSource):
-    """`rewards.scorer`: a function of the spec."""
-
-    order, source = SCORER, "score"
-
-    def __init__(self, action: SpecCodeAction, loaded: LoadedSpec, code: Workers) -> None:
-        scorer = loaded.spec.rewards.scorer
-        assert scorer is not None
-        assert scorer.use is not None
-        use = SCORERS.get(scorer.use, scorer.use)
-        self._action, self._spec = action, scorer
-        self._function = SpecFunction(loaded, code, use, scorer.with_, scorer.isolation, "rewards")
-
-    async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
-        """Ask it about the assistant's messages."""
-        rewards = await self._action.ask_rewards(
-            self._function.of(objects),
-            graded(episode.view()),
-            source=self.source,
-            seconds=self._spec.seconds,
-            what=f"`{self._spec.use}`",
-        )
-        return ScoreRecord(rewards=rewards)

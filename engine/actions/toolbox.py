@@ -22,7 +22,7 @@ from engine.actions.calling.workers import CodePlace, Workers, call_spec_code, p
 from engine.errors import SpecCodeError
 from engine.schemas.journal import ToolsRecord
 from engine.schemas.message import MalformedCall, ToolCall, ToolResult
-from engine.spec.code.signature import ToolShape, checked_arguments, explain, reply_of
+from engine.spec.code.signature import ToolShape, explain, reply_of
 from engine.storable import message_of
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ class Toolbox:
                     what=f"tool `{call.name}`",
                 )
             else:
-                arguments = checked_arguments(tool.shape, call.arguments)
+                assert tool.shape.arguments is not None
+                arguments = vars(tool.shape.arguments.model_validate(call.arguments))
                 if tool.shape.view:
                     arguments[tool.shape.view] = view()
                 if tool.place is None:

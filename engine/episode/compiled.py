@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine import plugin
 from engine.actions.facts import ACTIONS
-from engine.actions.spec_code import OwnAction
+from engine.actions.spec_code import StepAction
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
 from engine.limit import OVERFLOW
@@ -112,7 +112,7 @@ def _action(loaded: LoadedSpec, state: StateSpec, template: ChatTemplate, code: 
     if facts is None:
         if (why := plugin.missing("actions", str(state.action))) is not None:
             raise SpecCodeError(f"the action `{state.action}`: {why}", blame="spec", kind="plugin_missing")
-        return OwnAction(loaded, state, template, code)
+        return StepAction(loaded, state, template, code)
     module, _, name = facts.use.partition(":")
     action: Action = getattr(import_module(module), name)(loaded, state, template, code)
     return action

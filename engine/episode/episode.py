@@ -190,6 +190,11 @@ class Episode:
             part = self._parts[cls] = cls()
         return part
 
+    @property
+    def assistant_turns(self) -> int:
+        """Turns of the model so far."""
+        return self.turn + 1
+
     def turn_seed(self, turn: int) -> int:
         """Sampling seed of a turn."""
         seeds = self._seeds.copy()  # equals `derive_seed(seed, turn, salt)`; the hash state after the seed is reused

@@ -30,11 +30,11 @@ from engine.errors import ContextOverflow, EngineError, ReplayError, SpecCodeErr
 from engine.limit import MAX_STEPS
 from engine.limits import CONTEXT, EPISODE_SECONDS, PROMPT_LIMITS
 from engine.schemas.base import Struct
-from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record
+from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record, ToolsRecord
 from engine.store.codec import EncodedRecord, encode_record
 
 if TYPE_CHECKING:
-    from engine.actions.services import Filter
+    from engine.actions.record_filters import Filter, RecordFilters
     from engine.episode.compiled import CompiledSpec
     from engine.store.journal import Journal, MemoryJournal
     from engine.store.writer import Write
@@ -77,7 +77,7 @@ class Executor:
         compiled: CompiledSpec,
         *,
         watch: Watch | None = None,
-        filters: Sequence[Filter] = (),
+        filters: RecordFilters | None = None,
         clocks: PausableClocks | None = None,
     ) -> None:
         """Drive episodes of a compiled spec.
@@ -85,14 +85,16 @@ class Executor:
         Args:
             compiled: The spec.
             watch: Called at each transition.
-            filters: See `EpisodeService.filter`; each gets what the one before it returned.
+            filters: What records pass before they are stored.
             clocks: Paused while no server is reachable; the episodes' clocks are added to it.
         """
         self._compiled = compiled
         self._stages = {state: _stage(compiled, state) for state in ("", *compiled.machine.states)}
         self._seconds = compiled.spec.limits.episode_seconds
         self._watch = watch
-        self._filters = filters
+        self._filters: Sequence[Filter] = () if filters is None else filters.filters
+        self._texts = filters is not None and filters.texts
+        """Whether filters read the plain texts of tools too."""
         self._clocks = clocks or PausableClocks()
 
     async def run(self, episode: Episode, objects: EpisodeObjects, journal: Journal | MemoryJournal) -> None:
@@ -119,7 +121,9 @@ class Executor:
                     record = self._begin(episode, stage, objects, clock, began)
                     if not isinstance(record, Struct):
                         record = await record
-                    if type(record) not in _UNCHANGED:
+                    if type(record) not in _UNCHANGED and (
+                        self._texts or type(record) is not ToolsRecord or record.answers() is not None
+                    ):
                         record = self._filtered(episode, record)
                         if not isinstance(record, Struct):
                             record = await record

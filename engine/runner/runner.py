@@ -24,9 +24,9 @@ import structlog
 
 from engine.actions.calling.code_call import SCOPE, EpisodeScope, LoopReplacedError
 from engine.actions.calling.workers import Workers
-from engine.actions.images import ImageStorer
 from engine.actions.objects import ObjectBuilder
-from engine.actions.services import ServiceInputs, open_services, record_filters
+from engine.actions.record_filters import ImageStorer, record_filters
+from engine.actions.services import ServiceInputs, open_services
 from engine.backends.backend import SlotSampler
 from engine.backends.slots import Slots
 from engine.deadline import PausableClocks

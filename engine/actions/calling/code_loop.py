@@ -421,7 +421,9 @@ class CodeLoops:
 
     def _at(self, place: int) -> CodeLoop:
         code_loop = self._loops.get(place)
-        if code_loop is not None and code_loop.main is not asyncio.get_running_loop():  # of another run, which has ended
+        if (
+            code_loop is not None and code_loop.main is not asyncio.get_running_loop()
+        ):  # of another run, which has ended
             code_loop.close()
             code_loop = None
         if code_loop is None:

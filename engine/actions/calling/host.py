@@ -26,10 +26,13 @@ from engine.spec.code.signature import ToolShape, shape_of, waits
 from engine.storable import words_of
 
 if TYPE_CHECKING:
+    from engine.actions.action import EpisodeObjects
+    from engine.actions.calling.workers import Workers
     from engine.schemas.entry import Effects, IsolationSpec
     from engine.schemas.environment import EpisodeView
     from engine.schemas.trajectory import Blame
     from engine.spec.code.signature import ToolShape
+    from engine.spec.load import LoadedSpec
 
 
 class Origin(Struct, frozen=True, kw_only=True):
@@ -200,6 +203,32 @@ class ThisProcess(CodeHost):
     def load(self, origin: Origin, isolation: IsolationSpec) -> SpecCode:
         """See `CodeHost.load`."""
         return CodeHere(origin, self._call)
+
+
+class SpecFunction:
+    """A function of the spec, such as a scorer, loaded once per run; `answer` is what it returns: `rewards`, `step` or `text`.
+
+    Raises:
+        EngineError: it cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedSpec,
+        code: Workers,
+        use: str,
+        with_: Mapping[str, Any],
+        isolation: IsolationSpec | None,
+        answer: str,
+    ) -> None:
+        origin = Origin(use=use, base=loaded.base, role="function", with_=with_)
+        self.code = code.load(origin, loaded.spec.isolation_of(isolation))
+        self._answer = answer
+        self._function = self.code.function(answer)
+
+    def of(self, objects: EpisodeObjects) -> Callable[..., Any]:
+        """Return what is called for an episode: the function, or the one in the episode's own host."""
+        return self._function if objects.host is None else objects.host.load(self.code).function(self._answer)
 
 
 def shape_or_fault(function: Any, name: str | None, where: str) -> ToolShape:

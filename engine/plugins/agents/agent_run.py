@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.actions.calling.code_call import LoopReplacedError
 from engine.actions.calling.workers import call_spec_code, is_async, on_main_loop
-from engine.actions.images import in_memory
+from engine.actions.record_filters import in_memory
 from engine.actions.reward_source import PROGRAM, RewardSource
 from engine.errors import SpecCodeError
 from engine.limit import Limit

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.actions.images import in_memory
+from engine.actions.record_filters import in_memory
 from engine.errors import EngineError
 from engine.schemas.base import Struct
 from engine.schemas.generation import GenerateRequest, Generation

@@ -10,8 +10,9 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from engine.actions.action import Action, EpisodeObjects
-from engine.actions.images import in_memory
-from engine.actions.spec_code import SpecCodeAction, SpecFunction
+from engine.actions.calling.host import SpecFunction
+from engine.actions.record_filters import in_memory
+from engine.actions.spec_code import SpecCodeAction
 from engine.episode.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
 from engine.plugins.condense.chunks import Chunk, block_text, chunks_of, history_of, history_text, replaced

@@ -31,7 +31,7 @@ from engine.errors import EngineError
 from engine.schemas.environment import ProgramSettings, Reset, Step, UserTurn
 from engine.schemas.reward import RewardEvent
 from engine.spec.code.entry import load_entry
-from engine.spec.code.signature import ToolShape, checked_arguments, explain, reply_of, shape_of, waits
+from engine.spec.code.signature import ToolShape, explain, reply_of, shape_of, waits
 from engine.storable import refusal
 
 METHODS = ("reset", "program", "step", "score", "tools", "respond", "close", "__call__")
@@ -254,7 +254,8 @@ class Server:
     def _call_tool(self, id: int, name: str, arguments: dict[str, Any], view: Any, calls: bool) -> bytes:
         function, shape = self._served.tools[id, name]
         try:
-            checked = checked_arguments(shape, arguments)
+            assert shape.arguments is not None
+            checked = vars(shape.arguments.model_validate(arguments))
         except ValidationError as error:
             raise _Answered(INVALID, explain(error)) from None
         if not calls:

@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.actions.images import ImageStorer, MemoryImages
 from engine.actions.objects import ObjectBuilder
-from engine.actions.services import EpisodeService, ServiceInputs, open_services, record_filters
+from engine.actions.record_filters import ImageStorer, MemoryImages, record_filters
+from engine.actions.services import EpisodeService, ServiceInputs, open_services
 from engine.backends.backend import SlotSampler
 from engine.backends.scripted import ScriptedBackend
 from engine.backends.slots import Slots

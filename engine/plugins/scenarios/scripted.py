@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from engine.actions.action import Action
 from engine.actions.calling.host import HostedTool
 from engine.actions.calling.workers import call_spec_code, on_main_loop
-from engine.actions.reward_source import JUDGE, SCORER, RewardSource
+from engine.actions.reward_source import JUDGE, SCORER, RewardSource, ask_rewards
 from engine.actions.spec_code import ScoreAction, StepAction
 from engine.actions.toolbox import BoundTool, Toolbox
 from engine.errors import SpecCodeError
@@ -228,12 +228,8 @@ class ScriptedStepAction(StepAction):
     """`step`, or an action of the spec's own, with some scripted answers."""
 
     def __init__(self, real: StepAction, answers: Sequence[ScriptedStep | None]) -> None:
-        super().__init__(real._loaded, real.state, real._template, real._code)
-        self.events = real.events
-        self._real = real
-        self.what, self.blame = real.what, real.blame
-        self.seconds, self.declared = real.seconds, real.declared
-        self._answers = iter(answers)
+        vars(self).update(vars(real))
+        self._real, self._answers = real, iter(answers)
 
     def target(self, objects: EpisodeObjects) -> Callable[..., Any]:
         """Return the next scripted answer, or the real code."""
@@ -249,15 +245,15 @@ class ScriptedRewards(RewardSource):
 
     order = SCORER
 
-    def __init__(self, action: ScoreAction, answer: ScriptedScore, source: str) -> None:
-        self._action, self._answer, self.source = action, answer, source
+    def __init__(self, code: Workers, answer: ScriptedScore, source: str) -> None:
+        self._code, self._answer, self.source = code, answer, source
 
     async def rewards(self, episode: Episode, objects: EpisodeObjects) -> ScoreRecord:
         """Return the scripted rewards."""
-        rewards = await self._action.ask_rewards(
-            self._say, episode.view(), source=self.source, seconds=SCORER_SECONDS, what="the scorer"
+        view = episode.view()
+        return await ask_rewards(
+            self._code, self._say, view, source=self.source, seconds=SCORER_SECONDS, what="the scorer"
         )
-        return ScoreRecord(rewards=rewards)
 
     def _say(self, view: EpisodeView) -> Any:
         answer = self._answer
@@ -267,7 +263,7 @@ class ScriptedRewards(RewardSource):
 def _scripted_sources(action: ScoreAction, answer: ScriptedScore) -> list[RewardSource]:
     """The sources of an action, with a scripted one in place of the scorer or the judge."""
     real = next((source for source in action.sources if source.order in (SCORER, JUDGE)), None)
-    scripted = ScriptedRewards(action, answer, "score" if real is None else real.source)
+    scripted = ScriptedRewards(action._code, answer, "score" if real is None else real.source)
     return sorted([scripted, *(source for source in action.sources if source is not real)], key=lambda item: item.order)
 
 

@@ -9,11 +9,20 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, Literal, Union, get_type_hints
 
 import msgspec
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from engine.schemas.base import Struct
 from engine.schemas.environment import EpisodeView, ToolReply
@@ -30,7 +39,8 @@ class ToolShape(Struct, frozen=True, kw_only=True):
     schema: dict[str, Any]
     """OpenAI's form: `{"type": "function", "function": {name, description, parameters}}`."""
     arguments: type[BaseModel] | None
-    """Checks a call's arguments; None where the tool lives in a worker process, which checks them."""
+    """Checks a call's arguments: `vars(arguments.model_validate(…))` are those that the function takes. None where the tool lives
+    in a worker process, which checks them."""
     view: str | None
     """The parameter that takes the `EpisodeView`, if there is one."""
 
@@ -141,18 +151,18 @@ _JSON_TYPES: dict[str, Any] = {
 
 
 class _Given(BaseModel):
-    """Arguments of a described tool: only those that the model gave."""
+    """Arguments of a described tool: only those that the model gave, by the tool's own names."""
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """By the tool's own names."""
-        named = {field.alias or name: getattr(self, name) for name, field in type(self).model_fields.items()}
-        set_ = {
-            type(self).model_fields[name].alias or name
-            for name in self.model_fields_set
-            if name in type(self).model_fields
+    @model_validator(mode="wrap")
+    @classmethod
+    def _as_given(cls, value: Any, check: ModelWrapValidatorHandler[BaseModel]) -> Any:
+        checked = check(value)
+        fields = {
+            field.alias or name: getattr(checked, name)
+            for name, field in cls.model_fields.items()
+            if name in checked.model_fields_set
         }
-        return {**{name: value for name, value in named.items() if name in set_}, **(self.model_extra or {})}
+        return SimpleNamespace(**{**fields, **(checked.model_extra or {})})
 
 
 @lru_cache(maxsize=512)
@@ -179,17 +189,6 @@ def _type_of(about: Any) -> Any:
         return Any
     found = [_JSON_TYPES[kind] for kind in kinds]
     return found[0] if len(found) == 1 else Union[tuple(found)]  # noqa: UP007  (built from a list)
-
-
-def checked_arguments(shape: ToolShape, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments as the function takes them.
-
-    Raises:
-        ValidationError: they do not fit its signature or schema.
-    """
-    assert shape.arguments is not None  # a tool in a worker process is checked there
-    found = shape.arguments.model_validate(arguments)
-    return found.given if isinstance(found, _Given) else dict(found.__dict__)
 
 
 @lru_cache(maxsize=512)

@@ -10,7 +10,7 @@ import pytest
 from ended_runs import run_to_end
 from written_specs import save_spec, scripted_spec
 
-from engine.actions.images import TextCutter
+from engine.actions.record_filters import TextCutter
 from engine.errors import EngineError
 from engine.schemas.environment import Reset, Step, UserTurn
 from engine.schemas.journal import ResetRecord, StepRecord, ToolsRecord, UserRecord

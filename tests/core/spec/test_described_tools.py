@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from engine.schemas.environment import EpisodeView
-from engine.spec.code.signature import DescribedTool, checked_arguments, explain, shape_of
+from engine.spec.code.signature import DescribedTool, ToolShape, explain, shape_of
 
 SCHEMA = {
     "type": "object",
@@ -27,6 +27,11 @@ def tool(schema: dict[str, Any] = SCHEMA) -> DescribedTool:
     return DescribedTool("look", "Look.", schema, lambda **given: given)
 
 
+def arguments_of(shape: ToolShape, given: dict[str, Any]) -> dict[str, Any]:
+    assert shape.arguments is not None
+    return vars(shape.arguments.model_validate(given))
+
+
 def test_the_model_is_shown_its_own_schema() -> None:
     function = {"name": "look", "description": "Look.", "parameters": SCHEMA}
     assert shape_of(tool()).schema == {"type": "function", "function": function}
@@ -43,7 +48,7 @@ def test_the_model_is_shown_its_own_schema() -> None:
     ],
 )
 def test_it_gets_the_arguments_that_the_model_gave(given: dict[str, Any]) -> None:
-    assert tool()(**checked_arguments(shape_of(tool()), given)) == given
+    assert tool()(**arguments_of(shape_of(tool()), given)) == given
 
 
 @pytest.mark.parametrize(
@@ -57,17 +62,17 @@ def test_it_gets_the_arguments_that_the_model_gave(given: dict[str, Any]) -> Non
 )
 def test_arguments_that_do_not_fit_are_named(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError) as caught:
-        checked_arguments(shape_of(tool()), given)
+        arguments_of(shape_of(tool()), given)
     assert words in explain(caught.value)
 
 
 def test_further_arguments_pass_where_the_schema_allows_them() -> None:
     open_schema = {**SCHEMA, "additionalProperties": True}
-    assert checked_arguments(shape_of(tool(open_schema)), {"class": "a", "more": 1}) == {"class": "a", "more": 1}
+    assert arguments_of(shape_of(tool(open_schema)), {"class": "a", "more": 1}) == {"class": "a", "more": 1}
 
 
 def test_a_tool_without_parameters() -> None:
-    assert checked_arguments(shape_of(tool({})), {}) == {}
+    assert arguments_of(shape_of(tool({})), {}) == {}
 
 
 def test_it_may_ask_for_the_view() -> None:

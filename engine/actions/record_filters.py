@@ -1,7 +1,7 @@
-"""Stores the images of records in the run store and replaces them by digests, before the record is stored.
+"""What records pass before they are stored: long texts are cut, services filter, and digests replace images.
 
-Invariant: journals and conversations have only digests. An image that cannot be used fails the action that returned
-it, with a kind and a blame, before the record has any effect.
+Invariant: journals and conversations have only digests, and texts as the model is shown them, so resume and replay cut nothing and store
+nothing. An image that cannot be used fails the action that returned it, with a kind and a blame, before the record has any effect.
 """
 
 from __future__ import annotations
@@ -12,14 +12,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from engine.actions.action_facts import rooms_of
+from engine.actions.services import EpisodeService
 from engine.errors import EngineError, ImageError, RenderError, SpecCodeError
-from engine.schemas.journal import (
-    Record,
-    ResetRecord,
-    StepRecord,
-    ToolsRecord,
-    UserRecord,
-)
+from engine.schemas.base import Struct
+from engine.schemas.journal import Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
 from engine.schemas.message import ContentPart, ImagePart, Message, TextPart, ToolResult
 from engine.store.images import measure
 from engine.tokens.images import DIGEST, Source, digest_of, measure_pixels, read_reference
@@ -40,11 +36,9 @@ Content = str | list[ContentPart]
 
 
 class TextCutter:
-    """Cuts the texts of records.
+    """Cuts the texts of records to `limits.tool_result_tokens`: of a longer text, at most that many tokens are shown, the mark included.
 
-    Args:
-        limits: The spec's limits.
-        template: Counts tokens.
+    A text is tokenised only up to the length that the limit can hold, so a text of 100 MB costs no more than a short one.
 
     Raises:
         EngineError: the mark alone has more tokens than the limit.
@@ -176,9 +170,6 @@ def _same(these: Sequence[object], those: Sequence[object]) -> bool:
     return all(one is other for one, other in zip(these, those, strict=True))
 
 
-Content = str | list[ContentPart]
-
-
 def _in_parts(record: Record) -> bool:
     """Return whether a record has content that is not only text."""
     if isinstance(record, UserRecord):
@@ -192,10 +183,7 @@ def _in_parts(record: Record) -> bool:
         texts = record.step.messages
     else:
         texts = record.said()
-    for text in texts:  # noqa: SIM110  (`any` over one result costs two calls at each turn)
-        if not isinstance(text.content, str):
-            return True
-    return False
+    return any(not isinstance(text.content, str) for text in texts)
 
 
 class ImageStore(Protocol):
@@ -246,14 +234,7 @@ def _in_memory(part: ContentPart, vision: Vision) -> ContentPart:
 
 
 class ImageStorer:
-    """Stores the images of one run's records and puts their digests in the records.
-
-    Args:
-        template: The run's chat format: whether it has images, and their maximum size.
-        store: The store for images.
-        fetch: Returns a stored image by its digest.
-        spec: The spec: whether an action makes room before a prompt.
-    """
+    """Stores the images of one run's records in `store` and puts their digests in the records; `fetch` returns a stored image."""
 
     def __init__(
         self, template: ChatTemplate, store: ImageStore, fetch: Callable[[str], Source | None], spec: EpisodeSpec
@@ -391,3 +372,28 @@ class ImageStorer:
 
 
 _BLAMES: dict[str, Blame] = {"reset": "environment", "step": "environment", "tools": "tool", "user": "user"}
+
+
+Filter = Callable[["Episode", "Record"], "Record | Awaitable[Record]"]
+"""See `EpisodeService.filter`."""
+
+
+class RecordFilters(Struct, frozen=True, kw_only=True):
+    """The filters of one run; each gets what the one before it returned."""
+
+    filters: Sequence[Filter] = ()
+    texts: bool = False
+    """Whether one of them may change or refuse a plain text."""
+
+
+def record_filters(
+    spec: EpisodeSpec, template: ChatTemplate, services: Sequence[EpisodeService], images: ImageStorer
+) -> RecordFilters:
+    """What records pass before they are stored."""
+    filters: list[Filter] = []
+    if spec.limits.tool_result_tokens is not None:
+        cutter = TextCutter(spec.limits, template)
+        filters.append(lambda _, record: cutter.cut(record))
+    filters += [service.filter for service in services if type(service).filter is not EpisodeService.filter]
+    texts = bool(filters) or (template.vision is not None and template.allow_special)
+    return RecordFilters(filters=[*filters, images.filter], texts=texts)
