@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from engine.environments.math_pool import POOL, SECONDS
+from engine.environments.math_answers import POOL, SECONDS
 from engine.schemas.environment import EpisodeView
 from engine.schemas.reward import RewardEvent
 

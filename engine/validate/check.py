@@ -48,8 +48,6 @@ def all_rules() -> list[Rule]:
         tasks,
         tools,
         train,
-        train_overlong,
-        train_published,
     )
     from engine.validate.code import spec_code, with_types  # noqa: F401
 

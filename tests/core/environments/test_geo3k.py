@@ -13,8 +13,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from engine.environments.geo3k import Geo3k, Geo3kTool, Grader, Reminder, ask, gold_answer, problems
-from engine.environments.geo3k_data import SHIPPED
+from engine.environments.geo3k import SHIPPED, Geo3k, Geo3kTool, Grader, Reminder, ask, gold_answer, problems
 from engine.schemas.environment import Environment, EpisodeView, Reset, Task, ToolReply, User, UserTurn
 from engine.schemas.message import ImagePart, MalformedCall, Message, TextPart, ToolCall
 from engine.schemas.reward import RewardEvent

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from slow_cases import slow_but
 
-from engine.environments.math_pool import MathPool
+from engine.environments.math_answers import MathPool
 from engine.environments.scorers import check_answer
 
 ENDLESS = ["$9^{9^{9^9}}$", "\\boxed{" + "{" * 40 + "12" + "}" * 40 + "}", "$" + "(" * 30 + "1" + ")" * 30 + "$"]

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.environments.shop_database import shop
-from engine.environments.text_to_sql import Rows, TextToSql, problems, run_query, same_rows
+from engine.environments.text_to_sql import Rows, TextToSql, problems, run_query, same_rows, shop
 from engine.schemas.environment import Environment, EpisodeView, Step, Task
 from engine.schemas.reward import RewardEvent
 
@@ -171,7 +170,7 @@ def test_usual_tables_of_with_are_allowed() -> None:
 
 MEMORY = """
 import resource, sqlite3, sys
-from engine.environments.shop_database import shop
+from engine.environments.text_to_sql import shop
 from engine.environments.text_to_sql import run_query
 
 def opened():

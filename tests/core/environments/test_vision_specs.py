@@ -12,7 +12,7 @@ import yaml
 from command_line import run_to_store
 
 from engine.environments.color_square import COLORS, square
-from engine.environments.geo3k_data import SHIPPED
+from engine.environments.geo3k import SHIPPED
 from engine.rewards.credit import credit
 from engine.rewards.ledger import Ledger
 from engine.schemas.credit import TurnDiscountCredit

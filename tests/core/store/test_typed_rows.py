@@ -43,7 +43,7 @@ OTHERS = {
     "engine/plugins/adapters/reasoning_gym.py": "problems of a data set",
     "engine/plugins/adapters/verl/interactions.py": "messages of a prompt",
     "engine/tokens/vision_families.py": "tensors of the images of a sequence",
-    "environments/geo3k_data.py": "problems of a data set",
+    "environments/geo3k.py": "problems of a data set",
     "environments/search.py": "questions of a data set",
     "bench/condensing.py": "questions of a data set",
     "scripts/demo_report.py": "steps of a training",

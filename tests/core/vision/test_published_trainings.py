@@ -16,7 +16,7 @@ from trainings import metric_lines
 from typer.testing import CliRunner
 
 from engine.cli.main import app
-from engine.environments.geo3k_data import SHIPPED
+from engine.environments.geo3k import SHIPPED
 from engine.spec.load import load_spec
 
 SPECS = Path(__file__).parents[3] / "specs"
