@@ -46,7 +46,10 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "export_formats": ("sft", "trl", "verl"),
     },
-    "doctor": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("doctor",)},
+    "doctor": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "commands": ("doctor", "models"),
+    },
     "drivers": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "sections": ("rollout.drivers", "rollout.shards"),
@@ -73,7 +76,11 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "weight_syncs": ("local",),
     },
     "notices": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("notify",)},
-    "pictures": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "graph_formats": ("svg",)},
+    "pictures": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "commands": ("graph",),
+        "graph_formats": ("svg",),
+    },
     "plan": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "sections": ("train.plan",),
@@ -81,6 +88,10 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "old_options": ("train --plan", "train --processes", "train --memory", "train --images", "train --image-size"),
     },
     "plots": {"install": ("pip install --force-reinstall --no-deps episode-engine",)},
+    "replay": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "commands": ("replay", "rescore"),
+    },
     "report": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "sections": ("train.report_to", "train.tracking"),
@@ -92,11 +103,13 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "commands": ("compact",),
     },
     "roles": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "players": ("user", "scorer")},
+    "scaffold": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("new",)},
     "scenarios": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "commands": ("test",),
         "schemas": ("scenarios",),
     },
+    "schema": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("schema",)},
     "serve": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("serve",)},
     "sft": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),

@@ -103,33 +103,14 @@ _EXAMPLES = (
 def _register() -> None:
     from engine.cli.commands.explain import explain
     from engine.cli.commands.export import export
-    from engine.cli.commands.models import models
-    from engine.cli.commands.new import new
     from engine.cli.commands.plugins import plugins
-    from engine.cli.commands.replay import replay
-    from engine.cli.commands.rescore import rescore
     from engine.cli.commands.run import run
-    from engine.cli.commands.schema import schema
     from engine.cli.commands.train import train
-    from engine.cli.graph import graph
     from engine.cli.options import with_options
     from engine.cli.validate.command import validate
 
-    for command in (
-        new,
-        validate,
-        explain,
-        graph,
-        run,
-        train,
-        with_options("export", export),
-        replay,
-        schema,
-        models,
-    ):
+    for command in (validate, explain, run, train, with_options("export", export), plugins):
         app.command(command.__name__)(command)
-    app.command("rescore")(rescore)
-    app.command("plugins")(plugins)
     _register_plugins()
 
 

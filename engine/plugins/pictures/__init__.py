@@ -1,9 +1,14 @@
-"""Pictures of state machines as SVG: `engine graph --format svg`, and the page of a run in `engine view`."""
+"""Pictures of state machines: `engine graph`, and the page of a run in `engine view`.
+
+command.py   `engine graph`
+graph.py     a machine -> boxes and arrows, and Mermaid text; layout.py: their places; draw.py: SVG
+"""
 
 from engine.plugin import Plugin
 
 PLUGIN = Plugin(
     name="pictures",
-    about="Draws state machines as SVG",
+    about="Draws state machines, as Mermaid text and as SVG",
+    commands={"graph": "engine.cli.graph:graph"},
     graph_formats={"svg": "engine.plugins.pictures.draw:svg"},
 )

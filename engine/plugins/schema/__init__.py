@@ -1,0 +1,13 @@
+"""The JSON Schemas of specs, scenarios and stored records, for editors: `engine schema`.
+
+command.py       writes and compares the files
+json_schema.py   the documents, from the data classes; schema_words.py: descriptions and examples in them
+"""
+
+from engine.plugin import Plugin
+
+PLUGIN = Plugin(
+    name="schema",
+    about="Writes the JSON Schemas of specs and stored records, for editors",
+    commands={"schema": "engine.cli.commands.schema:schema"},
+)
