@@ -71,7 +71,7 @@ from engine.validate.worst_case import over_budget, read_budget
 from engine.validate.context import CheckContext
 from engine.validate.worst_case import worst_case
 from engine.cli.main import main
-from engine.cli.commands.schema import generated
+from engine.plugins.schema.command import generated
 from spec_page import spec_page
 from engine.machine.guards import guard_problems
 from engine.spec.load import load_spec

@@ -9,5 +9,5 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="schema",
     about="Writes the JSON Schemas of specs and stored records, for editors",
-    commands={"schema": "engine.cli.commands.schema:schema"},
+    commands={"schema": "engine.plugins.schema.command:schema"},
 )

@@ -10,7 +10,7 @@ USERS = (
     "engine.cli.validate.command",
     "engine.cli.validate.examine",
     "engine.plugins.serve.groups",
-    "engine.cli.commands.schema",
+    "engine.plugins.schema.command",
 )
 
 
