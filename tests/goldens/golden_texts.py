@@ -68,7 +68,7 @@ def messages(folder: Path) -> list[Record]:
 
 def schemas(folder: Path) -> list[Record]:
     """Each JSON Schema as data, a record for each definition; the order of keys means nothing."""
-    from engine.cli.json_schema import documents
+    from engine.plugins.schema.json_schema import documents
 
     definitions: list[Record] = []
     for name, text in sorted(documents().items()):

@@ -17,7 +17,7 @@ SCHEMAS = Path("schemas/json")
 
 def generated() -> dict[Path, str]:
     """Return the content of every generated file, by its path relative to the project."""
-    from engine.cli.json_schema import documents
+    from engine.plugins.schema.json_schema import documents
 
     return {SCHEMAS / f"{name}.schema.json": text for name, text in documents().items()}
 

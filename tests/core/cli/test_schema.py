@@ -16,9 +16,9 @@ from command_line import engine_output
 from installed_plugins import needs_plugin
 from spec_page import spec_page
 
-from engine.cli.json_schema import CONTRACTS, documents
 from engine.cli.schema_words import EXAMPLES
 from engine.plugin import entries
+from engine.plugins.schema.json_schema import CONTRACTS, documents
 from engine.schemas.episode import EpisodeSpec
 from engine.spec.load import read_spec
 from engine.spec.text.places import fields_by_key
@@ -52,7 +52,7 @@ def test_every_schema_is_one() -> None:
 def test_files_are_written_once_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = str(tmp_path)
     # Six commands write the same texts.
-    monkeypatch.setattr("engine.cli.json_schema.documents", functools.cache(documents))
+    monkeypatch.setattr("engine.plugins.schema.json_schema.documents", functools.cache(documents))
     status, output = run(root, "--check")
     assert status == 1
     assert "schemas/json/episode.schema.json is out of date" in output.splitlines()

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from spec_page import spec_page
 
 from engine import plugin
-from engine.cli.json_schema import episode_schema
 from engine.errors import SpecError, StoreError
+from engine.plugins.schema.json_schema import episode_schema
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.sections import dump, owner_classes, read_stored, used_plugins, written
 from engine.spec.load import load_spec
