@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from engine.cli.schema_words import add_words
 from engine.plugin import Section, entries, loaded
+from engine.plugins.schema.schema_words import add_words
 from engine.schemas.base import Contract, Struct, adapter
 from engine.schemas.environment import Reset, Step, Task, ToolReply, UserTurn
 from engine.schemas.episode import EpisodeSpec

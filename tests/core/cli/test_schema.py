@@ -16,9 +16,9 @@ from command_line import engine_output
 from installed_plugins import needs_plugin
 from spec_page import spec_page
 
-from engine.cli.schema_words import EXAMPLES
 from engine.plugin import entries
 from engine.plugins.schema.json_schema import CONTRACTS, documents
+from engine.plugins.schema.schema_words import EXAMPLES
 from engine.schemas.episode import EpisodeSpec
 from engine.spec.load import read_spec
 from engine.spec.text.places import fields_by_key
