@@ -5,5 +5,5 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="scaffold",
     about="Writes a spec, an environment and a test to start from",
-    commands={"new": "engine.cli.commands.new:new"},
+    commands={"new": "engine.plugins.scaffold.command:new"},
 )

@@ -10,8 +10,8 @@ from installed_plugins import needs_plugin
 from typer.testing import CliRunner
 
 import engine
-from engine.cli.commands.new import Kind, scaffold
 from engine.cli.main import app
+from engine.plugins.scaffold.command import Kind, scaffold
 from engine.spec.load import load_spec
 from engine.validate import check_spec
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import engine
-from engine.cli.commands.new import Kind, scaffold
+from engine.plugins.scaffold.command import Kind, scaffold
 from engine.plugins.scenarios.suite import Formats, run_suite
 from engine.spec.load import load_spec
 from engine.validate import check_spec
