@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from engine.cli.commands.models import models
+from engine.plugins.doctor.models_command import models
 from engine.tokens.catalogue import MANIFEST
 
 app = typer.Typer()
