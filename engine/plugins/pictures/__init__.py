@@ -9,6 +9,6 @@ from engine.plugin import Plugin
 PLUGIN = Plugin(
     name="pictures",
     about="Draws state machines, as Mermaid text and as SVG",
-    commands={"graph": "engine.cli.graph:graph"},
+    commands={"graph": "engine.plugins.pictures.command:graph"},
     graph_formats={"svg": "engine.plugins.pictures.draw:svg"},
 )

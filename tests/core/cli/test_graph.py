@@ -10,7 +10,7 @@ import typer
 from journals import write_result
 from typer.testing import CliRunner, Result
 
-from engine.cli.graph import graph
+from engine.plugins.pictures.command import graph
 from engine.schemas.environment import Task
 from engine.schemas.trajectory import Outcome, Trajectory
 from engine.store import RunHeader, RunStore
