@@ -119,7 +119,7 @@ class Plugin:
     old_options: Entries = field(default_factory=dict)
     """Option that a command of the core had, as `train --plan` -> the command line that replaces it, for the message about it."""
     graph_formats: Entries = field(default_factory=dict)
-    """Value of `engine graph --format` -> function that draws a machine, as `engine.machine.graph.mermaid`; also the suffix of its files."""
+    """Value of `engine graph --format` -> function that draws a machine, as `engine.plugins.pictures.graph.mermaid`; also the suffix of its files."""
     options: Entries = field(default_factory=dict)
     """`COMMAND --OPTION` -> its annotation for typer, an `Annotated[…, typer.Option(…)]`; None where it is not given."""
     export_formats: Entries = field(default_factory=dict)

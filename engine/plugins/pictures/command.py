@@ -35,8 +35,8 @@ def graph(
     """
     from engine.actions.facts import events_of
     from engine.errors import EngineError
-    from engine.machine.graph import mermaid
     from engine.machine.machine import resolved_machine
+    from engine.plugins.pictures.graph import mermaid
     from engine.spec.load import load_spec
 
     try:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from xml.sax.saxutils import escape, quoteattr
 
-from engine.machine.graph import ANY_STATE, Counts, Edge, Events, Picture, picture
 from engine.machine.machine import ResolvedMachine
+from engine.plugins.pictures.graph import ANY_STATE, Counts, Edge, Events, Picture, picture
 from engine.plugins.pictures.layout import GAP_Y, Box, Layout, Link, lay_out
 from engine.schemas.machine import MachineSpec
 

@@ -10,9 +10,9 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.machine.graph import ANY_STATE, Edge, Line, mermaid, picture
 from engine.machine.presets import PRESETS
 from engine.plugins.pictures.draw import svg
+from engine.plugins.pictures.graph import ANY_STATE, Edge, Line, mermaid, picture
 from engine.schemas.machine import MachineSpec, StateSpec, TransitionSpec
 
 SVG = "{http://www.w3.org/2000/svg}"
