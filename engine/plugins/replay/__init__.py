@@ -12,7 +12,7 @@ PLUGIN = Plugin(
     name="replay",
     about="Rebuilds stored episodes from their journals, and scores them with other rewards",
     commands={
-        "replay": "engine.cli.commands.replay:replay",
+        "replay": "engine.plugins.replay.command:replay",
         "rescore": "engine.cli.commands.rescore:rescore",
     },
 )
