@@ -13,6 +13,6 @@ PLUGIN = Plugin(
     about="Rebuilds stored episodes from their journals, and scores them with other rewards",
     commands={
         "replay": "engine.plugins.replay.command:replay",
-        "rescore": "engine.cli.commands.rescore:rescore",
+        "rescore": "engine.plugins.replay.rescore_command:rescore",
     },
 )

@@ -16,9 +16,9 @@ from typer.testing import CliRunner, Result
 from written_specs import save_spec, scripted_spec
 
 from engine.cli.commands.export import export
-from engine.cli.commands.rescore import rescore
 from engine.cli.main import app
 from engine.plugins.evaluation.command import evaluate
+from engine.plugins.replay.rescore_command import rescore
 from engine.store import RunStore, list_runs
 
 SPEC_CODE = Path(__file__).parents[2] / "core" / "runner"
