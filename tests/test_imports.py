@@ -64,7 +64,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 @pytest.mark.parametrize(
     "reader",
-    ["engine.runner.replay", "engine.runner.rescore", "engine.plugins.audit.store", "engine.store.upkeep.fork"],
+    ["engine.runner.replay", "engine.plugins.replay.rescore", "engine.plugins.audit.store", "engine.store.upkeep.fork"],
 )
 def test_what_reads_journals_reaches_neither_a_backend_nor_the_executor(reader: str) -> None:
     known = modules()

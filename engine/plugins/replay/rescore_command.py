@@ -12,7 +12,7 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.runner.rescore import Rescored
+    from engine.plugins.replay.rescore import Rescored
 
 
 def rescore(
@@ -56,7 +56,7 @@ async def _rescore(
 ) -> tuple[Rescored, Path, str]:
     from engine.cli.reports.report import dropped_words
     from engine.errors import StoreError
-    from engine.runner.rescore import rescore as score
+    from engine.plugins.replay.rescore import rescore as score
     from engine.spec.load import load_spec
     from engine.store import RunStore, find_run
     from engine.store.elsewhere import is_divided

@@ -12,8 +12,8 @@ import pytest
 from slow_cases import slow_but
 
 from engine.errors import StoreError
+from engine.plugins.replay.rescore import Rescored, rescore
 from engine.runner.replay import first_difference
-from engine.runner.rescore import Rescored, rescore
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.store import RunStore
