@@ -94,7 +94,7 @@ def fork_run(run: str, out: Path, turn: int, salt: int) -> None:
     """Fork a run at a turn, and run the new run to its end."""
     from engine.cli.console import make_console
     from engine.errors import EngineError
-    from engine.runner.fork import fork
+    from engine.plugins.replay.fork import fork
     from engine.store import RunStore, find_run
 
     try:

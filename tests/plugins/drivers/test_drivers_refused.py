@@ -13,7 +13,7 @@ from engine.errors import EngineError, SpecError
 from engine.plugins.drivers.leases import Leases
 from engine.plugins.drivers.processes import DriverProcesses
 from engine.plugins.drivers.shards import create_shards
-from engine.runner.fork import fork
+from engine.plugins.replay.fork import fork
 from engine.runner.runner import Runner
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
