@@ -17,7 +17,7 @@ import typer
 from engine.terminal import echo
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
-_TEMPLATES = Path(__file__).parent / "scaffold"
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
 class Kind(StrEnum):
