@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from installed_commands import needs_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,6 +115,7 @@ print("TOLD", json.dumps(told))
 """
 
 
+@needs_command("schema")
 @pytest.mark.slow
 def test_a_limit_that_is_added_is_known_everywhere(tmp_path: Path) -> None:
     tree = tmp_path / "tree"

@@ -87,26 +87,10 @@ def run(
         echo(str(error), err=True)
         raise typer.Exit(ERROR) from None
     blames = retry_failed.blames if retry_failed is not None else []
-    _conclude(loaded, tasks, store, console, quiet=quiet, again=blames, keep_going=keep_going)
+    conclude(loaded, tasks, store, console, quiet=quiet, again=blames, keep_going=keep_going)
 
 
-def fork_run(run: str, out: Path, turn: int, salt: int) -> None:
-    """Fork a run at a turn, and run the new run to its end."""
-    from engine.cli.console import make_console
-    from engine.errors import EngineError
-    from engine.plugins.replay.fork import fork
-    from engine.store import RunStore, find_run
-
-    try:
-        with RunStore.open(find_run(run, out=out), readonly=True) as source:
-            loaded, tasks, store = fork(source, out, turn, salt)
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(1) from None
-    _conclude(loaded, tasks, store, make_console(), quiet=False)
-
-
-def _conclude(
+def conclude(
     loaded: LoadedSpec,
     tasks: TaskList,
     store: RunStore,

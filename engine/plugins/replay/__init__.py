@@ -1,9 +1,7 @@
-"""Stored episodes once more, without a model: `engine replay`, `engine rescore`. No backend and no executor is imported.
+"""Stored episodes once more: `engine replay`, `engine rescore`. The core's `Replayer` feeds the records of journals to episodes.
 
-replayer.py          feeds the records of journals to episodes, and compares the results with the stored ones
 command.py           `engine replay`; fork.py: a run that shares another one's journals up to a turn
-rescore.py           other reward rules, applied to journals
-rescore_command.py   `engine rescore`
+rescore_command.py   `engine rescore`; rescore.py: other reward rules, applied to journals
 """
 
 from engine.plugin import Plugin

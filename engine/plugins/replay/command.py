@@ -45,9 +45,7 @@ def replay(
     if from_turn is not None:
         if episode is not None:
             raise typer.BadParameter("--from-turn forks a whole run; leave out EPISODE")
-        from engine.cli.commands.run import fork_run
-
-        fork_run(run, out, from_turn, salt)
+        _fork(run, out, from_turn, salt)
         return
     try:
         results, dropped = asyncio.run(_replay(run, episode, out))
@@ -84,3 +82,20 @@ async def _replay(run: str, episode: str | None, out: Path) -> tuple[list[Replay
     finally:
         replayer.close()
         store.close()
+
+
+def _fork(run: str, out: Path, turn: int, salt: int) -> None:
+    """Fork a run at a turn, and run the new run to its end."""
+    from engine.cli.commands.run import conclude
+    from engine.cli.console import make_console
+    from engine.errors import EngineError
+    from engine.plugins.replay.fork import fork
+    from engine.store import RunStore, find_run
+
+    try:
+        with RunStore.open(find_run(run, out=out), readonly=True) as source:
+            loaded, tasks, store = fork(source, out, turn, salt)
+    except EngineError as error:
+        echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    conclude(loaded, tasks, store, make_console(), quiet=False)

@@ -10,13 +10,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+from installed_commands import needs_command
 from installed_plugins import needs_plugin
 from pydantic import ValidationError
 from spec_page import spec_page
 
 from engine import plugin
 from engine.errors import SpecError, StoreError
-from engine.plugins.schema.json_schema import episode_schema
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.sections import dump, owner_classes, read_stored, used_plugins, written
 from engine.spec.load import load_spec
@@ -228,6 +228,7 @@ def test_the_error_of_a_broken_plugin_names_the_cause(strange: Strange, tmp_path
     ]
 
 
+@needs_command("schema")
 @pytest.mark.parametrize(
     ("old", "new", "why"),
     [
@@ -239,6 +240,8 @@ def test_the_error_of_a_broken_plugin_names_the_cause(strange: Strange, tmp_path
     ],
 )
 def test_a_plugin_with_sections_that_cannot_be_is_left_out(strange: Strange, old: str, new: str, why: str) -> None:
+    from engine.plugins.schema.json_schema import episode_schema
+
     strange.installed(MODULE.replace(old, new))
     episode_schema()
     assert why in plugin.installed().broken["strange"]
@@ -283,7 +286,10 @@ def test_a_resumed_training_may_change_resumable_keys(strange: Strange, tmp_path
         check_changes(before, other)
 
 
+@needs_command("schema")
 def test_the_json_schema_and_the_page_have_the_keys(strange: Strange) -> None:
+    from engine.plugins.schema.json_schema import episode_schema
+
     schema = episode_schema()
     document = {
         "spec": "episode/v1",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import vision_kit
 from damaged_rows import assert_refused, damaged_row
+from installed_commands import needs_command
 from journals import write_entries
 from recompute import apart
 from slow_cases import slow_but, slow_but_each
@@ -128,14 +129,15 @@ async def test_a_run_that_broke_off_goes_on_with_its_images(make_spec: Any, run_
     np.testing.assert_array_equal(found.branches[0].input_ids, wanted.input_ids)
 
 
+@needs_command("replay")
 def test_a_fork_holds_the_images_that_it_shares(make_spec: Any, run_spec: Any, tmp_path: Path) -> None:
     import asyncio
 
-    from engine.cli.commands.run import fork_run
+    from engine.plugins.replay.command import replay
     from engine.store import RunStore
 
     ran = asyncio.run(run_spec(make_spec("qwen3_vl", [LOOK, "It is red.", "It is green."], **SCRIPTED)))
-    fork_run(str(ran.store.folder), tmp_path / "forks", 2, 1)
+    replay(str(ran.store.folder), None, tmp_path / "forks", 2, 1)
     (folder,) = (tmp_path / "forks").iterdir()
     with RunStore.open(folder, readonly=True) as fork:
         (found,) = fork.trajectories()
