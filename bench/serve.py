@@ -25,7 +25,7 @@ from turn import make_spec
 TOKEN = "bench"
 CLIENT = """
 import json, sys, time
-from engine.client import GroupClient
+from engine.plugins.serve.client import GroupClient
 with GroupClient(sys.argv[1], "bench") as client:
     client.health()
     began, rows = time.perf_counter(), 0

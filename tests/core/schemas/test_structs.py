@@ -31,7 +31,7 @@ from engine.spec.code.signature import reply_of
 ROOT = Path(engine.__file__).parents[1]
 STANDARD_LIBRARY_ONLY = (
     "engine/plugin.py",
-    "engine/client.py",
+    "engine/plugins/serve/client.py",
     "engine/cli/",
     "engine/spec/access.py",
     "engine/spec/text/diagnostic.py",

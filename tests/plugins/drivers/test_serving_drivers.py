@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 
 from serve_kit import TASKS, TOKEN, command, content, unpacked, written
 
-from engine.client import Group, GroupClient
+from engine.plugins.serve.client import Group, GroupClient
 from engine.store import RunStore
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'episode-engine[ray]'")

@@ -19,9 +19,9 @@ from shipped_tokenizers import unpack
 from written_specs import save_spec
 
 from engine.backends.registry import open_backend
-from engine.client import Group, GroupClient
 from engine.environments.color_square import problems
 from engine.plugins.agents.server import server_of_loop
+from engine.plugins.serve.client import Group, GroupClient
 from engine.plugins.serve.groups import GroupService
 from engine.runner.runner import Runner
 from engine.schemas.model import ModelSpec

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from serve_kit import ROOT, TOKEN, ask, content, read, serving, unpacked, written
 
-from engine.client import ServeError, Sums
 from engine.errors import StoreError, TrainError
+from engine.plugins.serve.client import ServeError, Sums
 from engine.plugins.serve.groups import refuse_unserved
 from engine.plugins.serve.http import Call
 from engine.plugins.serve.wire import wire_schema
@@ -297,7 +297,7 @@ async def test_the_client_alone_runs_in_an_environment_of_only_httpx_and_pyarrow
     python = os.environ.get("CLIENT_PYTHON")
     if python is None:
         pytest.skip("NOT CHECKED: CLIENT_PYTHON names no Python of an environment with only httpx and pyarrow")
-    shutil.copy(ROOT / "engine/client.py", tmp_path / "group_client.py")
+    shutil.copy(ROOT / "engine/plugins/serve/client.py", tmp_path / "group_client.py")
     async with serving(written(tmp_path)) as (_, address):
         env = {"SERVE_URL": address, "EPISODE_ENGINE_TOKEN": TOKEN, "PYTHONPATH": str(tmp_path)}
         process = await asyncio.create_subprocess_exec(

@@ -17,7 +17,7 @@ from serve_kit import ROOT, SPEC, TASKS, TOKEN, command, content, unpacked, writ
 from typer.testing import CliRunner
 
 from engine.cli.main import app
-from engine.client import GroupClient, ServeError
+from engine.plugins.serve.client import GroupClient, ServeError
 from engine.store import RunStore, list_runs
 
 
@@ -33,7 +33,7 @@ class Only:
     def find_spec(self, name, path=None, target=None):
         top = name.partition('.')[0]
         allowed = {'engine', 'httpx', 'pyarrow', 'httpcore', 'h11', 'anyio', 'idna', 'certifi', 'sniffio', 'typing_extensions', 'numpy'}
-        if name.startswith('engine.') and name not in ('engine.client', 'engine.moved_names'):
+        if name.startswith('engine.') and name not in ('engine.plugins.serve.client', 'engine.moved_names'):
             raise ImportError('the client imports ' + name)
         if top not in allowed and top not in sys.stdlib_module_names:
             raise ImportError('the client imports ' + name)
