@@ -17,6 +17,7 @@ MOVED: dict[str, str] = {
     "engine.checks": "engine.validate",
     "engine.cli.audit": "engine.plugins.audit.command",
     "engine.cli.validate_examine": "engine.cli.validate.examine",
+    "engine.client": "engine.plugins.serve.client",
     "engine.doctor": "engine.plugins.doctor",
     "engine.episode:Episode": "engine.episode.episode:Episode",
     "engine.integrations.audit": "engine.plugins.audit",
