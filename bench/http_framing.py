@@ -22,8 +22,7 @@ from typing import Any
 
 import httptools
 
-from engine.backends.http.client import HttpClient
-from engine.backends.http.connection import Connection
+from engine.backends.http.client import Connection, HttpClient
 from engine.backends.http.framing import MAX_BODY, MAX_HEAD, MAX_INTERIM, ReplyReader
 from engine.backends.http.reply import MalformedReply
 

@@ -91,7 +91,7 @@ def configure_logging(level: str | None = None, *, json: bool | None = None) -> 
             ),
         ]
 
-    stream = cast(TextIO, _Stderr())
+    stream = cast("TextIO", _Stderr())
     structlog.configure(
         processors=[*shared, *ending],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[name]),

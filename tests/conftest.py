@@ -161,9 +161,9 @@ def frozen_objects_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses between tries of a request to a server or an API begin at a hundredth of a second."""
-    from engine.backends.http import retries
+    from engine.backends.http import outage
 
-    monkeypatch.setattr(retries, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(outage, "FIRST_PAUSE", 0.01)
 
 
 @pytest.fixture(scope="session")

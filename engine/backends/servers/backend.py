@@ -18,11 +18,11 @@ import structlog
 from msgspec.structs import replace
 
 from engine.backends.backend import Backend
-from engine.backends.http.keys import key_headers
-from engine.backends.http.retries import Tries
+from engine.backends.http.client import key_headers
+from engine.backends.http.outage import Tries
+from engine.backends.servers.pool import Server
 from engine.backends.servers.reply_call import PolicyAdapter, ReplyCall
-from engine.backends.servers.resume import can_resume, clean_cut, cut
-from engine.backends.servers.server import Server
+from engine.backends.servers.wire import can_resume, clean_cut, cut
 from engine.backends.slots import Slots
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from engine.backends.http.outage import Outage
     from engine.backends.servers.launched import LaunchedServers
     from engine.backends.servers.pool import Pool
-    from engine.backends.servers.reply import ReplyPart
-    from engine.backends.servers.request import EncodedRequest, PromptEncoder
+    from engine.backends.servers.wire import EncodedRequest, PromptEncoder, ReplyPart
     from engine.schemas.backend import ServersSpec
     from engine.tokens.template import ChatTemplate
 

@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from engine.backends.http.connection import HttpCall
-from engine.backends.http.refusal import refusal
-from engine.backends.http.reply import HttpFailure, HttpReply
-from engine.backends.servers.reply import PromptMismatch, ReplyError, ReplyPart
-from engine.backends.servers.resume import join
+from engine.backends.http.client import HttpCall
+from engine.backends.http.reply import HttpFailure, HttpReply, refusal
+from engine.backends.servers.wire import PromptMismatch, ReplyError, ReplyPart, join
 from engine.errors import BackendError
 from engine.schemas.base import Struct
 from engine.schemas.generation import FinishReason, VersionSpan
@@ -28,9 +26,9 @@ from engine.schemas.generation import FinishReason, VersionSpan
 if TYPE_CHECKING:
     import numpy as np
 
-    from engine.backends.http.retries import Tries
+    from engine.backends.http.outage import Tries
     from engine.backends.servers.backend import ServersBackend
-    from engine.backends.servers.server import Server
+    from engine.backends.servers.pool import Server
     from engine.backends.slots import Slots
     from engine.schemas.generation import GenerateRequest, Generation
 

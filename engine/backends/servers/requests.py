@@ -10,11 +10,9 @@ import msgspec
 import numpy as np
 import structlog
 
-from engine.backends.http.refusal import error_text
-from engine.backends.http.reply import HttpFailure, HttpReply
-from engine.backends.servers.reply import ReplyError, ReplyPart
-from engine.backends.servers.request import EncodedRequest, PromptEncoder
-from engine.backends.servers.server import Server
+from engine.backends.http.reply import HttpFailure, HttpReply, error_text
+from engine.backends.servers.pool import Server
+from engine.backends.servers.wire import EncodedRequest, PromptEncoder, ReplyError, ReplyPart
 from engine.errors import BackendError, OutageError
 from engine.schemas.generation import GenerateRequest, SamplingParams
 

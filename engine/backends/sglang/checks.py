@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.backends.http.refusal import error_text
-from engine.backends.http.reply import HttpReply
-from engine.backends.servers.pool import Pool
+from engine.backends.http.reply import HttpReply, error_text
+from engine.backends.servers.pool import Pool, Server
 from engine.backends.servers.requests import ask, check_each, check_stop_ids, check_tokenizer, try_sampling
-from engine.backends.servers.server import Server
 from engine.backends.sglang.images import check_images
-from engine.backends.sglang.reply_body import decode
-from engine.backends.sglang.request_body import Encoder, sampling_fields
+from engine.backends.sglang.wire import Encoder, decode, sampling_fields
 from engine.errors import BackendError, OutageError
 from engine.schemas.base import Struct
 from engine.schemas.generation import SamplingParams

@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from msgspec.structs import asdict
 
-from engine.backends.http.keys import key_headers, read_key
+from engine.backends.http.client import key_headers, read_key
 from engine.backends.servers.backend import ServersBackend, servers_of
 from engine.backends.servers.launched import LaunchedServers, launched_servers
-from engine.backends.servers.pool import Pool
-from engine.backends.servers.server import Server
+from engine.backends.servers.pool import Pool, Server
 from engine.backends.sglang.checks import ask_worker, check_model_path, check_server, check_servers
 from engine.backends.sglang.control import Control
 from engine.backends.sglang.images import refuse_family
-from engine.backends.sglang.reply_body import DEFAULT_VERSION, decode
-from engine.backends.sglang.request_body import Encoder
 from engine.backends.sglang.routing import layout_of
+from engine.backends.sglang.wire import DEFAULT_VERSION, Encoder, decode
 from engine.backends.weight_target import ServerWeights
 from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec

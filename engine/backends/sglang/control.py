@@ -10,22 +10,134 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import structlog
 
-from engine.backends.servers.pool import Pool
-from engine.backends.servers.server import Server
-from engine.backends.sglang.all_servers import AllServers, NoServerError
-from engine.backends.sglang.loads import UPDATE_SECONDS, LoadAll, from_disk, separately
+from engine.backends.servers.pool import Pool, Server
 from engine.backends.weight_target import ServerWeights
 from engine.errors import BackendError
 from engine.schemas.base import Struct
 
 log = structlog.get_logger(__name__)
+
+UPDATE_SECONDS = 600.0
+"""Time limit for loading weights or an adapter, in seconds."""
+
+Load = Callable[[Server, bool], Awaitable[None]]
+"""Gives a server weights; the bool says whether the prefixes that it has cached are dropped. Raises BackendError."""
+LoadAll = Callable[[list[Server], bool], Awaitable[list[BaseException | None]]]
+"""Gives several servers weights at once, as `Load`. Returns the error of each server, in order; None: it has them."""
+
+
+def separately(load: Load) -> LoadAll:
+    """Load each server by itself, all at once."""
+
+    async def load_all(servers: list[Server], flush: bool) -> list[BaseException | None]:
+        return await asyncio.gather(*(load(server, flush) for server in servers), return_exceptions=True)
+
+    return load_all
+
+
+def from_disk(path: str, version: int, load_format: str | None = None) -> Load:
+    """A function that loads the weights of a folder on a server."""
+
+    async def load(server: Server, flush: bool) -> None:
+        body: dict[str, Any] = {"model_path": path, "weight_version": str(version), "flush_cache": flush}
+        if load_format is not None:
+            body["load_format"] = load_format
+        reply = await server.json("POST", "/update_weights_from_disk", body, timeout=UPDATE_SECONDS)
+        if not reply.get("success"):
+            raise BackendError(f"{server.url}: {reply.get('message')}", kind="update_failed")
+
+    return load
+
+
+class NoServerError(BackendError):
+    """No server is left for a call that concerns all of them. Kind `no_server`."""
+
+
+class AllServers:
+    """The servers of a pool."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.gone: set[Server] = set()
+        """Servers that could not be asked any more during the newest update."""
+
+    def lost(self, server: Server, error: BaseException) -> bool:
+        """Take a server out if it cannot be asked any more.
+
+        Returns:
+            False if the server is there and refused, or is behind a router, which may still send it requests.
+        """
+        if not isinstance(error, BackendError) or not error.retryable or server not in self._pool.servers:
+            return False
+        self.gone.add(server)
+        self.out(server, str(error))
+        return True
+
+    async def each(self, servers: list[Server], path: str, body: Any, *, seconds: float = 30.0) -> list[Server]:
+        """POST to each server, and take out those that are lost. Returns the others.
+
+        Raises:
+            BackendError: a server refused (kind `control_failed`), or all were lost (kind `no_server`).
+        """
+        outcomes = await asyncio.gather(
+            *(server.json("POST", path, body, timeout=seconds) for server in servers), return_exceptions=True
+        )
+        there: list[Server] = []
+        reasons: list[str] = []
+        refused: list[str] = []
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if not isinstance(outcome, BaseException):
+                there.append(server)
+            elif isinstance(outcome, BackendError):
+                (reasons if self.lost(server, outcome) else refused).append(str(outcome))
+            else:
+                raise outcome
+        if refused:
+            raise BackendError(f"{path} failed: {'; '.join(refused)}", kind="control_failed")
+        if not there:
+            raise NoServerError(f"{path}: {'; '.join(reasons) or 'no sglang server is there'}", kind="no_server")
+        return there
+
+    def reachable(self) -> list[Server]:
+        """Return the servers that are there."""
+        return [server for server in self._pool.workers if server.healthy]
+
+    def out(self, server: Server, reason: str) -> None:
+        """Take a server out of the pool."""
+        if server in self._pool.servers:
+            self._pool.failed(server, reason)
+        else:
+            log.error("a server behind the router is out of step", server=server.url, reason=reason)
+
+    async def call(
+        self, method: str, path: str, body: Any = None, *, seconds: float = 30.0, servers: list[Server] | None = None
+    ) -> dict[str, Any]:
+        """Send the same call to these servers; default: to all that are there. Returns URL -> reply.
+
+        Raises:
+            BackendError: no server is there (kind `unreachable`), or a server did not reply as it should (kind `control_failed`).
+        """
+        servers = self.reachable() if servers is None else servers
+        if not servers:
+            raise BackendError(f"{path}: no sglang server is there", kind="unreachable")
+        replies = await asyncio.gather(
+            *(server.json(method, path, body, timeout=seconds) for server in servers), return_exceptions=True
+        )
+        failures = [reply for reply in replies if isinstance(reply, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, BackendError):
+                raise failure
+        if failures:
+            raise BackendError(f"{path} failed: " + "; ".join(map(str, failures)), kind="control_failed")
+        return {server.url: reply for server, reply in zip(servers, replies, strict=True)}
+
 
 PauseMode = Literal["in_place", "retract", "abort"]
 PAUSE_SECONDS = 60.0

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from engine.backends.http.refusal import error_text
-from engine.backends.servers.server import ImageFacts, Server
-from engine.backends.sglang.request_body import HASHED_BY_SERVER
+from engine.backends.http.reply import error_text
+from engine.backends.servers.pool import ImageFacts, Server
+from engine.backends.sglang.wire import HASHED_BY_SERVER
 from engine.errors import BackendError
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.tokens.conversation import Conversation

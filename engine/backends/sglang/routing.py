@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.backends.servers.reply import ReplyError
-from engine.backends.servers.request import EncodedRequest
+from engine.backends.servers.wire import EncodedRequest, ReplyError
 from engine.errors import BackendError
 from engine.schemas.experts import expert_dtype
 from engine.tokens.experts import ExpertLayout, expert_layout

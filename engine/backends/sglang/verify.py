@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from engine.backends.servers.server import Server
+from engine.backends.servers.pool import Server
 from engine.backends.sglang.images import ask_logprobs, sample_prompt
 from engine.errors import BackendError
 from engine.schemas.base import Struct

@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from engine.backends.http.refusal import refusal
-from engine.backends.http.reply import HttpReply
+from engine.backends.http.reply import HttpReply, refusal
 from engine.errors import BackendError
 from engine.plugins.chat_apis.backend import Answer, ApiBackend, UnusableReplyError
 from engine.plugins.chat_apis.budget import Usage

@@ -17,12 +17,9 @@ import numpy as np
 import structlog
 
 from engine.backends.backend import Backend, refuse_parameters
-from engine.backends.http.client import HttpClient
-from engine.backends.http.keys import key_headers, read_key
-from engine.backends.http.outage import Outage
-from engine.backends.http.refusal import UNAVAILABLE, refusal
-from engine.backends.http.reply import HttpFailure, HttpReply
-from engine.backends.http.retries import Tries
+from engine.backends.http.client import HttpClient, key_headers, read_key
+from engine.backends.http.outage import Outage, Tries
+from engine.backends.http.reply import UNAVAILABLE, HttpFailure, HttpReply, refusal
 from engine.deadline import Deadlines
 from engine.errors import BackendError, OutageError
 from engine.plugins.chat_apis.budget import Budget, Usage

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.backends.backend import Backend
-from engine.backends.servers.reply import ReplyError
+from engine.backends.servers.wire import ReplyError
 from engine.backends.sglang.routing import checked_experts
 from engine.errors import BackendError, ContextOverflow, EngineError
 from engine.schemas.generation import FinishReason, Generation, VersionSpan

@@ -1,10 +1,9 @@
 """vLLM servers over `/v1/completions`, with token ids in both directions.
 
-spec.py          the section `backend`
-client.py        the backend
-request_body.py  the body of a request
-reply_body.py    the body of its reply, checked to the token
-checks.py        checks of the servers before the first episode, among them which log-probs they report
+spec.py    the section `backend`
+client.py  the backend
+wire.py    the bodies of a request and of its reply, checked to the token
+checks.py  checks of the servers before the first episode, among them which log-probs they report
 """
 
 from engine.plugin import Plugin

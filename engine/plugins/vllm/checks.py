@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import structlog
 
-from engine.backends.http.refusal import error_text
-from engine.backends.servers.pool import Pool
-from engine.backends.servers.reply import ReplyError
+from engine.backends.http.reply import error_text
+from engine.backends.servers.pool import Pool, Server
 from engine.backends.servers.requests import ask, check_each, check_stop_ids, check_tokenizer, try_sampling
-from engine.backends.servers.server import Server
+from engine.backends.servers.wire import ReplyError
 from engine.errors import BackendError, OutageError
-from engine.plugins.vllm.reply_body import decode
-from engine.plugins.vllm.request_body import Encoder
+from engine.plugins.vllm.wire import Encoder, decode
 from engine.schemas.backend import changes_distribution, cuts_distribution
 from engine.schemas.generation import GenerateRequest, SamplingParams
 

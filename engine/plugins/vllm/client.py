@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.backends.http.keys import key_headers, read_key
+from engine.backends.http.client import key_headers, read_key
 from engine.backends.servers.backend import OwnWeights, ServersBackend, servers_of
 from engine.backends.servers.launched import launched_servers
-from engine.backends.servers.pool import Pool
-from engine.backends.servers.server import Server
+from engine.backends.servers.pool import Pool, Server
 from engine.errors import BackendError
 from engine.plugins.vllm.checks import PATH, check_model_path, check_server, check_servers
-from engine.plugins.vllm.reply_body import decode
-from engine.plugins.vllm.request_body import Encoder
 from engine.plugins.vllm.spec import VLLMBackendSpec
+from engine.plugins.vllm.wire import Encoder, decode
 from engine.schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from typing import Any, Literal
 import msgspec
 import structlog
 
-from engine.backends.servers.pool import Pool
-from engine.backends.servers.server import Server
+from engine.backends.servers.pool import Pool, Server
 from engine.backends.sglang.control import KeptMemory
 from engine.errors import BackendError
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.backends.http.retries import growing_pause
-from engine.backends.sglang.loads import UPDATE_SECONDS
+from engine.backends.http.outage import growing_pause
+from engine.backends.sglang.control import UPDATE_SECONDS
 from engine.errors import BackendError, OutageError, TrainError
 
 if TYPE_CHECKING:
-    from engine.backends.servers.server import Server
+    from engine.backends.servers.pool import Server
     from engine.backends.sglang.client import SGLangBackend
-    from engine.backends.sglang.loads import Load
+    from engine.backends.sglang.control import Load
 
 log = structlog.get_logger(__name__)
 

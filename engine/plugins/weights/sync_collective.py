@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engine.backends.servers.server import Server
+    from engine.backends.servers.pool import Server
     from engine.backends.sglang.client import SGLangBackend
     from engine.train.policy import Policy
 

@@ -24,8 +24,7 @@ import torch
 
 from engine.backends.servers.reply_call import PolicyAdapter
 from engine.backends.sglang.client import SGLangBackend
-from engine.backends.sglang.control import PauseMode
-from engine.backends.sglang.loads import from_disk, separately
+from engine.backends.sglang.control import PauseMode, from_disk, separately
 from engine.errors import BackendError, TrainError
 from engine.plugins.weights.server_models import ServerModels
 from engine.plugins.weights.server_pushes import (
@@ -40,7 +39,7 @@ from engine.plugins.weights.sync_collective import CollectiveSync
 from engine.train.sync import Pushed, tensor_bytes
 
 if TYPE_CHECKING:
-    from engine.backends.servers.server import Server
+    from engine.backends.servers.pool import Server
     from engine.schemas.backend import LaunchSpec
     from engine.schemas.episode import EpisodeSpec
     from engine.train.policy import Policy

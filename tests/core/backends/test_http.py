@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.http.chunked import ChunkedBody
-from engine.backends.http.client import HttpClient
-from engine.backends.http.connection import HttpCall
+from engine.backends.http.client import HttpCall, HttpClient
+from engine.backends.http.framing import ChunkedBody
 from engine.backends.http.reply import HttpFailure, HttpReply, MalformedReply
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]

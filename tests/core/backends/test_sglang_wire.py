@@ -12,10 +12,8 @@ from generate_requests import generate_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.servers.reply import PromptMismatch, ReplyError
-from engine.backends.servers.request import EncodedRequest
-from engine.backends.sglang.reply_body import decode, version_number
-from engine.backends.sglang.request_body import Encoder
+from engine.backends.servers.wire import EncodedRequest, PromptMismatch, ReplyError
+from engine.backends.sglang.wire import Encoder, decode, version_number
 from engine.errors import BackendError
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
 

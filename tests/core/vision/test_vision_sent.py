@@ -18,7 +18,7 @@ from vision_code import GEO3K, pil
 from vision_kit import square
 
 from engine.backends.http.reply import HttpReply
-from engine.backends.servers.server import ImageFacts, Server
+from engine.backends.servers.pool import ImageFacts, Server
 from engine.backends.sglang.client import SGLangBackend
 from engine.backends.sglang.images import check_images
 from engine.errors import BackendError, ImageError

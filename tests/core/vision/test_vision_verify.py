@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from vision_code import pil
 
 from engine.backends.http.reply import HttpReply
-from engine.backends.servers.server import Server
+from engine.backends.servers.pool import Server
 from engine.backends.sglang.verify import verify_servers
 from engine.errors import BackendError
 from engine.schemas.model import ModelSpec

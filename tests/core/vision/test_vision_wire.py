@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from vision_code import FIRST, SECOND, pil
 
-from engine.backends.sglang.request_body import Encoder
+from engine.backends.sglang.wire import Encoder
 from engine.errors import BackendError
 from engine.schemas.generation import GenerateRequest
 from engine.schemas.message import ImagePart

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_server import EOS, VOCAB, Fault, VLLMServer, log_softmax, reply
 
-from engine.backends.servers.request import EncodedRequest
+from engine.backends.servers.wire import EncodedRequest
 from engine.errors import BackendError, ContextOverflow, OutageError
 from engine.plugins.launch.vllm import launched_servers
 from engine.plugins.vllm.client import VLLMBackend
-from engine.plugins.vllm.request_body import Encoder
 from engine.plugins.vllm.spec import VLLMBackendSpec
+from engine.plugins.vllm.wire import Encoder
 from engine.schemas.backend import LaunchSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, ImagePart, SamplingParams
 from engine.tokens.template import ChatTemplate

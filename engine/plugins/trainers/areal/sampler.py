@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.servers.server import Server
+from engine.backends.servers.pool import Server
 from engine.backends.sglang.checks import ask_worker
 from engine.backends.sglang.images import check_images, refuse_family, sample_prompt
 from engine.errors import BackendError

@@ -1,0 +1,378 @@
+"""A generation request -> the text that a server takes; its reply -> checked ids and log-probs, joined where it was interrupted.
+
+A prompt grows from turn to turn, so the JSON text of its ids is kept and only the new ids are encoded: the cost of a turn does
+not depend on its length.
+
+Invariants:
+- The text that is sent holds exactly `input_ids`, and all of them lie in the vocabulary.
+- The kept tokens of an interrupted reply were sampled, each with its own log-prob and weight version. A reply with something that
+  depends on the whole of it (a stop string across the cut, a grammar, repetition penalties) starts again, or continues a few
+  tokens earlier.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from engine.errors import BackendError
+from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams, VersionSpan
+from engine.tokens.experts import ExpertLayout
+
+_META_BYTES = 1 << 20
+_TOKEN_BYTES = 1024
+_CHOICE_BYTES = 6
+"""Bytes of one choice of an expert in base64: at most 5.4, of an int32."""
+
+
+class EncodedRequest(msgspec.Struct, frozen=True):
+    """The body of one request."""
+
+    pieces: tuple[bytes, ...]
+    rid: str
+    prompt: bytes
+    """The prompt's ids as JSON, without the brackets; the server must echo them."""
+    ids: np.ndarray
+    """The same as int32 [tokens]. What is sent instead, where there are images, holds one placeholder for each."""
+    max_new_tokens: int
+    experts_from: int | None = None
+    """The experts of the tokens from this one on are requested; None: none are."""
+    layout: ExpertLayout | None = None
+    """With `experts_from`: the sizes that they must have."""
+
+    @property
+    def most(self) -> int:
+        """Bytes that a reply may have: the prompt's ids, the sampled tokens with id, log-prob and text, experts, and the rest."""
+        plain = _META_BYTES + 2 * len(self.prompt) + _TOKEN_BYTES * self.max_new_tokens
+        if self.experts_from is None or self.layout is None:
+            return plain
+        tokens = len(self.ids) + self.max_new_tokens - self.experts_from
+        return plain + _CHOICE_BYTES * self.layout.layers * self.layout.top_k * tokens
+
+
+class _Known(msgspec.Struct, frozen=True):
+    ids: np.ndarray
+    """Of a prompt that was sent: the tape's own where they are read-only, since what is on a tape is never changed."""
+    text: bytes
+    """Their JSON, without the brackets."""
+
+
+class PromptEncoder(ABC):
+    """Encodes requests. It keeps the prompts of the newest episodes, up to `memory` bytes."""
+
+    def __init__(self, *, vocab_size: int, memory: int = 256 << 20) -> None:
+        """
+        Args:
+            vocab_size: Ids must be below it: a larger id would end some servers.
+            memory: Maximum size of the kept prompts in bytes; dropped prompts are encoded again.
+        """
+        self.vocab_size = vocab_size
+        self._memory = memory
+        self._used = 0
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._sampling: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[SamplingParams, bytes]] = {}
+
+    @abstractmethod
+    def encode(
+        self,
+        request: GenerateRequest,
+        rid: str,
+        ids: np.ndarray,
+        max_new_tokens: int,
+        sampled: int = 0,
+        *,
+        prefixes: str | None = None,
+    ) -> EncodedRequest:
+        """The body that asks for up to `max_new_tokens` after `ids`.
+
+        Args:
+            request: everything else.
+            rid: the server's name for this attempt; no other attempt's may begin with it.
+            ids: int32 [tokens]: `request.input_ids`, and what was sampled of this reply already.
+            max_new_tokens: most tokens to sample now.
+            sampled: how many of `ids` were sampled already; `min_new_tokens` counts them.
+            prefixes: cached prefixes are shared among requests that give the same name here.
+
+        Raises:
+            BackendError: an id is outside the vocabulary (kind `bad_prompt`).
+        """
+
+    @abstractmethod
+    def dump(self, sampling: SamplingParams, request: GenerateRequest) -> bytes:
+        """The sampling parameters and the request's stop and banned ids, as JSON without the braces."""
+
+    def forget(self, episode_id: str) -> None:
+        """Drop the prompt of an episode that has ended."""
+        self._drop(episode_id)
+
+    def _drop(self, key: str) -> None:
+        known = self._known.pop(key, None)
+        if known is not None:
+            self._used -= known.ids.nbytes + len(known.text)
+
+    def _prompt(self, episode_id: str, ids: np.ndarray) -> bytes:
+        tail, text = ids, b""
+        if (before := self._known.get(episode_id)) is not None:
+            size = before.ids.size
+            if before.ids.tobytes() == ids[:size].tobytes():  # as bytes: a fifth of the cost
+                tail, text = ids[size:], before.text
+        if tail.size:
+            if np.maximum.reduce(tail.view(np.uint32)) >= self.vocab_size:  # a negative one is the largest
+                at = int(np.flatnonzero(tail.view(np.uint32) >= self.vocab_size)[0])
+                raise BackendError(
+                    f"token {len(ids) - len(tail) + at} of the prompt is id {int(tail[at])}; the model's vocabulary is "
+                    f"[0, {self.vocab_size}), and such an id can end the server",
+                    kind="bad_prompt",
+                )
+            new = msgspec.json.encode(tail.tolist())[1:-1]
+            text = b"%b,%b" % (text, new) if text else new
+        self._remember(episode_id, _Known(ids.copy() if ids.flags.writeable else ids, text))
+        return text
+
+    def _remember(self, episode_id: str, known: _Known) -> None:
+        if (before := self._known.pop(episode_id, None)) is not None:
+            self._used -= before.ids.nbytes + len(before.text)
+        self._known[episode_id] = known
+        self._used += known.ids.nbytes + len(known.text)
+        while self._used > self._memory and len(self._known) > 1:
+            self._drop(next(iter(self._known)))
+
+    def _sampling_text(self, request: GenerateRequest, sampled: int) -> bytes:
+        """All sampling parameters except length and seed, as JSON without the braces; encoded once per spec."""
+        if sampled and request.sampling.min_new_tokens:
+            left = max(0, request.sampling.min_new_tokens - sampled)
+            return self.dump(request.sampling.model_copy(update={"min_new_tokens": left}), request)
+        key = (id(request.sampling), tuple(request.stop_token_ids), tuple(request.banned_token_ids))
+        found = self._sampling.get(key)
+        if found is None:
+            if len(self._sampling) >= 64:
+                self._sampling.clear()
+            # the object is kept with its text, so that its id cannot be reused
+            found = self._sampling[key] = (request.sampling, self.dump(request.sampling, request))
+        return found[1]
+
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+ROUNDING = 1e-5
+"""Maximum log-prob: float32 rounding can bring the log of a probability of 1 above 0."""
+
+
+class ReplyError(Exception):
+    """A reply is unusable; another try may succeed."""
+
+
+class ReplyPart(msgspec.Struct, frozen=True):
+    """One reply of the server: a whole generation, or what was sampled before it was interrupted."""
+
+    ids: np.ndarray
+    """int32 [tokens]"""
+    logprobs: np.ndarray
+    """float32 [tokens]"""
+    finish: FinishReason
+    versions: list[VersionSpan]
+    """Cover [0, tokens)."""
+    version: str | None
+    """The last weights' own name."""
+    prompt_tokens: int
+    cached_tokens: int
+    queue_seconds: float
+    echoed: bool
+    """Whether the server's prompt was compared with the one that was sent."""
+    experts: np.ndarray | None = None
+    """[tokens, layers, top_k]: the experts of the tokens from `EncodedRequest.experts_from` up to the last but one."""
+
+
+class PromptMismatch(BackendError):
+    """The server worked on another prompt than the one it was sent.
+
+    It shows the first difference between the ids that were sent, shape [n], and those that the server saw.
+    """
+
+    def __init__(self, sent: np.ndarray, seen: Sequence[int]) -> None:
+        at = next(
+            (i for i, (a, b) in enumerate(zip(sent.tolist(), seen, strict=False)) if a != b), min(len(sent), len(seen))
+        )
+        self.at = at
+        window = slice(max(0, at - 2), at + 3)
+        super().__init__(
+            f"the server's prompt is not the one it was sent: they differ at token {at}. Sent {sent[window].tolist()} "
+            f"({len(sent)} tokens), the server saw {list(seen[window])} ({len(seen)} tokens), from token {window.start} on",
+            kind="prompt_mismatch",
+        )
+
+
+def arrays(ids: list[int], values: list[Any], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sampled ids and their log-probs, as int32 [tokens] and float32 [tokens], both read-only.
+
+    Raises:
+        ReplyError: An id is outside the vocabulary, or a log-prob is not finite or above 0.
+    """
+    array = _int32(ids)
+    if array is None or (
+        ids and np.maximum.reduce(array.view(np.uint32)) >= vocab_size
+    ):  # a negative one is the largest
+        raise ReplyError(f"it holds an id outside the vocabulary of {vocab_size}")
+    logprobs = _float32(values)
+    if logprobs is None:
+        at = next(at for at, value in enumerate(values) if value is None or not abs(value) <= _FLOAT32_MAX)
+        raise ReplyError(f"token {at} has no finite log-prob")
+    if values and np.maximum.reduce(logprobs) > ROUNDING:
+        at = next(at for at, value in enumerate(values) if value > ROUNDING)
+        raise ReplyError(f"token {at} has the log-prob {values[at]:g}; none is above 0")
+    return array, logprobs
+
+
+@lru_cache(4096)
+def _packer(form: str) -> Callable[..., bytes]:
+    return struct.Struct(form).pack
+
+
+def _int32(values: list[int]) -> np.ndarray | None:
+    """The values as int32 [tokens], read-only; None where one does not fit. At half the cost of `np.array`."""
+    try:
+        return np.frombuffer(_packer(f"{len(values)}i")(*values), np.int32)
+    except struct.error:
+        return None
+
+
+def _float32(values: list[float | None]) -> np.ndarray | None:
+    """The values as float32 [tokens], read-only; None where one is not a finite number."""
+    try:
+        if math.isfinite(sum(values)):  # type: ignore[arg-type]
+            return np.frombuffer(_packer(f"{len(values)}f")(*values), np.float32)
+    except (TypeError, OverflowError):  # a null among them; one too large
+        pass
+    return None
+
+
+@lru_cache(256)
+def ending(kind: str, matched: int | str | None, message: str | None) -> FinishReason:
+    """A `FinishReason`, kept: replies end in few ways."""
+    return FinishReason.read({"type": kind, "matched": matched, "message": message})
+
+
+TAIL = 64
+"""Number of tokens before the cut that are decoded to find the beginning of a stop string."""
+
+
+def can_resume(sampling: SamplingParams) -> bool:
+    """Whether the rest of a reply may be sampled in a request of its own.
+
+    A server applies penalties, grammars and expressions only to what it samples in one request.
+    """
+    whole = (
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+        sampling.json_schema,
+        sampling.regex,
+        sampling.ebnf,
+        sampling.structural_tag,
+        sampling.stop_regex,
+    )
+    return not any(whole) and sampling.repetition_penalty in (None, 1.0)
+
+
+def clean_cut(ids: Sequence[int], stops: Sequence[str], decode: Callable[[list[int]], str]) -> int:
+    """How many of `ids` may stay, so that no stop string can begin before the cut and end after it.
+
+    Args:
+        ids: what was sampled.
+        stops: the stop strings; the server looks for them in what it samples itself.
+        decode: ids to text.
+
+    Returns:
+        At most len(ids): the longest beginning whose text does not end in the beginning of a stop string
+        or in the middle of a character.
+    """
+    if not stops:
+        return len(ids)
+    count = len(ids)
+    while count:
+        text = decode(list(ids[max(0, count - TAIL) : count]))
+        if not text.endswith("�") and not any(_begins_at_end(text, stop) for stop in stops):
+            return count
+        count -= 1
+    return 0
+
+
+def _begins_at_end(text: str, stop: str) -> bool:
+    return any(text.endswith(stop[:size]) for size in range(1, len(stop)))
+
+
+def cut(part: ReplyPart, count: int) -> ReplyPart:
+    """The first `count` tokens of a part."""
+    versions = [
+        span if span.end <= count else VersionSpan(version=span.version, start=span.start, end=count)
+        for span in part.versions
+        if span.start < count
+    ]
+    removed = len(part.ids) - count
+    experts = part.experts if part.experts is None or not removed else part.experts[: len(part.experts) - removed]
+    return replace(part, ids=part.ids[:count], logprobs=part.logprobs[:count], versions=versions, experts=experts)
+
+
+def join(parts: Sequence[ReplyPart], finish: FinishReason, seconds: float) -> Generation:
+    """One generation out of its parts, in order; at least one.
+
+    Args:
+        parts: each begins where the one before it ends.
+        finish: how the whole ended.
+        seconds: how long it took.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return Generation(
+            output_ids=first.ids,
+            logprobs=first.logprobs,
+            finish=finish,
+            versions=first.versions,
+            prompt_tokens=first.prompt_tokens,
+            prompt_unchecked=not first.echoed,
+            cached_tokens=first.cached_tokens,
+            seconds=seconds,
+            queue_seconds=first.queue_seconds,
+            routed_experts=first.experts,
+        )
+    return Generation(
+        output_ids=np.concatenate([part.ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        finish=finish,
+        versions=_join_versions(parts),
+        prompt_tokens=first.prompt_tokens,
+        prompt_unchecked=not all(part.echoed for part in parts),
+        cached_tokens=first.cached_tokens,
+        seconds=seconds,
+        queue_seconds=sum(part.queue_seconds for part in parts),
+        routed_experts=_join_experts(parts),
+    )
+
+
+def _join_experts(parts: Sequence[ReplyPart]) -> np.ndarray | None:
+    """The experts of all parts; each part has those of the tokens for which no earlier part had any."""
+    found = [part.experts for part in parts if part.experts is not None]
+    return np.concatenate(found) if found else None
+
+
+def _join_versions(parts: Sequence[ReplyPart]) -> list[VersionSpan]:
+    spans: list[VersionSpan] = []
+    at = 0
+    for part in parts:
+        own = part.versions or [VersionSpan(version=0, start=0, end=len(part.ids))]
+        for span in own:
+            if span.end == span.start:
+                continue
+            if spans and spans[-1].version == span.version:
+                spans[-1] = VersionSpan(version=span.version, start=spans[-1].start, end=at + span.end)
+            else:
+                spans.append(VersionSpan(version=span.version, start=at + span.start, end=at + span.end))
+        at += len(part.ids)
+    return spans
