@@ -30,7 +30,8 @@ HEAD = """\
 
 <!-- Written by `python scripts/docs` from the data classes in schemas/. Edit those, then run it again. -->
 
-An episode is declared in one YAML file. This page lists every key; `engine validate` checks a file against it,
+An episode is declared in one YAML file. This page lists every key; `engine validate` checks a file against it and
+against [its rules](rules.md),
 and editors do so with a first line of `# yaml-language-server: $schema=…/schemas/json/episode.schema.json`.
 
 ## How a file is read
@@ -68,7 +69,7 @@ They may read:
 
 def spec_page() -> str:
     """Return the page."""
-    parts = [HEAD, "".join(_sections()), _actions(), _presets(), _limits(), _guards(), _rules()]
+    parts = [HEAD, "".join(_sections()), _actions(), _presets(), _limits(), _guards()]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -250,13 +251,3 @@ def _guards() -> str:
             for field, member in variable.fields.items()
         ]
     return GUARDS + "\n".join(lines) + "\n"
-
-
-def _rules() -> str:
-    from engine.validate import all_rules
-
-    lines = ["## What is checked", "", "In addition to the form, which `yaml.*` and `spec.*` check:", ""]
-    lines += ["| rule | severity | finds |", "|---|---|---|"]
-    rules = sorted(all_rules(), key=lambda rule: rule.id)  # the registry's order is that in which modules were imported
-    lines += [f"| `{item.id}` | {item.severity} | {item.about} |" for item in rules]
-    return "\n".join(lines) + "\n"
