@@ -25,12 +25,11 @@ from engine.schemas.base import Struct
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.tasks import TasksSpec
 from engine.spec.access import Access
-from engine.spec.code.short_names import write_out
+from engine.spec.code.entry import write_out
 from engine.spec.document import Document, Model, flatten, place_inside, validate
-from engine.spec.references import remember_secrets
+from engine.spec.references import mask_all, remember_secrets
 from engine.spec.resolve import Resolver
 from engine.spec.text.diagnostic import SET_FILE, DataPath, Diagnostic, Origin
-from engine.spec.text.masking import mask_all
 from engine.spec.text.tree import split_lines
 
 Place = TypeVar("Place")

@@ -15,13 +15,30 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.spec.access import OUTSIDE_FIX, Access, OutsideError
-from engine.spec.published_settings import FOLDER as PUBLISHED
-from engine.spec.published_settings import is_published_name, published_file, published_names
 from engine.spec.references import VARIABLE
 from engine.spec.text.diagnostic import SET_FILE, Diagnostic, Origin
 from engine.spec.text.near import nearest_name, short
-from engine.spec.text.scalars import read_scalar
-from engine.spec.text.tree import MAX_DEPTH, Mapping, Node, Place, Scalar, Sequence, parse
+from engine.spec.text.tree import MAX_DEPTH, Mapping, Node, Place, Scalar, Sequence, parse, read_scalar
+
+PUBLISHED = Path(__file__).with_name("published")
+"""Settings of other projects' examples as spec files, which `extends:` knows by name. Each names the source of its values, and lists in
+comments what has no equivalent in a spec."""
+
+
+def published_names() -> list[str]:
+    """Names of the published settings, sorted."""
+    return sorted(file.stem for file in PUBLISHED.glob("*.yaml"))
+
+
+def is_published_name(value: str) -> bool:
+    """Whether a value of `extends` has the form of a name: neither a folder nor a suffix."""
+    return "/" not in value and "\\" not in value and "." not in value
+
+
+def published_file(name: str) -> str:
+    """The file of a published setting."""
+    return str(PUBLISHED / f"{name}.yaml")
+
 
 MAX_EXTENDS = 32
 """Longest chain of files that extend each other."""

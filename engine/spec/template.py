@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from engine.errors import EngineError
 from engine.schemas.message import ContentPart, Message, TextPart
-from engine.spec.rows.row_values import find
+from engine.spec.rows.sources import find
 
 if TYPE_CHECKING:
     from engine.schemas.model import Words

@@ -206,7 +206,7 @@ class RunHeader(Contract):
         from engine.schemas.episode import EpisodeSpec
         from engine.spec.load import LoadedSpec
         from engine.spec.text.diagnostic import Origin
-        from engine.spec.text.renamed import renamed_keys
+        from engine.spec.text.problems import renamed_keys
 
         if strict:
             self.need_plugins()

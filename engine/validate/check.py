@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from engine import plugin
 from engine.errors import SpecError
 from engine.schemas.sections import used_plugins
+from engine.spec.references import mask_all
 from engine.spec.text.diagnostic import Diagnostic, Severity
-from engine.spec.text.masking import mask_all
 from engine.validate.context import CheckContext
 from engine.validate.machine_context import MAX_WORK
 from engine.validate.registry import PLUGIN_OF, RULES, Rule, import_plugin_rules

@@ -15,7 +15,7 @@ from engine.errors import SpecError
 from engine.schemas.backend import kinds_that_train
 from engine.schemas.train import OverlongPenalty, TrainSpec
 from engine.spec.added import missing_sync, trains_backend
-from engine.spec.published_settings import published_file, published_names
+from engine.spec.resolve import published_file, published_names
 from engine.spec.tasks import count_tasks
 from engine.spec.text.diagnostic import DataPath
 from engine.tokens.catalogue import CATALOGUE, MadeEntry

@@ -19,8 +19,8 @@ from engine.plugin import Hook, missing
 from engine.schemas.sections import written
 from engine.spec.access import Access
 from engine.spec.load import UNREADABLE, LoadedSpec, read_spec
+from engine.spec.references import mask, mask_all
 from engine.spec.text.diagnostic import Diagnostic, Origin, Severity
-from engine.spec.text.masking import mask_all, mask_name
 from engine.validate import all_rules
 from engine.validate.check import check_rules, in_order
 from engine.validate.child import Child, ChildError, can_fork, refuse_outside
@@ -104,7 +104,7 @@ def examine(path: Path, options: Options | None = None, doing: Callable[[str], N
         found += mask_all(over_budget(loaded, worst, options.budget), loaded.variables)
     if options.trainer is not None and sound:
         found += mask_all(trainer_of(options.trainer).findings(loaded), loaded.variables)
-    sources = {mask_name(file, loaded.variables): text for file, text in loaded.sources.items()}
+    sources = {mask(file, loaded.variables): text for file, text in loaded.sources.items()}
     for slow_findings in SLOW_FINDINGS.all(written(loaded.spec)):
         found += mask_all(slow_findings(loaded, options.seconds / 2), loaded.variables)
     everything = [*problems, *found, *_unplayed(path)]

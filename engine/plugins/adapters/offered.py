@@ -26,7 +26,7 @@ from engine.schemas.entry import (
     plugin_adapters,
     plugin_tool_adapters,
 )
-from engine.spec.code.short_names import GROUPS
+from engine.spec.code.entry import GROUPS
 from engine.validate.code.source import is_function_environment
 
 _METHODS = {"reset": "environment", "respond": "user"}

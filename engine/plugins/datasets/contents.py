@@ -21,7 +21,7 @@ from engine.errors import StoreError
 from engine.plugins.datasets.sft_rows import unusable
 from engine.plugins.datasets.tables import Kind, Table, identity
 from engine.plugins.datasets.texts import Losses, RunTexts, View
-from engine.spec.rows.row_values import find
+from engine.spec.rows.sources import find
 from engine.store.rows.columns import json_text
 
 if TYPE_CHECKING:

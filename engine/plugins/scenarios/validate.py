@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, SpecError
+from engine.spec.references import mask_all
 from engine.spec.text.diagnostic import Diagnostic, Origin
-from engine.spec.text.masking import mask_all
 
 if TYPE_CHECKING:
     from engine.plugins.scenarios.load import ScenarioSet, ScenarioSpecs

@@ -5,6 +5,9 @@ in, and among what is installed. So a file beside the spec never replaces a modu
 folders each get their own module where both have one of the same name.
 
 A command that only looks at a run, which a stranger may have made, imports nothing that the run names (`looking`).
+
+A package offers its parts by entry points of `GROUPS`, so a spec may have `environment: {use: vault}` instead of
+`use: "my_package.vault:Vault"`. Such a short name is replaced when a spec is read, so a stored run has the entry point.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import lru_cache
@@ -24,7 +27,9 @@ from typing import Any
 from engine import plugin
 from engine.errors import EngineError
 from engine.moved_names import current
+from engine.schemas.entry import installed_points
 from engine.spec.access import Access
+from engine.spec.text.diagnostic import DataPath
 
 _INSTALLED = ("site-packages", "dist-packages")
 _ADDED: set[str] = set()
@@ -362,3 +367,76 @@ def nearest_attribute(name: str, known: list[str], *, list_all: bool = True) -> 
     if list_all and 0 < len(public) <= 12:
         return f"; it has {', '.join(public)}"
     return ""
+
+
+GROUPS: Mapping[str, str] = {
+    "environment": "episode_engine.environments",
+    "user": "episode_engine.users",
+    "tool": "episode_engine.tools",
+    "scorer": "episode_engine.scorers",
+}
+"""Kind -> the group of its entry points."""
+
+
+class AmbiguousNameError(EngineError):
+    """Two installed packages offer different things by one name."""
+
+    kind = "entry_error"
+    blame = "spec"
+
+
+def names_of(kind: str) -> list[str]:
+    """The names that installed packages offer for a kind."""
+    group = GROUPS.get(kind)
+    return [] if group is None else sorted(installed_points(group))
+
+
+def entry_of(kind: str, name: str) -> str | None:
+    """The entry point of a name; None if no installed package offers it.
+
+    Raises:
+        AmbiguousNameError: two packages offer it, with different entry points.
+    """
+    found = installed_points(GROUPS[kind]).get(name, {})
+    if len(found) > 1:
+        offers = ", ".join(f"`{value}` ({package})" for value, package in sorted(found.items()))
+        raise AmbiguousNameError(
+            f"several packages offer the {kind} `{name}`: {offers}; write one of these entry points"
+        )
+    return next(iter(found), None)
+
+
+def write_out(data: Any) -> list[tuple[DataPath, str]]:
+    """Replace the short names in a spec's document by their entry points, in place.
+
+    Args:
+        data: The document, not yet validated. Names that no package offers stay, and the rule `code.import` reports them.
+
+    Returns:
+        The problems: where, and what is wrong.
+    """
+    problems: list[tuple[DataPath, str]] = []
+    for path, kind, owner in _owners(data):
+        use = owner.get("use")
+        if not isinstance(use, str) or ":" in use or owner.get("adapter") is not None:
+            continue
+        try:
+            owner["use"] = entry_of(kind, use) or use
+        except AmbiguousNameError as error:
+            problems.append(((*path, "use"), str(error)))
+    return problems
+
+
+def _owners(data: Any) -> Iterator[tuple[DataPath, str, dict[str, Any]]]:
+    """The mappings that may have a short name in `use`: path, kind and mapping."""
+    if not isinstance(data, dict):
+        return
+    rewards, users, tools = data.get("rewards"), data.get("users"), data.get("tools")
+    found: list[tuple[DataPath, str, Any]] = [
+        (("environment",), "environment", data.get("environment")),
+        (("user",), "user", data.get("user")),
+        (("rewards", "scorer"), "scorer", rewards.get("scorer") if isinstance(rewards, dict) else None),
+    ]
+    found += [(("users", name), "user", user) for name, user in (users.items() if isinstance(users, dict) else ())]
+    found += [(("tools", index), "tool", tool) for index, tool in enumerate(tools if isinstance(tools, list) else [])]
+    yield from ((path, kind, owner) for path, kind, owner in found if isinstance(owner, dict))

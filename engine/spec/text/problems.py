@@ -1,4 +1,8 @@
-"""Pydantic's errors -> diagnostics: position, stable rule, plain words, and the fix."""
+"""Pydantic's errors -> diagnostics: position, stable rule, plain words, and the fix.
+
+A message about an unknown key names the key that replaced it; an old key is never accepted. The tables say which class held the key, so
+that a key of the same name in another section is not touched.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from engine.plugin import missing
+from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.base import Bytes, Seconds, Struct
 from engine.schemas.descriptions import description_of
-from engine.schemas.sections import open_name, open_union
+from engine.schemas.sections import open_name, open_union, sections_of
+from engine.schemas.train import LoraSpec, MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.text.diagnostic import DataPath, Diagnostic, show_path
 from engine.spec.text.near import nearest_name, short
 from engine.spec.text.places import (
@@ -27,12 +33,12 @@ from engine.spec.text.places import (
     locate,
     tagged,
 )
-from engine.spec.text.renamed import new_key, new_place
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
     from engine.spec.document import Document
+
 
 _BOUNDS = {
     "greater_than": ("gt", "greater than"),
@@ -367,3 +373,58 @@ def _show(value: Any) -> str:
     text = str(value)
     shown = text if len(text) <= 60 else f"{text[:57]}…"
     return f"`{shown}`" if isinstance(value, str) else shown
+
+
+RENAMED: Mapping[type[BaseModel], Mapping[str, str]] = {
+    SGLangBackendSpec: {"patience": "health_timeout"},
+    TrainSpec: {
+        "passes": "update_epochs",
+        "normalise": "advantage_norm",
+        "filter_equal": "dynamic_sampling",
+        "refill": "max_sampling_rounds",
+        "correction": "rollout_correction",
+        "proximal": "proximal_logprobs",
+        "entropy": "entropy_coefficient",
+        "bonuses": "advantage_bonuses",
+        "weights": "weight_sync",
+    },
+    MemorySpec: {
+        "micro_tokens": "max_tokens_per_microbatch",
+        "logit_cells": "logits_chunk_elements",
+        "checkpointing": "gradient_checkpointing",
+    },
+    LoraSpec: {"targets": "target_modules"},
+    WeightSyncSpec: {"via": "method", "pause": "pause_generation"},
+}
+"""Class of a section -> old key -> new key; it also holds for the classes that inherit from it. A plugin's class has them as `RENAMED`."""
+
+MOVED: Mapping[type[BaseModel], Mapping[str, str]] = {TrainSpec: {"notify": "notify"}}
+"""Class of a section -> key -> path from the top level of the spec at which the key is now."""
+
+
+def new_place(owner: type[BaseModel] | None, key: str) -> str | None:
+    """The path to which `key` was moved out of a section of the class `owner`; None if it was not moved."""
+    return MOVED.get(owner, {}).get(key) if owner is not None else None
+
+
+def new_key(owner: type[BaseModel] | None, key: str) -> str | None:
+    """The key that replaced `key` in a section of the class `owner`; None if `key` was not renamed."""
+    if owner is None:
+        return None
+    inherited: tuple[Any, ...] = (*owner.__mro__, *(model for section, model in sections_of(owner) if section.inline))
+    renamed = ({**RENAMED.get(each, {}), **vars(each).get("RENAMED", {})} for each in inherited)
+    return next((keys[key] for keys in renamed if key in keys), None)
+
+
+def renamed_keys(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """The renamed keys among the unknown keys of a failed validation, each as `` `train.passes` is now `update_epochs` ``."""
+    found = []
+    for item in error.errors(include_url=False):
+        if item["type"] == "extra_forbidden":
+            spot = locate(model, item["loc"])
+            key = str(spot.path[-1])
+            if new := new_key(spot.owner, key):
+                found.append(f"`{show_path(spot.path)}` is now `{new}`")
+            elif place := new_place(spot.owner, key):
+                found.append(f"`{show_path(spot.path)}` is now `{place}` at the top level")
+    return found

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from engine.actions.facts import ACTIONS, SCORERS
 from engine.moved_names import new_name
 from engine.spec.added import AddedCode, Called, added_tools, spec_facts
-from engine.spec.code.entry import EntryError
-from engine.spec.code.short_names import names_of
+from engine.spec.code.entry import EntryError, names_of
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known, nearest_name
 from engine.validate.code.code_context import NamedEntry

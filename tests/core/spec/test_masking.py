@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.spec.references import PART, mask, masked
 from engine.spec.text.diagnostic import Diagnostic, Origin
-from engine.spec.text.masking import PART, mask, masked
 
 KEY = "sk-Live_90+4f/x=="
 

@@ -11,7 +11,7 @@ from installed_plugins import needs_plugin
 
 from engine.spec.access import Access
 from engine.spec.load import load_spec, read_spec
-from engine.spec.published_settings import FOLDER, published_file, published_names
+from engine.spec.resolve import PUBLISHED, published_file, published_names
 from engine.validate import check_spec
 
 ROOT = Path(__file__).parents[3]
@@ -141,7 +141,7 @@ def test_a_loss_of_another_kind_takes_no_keys_of_the_published_one() -> None:
 
 def test_the_files_are_package_data() -> None:
     assert '"engine.spec" = ["published/*.yaml"]' in (ROOT / "pyproject.toml").read_text()
-    assert FOLDER == ROOT / "engine/spec/published"
+    assert PUBLISHED == ROOT / "engine/spec/published"
 
 
 @pytest.mark.parametrize("name", NAMES)

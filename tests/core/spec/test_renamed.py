@@ -15,7 +15,7 @@ from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.train import LoraSpec, MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.load import load_spec, read_spec
 from engine.spec.text.places import fields_by_key
-from engine.spec.text.renamed import RENAMED, new_key
+from engine.spec.text.problems import RENAMED, new_key
 from engine.store.header import RunHeader
 
 SPEC: dict[str, Any] = {

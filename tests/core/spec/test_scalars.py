@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from engine.spec.text.scalars import MAX_DIGITS, read_scalar
+from engine.spec.text.tree import MAX_DIGITS, read_scalar
 
 
 @pytest.mark.parametrize(
