@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +34,10 @@ HEAD = """\
 An episode is declared in one YAML file. This page lists every key; `engine validate` checks a file against it and
 against [its rules](rules.md),
 and editors do so with a first line of `# yaml-language-server: $schema=…/schemas/json/episode.schema.json`.
+First come the machines that have names, what their states do, and what conditions may read; [the keys](#the-keys-of-a-spec) follow.
+"""
 
+READING = """\
 ## How a file is read
 
 - **YAML 1.2.** Only `true` and `false` are booleans: `yes`, `no`, `on` and `off` are strings, `1e-5` is a number,
@@ -69,26 +73,33 @@ They may read:
 
 def spec_page() -> str:
     """Return the page."""
-    parts = [HEAD, "".join(_sections()), _actions(), _presets(), _limits(), _guards()]
+    parts = [HEAD, _presets(), _actions(), _guards(), _limits(), READING, *_sections()]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
 def _sections() -> Iterator[str]:
-    """One section for each data class of a spec, in the order of its keys."""
+    """One section for each data class of a spec, in the order of its keys; a class that stands in several places has one."""
+    places = _places()
+    links = {model: _anchor(_title(model, places)) for model in places}
+    for model in places:
+        yield _section(model, places, links)
+
+
+def _places() -> dict[type[BaseModel], list[str]]:
+    """The places of each data class, the first one first: its keys are followed from there alone."""
+    places: dict[type[BaseModel], list[str]] = {}
     waiting: list[tuple[str, type[BaseModel]]] = [("", EpisodeSpec)]
-    seen: set[tuple[str, type[BaseModel]]] = set()
     while waiting:
         place, model = waiting.pop(0)
-        if (place, model) in seen:
-            continue
-        seen.add((place, model))
-        yield _section(place, model)
-        inner = [
-            (_place(place, key, annotation_of(info)), member)
-            for key, info in fields_by_key(model).items()
-            for member in _models(annotation_of(info))
-        ]
-        waiting = inner + waiting
+        first = model not in places
+        places.setdefault(model, []).append(place)
+        if first:
+            waiting[:0] = [
+                (_place(place, key, annotation_of(info)), member)
+                for key, info in fields_by_key(model).items()
+                for member in _models(annotation_of(info))
+            ]
+    return places
 
 
 def _place(place: str, key: str, annotation: Any) -> str:
@@ -109,19 +120,46 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
                     yield bare(arg)
 
 
-def _section(place: str, model: type[BaseModel]) -> str:
-    decides = next((key for key in ("kind", "method") if key in fields_by_key(model)), None)
-    words = literals(fields_by_key(model)[decides].annotation) if decides else []
-    tag = f" (`{decides}: {words[0]}`)" if words else ""
-    title = f"## `{place}`{tag}" if place else "## The keys of a spec"
-    lines = [title, "", " ".join((model.__doc__ or "").split()), "", "| key | type | default | |", "|---|---|---|---|"]
-    lines += [_row(model, key, info) for key, info in fields_by_key(model).items()]
-    return "\n".join(lines) + "\n\n"
+def _title(model: type[BaseModel], places: dict[type[BaseModel], list[str]]) -> str:
+    place = places[model][0]
+    if not place:
+        return "The keys of a spec"
+    rivals = [other for other, its_places in places.items() if its_places[0] == place]
+    return f"`{place}` (`{_tag(model, len(rivals) > 1)}`)" if _tag(model, len(rivals) > 1) else f"`{place}`"
 
 
-def _row(model: type[BaseModel], key: str, info: FieldInfo) -> str:
+def _tag(model: type[BaseModel], has_rivals: bool) -> str:
+    """What tells a class from others in its place: `kind: sglang`, or its first key."""
+    fields = fields_by_key(model)
+    decides = next((key for key in ("kind", "method", "by", "name") if key in fields), None)
+    words = literals(fields[decides].annotation) if decides else []
+    return f"{decides}: {words[0]}" if words else next(iter(fields)) if has_rivals else ""
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _section(
+    model: type[BaseModel], places: dict[type[BaseModel], list[str]], links: dict[type[BaseModel], str]
+) -> str:
+    lines = [f"## {_title(model, places)}", "", " ".join((model.__doc__ or "").split())]
+    if also := sorted({f"`{place}`" for place in places[model][1:]} - {f"`{places[model][0]}`"}):
+        lines[-1] += f" The same keys: {', '.join(also)}."
+    lines += ["", "| key | type | default | |", "|---|---|---|---|"]
+    lines += [_row(model, key, info, links) for key, info in fields_by_key(model).items()]
+    return "\n".join(lines) + "\n"
+
+
+def _row(model: type[BaseModel], key: str, info: FieldInfo, links: dict[type[BaseModel], str]) -> str:
     owner = {key: section for key, _, section in section_fields(model)}.get(key, model)
-    cells = [f"`{key}`", _type(info), _default(info), " ".join((description_of(owner, key) or _doc(info)).split())]
+    inner = list(dict.fromkeys(_models(annotation_of(info))))
+    kind = _type(info)
+    if len(inner) == 1:
+        kind = re.sub("(a list of mappings|a mapping)", rf"[\1](#{links[inner[0]]})", kind, count=1)
+    elif inner:
+        kind += ": " + ", ".join(f"[`{_tag(member, True).split(': ')[-1]}`](#{links[member]})" for member in inner)
+    cells = [f"`{key}`", kind, _default(info), " ".join((description_of(owner, key) or _doc(info)).split())]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -227,7 +265,7 @@ def _presets() -> str:
 
 def _limits() -> str:
     lines = [
-        "## Limits",
+        "## When a limit is checked",
         "",
         f"A limit is checked before its action begins, in this order. If it is reached, the state ends with `{LIMIT}`.",
         "A limit that cuts something does not stop the action. The action of a final state has no limits.",
