@@ -34,6 +34,39 @@ class WeightTarget(Protocol):
         ...
 
 
+class GivenWeights(Protocol):
+    """Which weights the servers were given; None: their own."""
+
+    @property
+    def expected(self) -> str | None:
+        """Name of the weights that every request sent from now on must be sampled with."""
+
+    @property
+    def prefixes(self) -> str | None:
+        """Name of the weights that computed the cached prefixes that requests may use from now on."""
+
+    def accepts(self, version: str, expected: str) -> bool:
+        """Whether a reply may be sampled with the weights `version`, if `expected` was expected when it was requested."""
+
+
+class OwnWeights:
+    """The `GivenWeights` of servers that are given none."""
+
+    expected: str | None = None
+    prefixes: str | None = None
+
+    def accepts(self, version: str, expected: str) -> bool:
+        """Nothing is expected."""
+        return True
+
+
+class PolicyAdapter(Struct, frozen=True, kw_only=True):
+    """The LoRA adapter under training: requests that name no adapter are sampled with it."""
+
+    name: str
+    version: int
+
+
 class NoServers:
     """The `WeightTarget` of a backend without such servers."""
 

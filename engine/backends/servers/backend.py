@@ -11,28 +11,24 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import structlog
-from msgspec.structs import replace
 
 from engine.backends.backend import Backend
-from engine.backends.http.client import key_headers
 from engine.backends.http.outage import Tries
-from engine.backends.servers.pool import Server
-from engine.backends.servers.reply_call import PolicyAdapter, ReplyCall
-from engine.backends.servers.wire import can_resume, clean_cut, cut
+from engine.backends.servers.reply_call import ReplyCall
 from engine.backends.slots import Slots
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
-from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams
+from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
     from engine.backends.http.outage import Outage
     from engine.backends.servers.launched import LaunchedServers
-    from engine.backends.servers.pool import Pool
-    from engine.backends.servers.wire import EncodedRequest, PromptEncoder, ReplyPart
+    from engine.backends.servers.pool import Pool, Server
+    from engine.backends.servers.wire import Decode, PromptEncoder, ReplyPart
+    from engine.backends.weight_target import GivenWeights, PolicyAdapter
     from engine.schemas.backend import ServersSpec
     from engine.tokens.template import ChatTemplate
 
@@ -40,44 +36,11 @@ log = structlog.get_logger(__name__)
 
 ABORT_SECONDS = 2.0
 """Time that `close` waits until servers have received their aborts, in seconds."""
-Decode = Callable[[bytes, "EncodedRequest", int], "ReplyPart"]
-"""Reads the body of a reply to a request, for a vocabulary of a given size; it raises ReplyError or PromptMismatch."""
-
-
-class GivenWeights(Protocol):
-    """Which weights the servers were given; None: their own."""
-
-    @property
-    def expected(self) -> str | None:
-        """Name of the weights that every request sent from now on must be sampled with."""
-
-    @property
-    def prefixes(self) -> str | None:
-        """Name of the weights that computed the cached prefixes that requests may use from now on."""
-
-    def accepts(self, version: str, expected: str) -> bool:
-        """Whether a reply may be sampled with the weights `version`, if `expected` was expected when it was requested."""
-
-
-class OwnWeights:
-    """The `GivenWeights` of servers that are given none."""
-
-    expected: str | None = None
-    prefixes: str | None = None
-
-    def accepts(self, version: str, expected: str) -> bool:
-        """Nothing is expected."""
-        return True
-
-
-def servers_of(spec: ServersSpec, api_key: str | None, launched: LaunchedServers | None) -> list[Server]:
-    """Return the servers of `backend.urls`, or those that the engine starts.
-
-    Raises:
-        ValueError: a URL is invalid.
-    """
-    headers = key_headers(api_key)
-    return [Server(url, headers) for url in (launched.urls if launched is not None else spec.urls)]
+_CERTIFICATE = ("turns_checked", "turns_unchecked", "prompt_mismatches")
+_COUNTED = (
+    "turns", "tokens", "prompt_tokens", "cached_tokens", "attempts", "retries", "interruptions", "aborts", "timeouts", "try_timeouts",
+    "bad_replies",
+)  # fmt: skip
 
 
 class ServersBackend(Backend):
@@ -120,11 +83,11 @@ class ServersBackend(Backend):
         self._launched = launched
         self._abort_path = abort_path
         self.pool, self.encoder, self.decode, self.path, self.weights = pool, encoder, decode, path, weights
-        self.counts: Counter[str] = Counter()
+        self.counts = dict.fromkeys((*_CERTIFICATE, *_COUNTED), 0)
         self.at_close: list[Callable[[], Awaitable[None]]] = []
         """Called by `close` while the servers can still be asked. They must not raise."""
         self.outage: Outage = pool.outage
-        self.vocab_size = format.vocab_size
+        self.vocab_size, self.text_of = format.vocab_size, format.decode
         self.seconds = spec.timeout
         """Time limit of one reply."""
         self.resumes = spec.interrupted == "resume"
@@ -159,7 +122,7 @@ class ServersBackend(Backend):
         self.pool.rotate(number)
 
     def prepare(self, request: GenerateRequest) -> Awaitable[None] | None:
-        """Prepare a request before it gets a slot. None: nothing must be done.
+        """Prepare a request with images, banned ids or an adapter before it gets a slot. None: nothing must be done.
 
         Raises:
             BackendError: The servers cannot serve it.
@@ -186,7 +149,8 @@ class ServersBackend(Backend):
         """
         if self.context is not None and len(request.input_ids) >= self.context:
             raise ContextOverflow(f"{len(request.input_ids)} tokens; the servers take fewer than {self.context}")
-        if (preparing := self.prepare(request)) is not None:
+        special = request.images or request.banned_token_ids or request.adapter is not None
+        if special and (preparing := self.prepare(request)) is not None:
             await preparing
         call = ReplyCall(self, request, slots)
         slots.take(call)
@@ -209,7 +173,7 @@ class ServersBackend(Backend):
                     if call.error is not None:
                         await self._before_another_try(call, call.error)
                     elif call.parts and call.parts[-1].finish.type == "abort":
-                        self._resume(call)
+                        call.resume()
                         if call.generation is not None:
                             break
                     if not any(server.usable for server in self.pool.servers):
@@ -250,32 +214,6 @@ class ServersBackend(Backend):
         except TimeoutError:
             return
         raise BackendError("the backend was closed", kind="closed")
-
-    def _resume(self, call: ReplyCall) -> None:
-        """Ask for the rest of a reply that was interrupted; or end it, where nothing is left to sample."""
-        call.interruptions += 1
-        self.counts["interruptions"] += 1
-        request, parts = call.request, self._kept(call.request, call.parts)
-        call.parts = parts
-        sampled = sum(len(part.ids) for part in parts)
-        if sampled == request.max_new_tokens:
-            call.complete(FinishReason(type="length"))
-            return
-        ids = np.concatenate([request.input_ids, *(part.ids for part in parts)])
-        call.begin_part(_without_experts_of(request, parts), ids, sampled)
-
-    def _kept(self, request: GenerateRequest, parts: list[ReplyPart]) -> list[ReplyPart]:
-        """The parts of an interrupted reply that its rest may be sampled after."""
-        if not can_resume(request.sampling):
-            return []
-        sampled = [token for part in parts for token in part.ids.tolist()]
-        keep = clean_cut(sampled, request.sampling.stop, self._format.decode)
-        resumed: list[ReplyPart] = []
-        for part in parts:
-            if keep > 0 and len(part.ids):
-                resumed.append(cut(part, min(keep, len(part.ids))))
-            keep -= len(part.ids)
-        return resumed
 
     # -- what a `ReplyCall` asks
 
@@ -340,36 +278,11 @@ class ServersBackend(Backend):
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and the certificate of the prompts."""
-        names = (
-            "turns",
-            "tokens",
-            "prompt_tokens",
-            "cached_tokens",
-            "attempts",
-            "retries",
-            "interruptions",
-            "aborts",
-            "timeouts",
-            "try_timeouts",
-        )
         return {
-            "certificate": {
-                "turns_checked": self.counts["checked"],
-                "turns_unchecked": self.counts["unchecked"],
-                "prompt_mismatches": self.counts["mismatches"],
-            },
-            **{name: self.counts[name] for name in names},
-            "bad_replies": self.counts["bad_replies"],
+            "certificate": {name: self.counts[name] for name in _CERTIFICATE},
+            **{name: self.counts[name] for name in _COUNTED},
             "failovers": self.pool.failovers,
             **self.outage.stats(),
             "servers": [server.stats() for server in self.pool.servers],
             **({} if self._launched is None else {"launched": self._launched.stats()}),
         }
-
-
-def _without_experts_of(request: GenerateRequest, parts: list[ReplyPart]) -> GenerateRequest:
-    """The request for the rest of a reply: experts that `parts` have are not requested again."""
-    reported = sum(len(part.experts) for part in parts if part.experts is not None)
-    if request.experts_from is None or not reported:
-        return request
-    return replace(request, experts_from=request.experts_from + reported)

@@ -14,16 +14,20 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
 
-from engine.backends.http.client import HttpClient
+from engine.backends.http.client import HttpClient, key_headers
 from engine.backends.http.outage import Outage, growing_pause
 from engine.backends.http.reply import UNAVAILABLE, HttpFailure, error_text
 from engine.errors import BackendError
 from engine.schemas.base import Struct
+
+if TYPE_CHECKING:
+    from engine.backends.servers.launched import LaunchedServers
+    from engine.schemas.backend import ServersSpec
 
 log = structlog.get_logger(__name__)
 
@@ -366,3 +370,13 @@ class Pool:
                 return
             self.failed(server, f"hangs: {error}")
             server.http.abandon("the server hangs")
+
+
+def servers_of(spec: ServersSpec, api_key: str | None, launched: LaunchedServers | None) -> list[Server]:
+    """Return the servers of `backend.urls`, or those that the engine starts.
+
+    Raises:
+        ValueError: a URL is invalid.
+    """
+    headers = key_headers(api_key)
+    return [Server(url, headers) for url in (launched.urls if launched is not None else spec.urls)]

@@ -14,18 +14,16 @@ import time
 from math import inf
 from typing import TYPE_CHECKING
 
+import numpy as np
 from msgspec.structs import replace
 
 from engine.backends.http.client import HttpCall
 from engine.backends.http.reply import HttpFailure, HttpReply, refusal
-from engine.backends.servers.wire import PromptMismatch, ReplyError, ReplyPart, join
+from engine.backends.servers.wire import PromptMismatch, ReplyError, ReplyPart, can_resume, clean_cut, cut, join
 from engine.errors import BackendError
-from engine.schemas.base import Struct
 from engine.schemas.generation import FinishReason, VersionSpan
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from engine.backends.http.outage import Tries
     from engine.backends.servers.backend import ServersBackend
     from engine.backends.servers.pool import Server
@@ -34,13 +32,6 @@ if TYPE_CHECKING:
 
 INTERRUPTIONS = 32
 """Maximum number of times that one reply is continued."""
-
-
-class PolicyAdapter(Struct, frozen=True, kw_only=True):
-    """The LoRA adapter under training: requests that name no adapter are sampled with it."""
-
-    name: str
-    version: int
 
 
 class ReplyCall(HttpCall):
@@ -154,7 +145,7 @@ class ReplyCall(HttpCall):
             self._fail(BackendError(message, kind="bad_reply", retryable=True))
             return False  # it may belong to another request
         if isinstance(part, Exception):
-            backend.counts["mismatches"] += isinstance(part, PromptMismatch)
+            backend.counts["prompt_mismatches"] += isinstance(part, PromptMismatch)
             self._fail(part)
             return not isinstance(part, PromptMismatch)
         if part.version is not None:
@@ -181,7 +172,7 @@ class ReplyCall(HttpCall):
         self.generation = generation = join(self.parts, finish, time.perf_counter() - self.began)
         counts = self._backend.counts
         counts["turns"] += 1
-        counts["unchecked" if generation.prompt_unchecked else "checked"] += 1
+        counts["turns_unchecked" if generation.prompt_unchecked else "turns_checked"] += 1
         counts["tokens"] += len(generation.output_ids)
         counts["cached_tokens"] += generation.cached_tokens
         counts["prompt_tokens"] += generation.prompt_tokens
@@ -189,6 +180,34 @@ class ReplyCall(HttpCall):
         if not self.over.done():
             self.over.set_result(None)
         self._slots.end()
+
+    def resume(self) -> None:
+        """Ask for the rest of a reply that was interrupted; or end it, where nothing is left to sample."""
+        request, parts = self.request, self._kept_parts()
+        self.interruptions += 1
+        self._backend.counts["interruptions"] += 1
+        self.parts = parts
+        sampled = sum(len(part.ids) for part in parts)
+        if sampled == request.max_new_tokens:
+            self.complete(FinishReason(type="length"))
+            return
+        reported = sum(len(part.experts) for part in parts if part.experts is not None)
+        if request.experts_from is not None and reported:  # experts that the parts have are not requested again
+            request = replace(request, experts_from=request.experts_from + reported)
+        self.begin_part(request, np.concatenate([request.input_ids, *(part.ids for part in parts)]), sampled)
+
+    def _kept_parts(self) -> list[ReplyPart]:
+        """The parts of an interrupted reply that its rest may be sampled after."""
+        if not can_resume(self.request.sampling):
+            return []
+        sampled = [token for part in self.parts for token in part.ids.tolist()]
+        keep = clean_cut(sampled, self.request.sampling.stop, self._backend.text_of)
+        kept_parts: list[ReplyPart] = []
+        for part in self.parts:
+            if keep > 0 and len(part.ids):
+                kept_parts.append(cut(part, min(keep, len(part.ids))))
+            keep -= len(part.ids)
+        return kept_parts
 
     def lost(self, failure: HttpFailure) -> None:
         """No reply came to a request. See `HttpCall.lost`."""

@@ -191,6 +191,10 @@ class ReplyPart(msgspec.Struct, frozen=True):
     """[tokens, layers, top_k]: the experts of the tokens from `EncodedRequest.experts_from` up to the last but one."""
 
 
+Decode = Callable[[bytes, EncodedRequest, int], ReplyPart]
+"""Reads the body of a reply to a request, for a vocabulary of a given size; it raises ReplyError or PromptMismatch."""
+
+
 class PromptMismatch(BackendError):
     """The server worked on another prompt than the one it was sent.
 

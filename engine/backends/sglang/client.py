@@ -8,9 +8,9 @@ import structlog
 from msgspec.structs import asdict
 
 from engine.backends.http.client import key_headers, read_key
-from engine.backends.servers.backend import ServersBackend, servers_of
+from engine.backends.servers.backend import ServersBackend
 from engine.backends.servers.launched import LaunchedServers, launched_servers
-from engine.backends.servers.pool import Pool, Server
+from engine.backends.servers.pool import Pool, Server, servers_of
 from engine.backends.sglang.checks import ask_worker, check_model_path, check_server, check_servers
 from engine.backends.sglang.control import Control
 from engine.backends.sglang.images import refuse_family
