@@ -67,7 +67,7 @@ def engine_turns(form: Any, shown: list[bytes], filter_record: Callable[[Any, An
             else:
                 conversation.open([message])
             conversation.prompt()
-            conversation.placed_images()
+            conversation.tapes[-1].placed_images()
             seconds.append(time.perf_counter() - began)
             conversation.reply(
                 Generation.read(

@@ -79,7 +79,7 @@ _CORE: tuple[Limit, ...] = (
         "images",
         "Images in the conversation.",
         "generate",
-        lambda episode: len(episode.conversation.images),
+        lambda episode: len(episode.conversation.thread.images),
         variable="images.shown",
         budget="images",
         inclusive=True,

@@ -135,7 +135,7 @@ class GenerateAction(Action):
         Raises:
             EngineError: The prompt cannot be made.
         """
-        counts = {"turns": turn, "tokens": len(conversation.prompt()), "images": len(conversation.images)}
+        counts = {"turns": turn, "tokens": len(conversation.prompt()), "images": len(conversation.thread.images)}
         if any(limit.is_reached(counts[limit.unit], most) for limit, most in self.bounds):
             return None
         return self._request(episode, conversation, turn, asked)
@@ -144,7 +144,8 @@ class GenerateAction(Action):
         self, episode: Episode, conversation: Conversation, turn: int, asked: Mapping[str, Any]
     ) -> GenerateRequest:
         prompt, tape = conversation.prompt(), conversation.tape
-        images, spans = conversation.placed_images()
+        assert tape is not None
+        images, spans = tape.placed_images()
         return GenerateRequest(
             episode_id=episode.id,
             turn=turn,
@@ -157,8 +158,8 @@ class GenerateAction(Action):
             images=images,
             image_spans=spans,
             adapter=self._adapter,
-            experts_from=tape.routed if self._asks_experts and tape is not None else None,
-            messages=list(conversation.shown) if self._sends_messages else None,
+            experts_from=tape.routed if self._asks_experts else None,
+            messages=list(conversation.thread.messages) if self._sends_messages else None,
             tools=conversation.tools if self._sends_messages else None,
         )
 

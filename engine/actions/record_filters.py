@@ -298,7 +298,7 @@ class ImageStorer:
         if most is None:
             return record
         conversation = episode.conversation
-        thread = [*conversation.shown, *(message for part in said for message in part)]
+        thread = [*conversation.thread.messages, *(message for part in said for message in part)]
         opening = len(thread) if episode.turn < 0 else conversation.opening
         count = sum(len(message.images) for message in thread)
         count -= sum(room.leaving(thread, opening) for room in self._rooms)

@@ -31,6 +31,7 @@ from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Blame, Condensation, Failure, Outcome, Trajectory, Turn
 from engine.storable import valid_text, words_of
 from engine.store.store import episode_id_of
+from engine.tokens.replies.parts import call_tokens, text_tokens
 
 if TYPE_CHECKING:
     from engine.machine.machine import Machine
@@ -234,11 +235,14 @@ class Episode:
             if not start < end <= sampled:
                 raise LedgerError(f"turn {turn} has {sampled} sampled tokens; [{start}, {end}) is not a range of them")
             return TurnPart(start=start, end=end)
+        conversation = self.conversation
+        before, ids = conversation.sampled(turn)
         if part.text is not None:
-            found, what, call = self.conversation.text_tokens(turn, part.text), f"text {part.text[:80]!r}", None
+            found, what, call = text_tokens(conversation.template, ids, part.text), f"text {part.text[:80]!r}", None
         else:
             call = _call_number(part.call, turn)
-            found, what = self.conversation.call_tokens(turn, call), f"call {part.call!r}"
+            found = call_tokens(conversation.template, ids, before, conversation.tools or (), call)
+            what = f"call {part.call!r}"
         if found is None:
             raise LedgerError(f"turn {turn} has no {what}; address the turn as a whole, or a part that it has")
         return TurnPart(start=found[0], end=found[1], call=call)

@@ -11,13 +11,10 @@ samples only, and not on failed attempts.
     reply = conversation.reply(sampled_from(conversation.prompt()), turn=0)
     conversation.add([Message(role="user", content="Are you sure?")])
     conversation.prompt()                              # the tape so far, closing, bridge
-
-The lists of a thread only grow, so a mark is a thread and its length, and going back to a mark copies the thread only if it has grown.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from time import time
 from typing import Any, Literal
@@ -27,16 +24,14 @@ import numpy as np
 
 from engine.errors import BackendError, BridgeError, RenderError
 from engine.schemas.generation import Generation
-from engine.schemas.message import ImagePart, MalformedCall, Message, ToolCall
+from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Branch
 from engine.tokens.bridge.bridge import ReplyEnd
 from engine.tokens.bridge.kinds import MessageKinds, View, kind_of
 from engine.tokens.replies.parser import ParsedReply
-from engine.tokens.replies.parts import call_tokens, text_tokens
 from engine.tokens.tape import IntVector, Tape
 from engine.tokens.template import ChatTemplate
-from engine.tokens.views import IntendedTokens
-from engine.tokens.vision import PlacedImage
+from engine.tokens.views import IntendedTokens, Thread
 
 TAIL = 64
 """Ids before a reply that its parser may look at."""
@@ -60,27 +55,12 @@ class TurnPlace(msgspec.Struct, frozen=True, gc=False):
     end: int
 
 
-class Thread:
-    """The messages that the model is shown. Its lists only grow."""
-
-    __slots__ = ("intended", "messages", "numbers", "verbatim")
-
-    def __init__(self, messages: list[Message], numbers: list[int | None] | None = None) -> None:
-        self.messages = messages
-        self.numbers = numbers
-        """By message: its number in `Conversation.messages`; None for one that stands for others. None: the thread is that list."""
-        self.verbatim: dict[int, View] = {}
-        """By number in the thread: views of replies that a template gets as they were written (their calls, or text that only spells a token)."""
-        self.intended: dict[int, IntendedTokens] = {}
-        """By number in the thread: where special tokens in the prompt's messages are intended as tokens."""
-
-
 class ConversationMark(msgspec.Struct, frozen=True, eq=False):
     """The state of a conversation directly after a reply, from which `resume_at` continues. O(1)."""
 
     thread: Thread
     length: int
-    """How many messages the thread had; it may have grown since."""
+    """How many messages the thread had, the reply included; it may have grown since."""
     tape: int
     """Number of the reply's tape."""
     end: int
@@ -88,17 +68,8 @@ class ConversationMark(msgspec.Struct, frozen=True, eq=False):
     kinds: MessageKinds
     reply_end: ReplyEnd
     tools: list[dict[str, Any]] | None
-
-
-class AskedThread(msgspec.Struct, frozen=True, eq=False):
-    """What a reply was an answer to."""
-
-    thread: Thread
-    length: int
-    """How many messages the thread had; it has grown since."""
-    tools: list[dict[str, Any]] | None
     whole: bool
-    """`Conversation.whole`."""
+    """`Conversation.whole`, of the reply's prompt."""
     made: float
     """When the prompt was made, in Unix time."""
 
@@ -141,10 +112,8 @@ class Conversation:
         "_opening",
         "_prompt",
         "_prompted",
-        "_thread",
         "_thread_tokens",
         "_undo",
-        "_views",
         "_written",
         "asked",
         "characters",
@@ -153,6 +122,7 @@ class Conversation:
         "recorded",
         "tapes",
         "template",
+        "thread",
         "tools",
         "turns",
         "whole",
@@ -168,11 +138,10 @@ class Conversation:
         """Schemas of the tools that the next prompt shows, in OpenAI's form; None where there are none."""
         self.messages: list[Message] = []
         """All messages so far, in order."""
-        self._thread = Thread(self.messages)
+        self.thread = Thread(template, self.messages)
+        """The messages that the model is shown."""
         self._opening: int | None = None
         """How many messages of the thread preceded the first reply; None before it."""
-        self._views: dict[int, View] = {}
-        """By number in the thread: views of messages since the last prompt."""
         self.characters = 0
         """Characters of the messages since the last prompt, which the next one tokenises."""
 
@@ -182,8 +151,8 @@ class Conversation:
         """Number of the current tape; -1 before the first."""
         self.turns: list[TurnPlace] = []
         """By turn: where its sampled tokens are."""
-        self.asked: dict[int, AskedThread] = {}
-        """By number of a tape: what its newest reply answered."""
+        self.asked: dict[int, ConversationMark] = {}
+        """By number of a tape: the state after its newest reply."""
 
         self._kinds = MessageKinds()
         """The kinds of the messages in the current prompt, or of these and its reply."""
@@ -216,11 +185,7 @@ class Conversation:
     def begun(
         cls, template: ChatTemplate, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
     ) -> Conversation:
-        """A conversation that is no episode's, with its first messages: for checks, reports and comparisons.
-
-        Raises:
-            RenderError: As the constructor and `open`.
-        """
+        """A conversation that is no episode's, with its first messages: for checks, reports and comparisons."""
         conversation = cls(template, tools)
         conversation.open(messages)
         return conversation
@@ -230,17 +195,14 @@ class Conversation:
     def open(self, messages: Sequence[Message], intended: Sequence[IntendedTokens] = ()) -> None:
         """Begin with the prompt's messages, which may contain examples of replies.
 
-        Args:
-            messages: The messages.
-            intended: For each of the first messages, where special tokens are intended as tokens; see `MessageViews.of`. In all
-                other text they are plain text.
+        `intended`, for each of the first messages: where special tokens are intended as tokens (`MessageViews.of`).
 
         Raises:
             RenderError: There are messages already, or the format cannot show one.
         """
         if self.messages:
             raise RenderError("the conversation has begun already")
-        self._thread.intended.update(enumerate(intended))
+        self.thread.intended.update(enumerate(intended))
         for message in messages:
             self._say(message)
 
@@ -250,118 +212,58 @@ class Conversation:
         Raises:
             RenderError: A message has role `assistant`: only the model replies. Or the format cannot show one.
         """
-        for message in messages:
-            if message.role == "assistant":
-                raise RenderError(
-                    "a message of role `assistant` was added to a running episode; only the model replies"
-                )
+        if any(message.role == "assistant" for message in messages):
+            raise RenderError("a message of role `assistant` was added to a running episode; only the model replies")
         for message in messages:
             self._say(message)
 
     def show(self, thread: Sequence[int | Message], reason: str, tokens: int) -> None:
-        """Show the model another thread from the next prompt on, which begins a branch.
+        """Show the model another thread of `tokens` tokens (`measure`) from the next prompt on, which begins a branch for this reason.
 
-        Args:
-            thread: Its messages: numbers of `messages` that are shown now, or messages that stand for others.
-            reason: The branch's reason.
-            tokens: How many tokens it has (`measure`).
+        Its items are numbers of `messages` that are shown now, or messages that stand for others.
 
         Raises:
             ValueError: A number is not shown now, or a prompt waits for its reply.
         """
         if self._undo is not None:
             raise ValueError("a prompt waits for its reply: call take_back() before show()")
-        place_of = {number: place for place, number in enumerate(self.numbers) if number is not None}
-        if missing := [item for item in thread if isinstance(item, int) and item not in place_of]:
-            raise ValueError(f"message {missing[0]} is not in the thread")
-        shown = Thread(
-            [self.messages[item] if isinstance(item, int) else item for item in thread],
-            [item if isinstance(item, int) else None for item in thread],
-        )
-        places = [place_of[item] if isinstance(item, int) else None for item in thread]
-        _take_over(self._thread, places, shown)
-        self._thread = shown
-        self._views, self.characters = {}, 0
+        self.thread = self.thread.rearranged(thread)
+        self.characters = 0
         self._kinds, self._prompted = MessageKinds(), 0
         self._begins, self._thread_tokens = reason, tokens
 
     @property
-    def shown(self) -> list[Message]:
-        """The messages that the model is shown."""
-        return self._thread.messages
-
-    @property
-    def numbers(self) -> Sequence[int | None]:
-        """By shown message: its number in `messages`; None for one that stands for others."""
-        numbers = self._thread.numbers
-        return range(len(self.messages)) if numbers is None else numbers
-
-    @property
     def opening(self) -> int:
         """How many shown messages precede the first reply."""
-        return len(self.shown) if self._opening is None else self._opening
-
-    @property
-    def images(self) -> list[ImagePart]:
-        """The images of the shown messages, in order."""
-        return [image for message in self.shown for image in message.images]
-
-    def views(self, start: int = 0, end: int | None = None) -> list[View]:
-        """The shown messages from number `start` up to `end`, as the template gets them."""
-        template, messages = self.template, self._thread.messages
-        if end is None:
-            end = len(messages)
-        if (
-            len(self._views) == end - start
-            and end == len(messages)
-            and not (template.skips_system or template.alternates)
-        ):
-            return [*self._views.values()]
-        numbers: Sequence[int] = range(start, end)
-        if template.skips_system:
-            numbers = [number for number in numbers if number == 0 or messages[number].role != "system"]
-        views = [self._view(number) for number in numbers]
-        return _alternating(views) if template.alternates else views
+        return len(self.thread.messages) if self._opening is None else self._opening
 
     def measure(self, thread: Sequence[Message]) -> int:
-        """Tokens of a prompt that shows these messages; O(conversation).
-
-        Args:
-            thread: Messages that are shown now (the same objects), and others.
+        """Tokens of a prompt that shows these messages: the objects that are shown now, or others; O(conversation).
 
         Raises:
             RenderError: The template refuses them.
         """
-        template = self.template
-        view_of = {id(message): self._view(number) for number, message in enumerate(self.shown)}
-        places = [
-            at for at, message in enumerate(thread) if not (at and template.skips_system and message.role == "system")
-        ]
-        views = [view_of.get(id(thread[at])) or template.views.of(thread[at]) for at in places]
-        ids = template.render_views(_alternating(views) if template.alternates else views, self.tools)
-        return len(self._expanded(ids, thread)[0])
+        shown = zip(self.thread.messages, self.thread.places, strict=True)
+        number_of = {id(message): number for message, number in shown if number is not None}
+        other = self.thread.rearranged([number_of.get(id(message), message) for message in thread])
+        ids = self.template.render_views(other.views(), self.tools)
+        return len(self.template.expanded(ids, thread)[0])
 
     def _say(self, message: Message) -> None:
         """Add a message that the model did not sample. One that the format cannot show changes nothing."""
-        number, content = len(self._thread.messages), message.content
-        self._views[number] = self.template.views.of(message, self._thread.intended.get(number, ()))
+        thread, content = self.thread, message.content
+        number = len(thread.messages)
+        thread.fresh[number] = self.template.views.of(message, thread.intended.get(number, ()))
         self.characters += len(content if isinstance(content, str) else message.text)
         self._prompt = None
         self._keep(message)
 
     def _keep(self, message: Message) -> None:
         """Add a message to `messages` and to the thread, which are one list until another thread is shown."""
-        if self._thread.numbers is not None:
-            self._thread.numbers.append(len(self.messages))
-            self._thread.messages.append(message)
+        if self.thread.numbers is not None:
+            self.thread.numbers.append(len(self.messages))
+            self.thread.messages.append(message)
         self.messages.append(message)
-
-    def _view(self, number: int) -> View:
-        thread = self._thread
-        view = thread.verbatim.get(number) or self._views.get(number)
-        return (
-            self.template.views.of(thread.messages[number], thread.intended.get(number, ())) if view is None else view
-        )
 
     def _readable(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
         if tools and self.template.unread_calls:
@@ -401,7 +303,7 @@ class Conversation:
             end = (0, 0, 0) if tape is None else tape.mark()
             self._undo = _Undo(len(self.tapes), self._at, tape, end, self._kinds, self._prompted)
         try:
-            new = self.views(self._prompted)
+            new = self.thread.views(self._prompted)
             looked = self.template.looked
             kinds = bytes([kind_of(view, looked) for view in new])
             if tape is None:
@@ -414,10 +316,10 @@ class Conversation:
             self.take_back()
             raise
         self._undo.characters += self.characters
-        self._views, self.characters = {}, 0
+        self.thread.fresh, self.characters = {}, 0
         for kind in kinds:
             self._kinds = self._kinds.add(kind)
-        self._prompted = len(self._thread.messages)
+        self._prompted = len(self.thread.messages)
         self._made = time()
         self._prompt = self.tapes[self._at].ids
         return self._prompt
@@ -435,21 +337,6 @@ class Conversation:
         self._kinds, self._prompted = undo.kinds, undo.prompted
         self.characters += undo.characters
 
-    def placed_images(self) -> tuple[list[ImagePart], list[tuple[int, int]]]:
-        """The images of `prompt()`, in order, and the tokens [start, end) of each. They are checked again.
-
-        Raises:
-            ImageError: The prompt's placeholders are not those of its images (kind `image_mismatch`).
-        """
-        tape, vision = self.tape, self.template.vision
-        if vision is None or tape is None:
-            return [], []
-        vision.check_spans(tape.ids, [PlacedImage(picture=picture, start=start) for picture, start in tape.images])
-        return (
-            [ImagePart(image=picture.digest) for picture, _ in tape.images],
-            [(start, start + len(picture.ids)) for picture, start in tape.images],
-        )
-
     def _go_on(self, tape: Tape, new: list[View], kinds: bytes) -> None:
         """Continue the tape after its newest reply, or begin a new one."""
         keep = self.history == "keep"
@@ -463,11 +350,11 @@ class Conversation:
             tools=self.tools,
             keep=keep,
             whole=self.whole,
-            conversation=lambda: self.views(0, self._prompted),
+            conversation=lambda: self.thread.views(0, self._prompted),
             tape=tape,
         )
         if not isinstance(bridge, str):
-            ids, images = self._expanded(bridge.bridge, self._thread.messages[self._prompted :])
+            ids, images = self.template.expanded(bridge.bridge, self.thread.messages[self._prompted :])
             if bridge.closing:
                 tape.append("closing", bridge.closing)
             tape.append("bridge", ids, images)
@@ -480,7 +367,7 @@ class Conversation:
         """Begin a tape with the whole thread, unless its ids continue the current one; `anew`: the current one has them already."""
         tape = self.tape
         render = self.template.render if tape is not None else self.template.render_opening
-        ids, images = self._expanded(render(self.views(), self.tools), self.shown)
+        ids, images = self.template.expanded(render(self.thread.views(), self.tools), self.thread.messages)
         if tape is not None and not anew and len(tape) < len(ids) and np.array_equal(tape.ids, ids[: len(tape)]):
             cut = len(tape)
             if self._end.last not in self.template.stop_set:
@@ -502,14 +389,6 @@ class Conversation:
         else:
             fresh.reason = tape.reason
             self.tapes[self._at] = fresh
-
-    def _expanded(
-        self, ids: Sequence[int] | IntVector, messages: Sequence[Message]
-    ) -> tuple[IntVector, list[PlacedImage]]:
-        """Rendered ids in which markers are replaced by the messages' images."""
-        if self.template.vision is None:
-            return np.asarray(ids, np.int32), []
-        return self.template.vision.expand(ids, [image.image for message in messages for image in message.images])
 
     # --- replies ------------------------------------------------------------------------------------------
 
@@ -561,20 +440,15 @@ class Conversation:
         ids: IntVector | None = None,
         signed: list[dict[str, Any]] | None = None,
     ) -> Reply:
-        views, thread = self.template.views, self._thread
+        views, thread = self.template.views, self.thread
         calls: list[Any] = parsed.attempts
         if not parsed.as_calls:
             calls = [attempt for attempt in calls if isinstance(attempt, ToolCall)]
         message = Message(
-            role="assistant",
-            content=parsed.content,
-            reasoning=parsed.reasoning,
-            signed=signed,
-            tool_calls=calls,
+            role="assistant", content=parsed.content, reasoning=parsed.reasoning, signed=signed, tool_calls=calls
         )
         view = views.of_reply(parsed, () if ids is None else ids)
         number = len(thread.messages)
-        self.asked[place.branch] = AskedThread(thread, number, self.tools, self.whole, self._made)
         if not parsed.bare and ((parsed.attempts and not parsed.as_calls) or views.spells_tokens(view)):
             thread.verbatim[number] = view
         if self._opening is None:
@@ -585,45 +459,25 @@ class Conversation:
         self._newest = view
         self._begins, self.recorded = "", None
         self.turns.append(place)
+        at, end, length = place.branch, self._end, len(self.tapes[place.branch])
+        self.asked[at] = ConversationMark(
+            thread, number + 1, at, length, self._kinds, end, self.tools, self.whole, self._made
+        )
         return Reply(message, parsed.attempts, parsed.content)
 
     def check(self, generation: Generation) -> None:
         """Refuse a reply that the model cannot have sampled. The reply that was checked last is not checked again.
 
         Raises:
-            BackendError: An id is not in the vocabulary (`bad_token`), a log-probability is not finite (`bad_logprob`), or the arrays
-                have other types or shapes than a `Generation`, or experts are not those of the tokens that they were requested for
-                (`bad_reply`).
-            ImageError: It contains a placeholder of images (`sampled_placeholder`).
+            BackendError, ImageError: As `ChatTemplate.check_sampled`; or experts are not those of the tokens that they were requested
+                for (`bad_reply`).
         """
         if generation is self._checked:
             return
-        ids, logprobs, size = generation.output_ids, generation.logprobs, self.template.vocab_size
-        if (
-            not (isinstance(ids, np.ndarray) and isinstance(logprobs, np.ndarray))
-            or not (ids.dtype == np.int32 and logprobs.dtype == np.float32)
-            or ids.ndim != 1
-            or ids.shape != logprobs.shape
-        ):
-            raise BackendError(
-                "the backend gave a reply whose `output_ids` and `logprobs` are not a flat int32 array and a flat float32 "
-                "array of one length",
-                kind="bad_reply",
-            )
-        if np.maximum.reduce(ids.view(np.uint32), initial=0) >= size:  # a negative id is the largest
-            wrong = next(int(id_) for id_ in ids if not 0 <= id_ < size)
-            raise BackendError(
-                f"the backend sampled id {wrong}, but the model's vocabulary is [0, {size}): does it serve the model "
-                "that the spec names?",
-                kind="bad_token",
-            )
-        if self.template.vision is not None:
-            self.template.vision.check_sampled(ids)
-        if not math.isfinite(np.add.reduce(logprobs)):
-            raise BackendError("the backend gave a log-probability that is not a finite number", kind="bad_logprob")
+        self.template.check_sampled(generation)
         if generation.routed_experts is not None and self.tapes:
             try:
-                self.tapes[self._at].admit_experts(len(ids), generation.routed_experts)
+                self.tapes[self._at].admit_experts(len(generation.output_ids), generation.routed_experts)
             except ValueError as error:
                 raise BackendError(f"backend.routed_experts: {error}", kind="bad_reply") from None
         self._checked = generation
@@ -633,15 +487,6 @@ class Conversation:
         place = self.turns[turn]
         ids = self.tapes[place.branch].ids
         return ids[max(0, place.start - TAIL) : place.start], ids[place.start : place.end]
-
-    def call_tokens(self, turn: int, call: int) -> tuple[int, int] | None:
-        """The sampled tokens [start, end) of a tool call of a turn; see `engine.tokens.replies.parts.call_tokens`."""
-        before, ids = self.sampled(turn)
-        return call_tokens(self.template, ids, before, self.tools or (), call)
-
-    def text_tokens(self, turn: int, text: str) -> tuple[int, int] | None:
-        """The sampled tokens [start, end) of a turn that hold a text; see `engine.tokens.replies.parts.text_tokens`."""
-        return text_tokens(self.template, self.sampled(turn)[1], text)
 
     @property
     def written(self) -> str:
@@ -670,17 +515,10 @@ class Conversation:
         Raises:
             ValueError: A prompt waits for its reply, or there is no reply yet.
         """
-        if self._undo is not None or not self.turns:
+        mark = self.asked.get(self._at)
+        if self._undo is not None or mark is None:
             raise ValueError("a mark is the state directly after a reply")
-        return ConversationMark(
-            self._thread,
-            len(self.shown),
-            self._at,
-            len(self.tapes[self._at]),
-            self._kinds,
-            self._end,
-            self.tools,
-        )
+        return mark
 
     def resume_at(
         self,
@@ -697,7 +535,7 @@ class Conversation:
         begins a branch: with the tape's own ids up to the reply (not trained again), or rendered anew for other tools.
 
         Args:
-            mark: The reply's state (`mark()`); None begins a thread without a reply.
+            mark: The reply's state; None begins a thread without a reply.
             new: The messages that follow. Those of role `assistant` were not sampled.
             tools: The schemas of the tools from here on.
             reason: The branch's reason, where it begins one.
@@ -759,65 +597,28 @@ class Conversation:
         self, mark: ConversationMark | None, tools: Sequence[dict[str, Any]], *, copy: bool = False
     ) -> None:
         """Show the thread of a mark, or one without a message. A thread that has grown since, or of another conversation, is copied."""
-        self.tools, self._begins = list(tools) or None, ""
-        self._views, self.characters = {}, 0
+        self.tools, self._begins, self.characters = list(tools) or None, "", 0
         self._kinds, self._prompted, self._end = MessageKinds(), 0, ReplyEnd()
         if mark is None:
-            self._thread = Thread([], []) if self.messages else Thread(self.messages)
+            self.thread = Thread(self.template, [], []) if self.messages else Thread(self.template, self.messages)
         elif copy or len(mark.thread.messages) != mark.length:
-            self._thread = _beginning(mark.thread, mark.length)
+            self.thread = mark.thread.beginning(mark.length)
         else:
-            self._thread = mark.thread
+            self.thread = mark.thread
+        self.thread.fresh = {}
 
     def _show_only(self, message: Message) -> None:
         """Add a message that is not in `messages`, or was added there before."""
-        if self._thread.numbers is None:
-            self._thread = _beginning(self._thread, len(self.shown))
-        assert self._thread.numbers is not None
-        self._thread.numbers.append(None)
-        self._thread.messages.append(message)
+        if self.thread.numbers is None:
+            self.thread = self.thread.beginning(len(self.thread.messages))
+        assert self.thread.numbers is not None
+        self.thread.numbers.append(None)
+        self.thread.messages.append(message)
 
     def _goes_on_after(self, mark: ConversationMark) -> bool:
         """Go on after the reply of a mark; False where its tools are not those that are shown now."""
         if mark.tools != self.tools:
             return False
         self._kinds, self._end, self._prompted = mark.kinds, mark.reply_end, mark.length
-        self._newest = self._view(mark.length - 1)
+        self._newest = self.thread.view(mark.length - 1)
         return True
-
-
-def _beginning(thread: Thread, length: int) -> Thread:
-    """The first messages of a thread, as a thread that grows by itself."""
-    numbers: list[int | None] = [*range(length)] if thread.numbers is None else thread.numbers[:length]
-    beginning = Thread(thread.messages[:length], numbers)
-    _take_over(thread, range(length), beginning)
-    return beginning
-
-
-def _take_over(thread: Thread, places: Sequence[int | None], other: Thread) -> None:
-    """Give a thread what its messages have in another one beside their text; by message: its number there."""
-    for number, place in enumerate(places):
-        if place is not None and place in thread.verbatim:
-            other.verbatim[number] = thread.verbatim[place]
-        if place is not None and place in thread.intended:
-            other.intended[number] = thread.intended[place]
-
-
-def _alternating(views: Sequence[View]) -> list[View]:
-    """Messages in which no message of a user follows another: their contents are joined."""
-    joined: list[View] = []
-    for view in views:
-        if joined and joined[-1]["role"] == view["role"] == "user":
-            view = {**view, "content": _joined(joined.pop()["content"], view["content"])}
-        joined.append(view)
-    return joined
-
-
-def _joined(first: Any, second: Any) -> Any:
-    """Two contents of one message, with a blank line between them."""
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}\n\n{second}"
-    parts = [
-        [{"type": "text", "text": content}] if isinstance(content, str) else content for content in (first, second)
-    ]
-    return [*parts[0], {"type": "text", "text": "\n\n"}, *parts[1]]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from engine.tokens.tape import IntVector
     from engine.tokens.tokenizer import FastTokenizer
     from engine.tokens.toolcalls import ToolCallFormat
+    from engine.tokens.views import MessageViews
     from engine.tokens.vision import Vision
 
 
@@ -45,6 +46,9 @@ class Renderer(Protocol):
     knows_reasoning: bool
     calls_shown: int
     reads_calls: bool
+    skips_system: bool
+    alternates: bool
+    views: MessageViews
     looked: Looked
     inspected: re.Pattern[str] | None
     sought: re.Pattern[str] | None

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.schemas.generation import Generation
+from engine.schemas.message import ImagePart
 from engine.schemas.trajectory import Branch, ImageSpan, Span, SpanKind
 from engine.tokens.images import ProcessedImage
 
@@ -248,6 +249,11 @@ class Tape:
             raise ValueError(
                 f"experts [layers, top_k] of shape {experts.shape[1:]} follow those of shape {self._experts[0].shape[1:]}"
             )
+
+    def placed_images(self) -> tuple[list[ImagePart], list[tuple[int, int]]]:
+        """Its images, in order, and the tokens [start, end) of each."""
+        spans = [(start, start + len(picture.ids)) for picture, start in self.images]
+        return [ImagePart(image=picture.digest) for picture, _ in self.images], spans
 
     def mark(self) -> tuple[int, int, int]:
         """The end of the tape, for `cut`: tokens, integers of spans, images."""

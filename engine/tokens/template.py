@@ -7,6 +7,7 @@ state of an episode.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic_core import to_json
 
-from engine.errors import RenderError
+from engine.errors import BackendError, RenderError
+from engine.schemas.generation import Generation
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.bridge import Bridges
@@ -35,7 +37,7 @@ from engine.tokens.views import IntendedTokens, MessageViews
 if TYPE_CHECKING:
     from engine.tokens.replies.readers import FamilyReader
     from engine.tokens.toolcalls import ToolCallFormat
-    from engine.tokens.vision import Vision
+    from engine.tokens.vision import PlacedImage, Vision
 
 _ANY_TAG = re.compile(r"[<\[]")
 _OTHER = 5000
@@ -138,6 +140,46 @@ class ChatTemplate(ABC):
     def borders(self, text: str) -> list[str]:
         """Added tokens in a text at which it is always split, whatever is put around it: see `FastTokenizer.borders`."""
         return self.fast.borders(text)
+
+    def check_sampled(self, generation: Generation) -> None:
+        """Refuse a reply that no model with this vocabulary can have sampled.
+
+        Raises:
+            BackendError: An id is not in the vocabulary (`bad_token`), a log-probability is not finite (`bad_logprob`), or the arrays
+                have other types or shapes than a `Generation` (`bad_reply`).
+            ImageError: It contains a placeholder of images (`sampled_placeholder`).
+        """
+        ids, logprobs, size = generation.output_ids, generation.logprobs, self.vocab_size
+        if (
+            not (isinstance(ids, np.ndarray) and isinstance(logprobs, np.ndarray))
+            or not (ids.dtype == np.int32 and logprobs.dtype == np.float32)
+            or ids.ndim != 1
+            or ids.shape != logprobs.shape
+        ):
+            raise BackendError(
+                "the backend gave a reply whose `output_ids` and `logprobs` are not a flat int32 array and a flat float32 "
+                "array of one length",
+                kind="bad_reply",
+            )
+        if np.maximum.reduce(ids.view(np.uint32), initial=0) >= size:  # a negative id is the largest
+            wrong = next(int(id_) for id_ in ids if not 0 <= id_ < size)
+            raise BackendError(
+                f"the backend sampled id {wrong}, but the model's vocabulary is [0, {size}): does it serve the model "
+                "that the spec names?",
+                kind="bad_token",
+            )
+        if self.vision is not None:
+            self.vision.check_sampled(ids)
+        if not math.isfinite(np.add.reduce(logprobs)):
+            raise BackendError("the backend gave a log-probability that is not a finite number", kind="bad_logprob")
+
+    def expanded(
+        self, ids: Sequence[int] | IntVector, messages: Sequence[Message]
+    ) -> tuple[IntVector, list[PlacedImage]]:
+        """Rendered ids in which markers are replaced by the messages' images."""
+        if self.vision is None:
+            return np.asarray(ids, np.int32), []
+        return self.vision.expand(ids, [image.image for message in messages for image in message.images])
 
     # --- messages -> ids ----------------------------------------------------------------------------------
 

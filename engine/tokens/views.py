@@ -172,3 +172,107 @@ class MessageViews:
         if at < 0:
             return self._template.fast.quoting.quote(part)
         return self._template.fast.quoting.quote(part, [(start - at, end - at) for start, end in sampled])
+
+
+class Thread:
+    """The messages that a model is shown, and their views. Its lists only grow, so a thread and a length are a state of it.
+
+    Args:
+        template: The chat template.
+        messages: Its first messages.
+        numbers: By message: its number in `Conversation.messages`; None for one that stands for others. None: the thread is that list.
+    """
+
+    __slots__ = ("_template", "fresh", "intended", "messages", "numbers", "verbatim")
+
+    def __init__(self, template: Renderer, messages: list[Message], numbers: list[int | None] | None = None) -> None:
+        self._template = template
+        self.messages = messages
+        self.numbers = numbers
+        self.verbatim: dict[int, View] = {}
+        """By place: views of replies that a template gets as they were written (their calls, or text that only spells a token)."""
+        self.intended: dict[int, IntendedTokens] = {}
+        """By place: where special tokens in the prompt's messages are intended as tokens."""
+        self.fresh: dict[int, View] = {}
+        """By place: views of messages since the last prompt."""
+
+    @property
+    def places(self) -> Sequence[int | None]:
+        """`numbers`, of any thread."""
+        return range(len(self.messages)) if self.numbers is None else self.numbers
+
+    @property
+    def images(self) -> list[ImagePart]:
+        """The images of its messages, in order."""
+        return [image for message in self.messages for image in message.images]
+
+    def view(self, place: int) -> View:
+        """A message as the template gets it."""
+        view = self.verbatim.get(place) or self.fresh.get(place)
+        if view is None:
+            view = self._template.views.of(self.messages[place], self.intended.get(place, ()))
+        return view
+
+    def views(self, start: int = 0, end: int | None = None) -> list[View]:
+        """The messages from place `start` up to `end`, as the template gets them."""
+        template, messages = self._template, self.messages
+        if end is None:
+            end = len(messages)
+        usual = not (template.skips_system or template.alternates)
+        if usual and len(self.fresh) == end - start and end == len(messages):
+            return [*self.fresh.values()]
+        places: Sequence[int] = range(start, end)
+        if template.skips_system:
+            places = [place for place in places if place == 0 or messages[place].role != "system"]
+        views = [self.view(place) for place in places]
+        return _alternating(views) if template.alternates else views
+
+    def beginning(self, length: int) -> Thread:
+        """Its first messages, as a thread that grows by itself."""
+        other = Thread(self._template, self.messages[:length], list(self.places[:length]))
+        other.verbatim = {place: view for place, view in self.verbatim.items() if place < length}
+        other.intended = {place: spans for place, spans in self.intended.items() if place < length}
+        return other
+
+    def rearranged(self, items: Sequence[int | Message]) -> Thread:
+        """A thread of messages of this one, by their numbers in the conversation, and of others that stand for some.
+
+        Raises:
+            ValueError: A number is not in this thread.
+        """
+        place_of = {number: place for place, number in enumerate(self.places) if number is not None}
+        other = Thread(self._template, [], [])
+        assert other.numbers is not None
+        for at, item in enumerate(items):
+            other.numbers.append(item if isinstance(item, int) else None)
+            if isinstance(item, Message):
+                other.messages.append(item)
+                continue
+            if (place := place_of.get(item)) is None:
+                raise ValueError(f"message {item} is not in the thread")
+            other.messages.append(self.messages[place])
+            if place in self.verbatim:
+                other.verbatim[at] = self.verbatim[place]
+            if place in self.intended:
+                other.intended[at] = self.intended[place]
+        return other
+
+
+def _alternating(views: Sequence[View]) -> list[View]:
+    """Messages in which no message of a user follows another: their contents are joined."""
+    joined: list[View] = []
+    for view in views:
+        if joined and joined[-1]["role"] == view["role"] == "user":
+            view = {**view, "content": _joined(joined.pop()["content"], view["content"])}
+        joined.append(view)
+    return joined
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Two contents of one message, with a blank line between them."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else content for content in (first, second)
+    ]
+    return [*parts[0], {"type": "text", "text": "\n\n"}, *parts[1]]

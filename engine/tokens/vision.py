@@ -107,28 +107,6 @@ class Vision:
                 blame="policy",
             )
 
-    def check_spans(self, ids: IntVector, placed: Sequence[PlacedImage]) -> None:
-        """Check that the placeholders are those of the images, at the images' positions, and no others.
-
-        Args:
-            ids: int32 [tokens].
-            placed: The images, in order.
-
-        Raises:
-            ImageError: Kind `image_mismatch`.
-        """
-        wanted = sum(picture.placeholders for picture, _ in placed)
-        found = int(np.count_nonzero(ids == self.placeholder_id))
-        if found != wanted:
-            raise ImageError(
-                f"{found} placeholders where {len(placed)} images have {wanted}", kind="image_mismatch", blame="engine"
-            )
-        for picture, start in placed:
-            if not np.array_equal(ids[start : start + len(picture.ids)], picture.ids):
-                raise ImageError(
-                    f"the tokens at {start} are not those of {picture.digest}", kind="image_mismatch", blame="engine"
-                )
-
     # --- markers and expansions -----------------------------------------------------------------------------
 
     def expand(self, ids: Sequence[int] | IntVector, digests: Sequence[str]) -> tuple[IntVector, list[PlacedImage]]:

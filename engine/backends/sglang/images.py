@@ -107,7 +107,7 @@ def sample_prompt(format: ChatTemplate) -> tuple[IntVector, list[int], str | Non
     vision.bank.put(digest, data, "image/png")
     conversation = Conversation.begun(format, [Message(role="user", content=[ImagePart(image=digest), text])])
     ids = conversation.prompt()
-    return ids, vision.compact(ids, conversation.placed_images()[1]).tolist(), digest
+    return ids, vision.compact(ids, conversation.tapes[0].placed_images()[1]).tolist(), digest
 
 
 async def ask_logprobs(

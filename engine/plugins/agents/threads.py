@@ -105,7 +105,7 @@ def newest_reply(episode: Episode, *, logprobs: bool = False) -> ModelReply:
         episode: The episode.
         logprobs: Whether the program asks for the log-probs of the sampled tokens.
     """
-    said = next(message for message in reversed(episode.conversation.shown) if message.role == "assistant")
+    said = next(message for message in reversed(episode.conversation.thread.messages) if message.role == "assistant")
     raw = [attempt.raw for attempt in episode.reply.attempts if isinstance(attempt, MalformedCall)]
     text = "\n".join([*([said.text] if said.text else []), *raw])
     matched = episode.reply.matched

@@ -72,7 +72,7 @@ class CondenseAction(SpecCodeAction):
             EngineError: the condenser failed, or its package is not installed.
         """
         conversation = episode.conversation
-        before = conversation.measure(conversation.shown)
+        before = conversation.measure(conversation.thread.messages)
         if self._spec.keep is not None:
             found = await self._slid(conversation, self._spec.keep)
         elif isinstance(self._spec.chunks, ByHistory):
@@ -84,23 +84,29 @@ class CondenseAction(SpecCodeAction):
         after = conversation.measure(new if vision is None else in_memory(new, vision)) if new else before
         if not new or (after >= before and self._spec.keep is None):  # a window limits the number of images
             return CondenseRecord(before=before, after=before, sampled=sampled)
-        numbers = {id(message): at for message, at in zip(conversation.shown, conversation.numbers, strict=True)}
+        numbers = {
+            id(message): at
+            for message, at in zip(conversation.thread.messages, conversation.thread.places, strict=True)
+        }
         thread = [message if (at := numbers.get(id(message))) is None else at for message in new]
         return CondenseRecord(thread=thread, blocks=blocks, before=before, after=after, sampled=sampled)
 
     async def _slid(self, conversation: Conversation, keep: WindowSpec) -> tuple[list[Message], list[Block], int]:
         """Only the newest images stay: (thread, blocks, sampled tokens)."""
-        vision, older = self._template.vision, older_images(self._spec, conversation.shown, conversation.opening)
+        vision, older = (
+            self._template.vision,
+            older_images(self._spec, conversation.thread.messages, conversation.opening),
+        )
         if vision is None or not older:
             return [], [], 0
-        return await asyncio.to_thread(slid, keep, conversation.shown, older, vision.bank), [], 0
+        return await asyncio.to_thread(slid, keep, conversation.thread.messages, older, vision.bank), [], 0
 
     async def _chunks(
         self, episode: Episode, objects: EpisodeObjects, before: int
     ) -> tuple[list[Message], list[Block], int]:
         """Condense chunks, oldest first, until the prompt has the target's length: (thread, blocks, sampled tokens)."""
         conversation = episode.conversation
-        waiting = chunks_of(self._spec, conversation.shown, conversation.opening, self._count)
+        waiting = chunks_of(self._spec, conversation.thread.messages, conversation.opening, self._count)
         target = self._target(before)
         over = before - target
         budget = self._budget()
@@ -111,7 +117,7 @@ class CondenseAction(SpecCodeAction):
             expected = 0
             while waiting and expected < over:
                 chunk = waiting.pop(0)
-                pictured = chunk.part < 0 and bool(conversation.shown[chunk.place].images)
+                pictured = chunk.part < 0 and bool(conversation.thread.messages[chunk.place].images)
                 if pictured or chunk.tokens > budget:
                     batch.append(chunk)
                     expected += max(1, chunk.tokens - budget)
@@ -122,7 +128,7 @@ class CondenseAction(SpecCodeAction):
             )
             for chunk, (text, used) in zip(batch, answers, strict=True):
                 sampled += used
-                pictured = chunk.part < 0 and bool(conversation.shown[chunk.place].images)
+                pictured = chunk.part < 0 and bool(conversation.thread.messages[chunk.place].images)
                 shorter = chunk.tokens - self._count(block_text(len(episode.blocks) + 1, text))
                 if text and (shorter > 0 or pictured):
                     done[chunk] = text
@@ -138,7 +144,7 @@ class CondenseAction(SpecCodeAction):
             by_place.setdefault(chunk.place, []).append((chunk, block_text(number, done[chunk])))
         thread = [
             replaced(message, by_place[place]) if place in by_place else message
-            for place, message in enumerate(episode.conversation.shown)
+            for place, message in enumerate(episode.conversation.thread.messages)
         ]
         return thread, blocks
 
@@ -146,7 +152,7 @@ class CondenseAction(SpecCodeAction):
         """One message stands for the history: (thread, blocks, sampled tokens)."""
         conversation = episode.conversation
         by_policy = isinstance(self._spec.condenser, PolicySummarySpec)
-        thread = conversation.shown
+        thread = conversation.thread.messages
         said = thread[:-2] if by_policy else thread  # without the request for a summary, and the summary
         start, end = history_of(said, conversation.opening, self._spec.keep_last)
         if start == end:
@@ -223,7 +229,7 @@ class CondenseAction(SpecCodeAction):
         blocks = [block.number for block in record.blocks]
         saved = record.before - record.after
         conversation = episode.conversation
-        count, what = len(older_images(self._spec, conversation.shown, conversation.opening)), "image"
+        count, what = len(older_images(self._spec, conversation.thread.messages, conversation.opening)), "image"
         if self._spec.keep is None:
             count, what = len(blocks), "block"
         reason = f"condensed: {count} {what}{'s' * (count > 1)}, {saved} tokens fewer"

@@ -41,8 +41,8 @@ class CondenseRoom(Room):
         keep = self._condense.keep
         if keep is None:
             return None
-        older = len(older_images(self._condense, conversation.shown, conversation.opening))
-        slides = older >= keep.further or (older and len(conversation.images) > most)
+        older = len(older_images(self._condense, conversation.thread.messages, conversation.opening))
+        slides = older >= keep.further or (older and len(conversation.thread.images) > most)
         return older + keep.newest if slides else None
 
     def leaving(self, messages: Sequence[Message], opening: int) -> int:

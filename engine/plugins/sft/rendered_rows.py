@@ -88,7 +88,7 @@ def _reply(
 
 
 def _ids(messages: Sequence[Message], tools: list[dict[str, Any]] | None, template: ChatTemplate) -> list[int]:
-    return template.render_views(Conversation.begun(template, messages, tools or ()).views(), tools)
+    return template.render_views(Conversation.begun(template, messages, tools or ()).thread.views(), tools)
 
 
 def _message(given: dict[str, Any]) -> Message:

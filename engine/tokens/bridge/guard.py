@@ -163,7 +163,7 @@ def _asked(conversation: Conversation) -> list[tuple[Any, ...]]:
     """
     branches = []
     for number, asked in sorted(conversation.asked.items()):
-        thread, count = asked.thread, asked.length
+        thread, count = asked.thread, asked.length - 1
         shown: Any = count
         if thread.numbers is not None:
             pairs = zip(thread.messages[:count], thread.numbers, strict=False)

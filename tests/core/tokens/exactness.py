@@ -222,7 +222,7 @@ class Player:
         """The conversation as it is now, in OpenAI's form. `raw`: replies as text, as they were sampled."""
         found = []
         for index, message in enumerate(self.conversation.messages):
-            view = self.conversation._thread.verbatim.get(index)
+            view = self.conversation.thread.verbatim.get(index)
             if raw and index in self.raw:
                 found.append({"role": "assistant", "content": self.raw[index]})
                 continue

@@ -201,7 +201,7 @@ class Told:
         shown = [self.shown[part] if isinstance(part, int) else part for part in thread]
         numbers = [self.numbers[part] if isinstance(part, int) else None for part in thread]
         try:
-            tokens = self.conversation.measure([part if isinstance(part, Message) else self.conversation.shown[part] for part in thread])  # fmt: skip
+            tokens = self.conversation.measure([part if isinstance(part, Message) else self.conversation.thread.messages[part] for part in thread])  # fmt: skip
         except RenderError:
             tokens = None
         parts = [message if number is None else number for number, message in zip(numbers, shown, strict=True)]
@@ -219,13 +219,13 @@ class Told:
             "turns": [*conversation.turns],
             "tools": conversation.tools,
             "messages": [*conversation.messages],
-            "shown": [*conversation.shown],
+            "shown": [*conversation.thread.messages],
             "written": conversation.written,
         }
 
     def check_messages(self) -> None:
         assert list(self.conversation.messages) == self.said
-        assert list(self.conversation.shown) == self.shown
+        assert list(self.conversation.thread.messages) == self.shown
 
     def _keep(self, message: Message) -> None:
         self.numbers.append(len(self.said))

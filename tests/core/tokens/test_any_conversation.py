@@ -236,14 +236,14 @@ def test_a_bridge_is_what_the_whole_conversation_renders_to(case: str, formats: 
     conversation = Conversation(form, TOOLS, history)  # type: ignore[arg-type]
     conversation.open([user(data.draw(TEXTS))])
     try:
-        shown = form.render(conversation.views(), TOOLS)
+        shown = form.render(conversation.thread.views(), TOOLS)
         for turn, (ids, stopped, new) in enumerate(plan):
             conversation.prompt()
             tapes = len(conversation.tapes)
             conversation.reply(generation(reply_ids(form, ids, stopped)), turn)
             conversation.add(new)
             following = conversation.prompt()
-            whole = form.render(conversation.views(), TOOLS)
+            whole = form.render(conversation.thread.views(), TOOLS)
             if len(conversation.tapes) > tapes:
                 assert following.tolist() == whole
             else:

@@ -230,7 +230,7 @@ def test_tool_results_speak_as_a_user_where_the_template_has_no_tools(formats: F
     assert form.decode(conversation.prompt()).endswith(
         "<call>calculate(1)</call><|im_end|>\n<|im_start|>user\n1\n\n Well?<|im_end|>\n<|im_start|>model\n"
     )
-    assert conversation.prompt().tolist() == form.render(conversation.views(), TOOLS)
+    assert conversation.prompt().tolist() == form.render(conversation.thread.views(), TOOLS)
 
 
 def test_nothing_that_the_template_would_lose_is_said(formats: Formats) -> None:
@@ -292,7 +292,7 @@ def test_a_backend_that_answers_in_text_trains_nothing(formats: Formats) -> None
     reply = conversation.reply(answer, 0)
     assert [attempt.name for attempt in reply.attempts if isinstance(attempt, ToolCall)] == ["calculate"]
     conversation.add([tool("2")])
-    assert conversation.prompt().tolist() == form.render(conversation.views(), TOOLS)
+    assert conversation.prompt().tolist() == form.render(conversation.thread.views(), TOOLS)
     (row,) = conversation.branches()
     assert row.loss_mask.sum() == 0
 

@@ -20,6 +20,7 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.conversation import Conversation
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
+from engine.tokens.tape import Tape
 from engine.tokens.template import ChatTemplate
 from engine.tokens.vision import Vision
 
@@ -143,7 +144,8 @@ def test_compacting_undoes_expanding(family: str, vlm: Callable[[str], Path]) ->
     def holds(items: list[int | str]) -> None:
         ids = [vision.marker_id if isinstance(item, str) else item for item in items]
         expanded, placed = vision.expand(ids, [item for item in items if isinstance(item, str)])
-        vision.check_spans(expanded, placed)
+        if items:
+            Tape(form.vocab_size, vision.placeholder_id).append("prompt", expanded, placed)
         spans = [(start, start + len(picture.ids)) for picture, start in placed]
         assert vision.compact(expanded, spans).tolist() == ids
         assert [picture.digest for picture, _ in placed] == [item for item in items if isinstance(item, str)]
@@ -159,10 +161,11 @@ def test_markers_and_images_must_be_as_many(vlm: Callable[[str], Path]) -> None:
         vision.expand([1, vision.marker_id], [digest, digest])
     assert (raised.value.kind, raised.value.blame) == ("image_mismatch", "spec")
     expanded, placed = vision.expand([1, vision.marker_id, 2], [digest])
-    with pytest.raises(ImageError, match="5 placeholders where 1 images have 4"):
-        vision.check_spans(np.append(expanded, vision.placeholder_id), placed)
-    with pytest.raises(ImageError, match="the tokens at 1 are not those of"):
-        vision.check_spans(np.roll(expanded, 1), placed)
+    tape = Tape(None, vision.placeholder_id)
+    with pytest.raises(ValueError, match="5 placeholders where 1 images have 4"):
+        tape.append("prompt", np.append(expanded, vision.placeholder_id), placed)
+    with pytest.raises(ValueError, match="the tokens at 1 are not those of"):
+        tape.append("prompt", np.roll(expanded, 1), placed)
 
 
 def test_a_model_without_eyes_refuses_images(tiny_tokenizer_dir: Path) -> None:
