@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ import torch
 from engine.rewards.credit import Member, credit_tokens
 from engine.rewards.ledger import Ledger
 from engine.rewards.sealed import SealedLedger
-from engine.schemas.credit import ComparedCredit, CreditSpec, EntryCredit, read_credit
+from engine.schemas.credit import CREDITS, ComparedCredit, CreditSpec, EntryCredit, read_credit
 from engine.schemas.loss import LOSSES
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
@@ -227,7 +227,7 @@ def loss_of(kind: str) -> Any:
 
 def methods() -> list[type[Any]]:
     """Every credit method except a function of the user's own."""
-    return [each for each in get_args(get_args(CreditSpec)[0]) if not issubclass(each, EntryCredit)]
+    return [each for each in CREDITS.members() if not issubclass(each, EntryCredit)]
 
 
 def credits() -> Iterator[CreditSpec]:

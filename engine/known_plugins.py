@@ -30,8 +30,13 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "records": ("condense",),
     },
     "confinement": {"install": ("pip install --force-reinstall --no-deps episode-engine",)},
+    "credit_methods": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "credits": ("turn_discount", "mt_grpo", "score", "progress", "redistribute"),
+    },
     "critic": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "credits": ("bilevel_gae", "turn_ppo", "gae"),
         "critics": ("probe", "head", "network"),
     },
     "datasets": {

@@ -98,6 +98,8 @@ class Plugin:
     """`backend.kind` -> function that makes the servers of `backend.launch`: see `engine.backends.servers.launched`."""
     losses: Entries = field(default_factory=dict)
     """`train.loss.kind` -> its config class, a `Loss`."""
+    credits: Entries = field(default_factory=dict)
+    """`rewards.credit.method` -> its config class, a `CreditMethod`."""
     train_kinds: Entries = field(default_factory=dict)
     """`train.kind` -> its `engine.schemas.train:TrainKind`."""
     weight_syncs: Entries = field(default_factory=dict)

@@ -1,23 +1,28 @@
 """The section `rewards`: rules that move rewards, the scorer, and the credit methods, one config class each.
 
-To add a method: its formula in a new file of `engine/rewards/credit/`, and its config class here and in `CreditSpec`. Checks,
-exports, JSON Schema and docs/spec.md read the class attributes and ask for no `method`.
+To add a method: its formula in `engine/rewards/credit/formulas.py`, and its config class here and in `CREDITS`; or both in a plugin, which
+names the class in `credits`. Checks, exports, JSON Schema and docs/spec.md read the class attributes and ask for no `method`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from engine.schemas.base import Contract
 from engine.schemas.reward import PartAddress, TurnAddress
 from engine.schemas.role import ScorerSpec
+from engine.schemas.sections import OneOf
 
 
 class CreditMethod(Contract):
     """Base class of the credit methods."""
+
+    if TYPE_CHECKING:
+        method: str = ""  # each method has a literal of its own
 
     formula: ClassVar[str]
     """`module:function` with the arguments (spec, group: list[Member]); returns for each episode float64 [turns]."""
@@ -111,7 +116,7 @@ class DiscountedCredit(ComparedCredit):
 class OutcomeCredit(ComparedCredit):
     """The episode's reward relative to its group; the same advantage for all turns. GRPO with `baseline: mean` and `scale: std`."""
 
-    formula: ClassVar[str] = "engine.rewards.credit.outcome:outcome"
+    formula: ClassVar[str] = "engine.rewards.credit.formulas:outcome"
 
     method: Literal["outcome"] = "outcome"
 
@@ -123,52 +128,15 @@ class OutcomeCredit(ComparedCredit):
 class TurnReturnCredit(DiscountedCredit):
     """The discounted return from each turn on, relative to the group's at the same turn."""
 
-    formula: ClassVar[str] = "engine.rewards.credit.turn_return:turn_return"
+    formula: ClassVar[str] = "engine.rewards.credit.formulas:turn_return"
 
     method: Literal["turn_return"] = "turn_return"
-
-
-class TurnDiscountCredit(DiscountedCredit):
-    """Discounting by turns, as in AReaL: the later a reward, the less it is worth to the turns before it."""
-
-    formula: ClassVar[str] = "engine.rewards.credit.turn_discount:turn_discount"
-    turn_keys: ClassVar[tuple[str, ...]] = ("gamma", "form")
-
-    method: Literal["turn_discount"] = "turn_discount"
-    form: Literal["sum", "max", "attempts"] = "sum"
-    """`sum`: the turn's own reward plus the discounted rewards of later turns. `max`: the largest of them. `attempts`: one
-    number for all turns, the episode's reward times gamma for each turn after the first."""
-
-    @property
-    def uses_turn_rewards(self) -> bool:
-        return self.form != "attempts"
-
-
-class MtGrpoCredit(ComparedCredit):
-    """MT-GRPO: the outcome relative to the group's, plus each turn's own reward relative to the group's at that turn."""
-
-    formula: ClassVar[str] = "engine.rewards.credit.mt_grpo:mt_grpo"
-    reward_keys: ClassVar[tuple[str, ...]] = ("outcome",)
-
-    method: Literal["mt_grpo"] = "mt_grpo"
-    weight: float = Field(default=1.0, ge=0.0)
-    """Factor of the advantage of the turn's own reward."""
-    outcome: list[str] | None = None
-    """Names of the rewards that make up the outcome. Default: all rewards of the last turn."""
-
-    @property
-    def uses_turn_rewards(self) -> bool:
-        return self.weight > 0 or self.outcome is None
-
-    @property
-    def last_turn_names(self) -> tuple[str, ...] | None:
-        return None if self.outcome is None else tuple(self.outcome)
 
 
 class GigpoCredit(ComparedCredit):
     """GiGPO: the episode relative to its group, plus each turn relative to the group's turns that began in the same state."""
 
-    formula: ClassVar[str] = "engine.rewards.credit.gigpo:gigpo"
+    formula: ClassVar[str] = "engine.rewards.credit.formulas:gigpo"
     needs_state_key: ClassVar[bool] = True
     default_state: ClassVar[str | None] = "the model was shown the same messages since its previous turn"
     turn_keys: ClassVar[tuple[str, ...]] = ("gamma",)
@@ -196,105 +164,10 @@ class GigpoCredit(ComparedCredit):
         return self.baseline == "mean" and self.weight == 0  # an episode can be in one state twice
 
 
-class ScoreCredit(DiscountedCredit):
-    """SCoRe: `turn_return` with a bonus for an attempt that is better than the previous one, and a penalty for a worse one."""
-
-    formula: ClassVar[str] = "engine.rewards.credit.score:score"
-    turn_keys: ClassVar[tuple[str, ...]] = ("gamma", "alpha", "reward")
-    reward_keys: ClassVar[tuple[str, ...]] = ("reward",)
-
-    method: Literal["score"] = "score"
-    alpha: float = Field(default=1.0, ge=0.0)
-    """The bonus is alpha times the difference from the previous attempt."""
-    reward: str | None = None
-    """Name of the reward that scores an attempt. Default: the sum of the turn's rewards."""
-
-    @property
-    def keys_without_effect(self) -> Mapping[str, str]:
-        return {} if self.alpha else {"reward": "`alpha: 0` gives no bonus"}
-
-
-class ProgressCredit(DiscountedCredit):
-    """`turn_return` of the increases of a score, each spread over the turns since the previous score."""
-
-    formula: ClassVar[str] = "engine.rewards.credit.progress:progress"
-    turn_keys: ClassVar[tuple[str, ...]] = ("gamma", "decay", "reward")
-    reward_keys: ClassVar[tuple[str, ...]] = ("reward",)
-
-    method: Literal["progress"] = "progress"
-    reward: str | None = None
-    """Name of the reward that holds the score so far. Default: the sum of the turn's rewards."""
-    decay: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Factor per turn of distance from the scored turn: 1 spreads an increase equally, 0 gives all of it to the scored turn."""
-
-
-class RedistributeCredit(ComparedCredit):
-    """RUDDER-like: how much the turn changed the expected return of the group's episodes."""
-
-    formula: ClassVar[str] = "engine.rewards.credit.redistribute:redistribute"
-    default_state: ClassVar[str | None] = "the same number of turns has passed and they earned the same sum"
-
-    method: Literal["redistribute"] = "redistribute"
-    state_key: str | None = None
-    """As in `gigpo`. Default: the number of turns so far and the sum of their rewards."""
-
-    @property
-    def uses_turn_rewards(self) -> bool:
-        return self.state_key is None or "rewards" in self.state_key  # the returns are sums over all turns
-
-
-class BilevelGaeCredit(CreditMethod):
-    """VAGEN's bi-level GAE: over turns first, then over the tokens of each turn. Needs a critic's values."""
-
-    formula: ClassVar[str] = "engine.rewards.credit.bilevel_gae:bilevel_gae"
-    token_formula: ClassVar[str | None] = "engine.rewards.credit.bilevel_gae:bilevel_token_gae"
-    turn_keys: ClassVar[tuple[str, ...]] = ("lam",)
-    needs_values: ClassVar[bool] = True
-
-    method: Literal["bilevel_gae"] = "bilevel_gae"
-    gamma: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Discount per turn."""
-    lam: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Lambda of the GAE over turns."""
-    token_gamma: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Discount per token within a turn."""
-    token_lam: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Lambda of the GAE over tokens."""
-
-
-class TurnPpoCredit(CreditMethod):
-    """Turn-PPO: GAE with one turn as one action. Needs a critic's values."""
-
-    formula: ClassVar[str] = "engine.rewards.credit.turn_ppo:turn_ppo"
-    turn_keys: ClassVar[tuple[str, ...]] = ("lam",)
-    needs_values: ClassVar[bool] = True
-    value_level: ClassVar[Literal["token", "turn"]] = "turn"
-
-    method: Literal["turn_ppo"] = "turn_ppo"
-    gamma: float = Field(default=0.99, ge=0.0, le=1.0)
-    """Discount per turn."""
-    lam: float = Field(default=0.9, ge=0.0, le=1.0)
-    """Lambda of the GAE."""
-
-
-class GaeCredit(CreditMethod):
-    """PPO's GAE over all sampled tokens of an episode, with each turn's reward on its last token. Needs a critic's values."""
-
-    formula: ClassVar[str] = "engine.rewards.credit.gae:first_token_gae"
-    token_formula: ClassVar[str | None] = "engine.rewards.credit.gae:token_gae"
-    needs_values: ClassVar[bool] = True
-
-    method: Literal["gae"] = "gae"
-    gamma: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Discount per token."""
-    lam: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Lambda of the GAE. Below 1 the variance is smaller, and errors of the critic bias the gradient."""
-
-
 class EntryCredit(CreditMethod):
     """A method of your own: `function(group: list[Member], **with)` returns an array of [turns] for each episode."""
 
-    formula: ClassVar[str] = "engine.rewards.credit.entry:entry"
+    formula: ClassVar[str] = "engine.rewards.credit.formulas:entry"
     takes_folder: ClassVar[bool] = True
     takes_penalties: ClassVar[bool] = False
 
@@ -307,24 +180,17 @@ class EntryCredit(CreditMethod):
     """As in `gigpo`, for a function that reads `Member.state_keys`. Default: no states are stored."""
 
 
-CreditSpec = Annotated[
-    OutcomeCredit
-    | TurnReturnCredit
-    | TurnDiscountCredit
-    | MtGrpoCredit
-    | GigpoCredit
-    | ScoreCredit
-    | ProgressCredit
-    | RedistributeCredit
-    | BilevelGaeCredit
-    | TurnPpoCredit
-    | GaeCredit
-    | EntryCredit,
-    Field(discriminator="method"),
-]
+CREDITS: OneOf[CreditMethod] = OneOf(
+    point="credits", core=(OutcomeCredit, TurnReturnCredit, GigpoCredit, EntryCredit), key="method"
+)
+CreditSpec = Annotated[CreditMethod, CREDITS]
 """How turn rewards become advantages; `method` selects the method."""
 
-_CREDIT: TypeAdapter[CreditSpec] = TypeAdapter(CreditSpec, config=ConfigDict(defer_build=True))
+
+@cache
+def _adapter() -> TypeAdapter[CreditSpec]:
+    return TypeAdapter(CreditSpec)  # made when it is first used: plugins import this module
+
 
 default_credit = TurnReturnCredit
 """Makes the method of a spec that names none."""
@@ -336,7 +202,7 @@ def read_credit(data: Any) -> CreditSpec:
     Raises:
         ValidationError: there is no such method, or it has no such key.
     """
-    return _CREDIT.validate_python(data) if data else default_credit()
+    return _adapter().validate_python(data) if data else default_credit()
 
 
 class ReassignRule(Contract):

@@ -26,6 +26,7 @@ NAMING: dict[str, Spec] = {
         "rollout": {"max_cost": 1},
     },
     "condense": {"condense": {"expand": True}},
+    "credit_methods": {"rewards": {"credit": {"method": "score"}}},
     "critic": {"train": {"critic": {"kind": "probe"}}},
     "drivers": {"rollout": {"drivers": 2}},
     "evaluation": {"train": {"eval": {}}},

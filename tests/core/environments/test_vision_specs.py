@@ -13,9 +13,9 @@ from command_line import run_to_store
 
 from engine.environments.color_square import COLORS, square
 from engine.environments.geo3k import SHIPPED
+from engine.plugins.credit_methods.spec import TurnDiscountCredit
 from engine.rewards.credit import credit
 from engine.rewards.ledger import Ledger
-from engine.schemas.credit import TurnDiscountCredit
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.reward import RewardEvent
 from engine.schemas.trajectory import Branch, Trajectory

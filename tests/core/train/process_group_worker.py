@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 from training_rows import row_of, with_branch
 
+from engine.plugins.critic.credits import GaeCredit
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
-from engine.schemas.credit import GaeCredit, TurnReturnCredit
+from engine.schemas.credit import TurnReturnCredit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.store.rows.row import RowCredit, TrainingRow

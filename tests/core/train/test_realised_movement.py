@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from slow_cases import slow_but
 from training_rows import with_branch
 
-from engine.schemas.credit import GaeCredit
+from engine.plugins.critic.credits import GaeCredit
 from engine.schemas.train import OptimizerSpec, TrainSpec
 from engine.store.rows.row import TrainingRow
 from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_alone

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from engine.errors import LedgerError
 from engine.rewards.credit import Member, Values, credit, credit_tokens
 from engine.rewards.state_key import compile_state_key
-from engine.schemas.credit import CreditMethod, CreditSpec, read_credit
+from engine.schemas.credit import CREDITS, CreditMethod, read_credit
 
 METHODS: dict[str, type[CreditMethod]] = {
-    get_args(method.model_fields["method"].annotation)[0]: method for method in get_args(get_args(CreditSpec)[0])
+    get_args(method.model_fields["method"].annotation)[0]: method for method in CREDITS.members()
 }
 OWN = {"entry": {"use": "credit_of_my_own:last_takes_all"}}
 VARIANTS = [

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 from credit_kit import sealed
 
 from engine.rewards.credit import Member, credit
-from engine.schemas.credit import CreditMethod, CreditSpec, read_credit
+from engine.schemas.credit import CREDITS, CreditMethod, read_credit
 
-METHODS: tuple[type[CreditMethod], ...] = get_args(get_args(CreditSpec)[0])
+METHODS: tuple[type[CreditMethod], ...] = CREDITS.members()
 OTHER: dict[str, Any] = {"gamma": 0.3, "form": "max", "alpha": 0.2, "reward": "a", "decay": 0.1, "lam": 0.2}
 CASES = [(str(method.model_fields["method"].default), key) for method in METHODS for key in method.turn_keys]
 
@@ -47,5 +47,5 @@ def test_it_acts_between_turns_only(method: str, key: str) -> None:
 
 def test_gamma_of_every_discounted_method_is_declared() -> None:
     assert [case for case in CASES if case[1] == "gamma"] == [
-        (method, "gamma") for method in ("turn_return", "turn_discount", "gigpo", "score", "progress")
+        (method, "gamma") for method in ("turn_return", "gigpo", "turn_discount", "score", "progress")
     ]

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import LedgerError
+from engine.plugins.critic.credits import BilevelGaeCredit, TurnPpoCredit
+from engine.plugins.critic.gae import bilevel_token_gae
 from engine.rewards.credit import Member, credit_tokens, returns_to_go
-from engine.rewards.credit.bilevel_gae import bilevel_token_gae
-from engine.schemas.credit import BilevelGaeCredit, OutcomeCredit, TurnPpoCredit
+from engine.schemas.credit import OutcomeCredit
 
 VALUES = np.array([0.5, 1.0, 2.0, 4.0, 1.5, 3.0])
 ENDS = [2, 3, 6]

@@ -10,8 +10,8 @@ from credit_kit import advantages, sealed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.plugins.credit_methods.formulas import spread_back
 from engine.rewards.credit import Member
-from engine.rewards.credit.progress import spread_back
 
 PLAIN = {"baseline": "none", "scale": "none"}
 NOW = {"gamma": 0.0, **PLAIN}
