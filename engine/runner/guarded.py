@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engine.episode.episode import Episode
     from engine.schemas.trajectory import Outcome, Trajectory
     from engine.spec.load import LoadedSpec
-    from engine.store.codec import EncodedTrajectory
+    from engine.store.results import EncodedTrajectory
     from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)

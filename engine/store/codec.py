@@ -1,18 +1,15 @@
-"""Records <-> database columns, bit for bit.
+"""Journal records <-> database columns, bit for bit, and the JSON and arrays of all columns.
 
-Invariants:
-- What is read equals what was written: token arrays are stored as raw little-endian bytes (with NaN payloads and
-  infinities), floats in JSON with the fewest digits that give the same float.
-- A branch's `loss_mask` and `turn_ids` are not stored, because its spans determine them. A branch whose arrays do not
-  match its spans is refused when it is written.
+Invariant: what is read equals what was written: token arrays are stored as raw little-endian bytes (with NaN payloads and
+infinities), floats in JSON with the fewest digits that give the same float.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
+from contextlib import contextmanager
+from dataclasses import fields
 from math import prod
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -25,22 +22,11 @@ from engine.errors import SpecCodeError, StoreError
 from engine.schemas.experts import pack_experts
 from engine.schemas.generation import Generation
 from engine.schemas.journal import GenerationRecord, JournalEntry, Record, ToolsRecord, UnreadRecord, record_kinds
-from engine.schemas.reward import Posting
-from engine.schemas.trajectory import Branch, Span, Trajectory
 from engine.storable import MAX_SIZE, refusal, valid_text
 
 _ARRAYS = ("output_ids", "logprobs", "routed_experts")
 _BESIDE_ARRAYS = [field.name for field in fields(Generation) if field.name not in _ARRAYS]
-_BESIDE_ROWS = [field.name for field in fields(Trajectory) if field.name not in ("branches", "postings")]
-_SPAN = [field.name for field in fields(Span)]
-_IMAGE_SPAN = ("start", "end", "image", "grid")
-_POSTING = [field.name for field in fields(Posting)]
-_IMAGE = "image"
-"""The key that distinguishes an image from a span in the stored list of a branch."""
-_EXPERTS = "experts"
-"""The key of the number of tokens with known experts in the same list. The experts are in the journal alone; see `routing.py`."""
-_beside_arrays, _beside_rows = attrgetter(*_BESIDE_ARRAYS), attrgetter(*_BESIDE_ROWS)
-_span_columns, _image_columns, _posting_columns = attrgetter(*_SPAN), attrgetter(*_IMAGE_SPAN), attrgetter(*_POSTING)
+_beside_arrays = attrgetter(*_BESIDE_ARRAYS)
 
 
 def _swapped_bytes(array: np.ndarray) -> bytes:
@@ -57,14 +43,14 @@ def array_from(data: bytes, dtype: type[np.int32] | type[np.float32]) -> np.ndar
     return np.frombuffer(data, dtype=little).astype(dtype)
 
 
-def _plain(value: Any) -> Any:
+def plain_of(value: Any) -> Any:
     """Convert a value that JSON does not know, but that has a JSON form, such as a NumPy number in facts."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} cannot be written as JSON")
 
 
-_encoder = msgspec.json.Encoder(enc_hook=_plain)
+ENCODER = msgspec.json.Encoder(enc_hook=plain_of)
 """Much faster than Pydantic's with structs. It writes other bytes for NaN, infinities and floats from 1e16, so values of code outside the
 engine are compared, or left to Pydantic."""
 
@@ -76,7 +62,7 @@ def json_of(value: Any) -> str:
         SpecCodeError: it holds something that JSON cannot say. Only code outside the engine can put that there.
     """
     try:
-        return to_json(value, inf_nan_mode="constants", fallback=_plain).decode()
+        return to_json(value, inf_nan_mode="constants", fallback=plain_of).decode()
     except PydanticSerializationError as error:
         raise _unsayable(valid_text(str(error), 1000)) from error
 
@@ -119,7 +105,7 @@ def encode_record(record: Record) -> EncodedRecord:
             if problem is not None:
                 raise _unsayable(problem)
         if type(record) is ToolsRecord and answers is None:
-            text = _encoder.encode(record).decode()
+            text = ENCODER.encode(record).decode()
         else:
             text = json_of(record.data if type(record) is UnreadRecord else record)
         if len(text) > 4 * MAX_SIZE:
@@ -149,7 +135,7 @@ def _encode_generation(record: GenerationRecord) -> EncodedRecord:
     columns: dict[str, Any] = {"kind": "generation", "generation": beside}
     if record.whole:
         columns["whole"] = True
-    text = _encoder.encode(columns).decode() if generation.text is None else json_of(columns)
+    text = ENCODER.encode(columns).decode() if generation.text is None else json_of(columns)
     return EncodedRecord(kind="generation", payload=text, tokens=tokens, size=len(text) + len(tokens), record=record)
 
 
@@ -199,143 +185,3 @@ def read_entry(row: Sequence[Any]) -> JournalEntry:
             return JournalEntry(seq=seq, state=state, event=event, dest=dest, record=unread, at=at, seconds=seconds)
         columns = {"seq": seq, "state": state, "event": event, "dest": dest, "record": record}
         return JournalEntry.read(columns | {"at": at, "seconds": seconds})
-
-
-class EncodedTrajectory(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows of a trajectory, without the episode's number."""
-
-    trajectory: str
-    branches: list[tuple[Any, ...]]
-    """(branch, reason, tokens, spans, input_ids, logprobs, weight_versions)"""
-    postings: list[tuple[Any, ...]]
-    """(seq, turn, name, delta, after, at_turn, op, cause, source)"""
-
-    @property
-    def size(self) -> int:
-        """Its approximate size in memory, in bytes."""
-        return len(self.trajectory) + sum(12 * int(branch[2]) for branch in self.branches)
-
-
-def encode_trajectory(trajectory: Trajectory) -> EncodedTrajectory:
-    """Convert a trajectory to rows.
-
-    Raises:
-        StoreError: the arrays of a branch do not match its spans.
-    """
-    return EncodedTrajectory(
-        trajectory=_trajectory_json(trajectory),
-        branches=[_write_branch(branch, trajectory.episode_id) for branch in trajectory.branches],
-        postings=[*map(_posting_columns, trajectory.postings)],
-    )
-
-
-def _trajectory_json(trajectory: Trajectory) -> str:
-    """What `json_of` writes, in a tenth of the time where msgspec writes all floats and values of code outside the engine as Pydantic does."""
-    columns = dict(zip(_BESIDE_ROWS, _beside_rows(trajectory), strict=True))
-    outcome, turns, messages = trajectory.outcome, trajectory.turns, trajectory.messages
-    outside = [
-        (trajectory.facts, trajectory.seconds),
-        (outcome.reward, outcome.rewards),
-        [(turn.rewards, turn.cost, turn.seconds, turn.queue_seconds) for turn in turns],
-        [message.signed for message in messages],
-        [call.arguments for message in messages for call in message.tool_calls],
-    ]
-    with suppress(ValueError, TypeError, OverflowError, RecursionError):  # `json_of` says what is wrong
-        if _encoder.encode(outside) == to_json(outside, inf_nan_mode="constants", fallback=_plain):
-            return _encoder.encode(columns).decode()
-    return json_of(columns)
-
-
-def _write_branch(branch: Branch, episode_id: str) -> tuple[Any, ...]:
-    size = len(branch.input_ids)
-    mask, turns = _derived(branch.spans, size)
-    if not (
-        np.array_equal(branch.loss_mask, mask)
-        and np.array_equal(branch.turn_ids, turns)
-        and len(branch.logprobs) == len(branch.weight_versions) == size
-    ):
-        raise StoreError(f"{episode_id}: the arrays of branch {branch.index} are not those of its spans")
-    if any(np.any(mask[image.start : image.end]) or image.end > size for image in branch.images):
-        raise StoreError(f"{episode_id}: an image of branch {branch.index} lies outside of it, or on sampled tokens")
-    images = [(_IMAGE, *_image_columns(image)) for image in branch.images]
-    routed = [] if branch.routed_experts is None else [(_EXPERTS, len(branch.routed_experts))]
-    spans = to_json([*map(_span_columns, branch.spans), *images, *routed]).decode()
-    return (
-        branch.index,
-        branch.reason,
-        size,
-        spans,
-        array_bytes(branch.input_ids),
-        array_bytes(branch.logprobs),
-        array_bytes(branch.weight_versions),
-    )
-
-
-def _derived(spans: Sequence[Any], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Compute (loss mask, turn ids) from spans, each int32 [size]."""
-    mask = np.zeros(size, np.int32)
-    turns = np.full(size, -1, np.int32)
-    for span in spans:
-        if span.kind in ("generated", "unreceived"):
-            mask[span.start : span.end] = span.kind == "generated"
-            turns[span.start : span.end] = span.turn
-    return mask, turns
-
-
-def routed_tokens(row: Sequence[Any]) -> int | None:
-    """How many tokens of a branch have known experts, from the columns of `read_branch`; None if they were not requested.
-
-    Raises:
-        StoreError: the columns do not hold a branch.
-    """
-    with damaged(f"branch {row[0]}"):
-        return next((int(part[1]) for part in from_json(row[3]) if part[0] == _EXPERTS), None)
-
-
-def read_branch(row: Sequence[Any]) -> Branch:
-    """Convert columns (branch, reason, tokens, spans, input_ids, logprobs, weight_versions) to a branch without its experts.
-
-    Raises:
-        StoreError: the columns do not hold a branch.
-    """
-    index, reason, size, spans, ids, logprobs, versions = row
-    with damaged(f"branch {index}"):
-        parts = [part for part in from_json(spans) if part[0] != _EXPERTS]
-        branch = Branch.read(
-            {
-                "index": index,
-                "reason": reason,
-                "spans": [dict(zip(_SPAN, part, strict=True)) for part in parts if part[0] != _IMAGE],
-                "images": [dict(zip(_IMAGE_SPAN, part[1:], strict=True)) for part in parts if part[0] == _IMAGE],
-                "input_ids": array_from(ids, np.int32),
-                "logprobs": array_from(logprobs, np.float32),
-                "weight_versions": array_from(versions, np.int32),
-                "loss_mask": (),
-                "turn_ids": (),
-            }
-        )
-        if not size == len(branch.input_ids) == len(branch.logprobs) == len(branch.weight_versions):
-            raise ValueError(f"its arrays do not have {size} elements each")
-        mask, turns = _derived(branch.spans, size)
-        return replace(branch, loss_mask=mask, turn_ids=turns)
-
-
-def read_posting(row: Sequence[Any]) -> Posting:
-    """Convert columns (seq, turn, name, delta, after, at_turn, op, cause, source, start, end, call) to a posting.
-
-    Raises:
-        StoreError: the columns do not hold a posting.
-    """
-    with damaged(f"posting {row[0]}"):
-        return Posting.read(dict(zip(_POSTING, row, strict=True)))
-
-
-def read_trajectory(text: str, branches: list[Branch], postings: list[Posting]) -> Trajectory:
-    """Build a trajectory from its JSON and its rows.
-
-    Raises:
-        StoreError: the JSON does not hold a trajectory.
-    """
-    with damaged("the trajectory"):
-        plain = Trajectory.read(from_json(text) | {"branches": []})
-        return replace(plain, branches=branches, postings=postings)

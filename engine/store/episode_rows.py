@@ -20,6 +20,7 @@ from engine.store.upkeep import dropped
 if TYPE_CHECKING:
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
+    from engine.store.results import EncodedTrajectory
 
 
 def episode_id_of(task_id: str, sample_index: int) -> str:
@@ -120,7 +121,7 @@ def finish(
     before: int,
     last: Sequence[tuple[Any, ...]],
     trajectory: Trajectory,
-    encoded: codec.EncodedTrajectory,
+    encoded: EncodedTrajectory,
 ) -> Ended:
     """Write the result of an episode.
 

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.errors import StoreError
 from engine.store import episode_rows
-from engine.store.codec import EncodedTrajectory, encode_trajectory, entry_row, read_entry
+from engine.store.codec import entry_row, read_entry
 from engine.store.reading import decoding, journal_rows
-from engine.store.writer import Write
+from engine.store.results import EncodedTrajectory, encode_trajectory
+from engine.store.writer import OVERHEAD, Write
 
 if TYPE_CHECKING:
     from engine.schemas.journal import JournalEntry
@@ -55,6 +56,7 @@ class Journal:
     __slots__ = (
         "_closing",
         "_held",
+        "_lane",
         "_length",
         "_number",
         "_running",
@@ -78,6 +80,7 @@ class Journal:
         self.trajectory: Trajectory | None = None
         """The result; None until it is written."""
         self._writer = writer
+        self._lane = writer.lane()
         self._running = running
         self._number = number
         self._held: tuple[JournalEntry, EncodedRecord] | None = None
@@ -97,12 +100,11 @@ class Journal:
         Raises:
             StoreError: it is not the next entry, or the journal takes no more.
         """
-        if self.failure is not None or self._closing or entry.seq != self._length:
+        if self.failure is not None or self._closing or self._writer.closed is not None or entry.seq != self._length:
             raise self._refusal(entry.seq)
         row = (self._number, self.attempt, *entry_row(entry, encoded))
-        write = self._writer.append(self, row, encoded.size)
         self._length += 1
-        return write
+        return self._lane.put(Write(journal=self, row=row, weight=encoded.size + OVERHEAD))
 
     def hold(self, entry: JournalEntry, encoded: EncodedRecord) -> None:
         """Keep the entry that ends the episode: `finish` writes it with the result.
@@ -130,8 +132,7 @@ class Journal:
         """
         self._must_be_open()
         waits = _Uninterrupted()
-        places = self._writer.places()
-        await waits.repeat(places.acquire)
+        await waits.repeat(self._lane.places.acquire)
         try:
             try:
                 trajectory = make()
@@ -156,7 +157,7 @@ class Journal:
             waits.raise_cancellation()
             raise
         finally:
-            places.release()
+            self._lane.places.release()
             self._closing = self.trajectory is not None
         waits.raise_cancellation()
         return trajectory
@@ -218,6 +219,8 @@ class Journal:
             return StoreError(f"{self.episode_id} is done")
         if self._closing:
             return StoreError(f"{self.episode_id} is being finished or begun again")
+        if self._writer.closed is not None:
+            return self._writer.closed
         return StoreError(f"{self.episode_id}: entry {seq} was given, but the next entry is {self._length}")
 
 

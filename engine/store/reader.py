@@ -24,7 +24,8 @@ from engine.store import codec, database
 from engine.store.header import RunHeader
 from engine.store.images import StoredImage
 from engine.store.lock import is_held
-from engine.store.reading import EPISODE, EpisodeRow, decoding, episode_row, journal_rows, read_trajectory, reading
+from engine.store.reading import EPISODE, EpisodeRow, decoding, episode_row, journal_rows, reading
+from engine.store.results import read_trajectory
 from engine.store.scores import ScoreHead, read_heads, read_score, require
 from engine.store.tool_schemas import ToolSchemas
 from engine.store.upkeep.dropped import (

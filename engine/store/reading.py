@@ -13,14 +13,10 @@ from msgspec.structs import replace
 from engine.errors import StoreError
 from engine.schemas.base import Struct
 from engine.schemas.journal import FailureRecord, JournalEntry
-from engine.schemas.trajectory import Branch, Trajectory
 from engine.store import codec, database
 from engine.store.header import RunHeader
-from engine.store.routing import routed_generations, with_experts
 
 ENTRY = "seq, state, event, dest, kind, payload, tokens, at, seconds"
-_BRANCH = "branch, reason, tokens, spans, input_ids, logprobs, weight_versions"
-_POSTING = 'seq, turn, name, delta, after, at_turn, op, cause, source, start, "end", "call"'
 EPISODE = (
     "number, id, task_id, task_index, sample_index, seed, status, attempt, state, event, "
     '"limit", failure, blame, solved, trainable, reward, turns, tokens, started, ended'
@@ -113,17 +109,3 @@ def until_end(journal: Sequence[JournalEntry]) -> Sequence[JournalEntry]:
 def never_built(journal: Sequence[JournalEntry]) -> bool:
     """Whether a journal belongs to an episode whose objects could not be built, so that it continued without them."""
     return bool(journal) and isinstance(first := journal[0].record, FailureRecord) and not first.built
-
-
-def read_trajectory(connection: sqlite3.Connection, number: int, text: str) -> Trajectory:
-    rows = connection.execute(f"SELECT {_BRANCH} FROM branches WHERE episode = ? ORDER BY branch", (number,)).fetchall()
-    branches: list[Branch] = [codec.read_branch(row) for row in rows]
-    postings = [
-        codec.read_posting(row)
-        for row in connection.execute(f"SELECT {_POSTING} FROM postings WHERE episode = ? ORDER BY seq", (number,))
-    ]
-    trajectory = codec.read_trajectory(text, branches, postings)
-    routed = [codec.routed_tokens(row) for row in rows]
-    if all(count is None for count in routed):
-        return trajectory
-    return with_experts(trajectory, routed, routed_generations(connection, number))

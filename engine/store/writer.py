@@ -34,7 +34,7 @@ BOUND = 64 * 2**20
 """Maximum number of unwritten bytes per event loop."""
 _BATCH = 1024
 """Maximum number of writes in one commit."""
-_OVERHEAD = 512
+OVERHEAD = 512
 """Bytes that a write counts in addition to its payload."""
 FINISHING = 64
 """Maximum number of results of one event loop that wait in memory to be written; each is several times as large as its episode."""
@@ -77,16 +77,17 @@ class Write(msgspec.Struct, eq=False, kw_only=True):
         return self.result
 
 
-class _Lane:
-    """The queue of one event loop. Used only from that loop's thread, except where noted."""
+class Lane:
+    """The queue of one event loop. Used only from that loop's thread."""
 
     __slots__ = ("_queue", "fresh", "loop", "parked", "places", "weight")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, queue: SimpleQueue[tuple[_Lane, list[Write]] | None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, queue: SimpleQueue[tuple[Lane, list[Write]] | None]) -> None:
         self.loop = loop
         self.fresh: list[Write] = []
         self.parked: deque[Write] = deque()
         self.places = asyncio.Semaphore(FINISHING)
+        """For results that wait to be written."""
         self.weight = 0
         self._queue = queue
 
@@ -141,20 +142,14 @@ class Writer:
         self._connection = connection
         self._ended = ended
         self.name = name
-        self._queue: SimpleQueue[tuple[_Lane, list[Write]] | None] = SimpleQueue()
-        self._lanes: dict[asyncio.AbstractEventLoop, _Lane] = {}
-        self._closed = False
+        self._queue: SimpleQueue[tuple[Lane, list[Write]] | None] = SimpleQueue()
+        self._lanes: dict[asyncio.AbstractEventLoop, Lane] = {}
+        self.closed: StoreError | None = None
+        """Why it takes no more writes."""
         self._dead: StoreError | None = None
+        self._closing = False
         self._thread = threading.Thread(target=self._work, name="run-store", daemon=True)
         self._thread.start()
-
-    def append(self, journal: OrderedWrites, row: tuple[Any, ...], size: int) -> Write:
-        """Write a journal row. `size` is the payload's size in bytes.
-
-        Raises:
-            StoreError: the writer is closed, or has failed.
-        """
-        return self._lane().put(Write(journal=journal, row=row, weight=size + _OVERHEAD))
 
     def do(
         self,
@@ -172,27 +167,25 @@ class Writer:
         Raises:
             StoreError: the writer is closed, or has failed.
         """
-        write = Write(journal=journal, job=job, weight=size + _OVERHEAD)
-        return self._lane().put(write, at_once=at_once)
+        if self.closed is not None:
+            raise self.closed
+        write = Write(journal=journal, job=job, weight=size + OVERHEAD)
+        return self.lane().put(write, at_once=at_once)
 
-    def places(self) -> asyncio.Semaphore:
-        """The places of this event loop for results that wait to be written."""
-        return self._lane().places
-
-    def _lane(self) -> _Lane:
-        if self._closed or self._dead is not None:
-            raise self._dead or StoreError(f"{self.name} is closed")
+    def lane(self) -> Lane:
+        """The queue of the running event loop. Look at `closed` before anything is put there."""
         loop = asyncio.get_running_loop()
         lane = self._lanes.get(loop)
         if lane is None:
-            lane = self._lanes[loop] = _Lane(loop, self._queue)
+            lane = self._lanes[loop] = Lane(loop, self._queue)
         return lane
 
     def close(self) -> None:
         """Complete the submitted writes, then close the connection. A second call has no effect."""
-        if self._closed:
+        if self._closing:
             return
-        self._closed = True
+        self._closing = True
+        self.closed = self.closed or StoreError(f"{self.name} is closed")
         for lane in list(self._lanes.values()):
             lane.submit_all()
         self._queue.put(None)
@@ -206,7 +199,7 @@ class Writer:
     def _work(self) -> None:
         stopping = False
         while not stopping:
-            by_lane: dict[_Lane, list[Write]] = {}
+            by_lane: dict[Lane, list[Write]] = {}
             count = 0
             handed = self._queue.get()
             with contextlib.suppress(Empty):
@@ -221,7 +214,7 @@ class Writer:
             if by_lane:
                 self._serve(by_lane)
 
-    def _serve(self, by_lane: dict[_Lane, list[Write]]) -> None:
+    def _serve(self, by_lane: dict[Lane, list[Write]]) -> None:
         writes = [write for group in by_lane.values() for write in group]
         try:
             if self._dead is not None:
@@ -232,7 +225,7 @@ class Writer:
             for write in writes:
                 write.error = write.error or dead
             if self._dead is None:
-                self._dead = dead
+                self._dead = self.closed = dead
                 log.error("the run store's writer failed", store=self.name, error=repr(error))
         for lane, group in by_lane.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there

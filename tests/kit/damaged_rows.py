@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import engine.store.journal as journal
 from engine.schemas.trajectory import Outcome, Trajectory
-from engine.store.codec import EncodedTrajectory
+from engine.store.results import EncodedTrajectory
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from engine.runner.guarded import EpisodeGuard
 from engine.schemas.journal import JournalEntry
 from engine.schemas.trajectory import Trajectory
 from engine.store import RunHeader, RunStore, list_runs
-from engine.store.codec import EncodedTrajectory
+from engine.store.results import EncodedTrajectory
 
 MAX_COMMITS = 60
 PAID: dict[str, Any] = {"user": None, "tools": None, "machine": "single_turn", "rewards": ONE}

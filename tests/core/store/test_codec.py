@@ -30,7 +30,7 @@ from engine.schemas.journal import (
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall, ToolResult
 from engine.schemas.reward import RewardEvent
 from engine.schemas.trajectory import Branch, Failure, Outcome, Span, Trajectory
-from engine.store import codec
+from engine.store import codec, results
 
 
 def through(record: Record, at: float = 1.5, seconds: float = 0.25) -> JournalEntry:
@@ -141,13 +141,13 @@ def test_trajectories_have_the_bytes_that_pydantic_writes(fact: Any, argument: A
     columns = {
         field.name: getattr(made, field.name) for field in fields(made) if field.name not in ("branches", "postings")
     }
-    assert codec.encode_trajectory(made).trajectory == codec.json_of(columns)
+    assert results.encode_trajectory(made).trajectory == codec.json_of(columns)
 
 
 def test_what_json_cannot_represent_in_a_trajectory_is_refused() -> None:
     for fact in (object(), "\ud800"):
         with pytest.raises(SpecCodeError, match="cannot be stored"):
-            codec.encode_trajectory(make_trajectory(facts={"x": fact}))
+            results.encode_trajectory(make_trajectory(facts={"x": fact}))
 
 
 def test_numpy_values_in_facts_become_plain_numbers() -> None:
@@ -191,7 +191,7 @@ def test_a_branch_returns_equal_though_its_mask_and_turns_are_derived(kinds: lis
             "turn_ids": [span.turn for span in made for _ in range(span.end - span.start)],
         }
     )
-    back = codec.read_branch(codec._write_branch(branch, "t/0"))
+    back = results.read_branch(results._write_branch(branch, "t/0"))
     assert (back.index, back.reason, back.spans) == (branch.index, branch.reason, branch.spans)
     for name in ("input_ids", "loss_mask", "logprobs", "weight_versions", "turn_ids"):
         array, expected = getattr(back, name), getattr(branch, name)
@@ -224,7 +224,7 @@ def test_a_branch_whose_mask_is_not_its_spans_is_refused() -> None:
         branches=[branch],
     )
     with pytest.raises(StoreError, match="t/0: the arrays of branch 0 are not those of its spans"):
-        codec.encode_trajectory(trajectory)
+        results.encode_trajectory(trajectory)
 
 
 def test_messages_with_images_return_equal() -> None:

@@ -28,7 +28,7 @@ from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.reward import RewardEvent
 from engine.schemas.sections import open_union
 from engine.schemas.trajectory import Branch, Span, Trajectory
-from engine.store import RunStore, codec
+from engine.store import RunStore, codec, results
 from engine.store.scores import EpisodeScore, read_score
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -196,16 +196,16 @@ def test_every_record_is_stored_and_read_back_as_the_same(record: Any, data: Any
 @settings(deadline=None, max_examples=12)
 @given(made=structs(Trajectory))
 def test_every_trajectory_is_stored_and_read_back_as_the_same(made: Trajectory) -> None:
-    written = codec.encode_trajectory(made)
+    written = results.encode_trajectory(made)
     beside_rows = {name: getattr(made, name) for name in _fields(Trajectory) if name not in ("branches", "postings")}
     assert written.trajectory == codec.json_of(beside_rows)
-    again = codec.read_trajectory(
+    again = results.with_rows(
         written.trajectory,
-        [codec.read_branch(row) for row in written.branches],
-        [codec.read_posting(row) for row in written.postings],
+        [results.read_branch(row) for row in written.branches],
+        [results.read_posting(row) for row in written.postings],
     )
     check(again)
-    assert codec.encode_trajectory(again) == written
+    assert results.encode_trajectory(again) == written
     assert again.json() == made.json()
 
 
@@ -224,13 +224,13 @@ hostile = (
 @settings(deadline=None, max_examples=examples(100))
 @given(data=st.data())
 def test_stored_bytes_of_another_form_are_refused_by_the_name_of_their_record(data: Any) -> None:
-    written = codec.encode_trajectory(data.draw(structs(Trajectory)))
+    written = results.encode_trajectory(data.draw(structs(Trajectory)))
     rows: list[tuple[Any, Any, str]] = [
         (codec.read_entry, codec.entry_row(data.draw(structs(JournalEntry))), r"journal entry .* \(`.*`\)"),
-        (lambda row: codec.read_trajectory(row[0], [], []), (written.trajectory,), "the trajectory"),
+        (lambda row: results.with_rows(row[0], [], []), (written.trajectory,), "the trajectory"),
         (lambda row: read_score(row[0]), (codec.json_of(data.draw(structs(EpisodeScore))),), "the score"),
-        *((codec.read_branch, row, "branch .*") for row in written.branches),
-        *((codec.read_posting, row, "posting .*") for row in written.postings),
+        *((results.read_branch, row, "branch .*") for row in written.branches),
+        *((results.read_posting, row, "posting .*") for row in written.postings),
     ]
     read, row, name = data.draw(st.sampled_from(rows))
     damaged = list(row)

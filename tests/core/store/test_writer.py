@@ -100,7 +100,7 @@ async def test_what_waits_to_be_written_is_bounded(
     monkeypatch.setattr(writer, "BOUND", 20_000)
     journals = await begun(store, maker, 100)
     lane = store._writer._lanes[asyncio.get_running_loop()]  # type: ignore[union-attr]
-    most, inner = 0, writer._Lane.put
+    most, inner = 0, writer.Lane.put
 
     def put(self: Any, write: Any, **options: Any) -> Any:
         nonlocal most
@@ -108,7 +108,7 @@ async def test_what_waits_to_be_written_is_bounded(
         most = max(most, self.weight)
         return write
 
-    monkeypatch.setattr(writer._Lane, "put", put)
+    monkeypatch.setattr(writer.Lane, "put", put)
     entries = [maker.entry(seq, tokens=256) for seq in range(6)]
 
     await asyncio.gather(*(write_entries(journal, *entries) for journal in journals))

@@ -22,7 +22,8 @@ from engine.errors import EngineError, RenderError
 from engine.schemas.generation import FinishReason, Generation, VersionSpan
 from engine.schemas.message import ToolCall
 from engine.schemas.model import ModelSpec
-from engine.store.codec import _write_branch, json_of
+from engine.store.codec import json_of
+from engine.store.results import _write_branch
 from engine.tokens.bridge.guard import BranchGuard, _Job
 from engine.tokens.bridge.guard_child import compare
 from engine.tokens.choosing import ARGUMENTS, AWKWARD, written

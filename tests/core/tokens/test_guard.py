@@ -21,7 +21,8 @@ from conversation_kit import generation, said, user
 from tokenizers import Tokenizer
 
 from engine.schemas.model import ModelSpec
-from engine.store.codec import _write_branch, json_of
+from engine.store.codec import json_of
+from engine.store.results import _write_branch
 from engine.tokens.bridge import guard as guard_module
 from engine.tokens.bridge.guard import BranchGuard, Difference, Finding, Unanswered
 from engine.tokens.bridge.guard_child import _tokenizer
