@@ -58,7 +58,7 @@ class Processes(Protocol):
         summary: bool,
         keep_going: bool,
     ) -> RunResult:
-        """Run a prepared run to its end; the arguments are those of `engine.cli.commands.run.drive`."""
+        """Run a prepared run to its end; the arguments are those of `engine.cli.run.drive`."""
 
     def episodes(self, store: RunStore, weights: ServerWeights | None, *, keep_going: bool) -> EpisodeRunner:
         """What runs single episodes of a training or a service.

@@ -90,7 +90,7 @@ async def drive_many(
     summary: bool = True,
     keep_going: bool = False,
 ) -> RunResult:
-    """Run a prepared run to its end with several drivers; the arguments are those of `engine.cli.commands.run.drive`."""
+    """Run a prepared run to its end with several drivers; the arguments are those of `engine.cli.run.drive`."""
     from engine.cli.reports.report import print_summary
     from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials

@@ -57,9 +57,9 @@ def evaluate(
     """
     import asyncio
 
-    from engine.cli.commands.run import print_stopped
     from engine.cli.console import make_console
     from engine.cli.reports.report import sources_table
+    from engine.cli.run import print_stopped
     from engine.errors import EngineError
     from engine.logs import configure_logging
 
@@ -170,7 +170,7 @@ async def _evaluate(
     quiet: bool,
     keep_going: bool,
 ) -> tuple[Path, Evaluation, RunResult]:
-    from engine.cli.commands.run import drive, prepare, print_stopped
+    from engine.cli.run import drive, prepare, print_stopped
     from engine.cli.stopping import interrupted
     from engine.errors import EngineError
     from engine.plugins.evaluation.measures import evaluate as measure

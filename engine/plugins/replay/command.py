@@ -86,8 +86,8 @@ async def _replay(run: str, episode: str | None, out: Path) -> tuple[list[Replay
 
 def _fork(run: str, out: Path, turn: int, salt: int) -> None:
     """Fork a run at a turn, and run the new run to its end."""
-    from engine.cli.commands.run import conclude
     from engine.cli.console import make_console
+    from engine.cli.run import conclude
     from engine.errors import EngineError
     from engine.plugins.replay.fork import fork
     from engine.store import RunStore, find_run

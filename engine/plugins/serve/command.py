@@ -59,8 +59,8 @@ def serve(
     Exit status: 130 after Ctrl-C; 143 after SIGTERM; 1 when the spec is invalid or an episode could not be finished; 2 when the command line is
     wrong or the port is in use; 3 when no server can be reached.
     """
-    from engine.cli.commands.run import prepare
     from engine.cli.console import make_console
+    from engine.cli.run import prepare
     from engine.errors import EngineError
     from engine.logs import configure_logging
     from engine.plugins.serve.options import TOKEN, ServeOptions

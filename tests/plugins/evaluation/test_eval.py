@@ -164,7 +164,7 @@ def test_a_score_is_shown(spec: Path) -> None:
 
 
 def test_a_critics_values_come_from_a_file(spec: Path) -> None:
-    from engine.cli.commands.run import run
+    from engine.cli.run import run
 
     assert call(run, spec, "-q", "--limit", "1", "--set", "rollout.samples_per_task=1").exit_code == 0
     (trajectory,) = trajectories_of(runs()[0])
