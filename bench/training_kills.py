@@ -291,7 +291,7 @@ def main() -> None:
     """Run and print the counts."""
     import transformers  # noqa: F401  (loaded before the forks)
 
-    import engine.cli.commands.train
+    import engine.cli.train
     import engine.train.trainer  # noqa: F401
 
     args = parse()

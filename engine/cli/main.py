@@ -104,9 +104,9 @@ def _register() -> None:
     from engine.cli.commands.explain import explain
     from engine.cli.commands.export import export
     from engine.cli.commands.plugins import plugins
-    from engine.cli.commands.train import train
     from engine.cli.options import with_options
     from engine.cli.run import run
+    from engine.cli.train import train
     from engine.cli.validate.command import validate
 
     for command in (validate, explain, run, train, with_options("export", export), plugins):
