@@ -102,8 +102,8 @@ _EXAMPLES = (
 
 def _register() -> None:
     from engine.cli.commands.explain import explain
-    from engine.cli.commands.export import export
     from engine.cli.commands.plugins import plugins
+    from engine.cli.export import export
     from engine.cli.options import with_options
     from engine.cli.run import run
     from engine.cli.train import train

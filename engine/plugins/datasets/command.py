@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.cli.commands.export import ExportFormat
+from engine.cli.export import ExportFormat
 from engine.terminal import echo
 
 

@@ -13,7 +13,7 @@ import typer
 from journals import write_result
 from typer.testing import CliRunner, Result
 
-from engine.cli.commands.export import export
+from engine.cli.export import export
 from engine.schemas.environment import Task
 from engine.schemas.generation import FinishReason
 from engine.schemas.reward import Posting

@@ -17,7 +17,7 @@ from recompute import apart
 from slow_cases import slow_but, slow_but_each
 from vision_code import FIRST, MACHINE, SECOND, THIRD
 
-from engine.cli.commands.export import export
+from engine.cli.export import export
 from engine.runner.replay import Replayer
 from engine.schemas.message import ImagePart
 from engine.spec.tasks import load_tasks

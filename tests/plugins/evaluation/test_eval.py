@@ -15,7 +15,7 @@ from installed_commands import needs_command
 from typer.testing import CliRunner, Result
 from written_specs import save_spec, scripted_spec
 
-from engine.cli.commands.export import export
+from engine.cli.export import export
 from engine.cli.main import app
 from engine.plugins.evaluation.command import evaluate
 from engine.plugins.replay.rescore_command import rescore
