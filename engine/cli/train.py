@@ -214,8 +214,8 @@ async def _train(
 ) -> TrainResult:
     import asyncio
 
-    from engine.cli.reports.train_panel import TrainPanel, shown
     from engine.cli.stopping import stop_on_signals
+    from engine.cli.train_panel import TrainPanel, shown
     from engine.train.setup import train_spec_of
     from engine.train.trainer import Trainer
 

@@ -14,7 +14,7 @@ from store_kit import make_trajectory
 
 from engine.cli.reports.progress import duration, endings, pauses, ticking
 from engine.cli.reports.report import Panel
-from engine.cli.reports.train_panel import TrainPanel
+from engine.cli.train_panel import TrainPanel
 from engine.runner import stats
 from engine.runner.stats import RunCounters, RunSummary
 from engine.schemas.trajectory import Failure, Outcome, Trajectory

@@ -7,7 +7,7 @@ import math
 
 from rich.console import Console
 
-from engine.cli.reports.train_panel import TrainPanel, shown, spark
+from engine.cli.train_panel import TrainPanel, shown, spark
 from engine.runner.stats import RunCounters
 
 VALUES = {
