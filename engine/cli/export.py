@@ -116,7 +116,7 @@ def export(
     code runs. A file that holds scenarios of the same spec gets one more.
     """
     from engine.cli.console import make_console
-    from engine.cli.reports.report import dropped_words, unchecked_warning
+    from engine.cli.run_report import dropped_words, unchecked_warning
     from engine.errors import EngineError
     from engine.logs import configure_logging
     from engine.store.find import find_run

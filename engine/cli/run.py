@@ -253,7 +253,7 @@ async def drive(
     import asyncio
 
     from engine.backends.registry import open_backend
-    from engine.cli.reports.report import print_summary
+    from engine.cli.run_report import print_summary
     from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
     from engine.runner.observers import RunObservers
@@ -326,7 +326,7 @@ async def _with_progress(runner: Runner, stop: asyncio.Event, console: Console, 
     from rich.live import Live as LiveDisplay
 
     from engine.cli.reports.progress import ticking
-    from engine.cli.reports.report import Panel
+    from engine.cli.run_report import Panel
 
     panel = Panel(runner.counters, runner.summary)
     if quiet:

@@ -122,7 +122,7 @@ def export_dataset(form: str, run: str, runs: Path, out: Path | None, given: Map
         given: The options of the command: `--content` -> its value.
     """
     from engine.cli.console import make_console
-    from engine.cli.reports.report import dropped_words
+    from engine.cli.run_report import dropped_words
     from engine.errors import EngineError
     from engine.plugins.datasets.contents import TABLES, Source
     from engine.plugins.datasets.tables import image_bytes, image_paths, write_table
@@ -175,7 +175,7 @@ def export_dataset(form: str, run: str, runs: Path, out: Path | None, given: Map
 def export_sft(run: str, runs: Path, out: Path | None, given: Mapping[str, Any]) -> None:
     """Write rows for supervised fine-tuning: one per branch, with ids, masks by turn and the messages that the model was shown."""
     from engine.cli.console import make_console
-    from engine.cli.reports.report import dropped_words
+    from engine.cli.run_report import dropped_words
     from engine.errors import EngineError
     from engine.plugins.datasets.sft_rows import SftSelection, sft_rows
     from engine.store.episode_filter import TURN_VARIABLES, EpisodeFilter

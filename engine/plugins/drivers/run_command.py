@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from engine.cli.reports.progress import duration
-from engine.cli.reports.report import Panel
+from engine.cli.run_report import Panel
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ async def drive_many(
     keep_going: bool = False,
 ) -> RunResult:
     """Run a prepared run to its end with several drivers; the arguments are those of `engine.cli.run.drive`."""
-    from engine.cli.reports.report import print_summary
+    from engine.cli.run_report import print_summary
     from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
     from engine.plugins.drivers.run import Fleet, run_drivers

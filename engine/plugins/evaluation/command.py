@@ -58,8 +58,8 @@ def evaluate(
     import asyncio
 
     from engine.cli.console import make_console
-    from engine.cli.reports.report import sources_table
     from engine.cli.run import print_stopped
+    from engine.cli.run_report import sources_table
     from engine.errors import EngineError
     from engine.logs import configure_logging
 

@@ -78,7 +78,7 @@ def _format_of(out: Path) -> str:
 def _counts(run: str, out: Path) -> Counter[tuple[str, str, str]]:
     from collections import Counter
 
-    from engine.cli.reports.report import dropped_words
+    from engine.cli.run_report import dropped_words
     from engine.store import RunStore, find_run
 
     with RunStore.open(find_run(run, out=out), readonly=True) as store:

@@ -66,7 +66,7 @@ def replay(
 
 
 async def _replay(run: str, episode: str | None, out: Path) -> tuple[list[Replayed], str]:
-    from engine.cli.reports.report import dropped_words
+    from engine.cli.run_report import dropped_words
     from engine.runner.replay import Replayer
     from engine.store import RunStore, find_run
     from engine.tokens.loading import load_format

@@ -54,7 +54,7 @@ def rescore(
 async def _rescore(
     run: str, path: Path, overrides: list[str], label: str, out: Path, replace: bool
 ) -> tuple[Rescored, Path, str]:
-    from engine.cli.reports.report import dropped_words
+    from engine.cli.run_report import dropped_words
     from engine.errors import StoreError
     from engine.plugins.replay.rescore import rescore as score
     from engine.spec.load import load_spec

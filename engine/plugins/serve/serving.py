@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.backends.registry import open_backend
 from engine.cli.reports.progress import ticking
-from engine.cli.reports.report import Panel, print_summary
+from engine.cli.run_report import Panel, print_summary
 from engine.cli.stopping import stop_on_signals
 from engine.plugins.agents.served import ServedPrograms
 from engine.plugins.agents.server import server_of_loop

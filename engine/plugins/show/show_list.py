@@ -223,7 +223,7 @@ def _foot(
     chosen: Selection,
     expression: str | None,
 ) -> None:
-    from engine.cli.reports.report import dropped_words
+    from engine.cli.run_report import dropped_words
 
     if page.total > chosen.limit:
         console.print(f"… and {page.total - chosen.limit} more: --limit {page.total} shows them")

@@ -13,7 +13,7 @@ from rich.console import Console
 from store_kit import make_trajectory
 
 from engine.cli.reports.progress import duration, endings, pauses, ticking
-from engine.cli.reports.report import Panel
+from engine.cli.run_report import Panel
 from engine.cli.train_panel import TrainPanel
 from engine.runner import stats
 from engine.runner.stats import RunCounters, RunSummary
