@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from engine import plugin
-from engine.cli.commands.export_credit import changed_credit, read_values
-from engine.cli.options import Imports, one_of, only_looks
+from engine.cli.options import Imports, RunsFolder, StoredRun, one_of, only_looks
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class ExportFormat:
 
 @only_looks
 def export(
-    run: Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")],
+    run: StoredRun,
     format: Annotated[
         str | None,
         one_of(
@@ -84,7 +83,7 @@ def export(
             "such as 'outcome.solved && turns.assistant <= 4'.",
         ),
     ] = None,
-    runs: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
+    runs: RunsFolder = Path("runs"),
     trainable_only: Annotated[
         bool, typer.Option("--trainable-only", help="Leave out rows that are not trainable.")
     ] = False,
@@ -153,10 +152,10 @@ def export(
             path = out or store.default_file(f"rows.{chosen}")
             rows = training_rows(
                 store,
-                credit=(method := changed_credit(store, score, credit or [])),
+                credit=(method := _changed_credit(store, score, credit or [])),
                 trainable_only=trainable_only,
                 score=score,
-                values=read_values(values) if values is not None else None,
+                values=_read_values(values) if values is not None else None,
                 keep=_filter(store, filter),
             )
             unchecked: list[int] = []
@@ -221,6 +220,63 @@ def _without_effect(
     if chosen == "scenario" and (out is None or given["--episode"] is None):
         return "--format scenario needs --episode ID and -o FILE.yaml; `engine show RUN` lists the episodes"
     return None
+
+
+def _changed_credit(store: RunReader, score: str | None, changes: list[str]) -> CreditSpec:
+    """Return the credit method of the run or the score, with changes; another `method` begins with its own defaults.
+
+    Raises:
+        StoreError: a change is not KEY=VALUE, or the method does not take it.
+    """
+    from pydantic import ValidationError
+
+    from engine.errors import StoreError
+    from engine.schemas.credit import CreditSpec, read_credit
+    from engine.spec.text.places import fields_by_key, tagged
+    from engine.store.rows.build import credit_of
+
+    values = credit_of(store, score).model_dump(by_alias=True)
+    given: dict[str, str] = {}
+    for change in changes:
+        key, equals, value = change.partition("=")
+        if not equals:
+            raise StoreError(f"--credit {change}: write KEY=VALUE, such as method=turn_return")
+        given[key] = value
+    model = tagged(CreditSpec, "method").get(given.get("method", values["method"]))
+    try:
+        kept = {key: value for key, value in values.items() if model is None or key in fields_by_key(model)}
+        return read_credit(kept | given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"][1:])) or "method"
+        keys = sorted(fields_by_key(model), key=lambda key: key != "method") if model is not None else []
+        known = f" (keys: {', '.join(keys)})" if keys else ""
+        raise StoreError(f"--credit {place}: {first['msg']}{known}") from None
+
+
+def _read_values(path: Path) -> dict[str, list[list[float]]]:
+    """Read a critic's values, by episode.
+
+    Raises:
+        StoreError: the file cannot be read, or a line has another form.
+    """
+    import orjson
+
+    from engine.errors import StoreError
+
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error}") from error
+    values: dict[str, list[list[float]]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            episode = orjson.loads(line)
+            values[str(episode["episode_id"])] = [[float(value) for value in turn] for turn in episode["values"]]
+        except (ValueError, KeyError, TypeError) as error:
+            form = '{"episode_id": "t/0", "values": [[0.1, 0.2], [0.3]]}'
+            raise StoreError(f"{path}:{number}: {error!r}; a line is {form}") from error
+    return values
 
 
 def _filter(store: RunReader, expression: str | None) -> Callable[[Trajectory], bool] | None:

@@ -13,7 +13,8 @@ import typer
 import typer.core
 
 from engine import plugin
-from engine.terminal import brief, echo
+from engine.cli.options import JsonLines, with_options
+from engine.terminal import brief, echo, echo_json
 
 # Torch reads this when it is imported. Threads that spin while they wait make a busy machine several times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -100,31 +101,56 @@ _EXAMPLES = (
 """Command lines in the help, and what they do. One of a plugin that is not installed is left out."""
 
 
+def plugins(
+    as_json: JsonLines = False,
+) -> None:
+    """List the plugins: name, package, version, what each adds, and why one cannot be used.
+
+    Exit status: 0, or 1 when a plugin cannot be used.
+    """
+    from engine.cli.console import make_console
+    from engine.cli.exits import ERROR
+
+    installed = plugin.installed()
+    if as_json:
+        for name in [*installed.plugins, *installed.broken]:
+            face = installed.plugins.get(name)
+            adds = {} if face is None else plugin.names_of(face)
+            package, broken = installed.packages.get(name), installed.broken.get(name)
+            echo_json({"name": name, "package": package, "adds": adds, "broken": broken}, indent=None)
+    else:
+        from rich.table import Table
+
+        table = Table("plugin", "package", "adds", box=None, pad_edge=False)
+        for name, face in installed.plugins.items():
+            names = plugin.names_of(face).items()
+            added = [f"{point} {', '.join(values)}" for point, values in names if point != "install"]
+            table.add_row(name, installed.packages[name], "\n".join([face.about, *added]))
+        for name, why in installed.broken.items():
+            table.add_row(name, installed.packages.get(name), f"cannot be used: {why}")
+        make_console().print(table)
+    if installed.broken:
+        raise typer.Exit(ERROR)
+
+
 def _register() -> None:
-    from engine.cli.commands.explain import explain
-    from engine.cli.commands.plugins import plugins
+    """Add the core's commands and those of plugins; `import NAME` goes into the group `import`, which is there if a plugin adds to it."""
     from engine.cli.export import export
-    from engine.cli.options import with_options
     from engine.cli.run import run
     from engine.cli.train import train
-    from engine.cli.validate.command import validate
+    from engine.cli.validate.command import explain, validate
 
-    for command in (validate, explain, run, train, with_options("export", export), plugins):
+    core = (validate, explain, run, train, with_options("export", export), plugins)
+    for command in core:
         app.command(command.__name__)(command)
-    _register_plugins()
-
-
-def _register_plugins() -> None:
-    """Add the commands of plugins; `import NAME` goes into the group `import`, which is there if a plugin adds to it."""
-    core = [command.name or "" for command in app.registered_commands]
     groups = {"": app}
-    for name, command in plugin.loaded("commands", core, check=_no_command).items():
+    for name, added in plugin.loaded("commands", [command.__name__ for command in core], check=_no_command).items():
         group, _, last = name.rpartition(" ")
         if group not in groups:
             groups[group] = typer.Typer(cls=_Commands, help=plugin.COMMAND_GROUPS[group], no_args_is_help=True)
             groups[group].callback()(lambda: None)  # or one command would be the group itself
             app.add_typer(groups[group], name=group)
-        groups[group].command(last)(command)
+        groups[group].command(last)(added)
     names = {command.name for command in app.registered_commands}
     examples = [f"  {line:45}{words}" for line, words in _EXAMPLES if line.split()[1] in names]
     app.info.help = "\n\n".join([_ABOUT, *examples])
@@ -139,7 +165,7 @@ _register()
 
 def main() -> None:
     """Entry point of the console script."""
-    from engine.cli.stopping import leave_hung_code_behind
+    from engine.cli.exits import leave_hung_code_behind
 
     sys.excepthook = _print_traceback
     try:

@@ -1,4 +1,4 @@
-"""Options of the commands that run episodes: one name, type and help text for each."""
+"""Arguments and options that several commands have: one name, type and help text for each."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from engine import plugin
 from engine.terminal import echo
 
 SpecPath = Annotated[Path | None, typer.Argument(help="The episode spec. With --resume the run's own spec is used.")]
+Spec = Annotated[Path, typer.Argument(help="The episode spec.")]
+StoredRun = Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")]
+RunsFolder = Annotated[Path, typer.Option(help="Folder in which runs are stored.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set rollout.seed=1")
 ]
@@ -22,6 +25,12 @@ Out = Annotated[Path | None, typer.Option(help="Folder in which runs are stored;
 Resume = Annotated[
     str | None, typer.Option(metavar="RUN", help="Continue this run: a folder, an id or its beginning, or `latest`.")
 ]
+KeepGoing = Annotated[
+    bool, typer.Option("--keep-going", help="Continue if the first 16 episodes all fail with one cause.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object per line, for programs.")]
 Imports = Annotated[
     list[str] | None,
     typer.Option(

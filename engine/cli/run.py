@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import ERROR, FAILED, wrong_usage
-from engine.cli.options import Limit, Out, Overrides, Resume, SpecPath
+from engine.cli.options import KeepGoing, Limit, Out, Overrides, Quiet, Resume, SpecPath
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -56,10 +56,8 @@ def run(
             "policy's. The old attempts are kept in the store."
         ),
     ] = None,
-    keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Continue if the first 16 episodes all fail with one cause.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only the summary.")] = False,
+    keep_going: KeepGoing = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run episodes, and store every token, reward and event.
 
@@ -103,7 +101,7 @@ def conclude(
     """Run a run to its end, print the result, and exit with its status."""
     import asyncio
 
-    from engine.cli.stopping import interrupted
+    from engine.cli.exits import interrupted
     from engine.errors import EngineError
 
     try:
@@ -253,8 +251,8 @@ async def drive(
     import asyncio
 
     from engine.backends.registry import open_backend
+    from engine.cli.exits import stop_on_signals
     from engine.cli.run_report import print_summary
-    from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
     from engine.runner.observers import RunObservers
     from engine.runner.overlong import fitting_tasks
@@ -325,8 +323,7 @@ async def drive(
 async def _with_progress(runner: Runner, stop: asyncio.Event, console: Console, *, quiet: bool) -> RunResult:
     from rich.live import Live as LiveDisplay
 
-    from engine.cli.reports.progress import ticking
-    from engine.cli.run_report import Panel
+    from engine.cli.run_report import Panel, ticking
 
     panel = Panel(runner.counters, runner.summary)
     if quiet:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import ERROR, FAILED, wrong_usage
+from engine.cli.options import KeepGoing, Quiet
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -58,10 +59,8 @@ def train(
         str | None,
         typer.Option(metavar="NAME", help="Name of the training's folder. Default: from the spec's name and the time."),
     ] = None,
-    keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Continue if the first 16 episodes all fail with one cause.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result, no progress.")] = False,
+    keep_going: KeepGoing = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train the spec's model on its own episodes, or with `train.kind: sft` on episodes that were exported.
 
@@ -214,7 +213,7 @@ async def _train(
 ) -> TrainResult:
     import asyncio
 
-    from engine.cli.stopping import stop_on_signals
+    from engine.cli.exits import stop_on_signals
     from engine.cli.train_panel import TrainPanel, shown
     from engine.train.setup import train_spec_of
     from engine.train.trainer import Trainer
@@ -245,7 +244,7 @@ async def _train(
 
 
 def _print_result(result: TrainResult, folder: Path, console: Console, seconds: float) -> None:
-    from engine.cli.stopping import interrupted
+    from engine.cli.exits import interrupted
 
     before, after = result.first.get("reward/mean"), result.last.get("reward/mean")
     if before is not None and after is not None:

@@ -1,10 +1,10 @@
-"""`engine validate`: all errors of a spec with their positions and fixes, and its worst-case cost."""
+"""`engine validate`: all errors of a spec with their positions and fixes, and its worst-case cost. `engine explain`: what a rule finds."""
 
 from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from engine.cli.options import Overrides
 from engine.cli.validate.report import UNREADABLE, Report, as_json, as_text
 from engine.spec.access import Access
 from engine.terminal import echo
@@ -71,9 +72,7 @@ def _looks_like_spec(file: Path, allowed: Sequence[Path]) -> bool:
 def validate(
     specs: Annotated[list[Path], typer.Argument(metavar="SPEC…", help="Specs, or folders of specs.")],
     format: Annotated[Format, typer.Option(help="Format of the findings.")] = Format.TEXT,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set limits.user_turns=2")
-    ] = None,
+    overrides: Overrides = None,
     worst: Annotated[
         bool,
         typer.Option("--worst-case", help="Show the maximum cost of an episode and of the run, and what bounds it."),
@@ -139,7 +138,7 @@ def validate(
         raise typer.Exit(UNREADABLE)
     if format is Format.TEXT:
         typer.echo(as_text(reports, notes=notes, worst=worst))
-    elif said := FORMATS[format](reports):
+    elif said := _written(format, reports):
         typer.echo(said)
     raise typer.Exit(max(report.status for report in reports))
 
@@ -156,22 +155,40 @@ def _collections_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _sarif(reports: Sequence[Report]) -> str:
-    from engine.cli.validate.sarif import as_sarif
+def _written(format: Format, reports: Sequence[Report]) -> str:
+    """Reports in a format for programs."""
+    if format is Format.JSON:
+        return as_json(reports)
+    from engine.cli.validate.sarif import as_github, as_sarif
 
-    return as_sarif(reports)
-
-
-def _github(reports: Sequence[Report]) -> str:
-    from engine.cli.validate.sarif import as_github
-
-    return as_github(reports)
+    return as_sarif(reports) if format is Format.SARIF else as_github(reports)
 
 
-FORMATS: Mapping[Format, Callable[[Sequence[Report]], str]] = {
-    Format.TEXT: as_text,
-    Format.JSON: as_json,
-    Format.SARIF: _sarif,
-    Format.GITHUB: _github,
-}
-"""The functions that write reports, by format."""
+def explain(
+    rule: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[ID]", help="A rule's id, such as `machine.unreachable`; by default all rules are listed."
+        ),
+    ] = None,
+) -> None:
+    """Print the page of a rule: what it finds, why, a bad example and a good one."""
+    from difflib import get_close_matches
+
+    from engine.validate.registry import page_ids, page_of
+
+    ids = page_ids()
+    if rule is None:
+        width = max(map(len, ids), default=0)
+        for name in ids:
+            page = page_of(name)
+            if page is not None:
+                echo(f"{name:<{width}}  {page.severity:<7}  {page.about}")
+        return
+    page = page_of(rule.strip().strip("[]`"))
+    if page is None:
+        near = get_close_matches(rule, ids, n=3, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ""
+        echo(f"there is no rule `{rule}`{hint} (`engine explain` lists them all)", err=True)
+        raise typer.Exit(UNREADABLE)
+    echo(page.text.rstrip())

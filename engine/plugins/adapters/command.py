@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import typer
-
+from engine.cli.options import JsonLines
 from engine.terminal import echo_json
 
 
 def envs(
-    as_json: bool = typer.Option(False, "--json", help="One JSON object a line, for programs."),
+    as_json: JsonLines = False,
 ) -> None:
     """List the adapters, environments, users, tools and scorers that a spec may name, and what each needs.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.cli.options import only_looks
+from engine.cli.options import RunsFolder, only_looks
 from engine.plugins.evaluation.command import EvalFormat
 from engine.terminal import echo, echo_json
 
@@ -28,7 +28,7 @@ def compare(
         str, typer.Argument(help="A run's or a training's folder, a run's id or the beginning of it, or `latest`.")
     ],
     second: Annotated[str, typer.Argument(help="The run that is compared with it.")],
-    out: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
+    out: RunsFolder = Path("runs"),
     format: Annotated[EvalFormat, typer.Option(help="Output format.")] = EvalFormat.TEXT,
 ) -> None:
     """Compare two runs, paired by task: the difference of the second run from the first, with a 95 % interval.

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from engine.cli.exits import ERROR
+from engine.cli.options import JsonLines, Overrides
 from engine.terminal import echo, echo_json
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("error", "red")}
@@ -17,11 +18,8 @@ def doctor(
     spec: Annotated[
         Path | None, typer.Argument(help="The spec to run here. Without it only the machine is checked.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set backend.launch.gpus=2"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line, for programs.")] = False,
+    overrides: Overrides = None,
+    as_json: JsonLines = False,
 ) -> None:
     """Check torch, CUDA, cuDNN, SGLang, ports, shared memory and disk, before a run.
 

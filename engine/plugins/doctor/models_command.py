@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import typer
-
+from engine.cli.options import JsonLines
 from engine.terminal import echo_json
 
 
 def models(
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object per line, for programs."),
+    as_json: JsonLines = False,
 ) -> None:
     """List the models of the catalogue, and which of them are in the cache.
 

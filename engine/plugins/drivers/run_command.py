@@ -11,8 +11,7 @@ import numpy as np
 from rich.console import Console, Group
 from rich.table import Table
 
-from engine.cli.reports.progress import duration
-from engine.cli.run_report import Panel
+from engine.cli.run_report import Panel, duration
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -91,8 +90,8 @@ async def drive_many(
     keep_going: bool = False,
 ) -> RunResult:
     """Run a prepared run to its end with several drivers; the arguments are those of `engine.cli.run.drive`."""
+    from engine.cli.exits import stop_on_signals
     from engine.cli.run_report import print_summary
-    from engine.cli.stopping import stop_on_signals
     from engine.masking import mask_credentials
     from engine.plugins.drivers.run import Fleet, run_drivers
     from engine.plugins.drivers.spec import DriversSpec
@@ -140,7 +139,7 @@ async def drive_many(
 async def _with_progress(work: Awaitable[ManyResult], fleet: Fleet, console: Console, *, quiet: bool) -> ManyResult:
     from rich.live import Live as LiveDisplay
 
-    from engine.cli.reports.progress import ticking
+    from engine.cli.run_report import ticking
 
     panel = DriversPanel(fleet)
     if quiet:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.cli.exits import ERROR, FAILED
-from engine.cli.options import Limit, Overrides
+from engine.cli.options import KeepGoing, Limit, Out, Overrides, Quiet, Spec
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class EvalFormat(StrEnum):
 
 
 def evaluate(
-    spec: Annotated[Path, typer.Argument(help="The episode spec.")],
+    spec: Spec,
     model: Annotated[
         str | None,
         typer.Option(
@@ -40,12 +40,10 @@ def evaluate(
     samples: Annotated[int | None, typer.Option(min=1, help="Episodes per task.")] = None,
     limit: Limit = None,
     overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option(help="Folder in which runs are stored.")] = None,
+    out: Out = None,
     format: Annotated[EvalFormat, typer.Option(help="Output format.")] = EvalFormat.TEXT,
-    keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="Continue if the first 16 episodes all fail with one cause.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
+    keep_going: KeepGoing = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run a spec to measure its policy: success by turn, pass@k, rewards by name, each with a 95 % interval.
 
@@ -170,8 +168,8 @@ async def _evaluate(
     quiet: bool,
     keep_going: bool,
 ) -> tuple[Path, Evaluation, RunResult]:
+    from engine.cli.exits import interrupted
     from engine.cli.run import drive, prepare, print_stopped
-    from engine.cli.stopping import interrupted
     from engine.errors import EngineError
     from engine.plugins.evaluation.measures import evaluate as measure
     from engine.store import RunStore

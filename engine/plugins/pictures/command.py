@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine import plugin
-from engine.cli.options import one_of
+from engine.cli.options import Overrides, Spec, one_of
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -16,14 +16,12 @@ if TYPE_CHECKING:
 
 
 def graph(
-    spec: Annotated[Path, typer.Argument(help="The episode spec.")],
+    spec: Spec,
     format: Annotated[
         str | None, one_of("graph_formats", ["mermaid"], "The default follows the suffix of --out, else mermaid.")
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write here instead of to the terminal.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value: --set machine=tools")
-    ] = None,
+    overrides: Overrides = None,
     run: Annotated[
         str | None, typer.Option(metavar="RUN", help="Show how often this run's episodes took each transition.")
     ] = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.cli.options import RunsFolder, StoredRun
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -14,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def replay(
-    run: Annotated[str, typer.Argument(help="The run: a folder, an id or its beginning, or `latest`.")],
+    run: StoredRun,
     episode: Annotated[str | None, typer.Argument(help="One episode; by default all finished ones.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
+    out: RunsFolder = Path("runs"),
     from_turn: Annotated[
         int | None,
         typer.Option(min=0, metavar="K", help="Fork: keep the entries before turn K, and sample again from there."),

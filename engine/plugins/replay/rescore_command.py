@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.cli.options import RunsFolder, StoredRun
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def rescore(
-    run: Annotated[str, typer.Argument(help="A run's folder, its id or the beginning of it, or `latest`.")],
+    run: StoredRun,
     spec: Annotated[Path, typer.Option("--spec", help="The spec whose `rewards` are used.")],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of that spec.")
     ] = None,
     label: Annotated[str | None, typer.Option(help="Label of the score; by default the spec file's name.")] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Replace an existing score with this label.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
+    out: RunsFolder = Path("runs"),
 ) -> None:
     """Score stored episodes with another spec's rewards. No model is called: the rules are applied to the journals.
 

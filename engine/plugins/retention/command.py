@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import wrong_usage
-from engine.cli.options import only_looks
+from engine.cli.options import Json, RunsFolder, only_looks
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ def compact(
         bool | None, typer.Option("--trained/--no-trained", help="Keep groups that a step was trained on.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; say what would be dropped.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: RunsFolder = Path("runs"),
+    json: Json = False,
 ) -> None:
     """Drop tokens, messages and journals of a training's episodes, and shrink the file of its run store.
 

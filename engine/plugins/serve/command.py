@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from engine.cli.exits import ERROR, FAILED, wrong_usage
-from engine.cli.options import Limit, Out, Overrides, Resume, SpecPath
+from engine.cli.options import Limit, Out, Overrides, Quiet, Resume, SpecPath
 from engine.terminal import echo
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def serve(
     limit: Limit = None,
     out: Out = None,
     resume: Resume = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run episodes for programs in other processes.
 
@@ -118,7 +118,7 @@ def _serve(loaded: LoadedSpec, tasks: TaskList, store: RunStore, console: Consol
     """Serve until a signal, and exit."""
     import asyncio
 
-    from engine.cli.stopping import interrupted
+    from engine.cli.exits import interrupted
     from engine.errors import EngineError
     from engine.plugins.serve.serving import ServedRun
 

@@ -11,9 +11,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from engine.backends.registry import open_backend
-from engine.cli.reports.progress import ticking
-from engine.cli.run_report import Panel, print_summary
-from engine.cli.stopping import stop_on_signals
+from engine.cli.exits import stop_on_signals
+from engine.cli.run_report import Panel, print_summary, ticking
 from engine.plugins.agents.served import ServedPrograms
 from engine.plugins.agents.server import server_of_loop
 from engine.plugins.agents.spec import AgentSpec

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine.cli.exits import wrong_usage
-from engine.cli.options import Imports, only_looks
+from engine.cli.options import Imports, Json, RunsFolder, only_looks
 from engine.terminal import echo, echo_json
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def show(
     episode: Annotated[
         str | None, typer.Argument(help="An episode: TASK/SAMPLE, or TASK if it has one sample.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
+    out: RunsFolder = Path("runs"),
     filter: Annotated[
         str | None,
         typer.Option(
@@ -63,7 +63,7 @@ def show(
     score: Annotated[
         str | None, typer.Option(metavar="LABEL", help="Use the rewards of this score of `engine rescore`.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
     imports: Imports = None,
 ) -> None:
     """Show a stored run or training, also one that is still running.

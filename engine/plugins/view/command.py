@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from engine.cli.options import Imports, only_looks
+from engine.cli.options import Imports, RunsFolder, only_looks
 from engine.terminal import echo
 
 MOST_RUNS = 20
@@ -23,7 +23,7 @@ def view(
             help="Folders or ids of runs and trainings, the beginning of an id, or `latest`. Default: the newest 20 of --out.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder in which runs are stored.")] = Path("runs"),
+    out: RunsFolder = Path("runs"),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1; 0: a free one.")] = 0,
     browser: Annotated[bool, typer.Option("--open", help="Open the address in the browser.")] = False,
     export: Annotated[

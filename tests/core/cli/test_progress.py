@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 from store_kit import make_trajectory
 
-from engine.cli.reports.progress import duration, endings, pauses, ticking
-from engine.cli.run_report import Panel
+from engine.cli.run_report import Panel, duration, endings, pauses, ticking
 from engine.cli.train_panel import TrainPanel
 from engine.runner import stats
 from engine.runner.stats import RunCounters, RunSummary
@@ -128,7 +127,7 @@ def test_lines_come_soon_and_then_seldom() -> None:
 
 
 def test_a_line_is_said_while_other_code_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.cli.reports.progress._FIRST", 0.001)
+    monkeypatch.setattr("engine.cli.run_report._FIRST", 0.001)
     said = Event()
     lines: list[str] = []
     with ticking(lambda: "here", lambda line: (lines.append(line), said.set())):

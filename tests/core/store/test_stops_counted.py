@@ -22,7 +22,7 @@ SERVER = """
 import asyncio, json, os, resource, signal, sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[1]]
-from engine.cli.stopping import leave_now
+from engine.cli.exits import leave_now
 from engine.store import RunStore
 from store_kit import make_header, make_task
 

@@ -1,1 +1,0 @@
-"""The commands of the core, one file each."""
