@@ -138,7 +138,7 @@ def validate(
         raise typer.Exit(UNREADABLE)
     if format is Format.TEXT:
         typer.echo(as_text(reports, notes=notes, worst=worst))
-    elif said := _written(format, reports):
+    elif said := written(format, reports):
         typer.echo(said)
     raise typer.Exit(max(report.status for report in reports))
 
@@ -155,13 +155,13 @@ def _collections_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _written(format: Format, reports: Sequence[Report]) -> str:
-    """Reports in a format for programs."""
-    if format is Format.JSON:
-        return as_json(reports)
-    from engine.cli.validate.sarif import as_github, as_sarif
+def written(format: Format, reports: Sequence[Report]) -> str:
+    """Reports in a format."""
+    if format in (Format.SARIF, Format.GITHUB):
+        from engine.cli.validate.sarif import as_github, as_sarif
 
-    return as_sarif(reports) if format is Format.SARIF else as_github(reports)
+        return as_sarif(reports) if format is Format.SARIF else as_github(reports)
+    return as_json(reports) if format is Format.JSON else as_text(reports)
 
 
 def explain(
