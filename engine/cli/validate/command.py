@@ -160,8 +160,8 @@ def written(format: Format, reports: Sequence[Report]) -> str:
     if format in (Format.SARIF, Format.GITHUB):
         from engine.cli.validate.sarif import as_github, as_sarif
 
-        return as_sarif(reports) if format is Format.SARIF else as_github(reports)
-    return as_json(reports) if format is Format.JSON else as_text(reports)
+        return as_sarif(reports) if format == Format.SARIF else as_github(reports)
+    return as_json(reports) if format == Format.JSON else as_text(reports)
 
 
 def explain(

@@ -11,12 +11,12 @@ from slow_cases import slow_after
 
 SCRIPT = """
 import asyncio, sys, time
-from engine.cli import stopping
+from engine.cli import exits
 
-stopping.GRACE_SECONDS = float(sys.argv[1])
+exits.GRACE_SECONDS = float(sys.argv[1])
 
 async def main():
-    with stopping.stop_on_signals(asyncio.Event(), "To finish it: resume"):
+    with exits.stop_on_signals(asyncio.Event(), "To finish it: resume"):
         print("ready", flush=True)
         while True:
             time.sleep(0.05)
