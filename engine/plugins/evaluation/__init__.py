@@ -1,7 +1,7 @@
 """Evaluations: success by turn, pass@k and rewards, with intervals: `engine eval`, `train.eval`.
 
 spec.py        the section `train.eval`
-command.py     `engine eval`
+command.py     `engine eval`; trained_model.py: the model that a training produced, with an adapter merged in
 measures.py    the measures of finished episodes; intervals.py: their 95 % intervals
 training.py    evaluations during a training
 spec_facts.py  what the section means for other parts of a spec

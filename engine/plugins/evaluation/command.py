@@ -137,8 +137,8 @@ def _other_model(console: Console, spec: Path, changes: list[str], model: str) -
     if not given.is_dir():
         return model
     from engine.backends.registry import runtime_class
+    from engine.plugins.evaluation.trained_model import trained_model
     from engine.spec.load import load_spec
-    from engine.train.merge import trained_model
 
     loaded = load_spec(spec, changes)
     own = loaded.spec.model

@@ -18,7 +18,7 @@ from written_specs import save_spec
 from engine.cli.main import app as main
 from engine.errors import TrainError
 from engine.plugins.evaluation.command import evaluate
-from engine.train.merge import merged, trained_model
+from engine.plugins.evaluation.trained_model import merged, trained_model
 
 
 @pytest.fixture(autouse=True)
