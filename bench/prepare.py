@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.plugins.sft.row_facts import facts_of, open_rows
 from engine.preparing.processes import default_processes
-from engine.runner.prompt_lengths import PromptLengths
+from engine.runner.overlong import PromptLengths
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.tokens.loading import load_format

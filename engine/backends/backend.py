@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.errors import BackendError
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
@@ -131,24 +130,3 @@ class SlotSampler:
             backend.generate_in_slot, slots=slots
         )
         """See `Backend.generate`."""
-
-
-def refuse_parameters(declared: BackendBase, sampling: SamplingParams) -> None:
-    """Refuse sampling parameters that a kind of backend does not have.
-
-    Raises:
-        BackendError: Kind `unsupported_parameter`; the message names all of them.
-    """
-    if sampling.temperature > declared.max_temperature and "temperature" not in declared.lacking:
-        raise BackendError(
-            f"`sampling.temperature` is {sampling.temperature:g}; the {declared.kind_name()} backend takes at most "
-            f"{declared.max_temperature:g}",
-            kind="unsupported_parameter",
-        )
-    given = declared.unsupported(sampling)
-    if given:
-        names = ", ".join(f"`sampling.{name}`" for name in given)
-        raise BackendError(
-            f"the {declared.kind_name()} backend does not support {names}: leave it out, or use `backend: {{kind: sglang}}`",
-            kind="unsupported_parameter",
-        )

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import replace
 
-from engine.backends.backend import Backend, refuse_parameters
+from engine.backends.backend import Backend
+from engine.backends.registry import refuse_parameters
 from engine.backends.stops import StopStrings
 from engine.errors import BackendError, ContextOverflow, RenderError
 from engine.schemas.backend import ScriptedBackendSpec

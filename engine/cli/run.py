@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from engine.runner.runner import Runner, RunResult
+    from engine.runner.runner import Runner
+    from engine.runner.stats import RunResult
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList

@@ -37,7 +37,7 @@ from engine.runner.task_order import ConsumedGroups, TaskOrder
 from engine.schemas.base import Struct
 
 if TYPE_CHECKING:
-    from engine.runner.runner import EpisodeRunner
+    from engine.runner.processes import EpisodeRunner
     from engine.schemas.environment import Task
     from engine.schemas.train import TrainSpec
     from engine.schemas.trajectory import Trajectory

@@ -14,8 +14,7 @@ from engine.plugin import Hook
 from engine.schemas.sections import written
 
 if TYPE_CHECKING:
-    from engine.runner.runner import RunResult
-    from engine.runner.stats import RunCounters, RunSummary
+    from engine.runner.stats import RunCounters, RunResult, RunSummary
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore

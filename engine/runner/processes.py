@@ -6,6 +6,7 @@ Invariant: a spec that asks for several processes is driven by them or refused; 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import SpecError
@@ -20,11 +21,31 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.backends.weight_target import ServerWeights
-    from engine.runner.runner import EpisodeRunner, RunResult
+    from engine.runner.stats import RunCounters, RunResult, RunSummary
+    from engine.schemas.environment import Task
+    from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
     from engine.spec.text.diagnostic import DataPath
     from engine.store.store import RunStore
+
+
+class EpisodeRunner(Protocol):
+    """Runs single episodes: a `Runner`, or what gives them to runners in other processes."""
+
+    counters: RunCounters
+    summary: RunSummary
+    faults: list[str]
+    """Episodes that could not be finished because of an error in the engine, and why."""
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Start what episodes need, and close it when the block ends."""
+
+    async def episode(self, task: Task, sample: int, attempt: int = 0) -> Trajectory | None:
+        """See `Runner.episode`."""
+
+    def count(self, trajectory: Trajectory) -> None:
+        """See `Runner.count`."""
 
 
 class Processes(Protocol):

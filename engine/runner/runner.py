@@ -13,12 +13,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -38,8 +37,8 @@ from engine.runner.failure_causes import Causes, Verdict, places
 from engine.runner.guarded import EpisodeGuard
 from engine.runner.observers import episode_observers
 from engine.runner.processes import refuse_many
-from engine.runner.source import EpisodeSource, InOrder, unfinished_episodes
-from engine.runner.stats import RunCounters, RunSummary
+from engine.runner.source import EpisodeSource, InOrder, rare_collections, run_workers, unfinished_episodes
+from engine.runner.stats import RunCounters, RunResult, RunSummary
 from engine.storable import words_of
 from engine.store.images import stored_images
 from engine.store.reading import never_built, until_end
@@ -66,37 +65,6 @@ log = structlog.get_logger(__name__)
 
 MAX_LOSSES = 12
 """How often an episode is resumed because other code blocked the event loop that its objects were bound to."""
-
-
-@dataclass(slots=True)
-class RunResult:
-    """The outcome of a run."""
-
-    summary: RunSummary
-    interrupted: bool = False
-    """Whether the run was cancelled, so that some episodes are not done."""
-    faults: list[str] = field(default_factory=list)
-    """Episodes that could not be finished because of an error in the engine."""
-    stopped: EngineError | None = None
-    """Why the run stopped by itself: no server for too long, or all first episodes failed with one cause."""
-
-
-class EpisodeRunner(Protocol):
-    """Runs single episodes: a `Runner`, or what gives them to runners in other processes."""
-
-    counters: RunCounters
-    summary: RunSummary
-    faults: list[str]
-    """Episodes that could not be finished because of an error in the engine, and why."""
-
-    def serving(self) -> AbstractAsyncContextManager[None]:
-        """Start what episodes need, and close it when the block ends."""
-
-    async def episode(self, task: Task, sample: int, attempt: int = 0) -> Trajectory | None:
-        """See `Runner.episode`."""
-
-    def count(self, trajectory: Trajectory) -> None:
-        """See `Runner.count`."""
 
 
 @dataclass(slots=True)
@@ -132,8 +100,8 @@ class Runner:
         loaded: The spec.
         tasks: Every task of the run, in order.
         format: The chat format, shared by all episodes.
-        backend: The started backend; the caller closes it.
-        store: The store, open for writing; the caller closes it.
+        backend: The started backend; the caller closes it, as the store.
+        store: The store, open for writing.
         keep_going: Do not stop if all first episodes fail with one cause.
         training: The weights of the policy change while episodes run.
         folder: The folder of the training that these episodes are part of. Default: that of the store.
@@ -204,37 +172,32 @@ class Runner:
         """After the run: counts of the backends of services, such as those of model-played users and judges."""
 
     async def run(self, source: EpisodeSource | None = None, stop: asyncio.Event | None = None) -> RunResult:
-        """Run the episodes that `source` gives. Setting `stop` ends the run early and cleanly.
-
-        The summary has those that are in the store already. After a run that stops by itself (`RunResult.stopped`), a resume runs the
-        unfinished episodes.
+        """Run the episodes that `source` gives. The summary has those that are in the store already.
 
         Args:
             source: Gives the episodes. None: those of the run's tasks that are not finished in the store.
-            stop: Ends the run.
+            stop: Setting it ends the run early and cleanly.
 
         Raises:
             EngineError: a model that plays a user or judges is not available.
             StoreError: a record cannot be stored.
         """
         async with self.serving():
+            samples = self.spec.rollout.samples_per_task
             if source is None:
-                await self._store.plan(self.tasks, self.spec.rollout.samples_per_task)
+                await self._store.plan(self.tasks, samples)
             for trajectory in self._store.trajectories():
                 self.summary.add(trajectory)
             self.counters.before = self.summary.episodes
-            episodes = source or self._unfinished()
+            episodes = source or InOrder(
+                unfinished_episodes(self.tasks, samples, self._store.finished(), self._isolation)
+            )
             alive = self.spec.rollout.live_episodes or 2 * self.spec.rollout.concurrency
             stops = [self._halt] if stop is None else [stop, self._halt]
             await run_workers(lambda: self._run_next(episodes), min(alive, self.counters.total or 1), stops)
         unfinished = source is not None or self.summary.episodes < self.counters.total
         interrupted = stop is not None and stop.is_set() and unfinished
         return RunResult(self.summary, interrupted, self.faults, self._stopped)
-
-    def _unfinished(self) -> EpisodeSource:
-        """The episodes of the run's tasks that are not finished in the store."""
-        samples = self.spec.rollout.samples_per_task
-        return InOrder(unfinished_episodes(self.tasks, samples, self._store.finished(), self._isolation))
 
     async def _run_next(self, source: EpisodeSource) -> None:
         """Run one episode after another, until none is left."""
@@ -303,15 +266,11 @@ class Runner:
         return _Attempt(task, sample, journal, alone, given_up)
 
     async def _open(self, attempt: _Attempt) -> tuple[Episode, EpisodeObjects, bool]:
-        """Build an episode and its objects, and bring it to the end of its journal.
-
-        Returns:
-            The episode, its objects, and whether it has ended, so that only its result is still to be written.
+        """Build an episode and its objects, and bring it to the end of its journal. The bool: only its result is still to be written.
 
         Raises:
             RestartNeededError: the journal cannot be resumed; the episode must begin anew.
             LoopReplacedError: other code blocked the loop of its objects; it can be resumed from its journal.
-            ReplayError: the episode has ended, but cannot be rebuilt.
         """
         journal, builder = attempt.journal, self._object_builder
         entries = until_end(journal.entries)
@@ -350,10 +309,8 @@ class Runner:
     async def _prepare_another(self, attempt: _Attempt, error: RestartNeededError | LoopReplacedError) -> None:
         """Prepare another attempt: from the journal if other code blocked the event loop of the episode's objects, else anew.
 
-        An episode that cannot be restored after such a loss, or that loses its loop `MAX_LOSSES` times, fails instead.
-
-        Raises:
-            ReplayError: there is no other attempt.
+        An episode that cannot be restored after such a loss, or that loses its loop `MAX_LOSSES` times, fails instead. Raises the error
+        where there is no other attempt.
         """
         if attempt.last:
             raise error
@@ -452,59 +409,3 @@ def _of_objects(error: EngineError, entries: Sequence[JournalEntry], *, ended: b
     if entries:
         raise RestartNeededError(f"its environment, tools or user can no longer be built: {error}") from error
     return error
-
-
-async def run_workers(
-    work: Callable[[], Coroutine[Any, Any, None]], count: int, stops: Sequence[asyncio.Event]
-) -> None:
-    """Run `work` in a number of tasks until all of them have ended. An event of `stops` cancels them.
-
-    Args:
-        work: Called once for each task.
-        count: Number of tasks.
-        stops: Events that end the work early.
-
-    Raises:
-        BaseException: the first error of a task, after all of them have ended; a cancellation by `stops` is none.
-    """
-    workers = [asyncio.create_task(work(), name=f"episodes-{n}") for n in range(count)]
-    watchers = [asyncio.create_task(_cancel_on(event, workers)) for event in stops]
-    try:
-        finished = await asyncio.gather(*workers, return_exceptions=True)
-    except asyncio.CancelledError:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
-        raise
-    finally:
-        for watcher in watchers:
-            watcher.cancel()
-    for fault in finished:
-        if isinstance(fault, BaseException) and not isinstance(fault, asyncio.CancelledError):
-            raise fault
-
-
-async def _cancel_on(event: asyncio.Event, workers: Sequence[asyncio.Task[None]]) -> None:
-    await event.wait()
-    for worker in workers:
-        worker.cancel()
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Collect garbage rarely while many episodes are running.
-
-    An episode's objects are freed by their reference counts. The cyclic collector only visits the live ones, at a cost that
-    grows with their number. Objects that the caller has frozen stay frozen: nothing else is frozen then.
-    """
-    before = gc.get_threshold()
-    frozen_by_caller = gc.get_freeze_count() > 1_000  # Python 3.12 freezes a few hundred when it starts
-    if not frozen_by_caller:
-        gc.freeze()
-    gc.set_threshold(50_000, 50, 1_000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        if not frozen_by_caller:
-            gc.unfreeze()

@@ -19,6 +19,7 @@ from engine.schemas.trajectory import Outcome, Trajectory
 
 if TYPE_CHECKING:
     from engine.backends.http.outage import Outage
+    from engine.errors import EngineError
 
 _GENERATE = frozenset(ACTIONS["generate"].events or ())
 
@@ -268,3 +269,16 @@ class RunSummary:
     def mean_reward(self) -> float:
         """Mean over episodes of the sum of an episode's rewards; 0 before the first."""
         return self.reward / self.episodes if self.episodes else 0.0
+
+
+@dataclass(slots=True)
+class RunResult:
+    """The outcome of a run."""
+
+    summary: RunSummary
+    interrupted: bool = False
+    """Whether the run was cancelled, so that some episodes are not done."""
+    faults: list[str] = field(default_factory=list)
+    """Episodes that could not be finished because of an error in the engine."""
+    stopped: EngineError | None = None
+    """Why the run stopped by itself: no server for too long, or all first episodes failed with one cause."""

@@ -18,8 +18,8 @@ import structlog
 from engine.backends.weight_target import weight_target
 from engine.runner.groups import GroupRunner, GroupSchedule
 from engine.runner.overlong import fitting_tasks
-from engine.runner.processes import processes_of
-from engine.runner.runner import EpisodeRunner, Runner
+from engine.runner.processes import EpisodeRunner, processes_of
+from engine.runner.runner import Runner
 from engine.runner.task_order import TaskOrder
 from engine.schemas.journal import GenerationRecord
 from engine.spec.tasks import load_tasks

@@ -16,10 +16,11 @@ import msgspec
 import numpy as np
 import structlog
 
-from engine.backends.backend import Backend, refuse_parameters
+from engine.backends.backend import Backend
 from engine.backends.http.client import HttpClient, key_headers, read_key
 from engine.backends.http.outage import Outage, Tries
 from engine.backends.http.reply import UNAVAILABLE, HttpFailure, HttpReply, refusal
+from engine.backends.registry import refuse_parameters
 from engine.deadline import Deadlines
 from engine.errors import BackendError, OutageError
 from engine.plugins.chat_apis.budget import Budget, Usage

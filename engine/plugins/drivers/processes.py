@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from engine.backends.weight_target import ServerWeights
     from engine.plugins.drivers.driver_runner import DriverRunner
-    from engine.runner.runner import RunResult
+    from engine.runner.stats import RunResult
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
     from engine.spec.text.diagnostic import DataPath

@@ -20,8 +20,7 @@ from engine.plugins.drivers.leases import FILE, Leases
 from engine.plugins.drivers.session import STORES, Done, Report, Setup
 from engine.plugins.drivers.spec import DriversSpec
 from engine.runner.failure_causes import Causes, places
-from engine.runner.runner import RunResult
-from engine.runner.stats import RunCounters, RunSummary
+from engine.runner.stats import RunCounters, RunResult, RunSummary
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from engine.plugins.drivers.run import Fleet, ManyResult
-    from engine.runner.runner import RunResult
+    from engine.runner.stats import RunResult
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
     from engine.store.store import RunStore

@@ -24,8 +24,8 @@ from engine.schemas.base import Contract, Struct
 from engine.schemas.sections import SectionOwner
 
 if TYPE_CHECKING:
-    from engine.runner.runner import Runner, RunResult
-    from engine.runner.stats import RunCounters, RunSummary
+    from engine.runner.runner import Runner
+    from engine.runner.stats import RunCounters, RunResult, RunSummary
     from engine.schemas.episode import EpisodeSpec
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.plugins.evaluation.measures import Estimate, Evaluation
-    from engine.runner.runner import RunResult
+    from engine.runner.stats import RunResult
 
 
 class EvalFormat(StrEnum):

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.backend import Backend, refuse_parameters
+from engine.backends.backend import Backend
+from engine.backends.registry import refuse_parameters
 from engine.backends.stops import StopStrings
 from engine.errors import BackendError
 from engine.plugins.local.requests import tokens_to_sample

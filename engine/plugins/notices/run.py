@@ -10,8 +10,7 @@ from engine.plugins.notices.spec import NotifySpec
 from engine.plugins.notices.watch import Watch
 
 if TYPE_CHECKING:
-    from engine.runner.runner import RunResult
-    from engine.runner.stats import RunCounters, RunSummary
+    from engine.runner.stats import RunCounters, RunResult, RunSummary
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine.backends.backend import Backend
     from engine.plugins.serve.request_log import RequestLog, TakenRequest
     from engine.runner.batch import Group
-    from engine.runner.runner import EpisodeRunner
+    from engine.runner.processes import EpisodeRunner
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec

@@ -29,7 +29,7 @@ from engine.validate.trainers import TrainerError, trainer_of
 if TYPE_CHECKING:
     from engine.backends.backend import Backend
     from engine.runner.groups import GroupRunner
-    from engine.runner.runner import EpisodeRunner
+    from engine.runner.processes import EpisodeRunner
     from engine.schemas.environment import Task
     from engine.spec.load import LoadedSpec
     from engine.store.reader import RunReader

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.plugins.serve.options import ServeOptions
-    from engine.runner.runner import EpisodeRunner
+    from engine.runner.processes import EpisodeRunner
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
     from engine.store.store import RunStore
