@@ -1,1 +1,1 @@
-"""Simulated users that ship with the engine. See docs/users.md."""
+"""Simulated users that ship with the engine. See docs/environments.md."""

@@ -38,15 +38,10 @@ def test_the_guide_prints_whole_files(folder: Path) -> None:
         "desk.py",
         "guess.py",
         "guess.yaml",
-        "openenv_world.py",
         "reader.py",
         "reader.yaml",
-        "skyrl_gsm8k.yaml",
-        "slime_geo3k.yaml",
         "vault.py",
         "vault.yaml",
-        "verifiers_env.yaml",
-        "verl_gsm8k.yaml",
     ]
 
 

@@ -311,7 +311,7 @@ async def test_a_damaged_episode_is_listed_and_named(tmp_path: Path) -> None:
 
 
 def test_the_page_about_show_has_every_sort_key_and_every_variable_of_runs() -> None:
-    page = (Path(__file__).parents[3] / "docs/show.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/looking.md").read_text()
     for name in SORTS:
         assert f"`{name}`" in page
     for name, member in RUN.fields.items():
