@@ -136,7 +136,7 @@ def print_stopped(result: RunResult, folder: Path) -> None:
     from engine.cli.console import make_console
     from engine.errors import FailingError
     from engine.runner.failure_causes import with_trace
-    from engine.store.elsewhere import is_divided
+    from engine.store.find import is_divided
 
     stopped, summary = result.stopped, result.summary
     if stopped is None and not summary.backend_failed and not summary.all_failed:
@@ -210,7 +210,7 @@ def _changed(loaded: LoadedSpec, overrides: list[str], console: Console) -> Load
     """The spec of a resumed run, with changed values. Raises: SpecError, StoreError: they cannot be changed."""
     from engine.errors import StoreError
     from engine.spec.load import override_spec
-    from engine.store.changes import changes_of, resumable_keys
+    from engine.store.header import changes_of, resumable_keys
     from engine.validate import refuse_errors
 
     if not overrides:

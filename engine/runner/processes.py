@@ -13,7 +13,7 @@ from engine.errors import SpecError
 from engine.plugin import Hook
 from engine.schemas.sections import written
 from engine.spec.text.diagnostic import Diagnostic
-from engine.store.elsewhere import is_divided
+from engine.store.find import is_divided
 
 if TYPE_CHECKING:
     from pathlib import Path

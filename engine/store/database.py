@@ -19,7 +19,6 @@ from typing import Any
 from urllib.parse import quote
 
 from engine.errors import StoreError
-from engine.store import crashes
 from engine.store.ended import FILE as ENDED
 from engine.store.ended import noted
 from engine.store.private import private_file
@@ -82,6 +81,8 @@ CREATE TABLE scores (
 CREATE TABLE scored (
     label TEXT NOT NULL REFERENCES scores (label), episode INTEGER NOT NULL REFERENCES episodes (number),
     score TEXT NOT NULL, PRIMARY KEY (label, episode)) WITHOUT ROWID;
+CREATE TABLE crash_counts (
+    episode INTEGER PRIMARY KEY REFERENCES episodes (number), crashes INTEGER NOT NULL, running INTEGER NOT NULL);
 """
 
 COLUMNS = {"journal": 11, "branches": 8, "postings": 13}
@@ -102,7 +103,7 @@ def create_tables(path: Path) -> None:
             connection.execute(f"PRAGMA page_size = {_PAGE}")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(
-                f"BEGIN;{_TABLES}{crashes.TABLE}PRAGMA application_id = {APPLICATION_ID};PRAGMA user_version = {SCHEMA_VERSION};COMMIT;"
+                f"BEGIN;{_TABLES}PRAGMA application_id = {APPLICATION_ID};PRAGMA user_version = {SCHEMA_VERSION};COMMIT;"
             )
         finally:
             connection.close()

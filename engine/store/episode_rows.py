@@ -1,6 +1,11 @@
 """What happens to an episode (planned, begun, begun again, finished) -> the SQL statements of one commit.
 
 Each function runs inside one commit of the writer (`engine.store.writer`).
+
+The table `crash_counts` says how often an episode was running when the engine died. It has a row from an episode's beginning to its end,
+marked as running while a process drives the episode. A run that is closed normally clears the marks, so a mark that is there when the run
+is opened means a crash: of the machine, by `kill -9`, or of the engine by the code of this episode. A process that stops on purpose but
+cannot write into the store (a full disk, an immediate exit) marks the lock file instead (`RunLock.mark_stopped`).
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import StoreError
 from engine.storable import stored_fields
-from engine.store import codec, crashes, database
+from engine.store import codec, database
 from engine.store.ended import Ended
 from engine.store.reading import ENTRY, journal_rows
 from engine.store.upkeep import dropped
@@ -73,7 +78,7 @@ def begin(
             (episode_id, task.id, task.index, sample_index, seed, first, time.time()),
         ).lastrowid
         assert number is not None
-        crashes.mark_running(connection, number)
+        mark_running(connection, number)
         return number, first, []
     number, attempt, status, started = row
     if dropped.forget(connection, number):  # it is sampled again, after a training went back to an older checkpoint
@@ -88,7 +93,7 @@ def begin(
         "UPDATE episodes SET status = 'running', started = ?, seed = coalesce(?, seed) WHERE number = ?",
         (started or time.time(), seed, number),
     )
-    crashes.mark_running(connection, number)
+    mark_running(connection, number)
     return number, attempt, journal_rows(connection, number, attempt)
 
 
@@ -138,7 +143,7 @@ def finish(
         StoreError: part of the journal is missing.
     """
     database.insert(connection, "journal", last)
-    crashes.mark_done(connection, number)
+    mark_done(connection, number)
     count = connection.execute(
         "SELECT count(*) FROM journal WHERE episode = ? AND attempt = ?", (number, attempt)
     ).fetchone()[0]
@@ -183,3 +188,45 @@ def _same_task(connection: sqlite3.Connection, task: Task, fields: str) -> None:
             f"task `{task.id}` is not what it was when this run began: its row or its position has changed. "
             "Resume with the tasks that the run began with, or begin a new run"
         )
+
+
+def mark_running(connection: sqlite3.Connection, episode: int) -> None:
+    """Mark an episode as running, when it begins or is resumed."""
+    connection.execute(
+        "INSERT INTO crash_counts VALUES (?, 0, 1) ON CONFLICT (episode) DO UPDATE SET running = 1", (episode,)
+    )
+
+
+def mark_done(connection: sqlite3.Connection, episode: int) -> None:
+    """Remove the row of an episode that is done."""
+    connection.execute("DELETE FROM crash_counts WHERE episode = ?", (episode,))
+
+
+def count_crashes(connection: sqlite3.Connection) -> None:
+    """Count one crash for each episode that is still marked as running when the run is opened, and clear the marks.
+
+    The count of an episode that got further in the dead process than ever before restarts at one: an episode that kills the
+    engine does so at one place, and never gets beyond it. So a long episode survives any number of crashes that it did not cause.
+    """
+    connection.execute(
+        "UPDATE crash_counts SET running = 0, crashes = 1 + CASE WHEN EXISTS ("
+        "SELECT 1 FROM journal j JOIN episodes e ON e.number = j.episode AND e.attempt = j.attempt "
+        "WHERE j.episode = crash_counts.episode "
+        "AND j.at >= (SELECT at FROM openings ORDER BY rowid DESC LIMIT 1 OFFSET 1) "
+        "AND j.seq > (SELECT coalesce(max(b.seq), -1) FROM journal b WHERE b.episode = j.episode AND b.attempt < j.attempt)"
+        ") THEN 0 ELSE crashes END WHERE running = 1"
+    )
+
+
+def clear_running(connection: sqlite3.Connection) -> None:
+    """Clear the running marks without counting crashes, when a run is closed normally."""
+    connection.execute("UPDATE crash_counts SET running = 0 WHERE running = 1")
+
+
+def crash_counts(connection: sqlite3.Connection) -> dict[str, int]:
+    """Return how many crashes of the engine each episode was running at, by episode id; episodes without a crash are left out."""
+    rows = connection.execute(
+        "SELECT episodes.id, crash_counts.crashes FROM crash_counts "
+        "JOIN episodes ON episodes.number = crash_counts.episode WHERE crash_counts.crashes > 0"
+    )
+    return dict(rows.fetchall())

@@ -37,11 +37,10 @@ from engine.schemas.environment import Task
 from engine.schemas.message import ImagePart
 from engine.schemas.trajectory import Blame
 from engine.storable import stored_fields
-from engine.store import codec, crashes, database, episode_rows
-from engine.store.elsewhere import open_elsewhere
+from engine.store import codec, database, episode_rows
 from engine.store.ended import EndedList, report_lost
 from engine.store.episode_rows import episode_id_of
-from engine.store.find import find_run
+from engine.store.find import find_run, open_elsewhere
 from engine.store.header import RunHeader, package_versions
 from engine.store.images import measure
 from engine.store.journal import Journal
@@ -51,8 +50,7 @@ from engine.store.reader import RunReader
 from engine.store.reading import EpisodeRow, own_header, reading
 from engine.store.scores import EpisodeScore, write_score
 from engine.store.upkeep import dropped
-from engine.store.upkeep.again import begin_again
-from engine.store.upkeep.fork import copy_shared
+from engine.store.upkeep.fork import begin_again, copy_shared
 from engine.store.writer import Writer
 
 __all__ = ["EpisodeRow", "RunStore", "episode_id_of", "find_run"]
@@ -156,7 +154,7 @@ class RunStore(RunReader):
                     report_lost([folder], path, connection)
                 connection.execute("INSERT INTO openings VALUES (?, ?, ?, ?)", opening)
                 connection.execute("UPDATE run SET status = 'running'")
-                (crashes.clear_running if lock.was_stopped else crashes.count_crashes)(connection)
+                (episode_rows.clear_running if lock.was_stopped else episode_rows.count_crashes)(connection)
             opened = cls(folder, header, lock, Writer(connection, str(path), EndedList(folder)))
         except BaseException:
             lock.restore()
@@ -172,9 +170,9 @@ class RunStore(RunReader):
     # --- writing ---
 
     def crashes(self) -> dict[str, int]:
-        """Return how many crashes of the engine each episode was running at, by episode id; see `engine.store.crashes`."""
+        """Return how many crashes of the engine each episode was running at, by episode id; see `engine.store.episode_rows`."""
         with self._reader() as connection:
-            return crashes.crashes(connection)
+            return episode_rows.crash_counts(connection)
 
     async def plan(self, tasks: Sequence[Task], samples_per_task: int) -> None:
         """Store planned episodes as pending; episodes that exist already are unchanged.
@@ -321,7 +319,7 @@ class RunStore(RunReader):
         try:
             self._writer.close()
             with closing(database.connect_writer(self._path)) as connection, reading(self._path):
-                crashes.clear_running(connection)
+                episode_rows.clear_running(connection)
                 connection.execute(
                     "UPDATE run SET status = coalesce(?, (SELECT CASE count(*) WHEN 0 THEN 'interrupted' "
                     "WHEN sum(status = 'done') THEN 'done' ELSE 'interrupted' END FROM episodes))",

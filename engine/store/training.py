@@ -24,8 +24,7 @@ from pydantic import ValidationError
 from engine.errors import TrainError
 from engine.store import RunHeader, RunStore
 from engine.store.database import FILE as RUN_FILE
-from engine.store.elsewhere import open_elsewhere
-from engine.store.find import is_file
+from engine.store.find import is_file, open_elsewhere
 from engine.store.lock import FILE as LOCK_FILE
 from engine.store.private import private_file, private_folder
 

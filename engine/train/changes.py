@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.errors import TrainError
-from engine.store.changes import changes_of, resumable_keys
+from engine.store.header import changes_of, resumable_keys
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.store.elsewhere import is_divided
+from engine.store.find import is_divided
 
 if TYPE_CHECKING:
     from engine.runner.processes import Processes

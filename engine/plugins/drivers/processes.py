@@ -8,7 +8,7 @@ from engine.errors import StoreError
 from engine.plugins.drivers import rules
 from engine.plugins.drivers.session import of_driver
 from engine.spec.added import spec_facts
-from engine.store.elsewhere import is_divided
+from engine.store.find import is_divided
 
 if TYPE_CHECKING:
     from rich.console import Console

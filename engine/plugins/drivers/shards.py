@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from engine.errors import StoreError
 from engine.plugins.drivers.places import Place, is_url
 from engine.schemas.base import Struct
-from engine.store.elsewhere import DIVIDED
+from engine.store.find import DIVIDED
 from engine.store.header import RunHeader
 from engine.store.private import whole_file
 from engine.store.reader import RunStatus

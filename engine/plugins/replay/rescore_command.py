@@ -60,7 +60,7 @@ async def _rescore(
     from engine.plugins.replay.rescore import rescore as score
     from engine.spec.load import load_spec
     from engine.store import RunStore, find_run
-    from engine.store.elsewhere import is_divided
+    from engine.store.find import is_divided
     from engine.tokens.loading import load_format
     from engine.validate import refuse_errors
 

@@ -23,7 +23,7 @@ from engine.runner.observers import RunObservers
 from engine.runner.overlong import fitting_tasks
 from engine.runner.processes import processes_of
 from engine.runner.runner import Runner
-from engine.store.elsewhere import open_elsewhere
+from engine.store.find import open_elsewhere
 from engine.store.private import private_file
 from engine.terminal import echo
 from engine.tokens.loading import load_format

@@ -1,7 +1,10 @@
-"""Forks: a new run whose episodes begin with the journals of another run, up to an assistant turn.
+"""Forks, whose episodes begin with the journals of another run up to an assistant turn; and new attempts at failed episodes.
 
-Invariant: everything that is shared (tasks, journals, images) is copied before the new run exists under its
-name. So a fork no longer needs the other run, and is resumed like any run.
+Invariants:
+- Everything that a fork shares (tasks, journals, images) is copied before it exists under its name. So it no longer needs the other run,
+  and is resumed like any run.
+- A new attempt keeps the journal of the old one, and deletes its trajectory, rows, rewards and scores in the same commit. So a reader sees
+  one attempt of an episode, the newest; `RunReader.journal(episode, attempt)` reads the old one.
 """
 
 from __future__ import annotations
@@ -15,10 +18,16 @@ from msgspec.structs import astuple
 from engine.schemas.journal import JournalEntry
 from engine.store import codec
 from engine.store.database import insert
+from engine.store.episode_rows import mark_pending
 from engine.store.reader import RunReader
+from engine.store.reading import ENTRY
+from engine.store.upkeep.dropped import forget
 
 if TYPE_CHECKING:
     from engine.store.header import Fork
+
+
+_DERIVED = ("trajectories", "branches", "postings", "scored")
 
 
 def shared_entries(journal: Sequence[JournalEntry], turn: int) -> Sequence[JournalEntry]:
@@ -50,3 +59,37 @@ def copy_shared(connection: sqlite3.Connection, source: RunReader, fork: Fork) -
         entries = shared_entries(source.journal(row.id), fork.turn)
         insert(connection, "journal", [(row.number, 0, *codec.entry_row(entry)) for entry in entries])
     connection.execute("COMMIT")
+
+
+def begin_again(connection: sqlite3.Connection, blames: Sequence[str], fork: Fork | None) -> list[str]:
+    """Give each finished episode whose failure is blamed on one of `blames` a new attempt; their ids."""
+    marks = ", ".join("?" * len(blames))
+    found = connection.execute(
+        f"SELECT number, id FROM episodes WHERE status = 'done' AND failure IS NOT NULL AND blame IN ({marks}) "
+        "ORDER BY task_index, sample_index, number",
+        tuple(blames),
+    ).fetchall()
+    numbers = [(number,) for number, _ in found]
+    for number, _ in found:
+        forget(connection, number)
+    if fork is not None:
+        for number, _ in found:
+            _keep_shared(connection, number, fork.turn)
+    for table in _DERIVED:
+        connection.executemany(f"DELETE FROM {table} WHERE episode = ?", numbers)
+    mark_pending(connection, numbers)
+    return [episode for _, episode in found]
+
+
+def _keep_shared(connection: sqlite3.Connection, number: int, turn: int) -> None:
+    """Begin the next attempt's journal with what the first attempt shares with the run that was forked."""
+    rows = connection.execute(
+        f"SELECT {ENTRY} FROM journal WHERE episode = ? AND attempt = 0 ORDER BY seq", (number,)
+    ).fetchall()
+    shared = shared_entries([codec.read_entry(row) for row in rows], turn)
+    keep = next((at for at, entry in enumerate(shared) if entry.record.kind == "failure"), len(shared))
+    connection.execute(
+        f"INSERT INTO journal SELECT episode, (SELECT attempt + 1 FROM episodes WHERE number = ?), {ENTRY} "
+        "FROM journal WHERE episode = ? AND attempt = 0 AND seq < ?",
+        (number, number, keep),
+    )

@@ -18,7 +18,7 @@ from engine.known_plugins import KNOWN
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import load_spec
 from engine.store import list_runs
-from engine.store.changes import changes_of, resumable_keys
+from engine.store.header import changes_of, resumable_keys
 
 PRICES = {"input": 2.0, "cached": 0.2, "output": 8.0}
 FAULTS = [rate_limited("0.1"), OVERLOADED, DROPPED, WRONG_JSON, (500, {}, b"oops")]
