@@ -1,5 +1,8 @@
 """Each rule has one page, and the examples on it are what they say: the bad one breaks the rule, the good one does not.
 
+The examples are the rules' unit tests: tests/goldens/texts/rules.jsonl has what is said of each bad one, with its place. The
+other files here have what a page does not show.
+
 The default run takes half of the examples. After a change of a page, run all of this file: `pytest -m "" tests/validate/test_pages.py`.
 """
 

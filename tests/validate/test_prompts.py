@@ -33,19 +33,9 @@ def test_fields_of_rows_and_of_map() -> None:
     ("tasks", "prompt", "problem"),
     [
         (
-            "source: inline, rows: [{q: a}, {qq: b}]",
-            "ask {{q}}",
-            "8:18: error[prompt.unknown-field] row 2 has no field `q`; did you mean `qq`?",
-        ),
-        (
             "source: inline, map: {question: q}, rows: [{q: a}]",
             '"ask {{q}}"',
             "8:19: error[prompt.unknown-field] tasks have no field `q`; known: question",
-        ),
-        (
-            "source: inline, rows: [{question: a}]",
-            "|\n      One line.\n      Then {{qestion}}",
-            "10:12: error[prompt.unknown-field] row 1 has no field `qestion`; did you mean `question`?",
         ),
     ],
 )
@@ -109,13 +99,6 @@ def test_words_that_nobody_says_are_pointed_out() -> None:
     ]
     assert found("source: inline, rows: [{q: a}]", "hi", "recover: {wrong: 'no'}\n") == [
         "9:11: warning[recover.unused] `recover.wrong` has no effect: it is said for a user, and the spec has none; remove it"
-    ]
-
-
-def test_nothing_said_at_all() -> None:
-    assert found("source: inline, rows: [{q: a}]") == [
-        "1:1: error[prompt.empty] the model gets no message: the spec has neither a prompt nor an environment; "
-        'add `prompt: [{role: user, content: "{{question}}"}]`, or an `environment` that begins'
     ]
 
 

@@ -64,33 +64,9 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
     ("lines", "problems"),
     [
         (
-            GROUP + "backend: {kind: openai, url: u, model: m}\ntrain: {}\n",
-            [
-                "8:17: error[train.backend] the `openai` backend returns text without token ids, so the model cannot be trained on its replies"
-            ],
-        ),
-        (
             GROUP + "backend: {kind: scripted, replies: []}\ntrain: {}\n",
             [
                 "8:17: error[train.backend] the `scripted` backend takes no new weights, so the model cannot be trained on its replies"
-            ],
-        ),
-        (
-            GROUP + "sampling: {temperature: 0.0}\ntrain: {}\n",
-            [
-                "8:25: error[train.greedy] at temperature 0 every reply to a prompt is the same, "
-                "so there is nothing to compare"
-            ],
-        ),
-        (
-            GROUP + "sampling: {top_p: 0.9, top_k: 20, min_p: 0.1}\ntrain: {}\n",
-            [
-                "8:19: warning[train.cut-sampling] `top_p: 0.9` excludes tokens that the log-probs include, so "
-                "gradients are biased",
-                "8:31: warning[train.cut-sampling] `top_k: 20` excludes tokens that the log-probs include, so "
-                "gradients are biased",
-                "8:42: warning[train.cut-sampling] `min_p: 0.1` excludes tokens that the log-probs include, so "
-                "gradients are biased",
             ],
         ),
         (
@@ -100,10 +76,6 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
                 "and the trainer cannot recompute that"
                 for column, key in ((24, "logit_bias"), (55, "frequency_penalty"), (73, "json_schema"))
             ],
-        ),
-        (
-            GROUP + "rewards: {credit: {method: bilevel_gae}}\ntrain: {}\n",
-            ["8:28: error[train.critic] `bilevel_gae` needs a critic's values, and `train.critic` is not set"],
         ),
         (
             GROUP + "train: {critic: {kind: probe}}\n",
@@ -128,42 +100,6 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
             ],
         ),
         (
-            GROUP + "limits: {turn_tokens: 64}\ntrain: {overlong: {margin: 64}}\n",
-            [
-                "9:28: warning[train.overlong] replies are penalized in the last 64 tokens before the limit, which is 64: all of "
-                "them are"
-            ],
-        ),
-        (
-            "train: {}\nrewards: {credit: {method: outcome, baseline: mean}}\n",
-            [
-                "7:1: error[train.nothing-to-learn] `outcome` subtracts the mean of the group, and a group is "
-                "one episode: every advantage is 0"
-            ],
-        ),
-        (
-            "rollout: {samples_per_task: 1}\ntrain: {dynamic_sampling: false}\nrewards: {credit: {method: progress, baseline: mean}}\n",
-            [
-                "7:29: error[train.nothing-to-learn] `progress` subtracts the mean of the group, and a group "
-                "is one episode: every advantage is 0"
-            ],
-        ),
-        (
-            GROUP + "train: {device: 'cuda:1', precision: float32}\n",
-            [
-                "8:38: warning[train.precision] in `float32` a GPU multiplies matrices without its tensor cores (TF32 is off), "
-                "several times slower than in `mixed`"
-            ],
-        ),
-        (
-            GROUP + "train: {freeze: ['ok', 'layers.[0']}\n",
-            ["8:32: error[train.freeze] not a regular expression: unterminated character set"],
-        ),
-        (
-            GROUP + SERVER + "train: {weight_sync: {method: adapter}}\n",
-            ["9:31: error[train.weight-sync] only an adapter would be sent, but all weights are trained"],
-        ),
-        (
             GROUP + SERVER + "train: {weight_sync: {method: collective}, lora: {}}\n",
             ["9:31: error[train.weight-sync] all weights would be sent, but only an adapter is trained"],
         ),
@@ -184,20 +120,6 @@ def test_what_can_be_learnt_from_is_not_complained_of(lines: str) -> None:
             GROUP + "train: {weight_sync: {method: disk}}\n",
             [
                 "8:31: warning[train.weight-sync-method] `disk` has no effect: the `local` backend takes weights in memory"
-            ],
-        ),
-        (
-            GROUP + "backend: {kind: sglang, urls: ['http://gpu-7:30000']}\ntrain: {weight_sync: {method: tensors}}\n",
-            [
-                "9:31: warning[train.weight-sync-method] `tensors` uses the shared memory of this host, "
-                "and `http://gpu-7:30000` may be another host"
-            ],
-        ),
-        (
-            GROUP + "backend: {kind: sglang, urls: [u], adapter: polite}\ntrain: {lora: {}}\n",
-            [
-                "8:45: error[train.adapter] replies would be sampled with the adapter `polite`, "
-                "but the trainer does not have it"
             ],
         ),
     ],
