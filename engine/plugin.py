@@ -2,9 +2,9 @@
 
     PLUGIN = Plugin(name="tilt", about="A loss", losses={"tilt": "tilt_loss.spec:TiltLoss"})
 
-A plugin is its face: one `Plugin`, whose values are names and entry points (`module:object`). Importing a face imports nothing
-else; what an entry point names is imported when it is needed. The engine's own plugins are the folders of `engine/plugins/`
-(`PLUGIN` of each), other packages name theirs in the entry-point group `episode_engine.plugins`.
+A plugin is its face: one `Plugin`, whose values are names and entry points (`module:object`). Importing a face imports
+nothing else; what an entry point names is imported when it is needed. The engine's own plugins are the folders of
+`engine/plugins/` (`PLUGIN` of each), other packages name theirs in the entry-point group `episode_engine.plugins`.
 
 Only the standard library is imported here, so that `engine/schemas/` may ask which plugins there are.
 """
@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 GROUP = "episode_engine.plugins"
 OFF = "ENGINE_PLUGINS_OFF"
-"""Environment variable: names of plugins that are left out, separated by commas; `*`: all; `strangers`: those of other packages."""
+"""Environment variable: plugins to leave out, separated by commas; `*`: all; `strangers`: those of other packages."""
 HOOKS = frozenset(
     {
         "auxiliary_objective",
@@ -105,7 +105,7 @@ class Plugin:
     weight_syncs: Entries = field(default_factory=dict)
     """`backend.kind` -> function that opens the `WeightSync` of a training: see `engine.train.sync.open_sync`."""
     critics: Entries = field(default_factory=dict)
-    """`train.critic.kind` -> its config class, a `CriticBase`; what runs it comes from the hook `auxiliary_objective`."""
+    """`train.critic.kind` -> its config class, a `CriticBase`; the hook `auxiliary_objective` makes what runs."""
     actions: Entries = field(default_factory=dict)
     """Action of a state -> its `engine.actions.action_facts:ActionFacts`."""
     presets: Entries = field(default_factory=dict)
@@ -115,15 +115,15 @@ class Plugin:
     records: Entries = field(default_factory=dict)
     """Kind of a journal record -> its class, a `RecordBase`."""
     commands: Entries = field(default_factory=dict)
-    """Command of the command line -> function with typer's annotations; `import NAME`: a command of the group `import`."""
+    """Command -> function with typer's annotations; `import NAME`: a command of the group `import`."""
     schemas: Entries = field(default_factory=dict)
     """Name of a JSON Schema file of `engine schema`, without its ending -> data class."""
     old_options: Entries = field(default_factory=dict)
-    """Option that a command of the core had, as `train --plan` -> the command line that replaces it, for the message about it."""
+    """Option that a command had, as `train --plan` -> the command line that replaces it, for a message."""
     graph_formats: Entries = field(default_factory=dict)
-    """Value of `engine graph --format` -> function that draws a machine, as `engine.plugins.pictures.graph.mermaid`; also the suffix of its files."""
+    """Value of `engine graph --format`, also the suffix of its files -> function that draws a machine."""
     options: Entries = field(default_factory=dict)
-    """`COMMAND --OPTION` -> its annotation for typer, an `Annotated[…, typer.Option(…)]`; None where it is not given."""
+    """`COMMAND --OPTION` -> its annotation for typer, `Annotated[…, typer.Option(…)]`; None where it is not given."""
     export_formats: Entries = field(default_factory=dict)
     """Value of `engine export --format` -> `engine.cli.export:ExportFormat`."""
     adapters: Entries = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Plugin:
     sources: Entries = field(default_factory=dict)
     """`tasks.source` -> its `engine.schemas.tasks.SourceFacts`."""
     isolation_modes: Entries = field(default_factory=dict)
-    """Value of `isolation.mode` -> its `engine.actions.calling.host:CodeHost`, made without arguments once for each run that needs it."""
+    """Value of `isolation.mode` -> its `engine.actions.calling.host:CodeHost`, made once for each run that needs it."""
     players: Entries = field(default_factory=dict)
     """Part of an episode that a model may play, `user` or `scorer` -> function `(path, spec)` that describes it, as a
     `engine.spec.added.PlayedRole`. A service of the plugin lets the model play it."""
@@ -175,7 +175,8 @@ class Installed:
         self.leave_out_needing()
 
     def leave_out_needing(self) -> None:
-        """Take plugins out that need one which is not there. One of the engine's own is then as one whose folder is gone too."""
+        """Take plugins out that need one which is not there. The engine's own are then as if their folders were
+        gone."""
         for plugin in list(self.plugins.values()):
             lacking = [need for need in plugin.needs if need not in self.plugins]
             if not lacking or plugin.name not in self.plugins:
@@ -231,8 +232,8 @@ def _faces() -> Iterator[tuple[str, str, str | None]]:
 
 
 def _may_have_strangers() -> bool:
-    """Whether a package on the import path may have an entry point of plugins. Importing importlib.metadata costs a seventh of
-    `engine --help`, and reading these files a fiftieth."""
+    """Whether a package on the import path may have an entry point of plugins. Importing importlib.metadata costs a
+    seventh of `engine --help`, and reading these files a fiftieth."""
     for place in map(Path, sys.path):
         if place.is_file():
             return True  # an archive, which importlib.metadata can read
@@ -270,7 +271,7 @@ def _owner_words() -> str:
 
 
 def names_of(plugin: Plugin) -> dict[str, tuple[str, ...]]:
-    """What a plugin adds: point -> names, with the paths of keys under `sections`; under `install` the command that installs it."""
+    """What a plugin adds: point -> names; `sections` -> the paths of its keys; `install` -> the command for it."""
     added = {"sections": tuple(section.path(key) for section in plugin.sections for key in section.keys)}
     added |= {point: tuple(getattr(plugin, point)) for point in POINTS}
     return {"install": (plugin.install,)} | {point: names for point, names in added.items() if names}
@@ -298,8 +299,8 @@ def loaded(
     of: type | None = None,
     check: Callable[[str, Any], str | None] | None = None,
 ) -> dict[str, Any]:
-    """The same, imported. A plugin of which something cannot be imported, is of another class, or has a name of the core, is left
-    out as a whole.
+    """The same, imported. A plugin of which something cannot be imported, is of another class, or has a name of the
+    core, is left out as a whole.
 
     Args:
         point: One of `POINTS`.
@@ -363,7 +364,7 @@ def missing(point: str, name: str) -> str | None:
 
 
 def missing_module(module: str) -> str | None:
-    """Which plugin of the engine's own that is not installed has a module, and how to install it; None if none has it."""
+    """Which of the engine's own plugins that are not installed has a module, and how to install it; None: none."""
     from engine.known_plugins import KNOWN
 
     name = module.removeprefix(PLUGINS).partition(".")[0] if module.startswith(PLUGINS) else ""
@@ -377,7 +378,8 @@ def _belongs(plugin: str, install: str) -> str:
 
 
 class Hook(Generic[T]):
-    """A place of the core at which plugins take part. It stands beside the code that calls it, with the type of what is called.
+    """A place of the core at which plugins take part. It stands beside the code that calls it, with the type of what is
+    called.
 
     OBSERVE: Hook[Callable[[Work], Observer | None]] = Hook("observe")
     """
@@ -390,8 +392,8 @@ class Hook(Generic[T]):
         """What the plugins give, in the order of their names.
 
         Args:
-            written: Names of the plugins whose sections a spec has. A plugin with sections that is not among them is neither
-                asked nor imported. None: all are asked.
+            written: Names of the plugins whose sections a spec has. A plugin with sections that is not among them is
+                neither asked nor imported. None: all are asked.
 
         Raises: what the import of a plugin that the spec uses raises; another one is left out.
         """

@@ -40,9 +40,9 @@ class Answer(NamedTuple):
 def final_number(reply: str, styles: Collection[Style] = STYLES) -> Answer | None:
     """The last answer of `reply` in one of `styles`; None if there is none.
 
-    `hashes` is `#### 42`, `tags` is `<answer>42</answer>`, `sentence` is `The answer is 42.`; each must contain
-    exactly one number, as `one_number` reads it. If there is none and `last_number` is one of the styles, the last number
-    of the reply counts.
+    `hashes` is `#### 42`, `tags` is `<answer>42</answer>`, `sentence` is `The answer is 42.`; each must contain exactly
+    one number, as `one_number` reads it. If there is none and `last_number` is one of the styles, the last number of
+    the reply counts.
     """
     best: tuple[int, Answer] | None = None
     for style, pattern in _STYLE_PATTERNS.items():

@@ -80,7 +80,8 @@ class Arithmetic:
         for field in ("question", "expression", "answer"):
             if field not in task.fields:
                 raise ValueError(
-                    f"task {task.id!r} has no field {field!r}; `engine.environments.arithmetic:problems` makes rows with all fields"
+                    f"task {task.id!r} has no field {field!r}; `engine.environments.arithmetic:problems` makes "
+                    "rows with all fields"
                 )
         return Reset(messages=[Message(role="user", content=str(task.fields["question"]))])
 

@@ -121,7 +121,8 @@ class Scene(NamedTuple):
         fields = {"turns": 2, "size": 64, "jitter": 24} | dict(task.fields)
         if "seed" not in fields:
             raise ValueError(
-                f"task {task.id!r} has no field 'seed'; `engine.environments.color_square:problems` makes rows with all fields"
+                f"task {task.id!r} has no field 'seed'; `engine.environments.color_square:problems` makes rows "
+                "with all fields"
             )
         for name, least in (("turns", 1), ("size", 8), ("jitter", 0)):
             value = fields[name]
@@ -147,7 +148,8 @@ class ColorSquare:
 
     Args:
         question: The text after the picture.
-        correct: Reward `color` of a right last answer that no user judged, for example because `limits.user_turns` was reached.
+        correct: Reward `color` of a right last answer that no user judged, for example because `limits.user_turns` was
+            reached.
         wrong: Reward `color` of a wrong last answer that no user judged.
     """
 
@@ -174,7 +176,8 @@ class Viewer:
 
     Args:
         question: The text after each further picture.
-        tell: Whether the user says if the answer was right. This gives the model information that is not in the picture.
+        tell: Whether the user says if the answer was right. This gives the model information that is not in the
+            picture.
         correct: Reward `color` of a turn that names its square's colour.
         wrong: Reward `color` of a turn that does not.
     """

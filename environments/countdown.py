@@ -1,10 +1,10 @@
 """Countdown: make the target number out of the given numbers with + - * / and parentheses.
 
-`problems` makes the tasks. `Countdown` shows the numbers and judges each reply: a wrong expression is answered with its value, so
-the model may try again.
+`problems` makes the tasks. `Countdown` shows the numbers and judges each reply: a wrong expression is answered with its
+value, so the model may try again.
 
-Invariant: a problem is a pure function of its arguments and has a solution; values are exact fractions; only the expression in
-`<answer>` tags is judged, and only if it uses every number exactly once.
+Invariant: a problem is a pure function of its arguments and has a solution; values are exact fractions; only the
+expression in `<answer>` tags is judged, and only if it uses every number exactly once.
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ def _fields(task: Task) -> tuple[list[int], int]:
     whole = isinstance(numbers, list) and numbers and all(type(number) is int and number >= 0 for number in numbers)
     if not whole or type(target) is not int:
         raise ValueError(
-            f"task {task.id!r}: `numbers` is {numbers!r} and `target` is {target!r}; write a list of whole numbers and a "
+            f"task {task.id!r}: `numbers` is {numbers!r} and `target` is {target!r}; write a list of whole "
+            "numbers and a "
             "whole number, as `engine.environments.countdown:problems` does"
         )
     assert isinstance(numbers, list)

@@ -8,16 +8,16 @@
             view = yield Say("No.", rewards={"miss": -0.1})
         yield End(rewards={"won": 1.0}, solved=True)
 
-A spec names it as any environment, and its machine asks it after each reply: `machine: step`, or `tools_and_step` with tools.
-Each `yield` gives the next message and receives the view of the reply to it. Parameters other than `task`, `seed` and `view` are
-taken from the spec's `with`. The function may be
+A spec names it as any environment, and its machine asks it after each reply: `machine: step`, or `tools_and_step` with
+tools. Each `yield` gives the next message and receives the view of the reply to it. Parameters other than `task`,
+`seed` and `view` are taken from the spec's `with`. The function may be
 
 - a generator, plain or `async`: its local variables are the state, so `effects: replayable` (the default) rebuilds it;
-- a plain or `async` function with the parameter `view`, which is None before the first reply: it keeps its state in the facts that
-  it returns (`view.facts`), so `effects: pure` is right, and a resume calls nothing again.
+- a plain or `async` function with the parameter `view`, which is None before the first reply: it keeps its state in the
+  facts that it returns (`view.facts`), so `effects: pure` is right, and a resume calls nothing again.
 
-Invariant: the decorated name is a class with `reset`, `step` and `events` as docs/environments.md describes, so checks, worker
-processes and resume know nothing of this form.
+Invariant: the decorated name is a class with `reset`, `step` and `events` as docs/environments.md describes, so checks,
+worker processes and resume know nothing of this form.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Say:
     """The text, or text and image parts; shown as a message of role `user`."""
     _: KW_ONLY
     rewards: Mapping[str, float] | list[RewardEvent] = field(default_factory=dict)
-    """Rewards of the newest reply by name; or events, which may also name earlier turns. None before the first reply."""
+    """Rewards of the newest reply by name; or events, also of earlier turns. None before the first reply."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Values for guards (`facts.tries`), graders and the trace; the model does not see them."""
 
@@ -98,7 +98,8 @@ class _FunctionEnvironment:
     def _running(self) -> Any:
         if self._turns is None:
             raise RuntimeError(
-                f"`{type(self).__name__}` is a generator, and its state is gone: write `effects: replayable` in the spec"
+                f"`{type(self).__name__}` is a generator, and its state is gone: write `effects: replayable` "
+                "in the spec"
             )
         return self._turns
 
@@ -180,12 +181,12 @@ def environment(function: Any = None, /, *, tools: Sequence[Callable[..., Any]] 
 
     Args:
         function: The function, where the decorator is used without parentheses.
-        tools: Tools that the environment offers: typed functions, as docs/environments.md describes. They share state with the
-            function by facts: `ToolReply(facts=…)`, and `view.facts` of a parameter annotated `EpisodeView`.
+        tools: Tools that the environment offers: typed functions, as docs/environments.md describes. They share state
+            with the function by facts: `ToolReply(facts=…)`, and `view.facts` of a parameter annotated `EpisodeView`.
 
     Raises:
-        TypeError: The function has a parameter that cannot be given by name, is a generator with the parameter `view`, or is no
-            generator and lacks it.
+        TypeError: The function has a parameter that cannot be given by name, is a generator with the parameter `view`,
+            or is no generator and lacks it.
     """
     if function is None:
         return lambda decorated: environment_of(decorated, tools)

@@ -1,19 +1,19 @@
 r"""Geometry problems with pictures (Geometry3K), in two forms: a tool that scores answers, or a grader who asks again.
 
-`problems` makes the tasks, from the 301 problems that ship with the project or from a copy of the public data set: the hub's
-`hiyouga/geometry3k` as Parquet (`images`, a list of `{bytes, path}`; `problem`, with `<image>` where the picture stands;
-`answer`), the versions of verl and slime (`extra_info.question`, `reward_model.ground_truth`; images as `data:` URIs), or JSON
-lines with `image` or `images`, paths relative to the file.
-`Geo3k` asks, and `Grader` is a user who lets the model try again (AReaL's multi-turn workflow; the discount by turns
-is the spec's `rewards.credit`). `Geo3kTool` asks too, and offers the tool `calc_score`, which scores an answer in the
-turn that calls it and says whether it is right (slime's geo3k example); `Reminder` is the user after a turn without a call.
+`problems` makes the tasks, from the 301 problems that ship with the project or from a copy of the public data set: the
+hub's `hiyouga/geometry3k` as Parquet (`images`, a list of `{bytes, path}`; `problem`, with `<image>` where the picture
+stands; `answer`), the versions of verl and slime (`extra_info.question`, `reward_model.ground_truth`; images as `data:`
+URIs), or JSON lines with `image` or `images`, paths relative to the file. `Geo3k` asks, and `Grader` is a user who lets
+the model try again (AReaL's multi-turn workflow; the discount by turns is the spec's `rewards.credit`). `Geo3kTool`
+asks too, and offers the tool `calc_score`, which scores an answer in the turn that calls it and says whether it is
+right (slime's geo3k example); `Reminder` is the user after a turn without a call.
 
 Source: Lu et al. 2021, "Inter-GPS: Interpretable Geometry Problem Solving with Formal Language and Symbolic
 Reasoning", arXiv:2105.04165.
 
-Invariants: every row has `id`, `question`, `images` (references: a path that is absolute, or a URI), `answer` and `tolerance`;
-one without them is an error that names its file and number. Only the model's reply or the argument of its call is graded, one
-answer per turn. The model never sees the right answer.
+Invariants: every row has `id`, `question`, `images` (references: a path that is absolute, or a URI), `answer` and
+`tolerance`; one without them is an error that names its file and number. Only the model's reply or the argument of its
+call is graded, one answer per turn. The model never sees the right answer.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def problems(path: str | None = None, split: str | None = None, tolerance: float
     """Rows with `id`, `question`, `images`, `answer` and `tolerance`.
 
     Args:
-        path: A `.parquet` or `.jsonl` file, or a folder of such files (for example a copy of the hub's), relative to the
-            current folder. None: the problems that ship with the project.
+        path: A `.parquet` or `.jsonl` file, or a folder of such files (for example a copy of the hub's), relative to
+            the current folder. None: the problems that ship with the project.
         split: Read only files of the folder whose names begin with this: `train`, `validation`, `test`.
         tolerance: Maximum relative error of an answer, for rows without their own: the public set rounds some of its
             answers to two decimals.
@@ -216,9 +216,9 @@ class Geo3k:
 class Grader:
     """A user who says whether the answer is right, and lets the model try again.
 
-    The message after a wrong answer is the spec's `recover.wrong`, and after a reply without an answer `recover.no_answer`;
-    the texts here are used if the spec has none. Fields: `answer` (as it was written), `tries` (answers so far,
-    this one included), `question`, and `image`, the first picture.
+    The message after a wrong answer is the spec's `recover.wrong`, and after a reply without an answer
+    `recover.no_answer`; the texts here are used if the spec has none. Fields: `answer` (as it was written), `tries`
+    (answers so far, this one included), `question`, and `image`, the first picture.
 
     Args:
         correct: Reward `correct` of the turn that gives the right answer.
@@ -276,8 +276,9 @@ class Geo3kTool(Geo3k):
         instruction: Text on its own line after the question.
         correct: Reward `score` of a turn that submits the right answer.
         wrong: Reward `score` of a turn that submits a wrong answer.
-        graded: What is rewarded. `calls`: each turn that submits an answer. `answer`: only the last reply, if its \\boxed{…} is right
-            (reward `correct`), as in slime's example; the tool then only says whether an answer is right, and sets no fact `solved`.
+        graded: What is rewarded. `calls`: each turn that submits an answer. `answer`: only the last reply, if its
+            \\boxed{…} is right (reward `correct`), as in slime's example; the tool then only says whether an answer is
+            right, and sets no fact `solved`.
     """
 
     def __init__(
@@ -326,13 +327,14 @@ class Geo3kTool(Geo3k):
                 facts={"solved": True, "tries": tries},
             )
         return ToolReply(
-            content=f"Score {self._wrong:g}: {found.text} is not right. Reason in another way, and check the new answer.",
+            content=f"Score {self._wrong:g}: {found.text} is not right. Reason in another way, and check the "
+            "new answer.",
             rewards=[RewardEvent(name="score", value=self._wrong, cause="wrong answer")],
             facts={"tries": tries},
         )
 
     def score(self, view: EpisodeView) -> list[RewardEvent]:
-        """With `graded: answer`, grade the last reply. Otherwise nothing: the tool has scored every turn that submitted an answer."""
+        """With `graded: answer`, grade the last reply. Otherwise nothing: the tool has scored each submitted answer."""
         return super().score(view) if self._answer_graded else []
 
 

@@ -1,10 +1,10 @@
 """A grid world that the model sees as pictures: walk to the goal around walls, one step in each turn.
 
-`problems` makes the tasks. `GridWorld` draws the grid after each step and names the agent's cell in the fact `cell`, which is a state
-key for GiGPO: turns of a group that began in the same cell are compared.
+`problems` makes the tasks. `GridWorld` draws the grid after each step and names the agent's cell in the fact `cell`,
+which is a state key for GiGPO: turns of a group that began in the same cell are compared.
 
-Invariant: a task's grid is a pure function of the arguments of `problems`, its goal can be reached, and the picture is a pure function of
-the grid and the agent's cell.
+Invariant: a task's grid is a pure function of the arguments of `problems`, its goal can be reached, and the picture is
+a pure function of the grid and the agent's cell.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def problems(
 ) -> Iterator[dict[str, Any]]:
     """Rows with `id`, `grid` and `shortest`, the same for the same arguments.
 
-    `grid` has one text for each row of cells: `#` is a wall, `.` is free, `A` is the agent's first cell, `G` is the goal.
-    `shortest` is the number of steps of the shortest way.
+    `grid` has one text for each row of cells: `#` is a wall, `.` is free, `A` is the agent's first cell, `G` is the
+    goal. `shortest` is the number of steps of the shortest way.
 
     Args:
         count: How many.

@@ -97,17 +97,17 @@ class Gsm8k:
 class Grader:
     """A user who asks for the right number and gives hints.
 
-    The message after a wrong answer is the spec's `recover.wrong`, and after a reply without an answer `recover.no_answer`;
-    the texts here are used if the spec has none. Fields: `tries` (answers so far, this one included), `question`, and
-    for `wrong` also `answer` (as it was written) and `advice` (the hint, with "Try again.").
+    The message after a wrong answer is the spec's `recover.wrong`, and after a reply without an answer
+    `recover.no_answer`; the texts here are used if the spec has none. Fields: `tries` (answers so far, this one
+    included), `question`, and for `wrong` also `answer` (as it was written) and `advice` (the hint, with "Try again.").
 
     Args:
         correct: Reward `correct` of the turn that gives the right answer.
         retry: Factor on `correct` for each earlier wrong answer.
         format: Reward `format` of the first turn whose answer can be read, right or wrong. Paid once, so
             that repeating wrong answers earns nothing.
-        hint: The message after a wrong answer. `none`: that it is wrong; `direction`: also whether it is too high or too low;
-            `step`: also the next step of the reference solution, never a step that shows the right answer.
+        hint: The message after a wrong answer. `none`: that it is wrong; `direction`: also whether it is too high or
+            too low; `step`: also the next step of the reference solution, never a step that shows the right answer.
         max_hints: How many wrong answers get a hint.
         styles: How an answer may be given; see `engine.environments.answers.final_number`.
     """

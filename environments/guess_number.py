@@ -1,4 +1,4 @@
-"""Guess a number; each wrong guess is answered with "higher" or "lower". A whole environment as one generator function."""
+"""Guess a number; a wrong guess is answered with "higher" or "lower". An environment as one generator function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def problems(count: int = 64, seed: int = 0, most: int = 20) -> Iterator[dict[st
 
 @environment
 def guess_number(task: Task, most: int = 20) -> Dialogue:
-    """The row's `secret` is guessed. Rewards: `won` (1.0), and `format` (-0.1) of a reply without a guess. Limits end it."""
+    """The row's `secret` is guessed. Rewards: `won` (1.0), `format` (-0.1) of a reply without a guess. Limits end
+    it."""
     secret = int(task.fields["secret"])
     view = yield f"Guess my number, from 1 to {most}. Write <guess>7</guess>."
     while True:

@@ -1,9 +1,10 @@
 """Reads a number from an answer in any common notation, and compares numbers with math-verify.
 
-Invariant: only one finite real number is an answer. A list, an interval, an equation between numbers or two candidates side by
-side are not an answer, so a policy earns nothing by naming several. A text is checked before it is parsed (length, allowed
-signs, powers, brackets; in linear time), and parsed in a process of its own (`MathPool`). Its limit counts CPU time, so a correct
-answer is not marked wrong because the machine is busy. A request that takes too long, or ends its process, has no result.
+Invariant: only one finite real number is an answer. A list, an interval, an equation between numbers or two candidates
+side by side are not an answer, so a policy earns nothing by naming several. A text is checked before it is parsed
+(length, allowed signs, powers, brackets; in linear time), and parsed in a process of its own (`MathPool`). Its limit
+counts CPU time, so a correct answer is not marked wrong because the machine is busy. A request that takes too long, or
+ends its process, has no result.
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ _SPACES = re.compile(r"\\[,;:! ]|\\q?quad|~|\s+")
 _WORDED = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf|rm)\s*\{([^{}]*)\}")
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\^\s*\\degree|\\degree|\\circ|°")
 _UNITS = re.compile(
-    r"\s*(?:(?:square|sq\.?|cubic)\s*)?\b(?:units?|degrees?|deg|mm|cm|km|m|millimeters?|centimeters?|meters?|kilometers?"
-    r"|in|inch(?:es)?|ft|feet|foot|yd|yards?|mi|miles?)\b\.?(?:\s*\^\s*\{?[23]\}?)?\s*\Z",
+    r"\s*(?:(?:square|sq\.?|cubic)\s*)?\b(?:units?|degrees?|deg|mm|cm|km|m|millimeters?|centimeters?|meters?"
+    r"|kilometers?|in|inch(?:es)?|ft|feet|foot|yd|yards?|mi|miles?)\b\.?(?:\s*\^\s*\{?[23]\}?)?\s*\Z",
     re.IGNORECASE,
 )
 _PLAIN = {"−": "-", "π": r"\pi ", "√": r"\sqrt ", "×": r"\times ", "·": r"\cdot ", "÷": "/", "≈": r"\approx "}
@@ -176,7 +177,7 @@ class Number(NamedTuple):
 
 
 def final_answer(reply: str) -> str | None:
-    r"""The answer in a reply: the content of its last closed `\boxed{…}` or `<answer>…</answer>`; None if there is none."""
+    r"""The answer in a reply: the content of its last closed `\boxed{…}` or `<answer>…</answer>`; None without one."""
     found = [(match.start(), match[1]) for match in _TAGS.finditer(reply)]
     for match in _BOXED.finditer(reply):
         inside = _braced(reply, match.end())
@@ -215,8 +216,8 @@ def same_number(answer: Number, gold: Number, tolerance: float = 0.0) -> bool:
     Args:
         answer: The given answer.
         gold: The right answer.
-        tolerance: Maximum relative error: 0.01 accepts an error of 1 %, for answers that were rounded to two decimals. With
-            0, math-verify compares the numbers to six decimals.
+        tolerance: Maximum relative error: 0.01 accepts an error of 1 %, for answers that were rounded to two decimals.
+            With 0, math-verify compares the numbers to six decimals.
     """
     off = abs(answer.value - gold.value)
     if tolerance > 0:

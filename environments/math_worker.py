@@ -4,8 +4,9 @@
     {"task": "read", "seconds": 2, "latex": …}                  ->  {"value": …}
     {"task": "same", "seconds": 2, "gold": …, "answer": …}      ->  {"right": …}
 
-Invariant: a request takes at most `seconds` of CPU time, also on a busy machine. After that the reply is
-`{"late": true}`, or the kernel ends the process (SIGXCPU) if a call of SymPy cannot be interrupted. Memory is limited too. `engine.environments.math_answers` starts these processes.
+Invariant: a request takes at most `seconds` of CPU time, also on a busy machine. After that the reply is `{"late":
+true}`, or the kernel ends the process (SIGXCPU) if a call of SymPy cannot be interrupted. Memory is limited too.
+`engine.environments.math_answers` starts these processes.
 """
 
 from __future__ import annotations

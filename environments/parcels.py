@@ -1,9 +1,9 @@
 """A sorting office: each turn has one parcel for a town, and the model names the gate for it.
 
-`problems` makes the tasks, `ParcelEnvironment` shows the first parcel, `ParcelUser` judges each reply and shows the next parcel. The
-model is not told the gate of a town: it learns it from rewards. A lost parcel costs as much as a sent parcel earns.
-The task tests credit per turn: each turn is right or wrong independently of the others, so the sum of an episode's
-rewards says little about one turn.
+`problems` makes the tasks, `ParcelEnvironment` shows the first parcel, `ParcelUser` judges each reply and shows the
+next parcel. The model is not told the gate of a town: it learns it from rewards. A lost parcel costs as much as a sent
+parcel earns. The task tests credit per turn: each turn is right or wrong independently of the others, so the sum of an
+episode's rewards says little about one turn.
 
 Invariant: a task's parcels are a pure function of (count, seed, parcels), and a town's gate is always the same.
 """

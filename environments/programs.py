@@ -1,8 +1,11 @@
-"""Questions whose answer needs a program: the model runs Python with a tool and answers with a number in `<answer>` tags.
+"""Questions whose answer needs a program: the model runs Python with a tool and answers with a number in `<answer>`
+tags.
 
-`problems` makes the tasks, `Programs` asks and grades. The tool is `engine.plugins.confinement.sandbox:Python`, which the spec names beside it.
+`problems` makes the tasks, `Programs` asks and grades. The tool is `engine.plugins.confinement.sandbox:Python`, which
+the spec names beside it.
 
-Invariant: a problem is a pure function of its arguments, and its answer is computed here, from the numbers that the question states.
+Invariant: a problem is a pure function of its arguments, and its answer is computed here, from the numbers that the
+question states.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ _QUESTIONS: tuple[tuple[str, Callable[[int, int, int], int]], ...] = (
     ("What is the sum of the decimal digits of {a} to the power of 20 + {b}?", _digits),
     ("How many prime numbers are smaller than {n}?", _primes),
     (
-        "Start with {n}. Halve an even number; replace an odd number x by 3x + 1. After how many steps is it 1 for the first time?",
+        "Start with {n}. Halve an even number; replace an odd number x by 3x + 1. After how many steps is it "
+        "1 for the first time?",
         _collatz,
     ),
     ("In how many ways can {n} cents be paid with coins of 1, {a} and {a} times {b} cents?", _coins),
@@ -127,7 +131,8 @@ def _answer(task: Task) -> int:
     question, answer = task.fields.get("question"), task.fields.get("answer")
     if not isinstance(question, str) or type(answer) is not int:
         raise ValueError(
-            f"task {task.id!r}: `question` is {question!r} and `answer` is {answer!r}; write a text and a whole number, as "
+            f"task {task.id!r}: `question` is {question!r} and `answer` is {answer!r}; write a text and a "
+            "whole number, as "
             "`engine.environments.programs:problems` does"
         )
     return answer

@@ -1,7 +1,8 @@
 """Search: the model looks passages up with a tool and answers a question in `<answer>` tags.
 
-`problems` makes the tasks. `Search` finds passages by BM25 in a file (the library bm25s, extra `search`), or by a retriever that is reached
-over HTTP. The corpus that ships is about an invented archipelago, so no answer can be known without a search.
+`problems` makes the tasks. `Search` finds passages by BM25 in a file (the library bm25s, extra `search`), or by a
+retriever that is reached over HTTP. The corpus that ships is about an invented archipelago, so no answer can be known
+without a search.
 
 Invariant: with a file, the same query gives the same passages in the same order (equal scores: the order of the file).
 """
@@ -72,7 +73,8 @@ def surveys(count: int = 16, seed: int = 0, parts: int = 8, held_out: bool = Fal
 
 
 def readings(count: int = 16, seed: int = 0, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Rows with `id`, `question`, `answers` and `passages`: all passages of the corpus that ships, numbered, as one text.
+    """Rows with `id`, `question`, `answers` and `passages`: all passages of the corpus that ships, numbered, as one
+    text.
 
     Args:
         count: How many.
@@ -149,8 +151,10 @@ class Http:
 
     Args:
         url: Where requests are posted.
-        body: The body. The texts `{query}` and `{results}` in it are replaced by the query and by the number of passages.
-        passages: Where the passages are in the answer: keys and positions, with `*` for each element, separated by dots.
+        body: The body. The texts `{query}` and `{results}` in it are replaced by the query and by the number of
+            passages.
+        passages: Where the passages are in the answer: keys and positions, with `*` for each element, separated by
+            dots.
         seconds: Deadline of one request.
     """
 
@@ -199,8 +203,8 @@ class Search:
     A task has `question` and `answers`, a list of texts of which each is right.
 
     Args:
-        corpus: Path of a JSONL file with `text` and, if wanted, `title`, relative to the current folder. Left out: the corpus
-            that ships.
+        corpus: Path of a JSONL file with `text` and, if wanted, `title`, relative to the current folder. Left out: the
+            corpus that ships.
         url: A retriever to post queries to, instead of `corpus`.
         body: The body of such a request. Left out: that of Search-R1's server.
         passages: Where the passages are in its answer. Left out: that of Search-R1's server.

@@ -1,10 +1,10 @@
 """Sums with a user who says whether a wrong answer is too high or too low. The first of two tries earns more.
 
-`problems` makes the tasks, `engine.environments.arithmetic:Arithmetic` asks them, `Coach` judges each try. An answer counts only
-in `<answer>` tags, so a model learns the format as well as the sum.
+`problems` makes the tasks, `engine.environments.arithmetic:Arithmetic` asks them, `Coach` judges each try. An answer
+counts only in `<answer>` tags, so a model learns the format as well as the sum.
 
-Invariant: a problem is a pure function of (count, seed, least, most, held_out), the held-out sums and the other sums are disjoint, and
-`Coach` never says the right number.
+Invariant: a problem is a pure function of (count, seed, least, most, held_out), the held-out sums and the other sums
+are disjoint, and `Coach` never says the right number.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def _answer(task: Task) -> int:
     value = task.fields.get("answer")
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(
-            f"task {task.id!r}: `answer` is {value!r}; write a whole number, as `engine.environments.sums:problems` does"
+            f"task {task.id!r}: `answer` is {value!r}; write a whole number, as "
+            "`engine.environments.sums:problems` does"
         )
     return value

@@ -1,13 +1,14 @@
 """Text to SQL on SQLite: the model may try queries with a tool, and answers with one in `<sql>` tags.
 
-`TextToSql` shows the question and the tables, offers the tool `query`, and grades the answer: it is right if its rows equal those of the
-task's own query, in the shown database and in further databases that the model does not see. `problems` makes tasks about a small
-shop, whose database, `shop`, is a pure function of its seed. Each question has exactly one answer in every database: prices are
-whole numbers, and ties are broken by the question.
+`TextToSql` shows the question and the tables, offers the tool `query`, and grades the answer: it is right if its rows
+equal those of the task's own query, in the shown database and in further databases that the model does not see.
+`problems` makes tasks about a small shop, whose database, `shop`, is a pure function of its seed. Each question has
+exactly one answer in every database: prices are whole numbers, and ties are broken by the question.
 
-Invariants: a query can only read (SQLite's authorizer refuses everything else); each query has its own connection. The main
-limit is a number of steps of SQLite's virtual machine, so whether a query is stopped does not depend on the machine's speed. Steps that take
-long are short enough (`_LIMITS`) that a second limit, of CPU time, ends a query at most half a second late.
+Invariants: a query can only read (SQLite's authorizer refuses everything else); each query has its own connection. The
+main limit is a number of steps of SQLite's virtual machine, so whether a query is stopped does not depend on the
+machine's speed. Steps that take long are short enough (`_LIMITS`) that a second limit, of CPU time, ends a query at
+most half a second late.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ _TEMPLATES: tuple[tuple[str, str, bool], ...] = (
     ),
     (
         "What is the revenue (price times quantity, summed) of the category {category}?",
-        "SELECT SUM(price * quantity) FROM items JOIN products ON products.id = product_id WHERE category = '{category}'",
+        "SELECT SUM(price * quantity) FROM items JOIN products ON products.id = product_id WHERE category = "
+        "'{category}'",
         False,
     ),
     (
@@ -108,7 +110,8 @@ _TEMPLATES: tuple[tuple[str, str, bool], ...] = (
     (
         "Which customers have ordered the product {product}? Give each name once.",
         "SELECT DISTINCT customers.name FROM customers JOIN orders ON customer_id = customers.id "
-        "JOIN items ON order_id = orders.id JOIN products ON products.id = product_id WHERE products.name = '{product}'",
+        "JOIN items ON order_id = orders.id JOIN products ON products.id = product_id WHERE products.name = "
+        "'{product}'",
         False,
     ),
     (
@@ -168,13 +171,13 @@ def problems(count: int = 64, seed: int = 0, held_out: bool = False) -> Iterator
 STEPS_PER_CHECK = 1000
 """Steps of SQLite's virtual machine between two checks of the limits."""
 LONGEST_VALUE = 20_000
-"""Maximum bytes of one text or blob, so that one function call cannot take long: `trim` compares each character with each."""
+"""Maximum bytes of one text or blob, so that no function call takes long: `trim` compares all characters."""
 LONGEST_QUERY = 50_000
 """Maximum bytes of a query."""
 LARGEST_RESULT = 8_000_000
 """Maximum characters and bytes of all rows of a result."""
 MAX_COPIES = 1_000
-"""How often SQLite may copy the tables of `WITH`, one copy for each use: tables that use each other twice double their number."""
+"""How often SQLite may copy the tables of `WITH`, one for each use: tables that use each other twice double it."""
 CELL_CHARACTERS = 200
 """Maximum number of characters shown of one value."""
 
@@ -191,7 +194,7 @@ _LIMITS = {
     sqlite3.SQLITE_LIMIT_VDBE_OP: 200_000,
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,
 }
-"""SQLite's own limits: bytes of a value, of a pattern and of the query, columns, steps of the compiled query, other databases."""
+"""SQLite's own limits: bytes of a value, a pattern and the query, columns, compiled steps, other databases."""
 _TOKEN = re.compile(
     r"'[^']*(?:'|\Z)|--[^\n]*|/\*.*?(?:\*/|\Z)|\"[^\"]*(?:\"|\Z)|`[^`]*(?:`|\Z)|\[[^\]]*(?:\]|\Z)|\w+|[()]", re.DOTALL
 )
@@ -299,7 +302,7 @@ def _fetched(cursor: sqlite3.Cursor, most: int) -> list[tuple[Any, ...]]:
 
 @contextmanager
 def _stopped_after(seconds: float, stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` in another thread once this one has taken so much CPU time (on macOS and Windows: after so much time)."""
+    """Call `stop` in another thread once this one has taken so much CPU time (macOS and Windows: so much time)."""
     ended = threading.Event()
     clock = getattr(time, "pthread_getcpuclockid", None)
     used = partial(time.clock_gettime, clock(threading.get_ident())) if clock is not None else time.monotonic
@@ -321,7 +324,7 @@ def _stopped_after(seconds: float, stop: Callable[[], None]) -> Iterator[None]:
 
 
 def _copies(sql: str) -> int:
-    """At least as many copies of the tables of `WITH` as SQLite makes of them; more than `MAX_COPIES` if there are many."""
+    """At least as many copies of the tables of `WITH` as SQLite makes; more than `MAX_COPIES` if there are many."""
     words = [word.strip("'\"`[]").lower() for word in _TOKEN.findall(sql) if not word.startswith(("--", "/*"))]
     if "with" not in words:
         return 0
@@ -379,12 +382,15 @@ def same_rows(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]], ordered:
 class TextToSql:
     """Asks a question about a database and grades the answer.
 
-    A task has `question` and `sql` (a right query), and may have `ordered` (the order of the rows matters; default false).
+    A task has `question` and `sql` (a right query), and may have `ordered` (the order of the rows matters; default
+    false).
 
     Args:
-        database: Path of a SQLite file, relative to the current folder. `{name}` is replaced by the task's field: a data set
-            with one database for each task is `database/{db_id}/{db_id}.sqlite`. Left out: the shop of the task's field `shop`.
-        also: Paths of other databases with the same tables, in which an answer must be right too. Each shop has such a database.
+        database: Path of a SQLite file, relative to the current folder. `{name}` is replaced by the task's field: a
+            data set with one database for each task is `database/{db_id}/{db_id}.sqlite`. Left out: the shop of the
+            task's field `shop`.
+        also: Paths of other databases with the same tables, in which an answer must be right too. Each shop has such a
+            database.
         tries: Maximum number of graded answers.
         correct: Reward `correct` of a right answer.
         runs: Reward `runs` of the first answer that is a query without error; paid once.
@@ -408,7 +414,8 @@ class TextToSql:
     ) -> None:
         if tries < 1 or rows < 1 or steps < STEPS_PER_CHECK or seconds <= 0:
             raise ValueError(
-                f"tries is {tries}, rows {rows}, steps {steps}, seconds {seconds}; write at least 1, 1, {STEPS_PER_CHECK} and "
+                f"tries is {tries}, rows {rows}, steps {steps}, seconds {seconds}; write at least 1, 1, "
+                f"{STEPS_PER_CHECK} and "
                 "more than 0"
             )
         self._paths = [database, *(also or [])] if database is not None else []
@@ -490,7 +497,8 @@ class TextToSql:
         seed = task.fields.get("shop")
         if type(seed) is not int:
             raise ValueError(
-                f"task {task.id!r}: `shop` is {seed!r}; write a whole number, as `engine.environments.text_to_sql:problems` "
+                f"task {task.id!r}: `shop` is {seed!r}; write a whole number, as "
+                "`engine.environments.text_to_sql:problems` "
                 "does, or name a file: `with: {database: PATH}`"
             )
         return [lambda: _memory(shop(seed)), lambda: _memory(shop(-1 - seed))]

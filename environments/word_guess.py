@@ -1,9 +1,11 @@
 """Guess a hidden five-letter word; each guess is answered letter by letter.
 
-`problems` makes the tasks, `WordGuess` runs the game. Each letter of a guess gets one of three marks: right place, wrong place, absent.
+`problems` makes the tasks, `WordGuess` runs the game. Each letter of a guess gets one of three marks: right place,
+wrong place, absent.
 
-Invariant: the marks are those of the usual game: a letter is marked (right or wrong place) at most as often as the hidden word has
-it, right places first. The hidden word is a field of the task; the model sees it only after the last guess.
+Invariant: the marks are those of the usual game: a letter is marked (right or wrong place) at most as often as the
+hidden word has it, right places first. The hidden word is a field of the task; the model sees it only after the last
+guess.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from engine.schemas.reward import RewardEvent
 
 WORDS: tuple[str, ...] = tuple(
     """
-    actor adult alarm album angle apple apron arena armor aroma badge baker basin beach berry black blade blaze block board
+    actor adult alarm album angle apple apron arena armor aroma badge baker basin beach berry black blade blaze block
+    board
     brain brave bread brick bride brown brush cabin cable camel candy canoe cargo chain chair chalk cheek chess chest
     child choir cider civic clean clerk cliff clock cloud clown coast coral couch crane crowd crown crumb curve daily
     dance diary dodge donor draft dream drill drink eagle earth elbow empty equal event fable fairy feast fence ferry
@@ -146,6 +149,7 @@ def _word(task: Task) -> str:
     word = task.fields.get("word")
     if not isinstance(word, str) or re.fullmatch(r"[a-z]{2,20}", word) is None:
         raise ValueError(
-            f"task {task.id!r}: `word` is {word!r}; write 2 to 20 letters a to z, as `engine.environments.word_guess:problems` does"
+            f"task {task.id!r}: `word` is {word!r}; write 2 to 20 letters a to z, as "
+            "`engine.environments.word_guess:problems` does"
         )
     return word

@@ -1,10 +1,11 @@
-"""The backends of `backend:`: one config class each, with the capabilities that checks, runner, replay and trainer read.
+"""The backends of `backend:`: one config class each, with the capabilities that checks, runner, replay and trainer
+read.
 
 To add a backend: the runtime class in a new file or folder of `engine/backends/`, and its config class here and in
-`BackendSpec`; or a plugin with both, which names the config class in `backends`. Checks, evaluation, scenarios, model-played
-users, trainer, JSON Schema and docs/spec.md read the class attributes and properties; none of them asks for the `kind`. The
-capabilities are declared here and not on the runtime class, because `engine validate` reads them, and importing the runtime
-class takes up to 0.2 s.
+`BackendSpec`; or a plugin with both, which names the config class in `backends`. Checks, evaluation, scenarios,
+model-played users, trainer, JSON Schema and docs/spec.md read the class attributes and properties; none of them asks
+for the `kind`. The capabilities are declared here and not on the runtime class, because `engine validate` reads them,
+and importing the runtime class takes up to 0.2 s.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ CONSTRAINTS = ("stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "
 
 
 class BackendBase(Contract):
-    """Base class of the config classes: the capabilities of a kind of backend, and the files and servers of one spec's backend.
+    """Base class of the config classes: the capabilities of a kind of backend, and the files and servers of one spec's
+    backend.
 
     spec.backend.exact_ids                      # of this spec's backend
     [kind.kind_name() for kind in backend_classes() if kind.trains]
@@ -51,7 +53,7 @@ class BackendBase(Contract):
     resumable: ClassVar[tuple[str, ...]] = ()
     """Keys that a resumed run or training may change."""
     takes_messages: ClassVar[bool] = False
-    """Requests carry messages and tools, and the server applies its own chat template; the ids of a request are not read."""
+    """Requests carry messages and tools; the server applies its own chat template, and reads no ids of a request."""
     takes_images: ClassVar[bool] = True
     """Requests may carry images, for a model that takes some."""
     reports_experts: ClassVar[bool] = False
@@ -359,7 +361,7 @@ DEFAULT = "local"
 
 
 def default_backend() -> BackendBase:
-    """The backend where none is written: of kind `DEFAULT`; a bare `BackendBase`, which nothing can run, where that is not installed."""
+    """The backend where none is written: of kind `DEFAULT`; without that a bare `BackendBase`, which nothing runs."""
     kinds = {kind.kind_name(): kind for kind in backend_classes()}
     return kinds.get(DEFAULT, BackendBase)()
 
@@ -368,7 +370,10 @@ def no_default(backend: BackendBase) -> str | None:
     """What to write, because a backend was left out and its default is not installed; None if it has a kind."""
     if type(backend) is not BackendBase:
         return None
-    return f"`backend` needs `kind`; left out, it is `{DEFAULT}`: {plugin.missing('backends', DEFAULT) or 'no plugin adds it'}"
+    return (
+        f"`backend` needs `kind`; left out, it is `{DEFAULT}`: "
+        f"{plugin.missing('backends', DEFAULT) or 'no plugin adds it'}"
+    )
 
 
 def kinds_that_train() -> str:

@@ -2,10 +2,10 @@
 
 There are two kinds, and each class is one of them:
 
-- A `Contract` is what people write: specs, scripts, the answers of environments, tools and users. It is a Pydantic model, so
-  it is validated where it is built.
-- A `Struct` is what the engine makes: messages, requests, generations, spans, turns, journal records. It is a frozen msgspec
-  struct. Building one validates nothing; `read` validates data from outside or from a file over the same class.
+- A `Contract` is what people write: specs, scripts, the answers of environments, tools and users. It is a Pydantic
+  model, so it is validated where it is built.
+- A `Struct` is what the engine makes: messages, requests, generations, spans, turns, journal records. It is a frozen
+  msgspec struct. Building one validates nothing; `read` validates data from outside or from a file over the same class.
 
 Both refuse unknown keys and never change once they are built.
 """
@@ -97,7 +97,7 @@ class _Twin:
 
 
 class _Fields:
-    """The fields of a struct's twin. With them, `dataclasses.replace`, `fields` and `asdict` take structs, and Pydantic reads their hints."""
+    """The fields of a struct's twin, by which `dataclasses.replace`, `fields`, `asdict` and Pydantic take structs."""
 
     def __get__(self, instance: Any, owner: type[Struct]) -> dict[str, dataclasses.Field[Any]]:
         fields: dict[str, dataclasses.Field[Any]] = owner.__twin__.__dataclass_fields__
@@ -135,12 +135,13 @@ class Struct(msgspec.Struct, frozen=True, kw_only=True):
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG | ConfigDict(revalidate_instances="always")
 
     def _checked(self) -> Self:
-        """Raise ValueError where values that are valid one by one do not fit together. `read` calls it, `__init__` does not."""
+        """Raise ValueError where values do not fit together. `read` calls it, `__init__` does not."""
         return self
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Pydantic's schema of a dataclass with these fields, which validates into the twin, from which the struct is built.
+        """Pydantic's schema of a dataclass with these fields, which validates into the twin, from which the struct is
+        built.
 
         Pydantic cannot fill a struct itself: it fills objects that `object.__new__` has made. It does write one:
         `serialization` is its schema unchanged.

@@ -1,7 +1,8 @@
 """The section `rewards`: rules that move rewards, the scorer, and the credit methods, one config class each.
 
-To add a method: its formula in `engine/rewards/credit/formulas.py`, and its config class here and in `CREDITS`; or both in a plugin, which
-names the class in `credits`. Checks, exports, JSON Schema and docs/spec.md read the class attributes and ask for no `method`.
+To add a method: its formula in `engine/rewards/credit/formulas.py`, and its config class here and in `CREDITS`; or both
+in a plugin, which names the class in `credits`. Checks, exports, JSON Schema and docs/spec.md read the class attributes
+and ask for no `method`.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ class CreditMethod(Contract):
     formula: ClassVar[str]
     """`module:function` with the arguments (spec, group: list[Member]); returns for each episode float64 [turns]."""
     token_formula: ClassVar[str | None] = None
-    """`module:function` with the same arguments; returns for each episode and turn float64 [sampled tokens]. None: each token
-    has its turn's advantage."""
+    """`module:function` with the same arguments; returns for each episode and turn float64 [sampled tokens]. None: each
+    token has its turn's advantage."""
     takes_folder: ClassVar[bool] = False
     """`formula` has a third argument, the folder of the spec, to find a function of the user's own."""
     needs_values: ClassVar[bool] = False
     """The method needs a critic's value before each sampled token (`Member.values`)."""
     value_level: ClassVar[Literal["token", "turn"]] = "token"
-    """For a method with `needs_values`: it reads the values of all sampled tokens, or those before the first token of each turn."""
+    """With `needs_values`: it reads the values of all sampled tokens, or those before the first token of each turn."""
     takes_penalties: ClassVar[bool] = True
     """The method subtracts penalties of tokens (`Member.penalties`, `train.kl.in: reward`) from its rewards."""
     needs_state_key: ClassVar[bool] = False
-    """The method needs the state in which each turn began (`Member.state_keys`), with or without a `state_key` in the spec."""
+    """It needs the state in which each turn began (`Member.state_keys`), with or without a `state_key` in the spec."""
     default_state: ClassVar[str | None] = None
     """For a method that groups turns by state: when two states are the same if `state_key` is not set."""
     reward_keys: ClassVar[tuple[str, ...]] = ()
@@ -58,7 +59,7 @@ class CreditMethod(Contract):
 
     @property
     def last_turn_names(self) -> tuple[str, ...] | None:
-        """Names of the only rewards of the last turn that change an advantage; None: all rewards of the last turn do."""
+        """Names of the only rewards of the last turn that change an advantage; None: all of them do."""
         return None
 
     @property

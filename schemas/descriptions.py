@@ -1,7 +1,7 @@
 """Descriptions of fields: the string below an attribute in the body of its class.
 
-Pydantic's `use_attribute_docstrings` reads them when a class is made, so every process that imports the schemas would pay for
-descriptions that only JSON Schemas, docs and a few messages use. Here they are read when they are asked for.
+Pydantic's `use_attribute_docstrings` reads them when a class is made, so every process that imports the schemas would
+pay for descriptions that only JSON Schemas, docs and a few messages use. Here they are read when they are asked for.
 """
 
 from __future__ import annotations

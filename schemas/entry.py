@@ -1,9 +1,10 @@
-"""Code that a spec names: entry points, environments, tools, and the adapters that run those of other libraries unchanged.
+"""Code that a spec names: entry points, environments, tools, and the adapters that run those of other libraries
+unchanged.
 
     environment: {adapter: gymnasium, use: FrozenLake-v1, with: {kwargs: {is_slippery: false}}}
 
-The core has no adapter. Plugins add them to the points `adapters` and `tool_adapters`, with what holds for each; packages also
-by entry points, of which only the name and the class are known.
+The core has no adapter. Plugins add them to the points `adapters` and `tool_adapters`, with what holds for each;
+packages also by entry points, of which only the name and the class are known.
 """
 
 from __future__ import annotations
@@ -106,15 +107,16 @@ class AdapterFacts(Struct, frozen=True, kw_only=True):
     packages: tuple[str, ...] = ()
     """Top-level modules that must be importable."""
     loads: str | None = None
-    """Entry point of a function that loads what all environments in one process share, such as the library. A new worker process
-    calls it with the arguments of the class that runs before it builds one, so that it does not count for `environment.timeout`."""
+    """Entry point of a function that loads what all environments in one process share, such as the library. A new
+    worker process calls it with the arguments of the class that runs before it builds one, so that it does not count
+    for `environment.timeout`."""
     install: str = ""
     """The command that installs them, or other words that say how."""
     effects: Effects = "replayable"
     """`environment.effects` where the spec does not say it."""
     thread_safe: bool = False
-    """Whether many environments may run in threads of one process. If not, each runs in a worker process, unless the spec
-    says `isolation: thread`."""
+    """Whether environments may run in threads of one process. Otherwise each has a worker process, unless `isolation`
+    says `thread`."""
     images: bool = False
     """Whether it may show images."""
     truncates: bool = False
@@ -131,7 +133,7 @@ class ToolAdapterFacts(Struct, frozen=True, kw_only=True):
     name: str
     """What a spec writes as `adapter` of a tool."""
     runs: str
-    """Entry point of the class that runs. It is built once in a run, with `use`, `base` (the spec's folder) and `with`."""
+    """Entry point of the class that runs. It is built once a run, with `use`, `base` (the spec's folder) and `with`."""
     use: str
     """What the tool's `use` names, in words."""
     packages: tuple[str, ...] = ()
@@ -148,7 +150,7 @@ TOOL_ADAPTERS_GROUP = "episode_engine.tool_adapters"
 
 
 def installed_points(group: str) -> Mapping[str, Mapping[str, str]]:
-    """The entry points of a group: name -> entry point -> the package that offers it, with its version. Imports nothing."""
+    """The entry points of a group: name -> entry point -> its package, with the version. Imports nothing."""
     return _points(group, tuple(sys.path))
 
 
@@ -165,8 +167,8 @@ def _points(group: str, path: tuple[str, ...]) -> dict[str, dict[str, str]]:
 
 
 def installed_adapters() -> dict[str, AdapterFacts]:
-    """The adapters that installed packages offer. Of these, only the name and the class are known, so the facts are those
-    that forbid nothing; a spec may write `effects` and `isolation`."""
+    """The adapters that installed packages offer. Of these, only the name and the class are known, so the facts are
+    those that forbid nothing; a spec may write `effects` and `isolation`."""
     return {
         name: AdapterFacts(
             name=name,

@@ -54,8 +54,8 @@ class EpisodeView(Struct, frozen=True, kw_only=True):
     rewards: Sequence[float]
     """The reward of each assistant turn so far, summed over all names."""
     written: str = ""
-    """The newest reply as it was sampled, with calls and reasoning, without the token that ended it. Only for adapters whose
-    library reads replies so; empty for others."""
+    """The newest reply as it was sampled, with calls and reasoning, without the token that ended it. Only for adapters
+    whose library reads replies so; empty for others."""
     blocks: Mapping[int, str] = msgspec.field(default_factory=dict)
     """Original texts of the condensed blocks, by number."""
 
@@ -151,8 +151,8 @@ class ProgramSettings(Contract):
 class Environment(Protocol):
     """The environment of one episode. A new object is built for each episode.
 
-    `step(view) -> Step`, `score(view) -> list[RewardEvent]`, `tools() -> list[callable]`, `program() -> ProgramSettings` and
-    `close()` are optional: an environment that has them is asked.
+    `step(view) -> Step`, `score(view) -> list[RewardEvent]`, `tools() -> list[callable]`, `program() ->
+    ProgramSettings` and `close()` are optional: an environment that has them is asked.
     """
 
     def reset(self, task: Task, seed: int) -> Reset | Awaitable[Reset]:

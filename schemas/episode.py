@@ -83,7 +83,7 @@ class EpisodeSpec(SectionOwner):
 
     @property
     def opening_environment(self) -> EnvironmentSpec | None:
-        """The environment, if its first messages are known before a run: it is `pure`, and its code runs in this process."""
+        """The environment, if its first messages are known before a run: it is `pure` and runs in this process."""
         environment = self.environment
         counted = environment is not None and environment.adapter is None and environment.effects == "pure"
         return environment if counted and self.environment_isolation.mode == "thread" else None
@@ -94,7 +94,8 @@ class EpisodeSpec(SectionOwner):
         return {"": self.user} if self.user is not None else self.users
 
     def isolation_of(self, own: IsolationSpec | None, otherwise: str = "thread") -> IsolationSpec:
-        """Return the isolation of an object whose own key `isolation` is `own`; `otherwise` is the mode if neither it nor the spec sets one."""
+        """The isolation of an object whose key `isolation` is `own`; `otherwise`: the mode if neither it nor the spec
+        sets one."""
         whole = (own or IsolationSpec()).over(self.isolation)
         if whole.mode is not None:
             return whole
@@ -102,7 +103,7 @@ class EpisodeSpec(SectionOwner):
 
     @property
     def environment_isolation(self) -> IsolationSpec:
-        """Where the environment runs; an adapter whose library is not known to be safe in threads defaults to `process`."""
+        """Where the environment runs; `process` for an adapter whose library is not known to be safe in threads."""
         environment = self.environment
         if environment is None:
             return self.isolation_of(None)

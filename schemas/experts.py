@@ -1,7 +1,7 @@
 """Arrays of the experts that a mixture-of-experts model chose for each token.
 
-A choice is an unsigned integer below the number of experts, in one byte for up to 256 experts and in two bytes for more. Layers
-without experts have zeros.
+A choice is an unsigned integer below the number of experts, in one byte for up to 256 experts and in two bytes for
+more. Layers without experts have zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def expert_dtype(experts: int) -> np.dtype[Any]:
 
 
 def pack_experts(array: np.ndarray) -> dict[str, Any]:
-    """Convert an array [tokens, layers, top_k] to `{shape, dtype, data}`; `data` is its little-endian bytes in C order."""
+    """Convert an array [tokens, layers, top_k] to `{shape, dtype, data}`; `data`: little-endian bytes in C order."""
     packed = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     return {"shape": list(array.shape), "dtype": array.dtype.name, "data": packed.tobytes()}
 

@@ -40,7 +40,7 @@ class RecordBase(Struct, frozen=True, kw_only=True):
         return ""
 
     def summary(self) -> dict[str, Any]:
-        """What `engine show --json` and `engine view` show of it besides its messages. They summarise the core's records themselves."""
+        """What `engine show --json` and `engine view` show of it besides its messages; empty for the core's records."""
         return {}
 
     def said(self) -> Sequence[Message]:
@@ -53,9 +53,11 @@ class RecordBase(Struct, frozen=True, kw_only=True):
         return self
 
     def answers(self) -> Mapping[str, Any] | None:
-        """Return the free-form JSON values that code outside the engine returned, by their place; None if there are none.
+        """Return the free-form JSON values that code outside the engine returned, by their place; None if there are
+        none.
 
-        A record with answers is validated once more when it is stored, and the episode goes on with what a reader would get.
+        A record with answers is validated once more when it is stored, and the episode goes on with what a reader would
+        get.
         """
         return None
 

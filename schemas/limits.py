@@ -41,7 +41,7 @@ class LimitsSpec(SectionOwner):
 
     @property
     def tokens_per_episode(self) -> int | None:
-        """The longest possible episode: `episode_tokens`, else `assistant_turns` × `turn_tokens`; None without either."""
+        """The longest possible episode: `episode_tokens`, else `assistant_turns` × `turn_tokens`, else None."""
         if self.episode_tokens is not None or self.assistant_turns is None:
             return self.episode_tokens
         return self.assistant_turns * self.turn_tokens

@@ -1,8 +1,8 @@
 """The losses of `train.loss`: one config class each, with the facts that checks, metrics and docs read.
 
-To add a loss: its computation in a new file of `engine/train/losses/`, and its config class here and in `LossSpec`. Checks,
-loss weights, metrics, JSON Schema and docs/spec.md read the class attributes and ask for no `kind`. The formulas are not
-here because they need torch, and `engine validate` does not import it.
+To add a loss: its computation in a new file of `engine/train/losses/`, and its config class here and in `LossSpec`.
+Checks, loss weights, metrics, JSON Schema and docs/spec.md read the class attributes and ask for no `kind`. The
+formulas are not here because they need torch, and `engine validate` does not import it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Loss(Contract):
     formula: ClassVar[str]
     """`module:class` of the computation, a `engine.train.losses.base.PolicyLoss`."""
     ratio_level: ClassVar[Literal["token", "sequence"] | None]
-    """Level of the probability ratio: each token has its own, or all tokens of a row have one. None: the loss has no ratio."""
+    """Level of the probability ratio: one for each token, or for all tokens of a row. None: the loss has no ratio."""
     clips_ratio: ClassVar[bool]
     """The ratio has bounds. The metrics then count the tokens outside of them."""
     denominator: ClassVar[Denominator]
     """What the sum of the token losses is divided by."""
     ratio_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys that change the gradient only where the ratio is not 1. With one update per batch it is 1 for every token."""
+    """Keys that act only where the ratio is not 1. With one update per batch it is 1 for every token."""
 
     @property
     def too_small_delta(self) -> float | None:
@@ -44,7 +44,7 @@ class Loss(Contract):
 
     @property
     def constant_length(self) -> int | None:
-        """The constant of `denominator: constant_length`, in tokens per episode. None: it is measured in the first step."""
+        """The constant of `denominator: constant_length`, in tokens per episode. None: the first step measures it."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""A conversation's messages, with their parts, tool calls and tool results, as everything else reads and stores them."""
+"""A conversation's messages, with parts, tool calls and tool results, as everything else reads and stores them."""
 
 from __future__ import annotations
 

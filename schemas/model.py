@@ -48,10 +48,13 @@ class ModelSpec(Contract):
     """Most pixels of one image as it comes; a larger one fails the episode. The model's processor scales those below it."""
 
 
-DEFAULT_MALFORMED = "Your tool call could not be read: {{problem}} No tool was called. Write the call again in the format that you were given."
+DEFAULT_MALFORMED = (
+    "Your tool call could not be read: {{problem}} No tool was called. Write the call again in the "
+    "format that you were given."
+)
 
 Words = str | list[ContentPart]
-"""What is said to the model: a text, or text and image parts. `{{field}}` is filled in, in texts and image references."""
+"""What is said to the model: a text, or text and image parts. `{{field}}` is filled in, also in image references."""
 
 
 class PromptMessage(Contract):

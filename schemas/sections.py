@@ -4,8 +4,8 @@
     WeatherSpec.section_of(spec)            # WeatherSpec | None
     WeatherSpec.or_default(spec)            # WeatherSpec
 
-The class of the part that has the keys, a `SectionOwner`, does not name them: a section is validated by its own class at its own
-place, and given to its owner.
+The class of the part that has the keys, a `SectionOwner`, does not name them: a section is validated by its own class
+at its own place, and given to its owner.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SectionOwner(Contract):
         return getattr(model.or_default(self), key)
 
     def with_value(self, key: str, value: Any) -> Self:
-        """A copy in which a key has another value; see `value_of`. The value is not validated. Raises: KeyError: no such key."""
+        """A copy in which a key has another value, which is not validated. Raises: KeyError: no such key."""
         if key in type(self).model_fields:
             return self.model_copy(update={key: value})
         model = _inline(type(self), key)
@@ -83,7 +83,7 @@ class SpecSection(Contract):
     """Base of the sections that plugins add."""
 
     NULLABLE: ClassVar[bool] = False
-    """Whether it may be null, which is then its default. Otherwise a section that was left out has the defaults of its keys."""
+    """Whether it may be null, its default then. Otherwise a section that was left out has the defaults of its keys."""
     RENAMED: ClassVar[Mapping[str, str]] = {}
     """Old key -> new key."""
 
@@ -131,7 +131,8 @@ class SectionPart(Struct, frozen=True, kw_only=True):
 def sections_of(
     owner: type[BaseModel], keys: Collection[str] | None = None
 ) -> list[tuple[plugin.Section, type[SpecSection]]]:
-    """The sections that plugins add to a class. Their classes are imported; a plugin whose class cannot be used is left out.
+    """The sections that plugins add to a class. Their classes are imported; a plugin whose class cannot be used is left
+    out.
 
     Args:
         owner: The class.
@@ -374,8 +375,8 @@ class OneOf(Generic[M]):
 
     BackendSpec = Annotated[BackendBase, OneOf("backends", CORE)]
 
-    Pydantic gets a tagged union of all classes, built when it is first used. So a class of a plugin may import the module
-    in which the union is written.
+    Pydantic gets a tagged union of all classes, built when it is first used. So a class of a plugin may import the
+    module in which the union is written.
     """
 
     __slots__ = ("base", "core", "key", "point")

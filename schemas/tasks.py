@@ -20,8 +20,8 @@ class SourceFacts(Struct, frozen=True, kw_only=True):
     keys: tuple[str, ...]
     """The keys of `tasks` that only some kinds read, and this one does. The first must be there."""
     opens: str = ""
-    """Entry point of `(loaded, limit) -> engine.spec.rows.sources.Rows`, which opens the rows; `limit`: how many are needed, None: all may
-    be. Empty for kinds of the core."""
+    """Entry point of `(loaded, limit) -> engine.spec.rows.sources.Rows`, which opens the rows; `limit`: how many are
+    needed, None: all may be. Empty for kinds of the core."""
     splits: bool = False
     """Whether its rows may have splits with names."""
     outside: bool = False
@@ -211,7 +211,7 @@ class TasksSpec(TaskSource):
 
     @property
     def rows_of_split(self) -> tuple[str | None, str | None]:
-        """Where the part of the rows begins and ends, as written: `100`, `-5`, `90%`; None: at the first or last row."""
+        """Where the part of the rows begins and ends, as written: `100`, `-5`, `90%`; None: the first or last row."""
         part = self.split or (self.path or "")[len(self.file) :].removeprefix("@")
         start, _, stop = part.partition("[")[2].removesuffix("]").partition(":")
         return start or None, stop or None

@@ -24,7 +24,8 @@ class TrainKind(Struct, frozen=True, kw_only=True):
     samples: bool = True
     """Whether the model is trained on episodes that it samples, and so needs a backend that takes new weights."""
     keys: frozenset[str] | None = None
-    """The keys of `train` of the core that it reads; None: all. `weight_sync` is read only where the backend gets weights."""
+    """The core's keys of `train` that it reads; None: all. `weight_sync` is read only where the backend gets
+    weights."""
     settings: Mapping[str, Any] = {}
     """The values of keys that it does not read, where they are not the defaults."""
 
@@ -56,8 +57,8 @@ class CriticBase(Contract):
 
     @property
     def bootstraps(self) -> frozenset[str]:
-        """The limits that cut an episode without being its end, by their names in outcomes: the value of the last state counts as the
-        rewards that would have come."""
+        """The limits that cut an episode without being its end, by their names in outcomes: the value of the last state
+        counts as the rewards that would have come."""
         return frozenset()
 
 
@@ -379,7 +380,8 @@ class TrainSpec(SectionOwner):
         return 2 if samples > 1 and credit.comparison is not None and credit.comparison.baseline != "none" else 1
 
     def effective(self) -> TrainSpec:
-        """The settings of the updates: keys that the kind does not read have the values that its `TrainKind` says, or their defaults."""
+        """The settings of the updates: keys that the kind does not read have the values of its `TrainKind`, or
+        defaults."""
         read = self.facts.keys
         if read is None:
             return self

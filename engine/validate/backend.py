@@ -1,5 +1,5 @@
-"""Rules about what replies: `backend:` of the policy, of model-played users and of judges, what plays these, and the experts of
-mixture-of-experts models, where the model's files are on this computer."""
+"""Rules about what replies: `backend:` of the policy, of model-played users and of judges, what plays these, and the
+experts of mixture-of-experts models, where the model's files are on this computer."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def no_experts(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("train.expert-routing", "warning", "sampler and trainer may choose different experts")
 def expert_routing(ctx: CheckContext) -> Iterator[Finding]:
-    """A training of a mixture-of-experts model without the sampler's routing, or of a class that may not be able to replay it."""
+    """A training of a mixture-of-experts model without the sampler's routing, or of a class that may not replay it."""
     spec = ctx.spec
     if spec.train is None or not spec.train.samples_episodes:
         return
@@ -115,7 +115,8 @@ def expert_routing(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(message, ("backend", "routed_experts"), "keep it if `engine train` starts; else remove it")
         return
     message = (
-        f"the model chooses {layout.top_k} of {layout.experts} experts for each token, and near a tie sampler and trainer may choose "
+        f"the model chooses {layout.top_k} of {layout.experts} experts for each token, and near a tie sampler "
+        "and trainer may choose "
         "different ones, so that their log-probs differ"
     )
     kinds = " or ".join(f"`{each.kind_name()}`" for each in backend_classes() if each.reports_experts)

@@ -58,8 +58,8 @@ def all_rules() -> list[Rule]:
 def check_spec(loaded: LoadedSpec) -> list[Diagnostic]:
     """Return all findings of the rules in a spec, in the order of the document; errors before warnings at one position.
 
-    The code that a spec names is imported, unless the spec was read with an `Access` that forbids it, or the code runs only in
-    worker processes.
+    The code that a spec names is imported, unless the spec was read with an `Access` that forbids it, or the code runs
+    only in worker processes.
     """
     return check_rules(loaded, apart=True)[0]
 
@@ -124,7 +124,8 @@ def refuse_errors(loaded: LoadedSpec) -> list[Diagnostic]:
 def refuse_first_tasks(loaded: LoadedSpec, tasks: Sequence[Task]) -> None:
     """Check that prompts name fields of the first tasks, before the first episode.
 
-    For rows that code makes, and for those of a hub, `check_spec` cannot do this: they are read only once, when they are needed.
+    For rows that code makes, and for those of a hub, `check_spec` cannot do this: they are read only once, when they
+    are needed.
 
     Raises:
         SpecError: a prompt names a field that one of them does not have.

@@ -1,7 +1,8 @@
 """A forked process that answers requests. It cannot block its parent, and no way to end looks like success.
 
 An answer is a frame on a separate pipe that begins with the child's random token. If the child ends in any way
-(`os._exit(0)`, `sys.exit`, a crash), writes anything else to the pipe, or exceeds its deadline, the parent raises a `ChildError`.
+(`os._exit(0)`, `sys.exit`, a crash), writes anything else to the pipe, or exceeds its deadline, the parent raises a
+`ChildError`.
 
     child = Child(lambda request, doing: request.upper(), memory=2**30)
     child.ask(b"text", seconds=10)
@@ -191,7 +192,8 @@ def can_fork() -> bool:
 
 
 def _prepare(group: bool, memory: int, output: int, keep: tuple[int, int]) -> None:
-    """Prepare the child: no input, limits, a process group, output into the pipe if there is one, no open files of its parent."""
+    """Prepare the child: no input, limits, a process group, output into the pipe if there is one, no files of its
+    parent."""
     import resource
 
     if group:

@@ -1,4 +1,4 @@
-"""What rules share: the spec, its code (`CodeContext`), its machine (`MachineContext`) and its first rows, each loaded once."""
+"""What rules share, each loaded once: the spec, its code (`CodeContext`), machine (`MachineContext`), first rows."""
 
 from __future__ import annotations
 
@@ -47,9 +47,11 @@ class CheckContext(MachineContext):
         return other
 
     def first_rows(self) -> list[Row]:
-        """Return the rows that are cheap to read: all inline rows, the first row of a file, the first ones of a function.
+        """Return the rows that are cheap to read: all inline rows, the first row of a file, the first ones of a
+        function.
 
-        A function is called only if `calls` is set; otherwise there are no rows, and the current rule counts as skipped.
+        A function is called only if `calls` is set; otherwise there are no rows, and the current rule counts as
+        skipped.
 
         Raises:
             SpecError: the source cannot be read.

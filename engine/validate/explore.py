@@ -1,12 +1,12 @@
 """Everything that an episode may do, as a finite graph.
 
-A node (`Place`) is a state of the machine with the turns and calls so far, what is known about the newest reply's calls,
-and whether the time limit has passed.
+A node (`Place`) is a state of the machine with the turns and calls so far, what is known about the newest reply's
+calls, and whether the time limit has passed.
 
-Every episode is a path in this graph. Every path is a possible episode, except that guards on values that are not counted
-here (facts, texts, rewards) may have either result. If the graph would take more than `MAX_WORK`, an approximate one
-replaces it (`exact` is False): it knows of each counter only whether its limit is reached. A machine that is too large
-even for that has an empty graph (`walked` is False).
+Every episode is a path in this graph. Every path is a possible episode, except that guards on values that are not
+counted here (facts, texts, rewards) may have either result. If the graph would take more than `MAX_WORK`, an
+approximate one replaces it (`exact` is False): it knows of each counter only whether its limit is reached. A machine
+that is too large even for that has an empty graph (`walked` is False).
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def _blind(group: Iterable[Edge]) -> tuple[Edge, ...]:
 
 
 def _caps(chart: Chart) -> Counts:
-    """For counters without a limit: a value above everything that guards compare them with. Larger values behave the same."""
+    """For counters without a limit: a value above all that guards compare them with. Larger values behave the same."""
     caps = list(START)
     for _, group in chart.edges:
         for edge in group:
@@ -320,7 +320,7 @@ class Graph:
 
     @property
     def components(self) -> tuple[dict[Place, int], int]:
-        """The strongly connected component of each place, and how many there are; steps lead from higher to lower numbers."""
+        """The strongly connected component of each place, and their number; steps lead from higher to lower ones."""
         if self._components is None:
             self._components = components(self)
         return self._components

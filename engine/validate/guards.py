@@ -1,5 +1,5 @@
-"""Rules about guards (`conditions` of transitions, `when` of reward rules, `state_key` of credit) and about the names that they
-read: facts, and fields of the task, are known only in part."""
+"""Rules about guards (`conditions` of transitions, `when` of reward rules, `state_key` of credit) and about the names
+that they read: facts, and fields of the task, are known only in part."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _fields_read(expression: str) -> Iterator[tuple[str, str, int]]:
 
 @rule("guard.unknown-fact", "warning", "a guard or `state_key` reads a fact that nothing writes")
 def unknown_fact(ctx: CheckContext) -> Iterator[Finding]:
-    """`facts.<name>` and `feedback.<name>`: the code of environments, users, tools and actions does not mention the name."""
+    """`facts.<name>` and `feedback.<name>` that no code of environments, users, tools and actions mentions."""
     read: list[tuple[DataPath, str, str, int | None]] = [
         (path, f"{variable}.{field}", field, at)
         for path, expression in expressions(ctx)

@@ -94,7 +94,10 @@ def no_deadline(ctx: CheckContext) -> Iterator[Finding]:
     if not ctx.written("limits", "tool_seconds"):
         for index in range(len(spec.tools)):
             if spec.tools[index].timeout is None:
-                message = f"this tool has no `timeout`: `limits.tool_seconds` holds, by default {_s(spec.limits.tool_seconds)}"
+                message = (
+                    "this tool has no `timeout`: `limits.tool_seconds` holds, by default "
+                    f"{_s(spec.limits.tool_seconds)}"
+                )
                 yield Finding(message, ("tools", index), "add `timeout: 5s`, or set `limits.tool_seconds`")
     for path, user in ctx.users:
         if user.timeout is None or not ctx.written(*path, "timeout"):

@@ -1,9 +1,9 @@
 """What can be proved about guards: whether one always holds, never holds, implies another or overlaps with it.
 
 A guard becomes a function of the quantities that it compares with constants (`turns.user < 3`, `last.finish == "stop"`,
-`feedback.solved`), and is evaluated on enough values of each quantity to cover every outcome: the constants, and one value
-between each two. The spec's limits are constants. Arithmetic over counters is computed where their ranges are small, which
-is always so where they are counted exactly. A comparison of two other expressions may have any result.
+`feedback.solved`), and is evaluated on enough values of each quantity to cover every outcome: the constants, and one
+value between each two. The spec's limits are constants. Arithmetic over counters is computed where their ranges are
+small, which is always so where they are counted exactly. A comparison of two other expressions may have any result.
 
 A proof is certain. What is not proved may still be true, because quantities are taken as independent of each other.
 """

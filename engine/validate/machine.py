@@ -1,5 +1,5 @@
-"""Rules over the machine: every event is handled, every state is reached, an end is always in reach, each cycle is bounded, and
-no transition stands behind one that is always taken first."""
+"""Rules over the machine: every event is handled, every state is reached, an end is always in reach, each cycle is
+bounded, and no transition stands behind one that is always taken first."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def _member(path: DataPath, key: str, value: str | list[str], index: int) -> Dat
 def too_many(ctx: CheckContext) -> Iterator[Finding]:
     """With every list of triggers and sources, and every `"*"`, written out."""
     if ctx.written_out > MAX_TRANSITIONS:
-        message = f"{ctx.written_out:,} transitions, with every list and `*` expanded; at most {MAX_TRANSITIONS:,} are allowed"
+        message = (
+            f"{ctx.written_out:,} transitions, with every list and `*` expanded; at most "
+            f"{MAX_TRANSITIONS:,} are allowed"
+        )
         yield Finding(message, ("machine", "transitions"), "remove transitions that can never happen", key=True)
 
 
@@ -198,7 +201,7 @@ def _cycles(ctx: CheckContext) -> list[Cycle]:
 
 
 def _where(ctx: CheckContext, cycle: Cycle) -> DataPath:
-    """The position to report: the spec's own transition in the cycle, else the limit that is not set, else the machine."""
+    """The position to report: the spec's transition in the cycle, else the limit that is not set, else the machine."""
     for index, item in enumerate(ctx.spec.machine.transitions):
         ctx.work.spend(len(cycle.steps))
         for position, (state, event) in enumerate(cycle.steps):

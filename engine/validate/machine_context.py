@@ -1,4 +1,4 @@
-"""The machine of a spec, as rules see it: what can be reached, what an episode may do within which counts, and its endless cycles."""
+"""The machine of a spec, as rules see it: what is reached, what an episode may do, and its endless cycles."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def _each_cycle(graph: Graph, work: Work) -> Iterator[Cycle]:
 
 
 def _merged(alike: list[Cycle]) -> Cycle:
-    """Of cycles through the same states, the one that the fewest limits bound; it names a limit that bounds all, if there is one."""
+    """Of cycles through the same states, the one that the fewest limits bound; it names one that bounds all."""
     hardest = min(alike, key=lambda cycle: (len(cycle.bounds), len(cycle.steps), cycle.steps))
     common = set(hardest.bounds).intersection(*(cycle.bounds for cycle in alike))
     return hardest._replace(bounds=tuple(name for name in hardest.bounds if not common or name in common))

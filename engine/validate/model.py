@@ -41,7 +41,10 @@ def _files(ctx: CheckContext) -> ModelFiles | None:
 def not_at_hand(ctx: CheckContext) -> Iterator[Finding]:
     """Its context, its chat template, its special tokens and whether it takes images."""
     if not ctx.spec.backend.takes_messages and _files(ctx) is None:
-        message = f"the files of `{ctx.spec.model.path}` are not on this computer: template, context and images are not checked"
+        message = (
+            f"the files of `{ctx.spec.model.path}` are not on this computer: template, context and images "
+            "are not checked"
+        )
         yield Finding(
             message, ("model", "path"), "download it once (`engine models` lists the models), or give a folder"
         )
@@ -187,7 +190,10 @@ def calls_not_read(ctx: CheckContext) -> Iterator[Finding]:
     unread = _unread(model.model_dump_json(), str(ctx.loaded.base))
     if unread:
         named = ", ".join(f"`{name}`" for name in FORMATS)
-        fix = f"set `model.tool_calls` to {named} or your own `package.module:Class`, and describe in `prompt` how calls are written"
+        fix = (
+            f"set `model.tool_calls` to {named} or your own `package.module:Class`, and describe in `prompt` "
+            "how calls are written"
+        )
         yield Finding(unread, ("model", "tool_calls"), fix)
 
 
@@ -235,7 +241,10 @@ def special_text(ctx: CheckContext) -> Iterator[Finding]:
         if part is not None and part.model is not None and part.model.allow_special
     ]
     for path in found:
-        message = "text from users, tools, environments, task fields and replies that spells a special token becomes that token"
+        message = (
+            "text from users, tools, environments, task fields and replies that spells a special token "
+            "becomes that token"
+        )
         yield Finding(
             message,
             (*path, "allow_special"),
@@ -268,7 +277,7 @@ def stop_in_token(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("model.images", "error", "images are shown to a model that takes none")
 def images(ctx: CheckContext) -> Iterator[Finding]:
-    """Image parts of `prompt` and `recover`, for a text model or a model whose image format the engine does not support."""
+    """Image parts of `prompt` and `recover`, for a text model or one whose image format the engine does not support."""
     shown = list(_shown_images(ctx))
     if not shown:
         return

@@ -47,10 +47,14 @@ def _loss(train: TrainSpec) -> Iterator[Option]:
             if getattr(train.loss, key) is not None:
                 yield (
                     ("train", "loss", key),
-                    "with one update per batch every probability ratio is 1; set `train.minibatches` or `train.update_epochs`",
+                    "with one update per batch every probability ratio is 1; set `train.minibatches` or "
+                    "`train.update_epochs`",
                 )
     if train.proximal_logprobs == "recompute" and not several and not noisy:
-        why = "with one update per batch the current log-probs are already those before it; set `train.minibatches` or `train.update_epochs`"
+        why = (
+            "with one update per batch the current log-probs are already those before it; set "
+            "`train.minibatches` or `train.update_epochs`"
+        )
         yield ("train", "proximal_logprobs"), why
     elif train.loss.ratio_level is None and train.rollout_correction.kind == "none":
         why = f"the loss `{train.loss.kind}` has no ratio, and `train.rollout_correction.kind` is `none`"
@@ -75,7 +79,10 @@ def _loss(train: TrainSpec) -> Iterator[Option]:
 def _batch(train: TrainSpec) -> Iterator[Option]:
     """Options of the batch and of the optimizer."""
     if train.minibatches > train.tasks_per_step:
-        why = f"a batch of {train.tasks_per_step} groups has at most {train.tasks_per_step} mini-batches (`train.tasks_per_step`)"
+        why = (
+            f"a batch of {train.tasks_per_step} groups has at most {train.tasks_per_step} mini-batches "
+            "(`train.tasks_per_step`)"
+        )
         yield (
             ("train", "minibatches"),
             f"of {train.minibatches}, {train.minibatches - train.tasks_per_step} are empty: {why}",
@@ -98,7 +105,10 @@ def _difficulty(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
     if tasks:
         known = (math.ceil(draws / tasks) - 1) * ctx.spec.rollout.samples_per_task
         if known < train.difficulty.window:
-            why = f"{draws} draws of {tasks} tasks leave at most {known} episodes of a task before its last draw (`window` is {train.difficulty.window})"
+            why = (
+                f"{draws} draws of {tasks} tasks leave at most {known} episodes of a task before its last draw "
+                f"(`window` is {train.difficulty.window})"
+            )
             yield ("train", "difficulty"), why
 
 
@@ -166,7 +176,10 @@ def kl_estimator(ctx: CheckContext) -> Iterator[Finding]:
     """`train.kl.estimator: k1` with a coefficient."""
     train = ctx.spec.train
     if train is not None and train.samples_episodes and train.kl.in_loss and train.kl.estimator == "k1":
-        message = "the expected gradient of `k1` is 0: in the loss it adds noise and does not keep the policy near the reference"
+        message = (
+            "the expected gradient of `k1` is 0: in the loss it adds noise and does not keep the policy "
+            "near the reference"
+        )
         fix = "use `k2` or `k3`, or `in: reward`; `k1` estimates the value of the KL divergence"
         yield Finding(message, ("train", "kl", "estimator"), fix)
 
@@ -178,7 +191,8 @@ def delta(ctx: CheckContext) -> Iterator[Finding]:
     if train is not None and train.samples_episodes and train.loss.too_small_delta is not None:
         bound = 1 + getattr(train.loss, "clip_high", 0.0)
         message = (
-            f"`delta: {train.loss.too_small_delta:g}` is below `1 + clip_high` = {bound:g}: negative advantages are cut earlier than "
+            f"`delta: {train.loss.too_small_delta:g}` is below `1 + clip_high` = {bound:g}: negative "
+            "advantages are cut earlier than "
             "positive ones, inside of the range that the clip allows"
         )
         yield Finding(message, ("train", "loss", "delta"), f"set it above {bound:g}, such as 4.0, or remove it")

@@ -109,7 +109,8 @@ def _recover_known(ctx: CheckContext, key: str) -> Sequence[str] | None:
 
 
 def _user_fields(ctx: CheckContext) -> Mapping[str, Sequence[str]] | None:
-    """The `recover_fields` of the spec's only user; None if it declares none. A model-played user writes its own texts."""
+    """The `recover_fields` of the spec's only user; None: it declares none. A model-played user writes its own
+    texts."""
     if len(ctx.users) != 1:
         return None
     use = ctx.users[0][1].use
@@ -149,7 +150,7 @@ def offset_of(template: str, name: str) -> int:
 
 @rule("prompt.empty", "error", "an episode would begin without any message")
 def prompt_empty(ctx: CheckContext) -> Iterator[Finding]:
-    """Neither `prompt` nor an environment, whose `reset` may return messages, nor a program, whose requests have messages."""
+    """No `prompt`, no environment, whose `reset` may return messages, and no program, whose requests have messages."""
     if (
         not ctx.spec.messages
         and ctx.spec.conversation is None

@@ -1,11 +1,11 @@
 """The rules by their stable ids, and their pages.
 
-A rule is a function that examines a spec and yields findings; `@rule` sets its id, its severity and one line that describes
-it. Rules are independent: none hides another's findings.
+A rule is a function that examines a spec and yields findings; `@rule` sets its id, its severity and one line that
+describes it. Rules are independent: none hides another's findings.
 
-The page of a rule is the only place where it is explained: docs/rules/<id>.md, or pages/<id>.md of a plugin. It has a title
-(the id), a line with the severity and what the rule finds, then the reason, a bad and a good example. Examples are YAML.
-Other files of an example are fenced too, with their name after the language.
+The page of a rule is the only place where it is explained: docs/rules/<id>.md, or pages/<id>.md of a plugin. It has a
+title (the id), a line with the severity and what the rule finds, then the reason, a bad and a good example. Examples
+are YAML. Other files of an example are fenced too, with their name after the language.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Page:
     """Arguments of `engine validate` that the rule needs."""
 
     def example(self, name: str) -> Example | None:
-        """Return the example under `## Bad` or `## Good`; files of `Bad` also belong to `Good`, unless it replaces them."""
+        """The example under `## Bad` or `## Good`; files of `Bad` also belong to `Good`, unless it replaces them."""
         parts = _SECTION.split(self.text)
         sections = dict(zip(parts[1::2], parts[2::2], strict=True))
         if name not in sections:

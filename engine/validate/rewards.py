@@ -1,4 +1,4 @@
-"""Rules about rewards: their turns and names exist, the credit method has and reads them, and no reply is better cut off."""
+"""Rules about rewards: their turns and names exist, the credit method reads them, no reply is better cut off."""
 
 from __future__ import annotations
 
@@ -167,7 +167,10 @@ def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
         if code.other_rewards or name in known or name == REWARD or _written(ctx, name):
             continue
         if _code_may_reward(ctx) or "credit" in path:  # without any such code, `rewards.unpayable` reports a rule
-            message = f"nothing writes a reward `{name}`: no rule does, and the code of environments, users and tools does not mention it"
+            message = (
+                f"nothing writes a reward `{name}`: no rule does, and the code of environments, users and "
+                "tools does not mention it"
+            )
             near = nearest_name(name, sorted(item for item in known if item.isidentifier()))
             yield Finding(
                 message, path, f"did you mean `{near}`?" if near else "check its name in the code that writes it"
@@ -230,7 +233,7 @@ _NEWEST = ("last", None)
 
 @rule("rewards.credit-ignores", "warning", "the credit method ignores to which turn a reward belongs")
 def credit_ignores(ctx: CheckContext) -> Iterator[Finding]:
-    """Transfers, a judge of each turn, and rewards of a certain turn, under a method that reads only the episode's sum."""
+    """Transfers, a judge of each turn, and rewards of one turn, under a method that reads only the episode's sum."""
     credit = ctx.spec.rewards.credit
     if credit.uses_turn_rewards:
         return
@@ -253,7 +256,7 @@ def credit_ignores(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("rewards.turns-in-sum", "info", "rewards of turns count only in the episode's sum")
 def turns_in_sum(ctx: CheckContext) -> Iterator[Finding]:
-    """Code that may write rewards during an episode of several turns, under a method that reads only the episode's sum."""
+    """Code that may reward turns of an episode of several, under a method that reads only the episode's sum."""
     credit = ctx.spec.rewards.credit
     if credit.uses_turn_rewards or not ctx.written("rewards", "credit") or not several_turns(ctx):
         return
@@ -262,7 +265,10 @@ def turns_in_sum(ctx: CheckContext) -> Iterator[Finding]:
             continue
         text = ctx.code_text(item.entry.use)
         if text is not None and {"rewards", "RewardEvent"} & written_names(text.definition.module.text).texts:
-            message = f"`{item.entry.use}` may reward single turns, and `{credit.method}` reads only the sum of the episode's rewards"
+            message = (
+                f"`{item.entry.use}` may reward single turns, and `{credit.method}` reads only the sum of the "
+                "episode's rewards"
+            )
             yield Finding(message, ("rewards", "credit"), f"use {_TURN_METHODS}", key=True)
             return
 
@@ -329,7 +335,7 @@ Cost = tuple[float, str]
 
 @rule("rewards.truncated-pays", "info", "a reply that is cut off costs less than a wrong reply")
 def truncated_pays(ctx: CheckContext) -> Iterator[Finding]:
-    """`truncated` leads to a final state, which nothing judges, and the spec or its code takes rewards from wrong replies."""
+    """`truncated` leads to a final state that nothing judges, and the spec or its code punishes wrong replies."""
     for name, state in ctx.states.items():
         if state.action != "generate" or name not in ctx.reachable:
             continue
@@ -341,10 +347,12 @@ def truncated_pays(ctx: CheckContext) -> Iterator[Finding]:
             continue
         judge = next(each for each in _judges(ctx))
         yield Finding(
-            f"a reply that is cut off ends the episode and costs {paid:g}; a wrong reply may cost {wrong[0]:g} ({wrong[1]}), "
+            f"a reply that is cut off ends the episode and costs {paid:g}; a wrong reply may cost {wrong[0]:g} "
+            f"({wrong[1]}), "
             "so long replies without an answer pay",
             ctx.state_path(name),
-            f"let `{judge}` judge it: add the transition `{{trigger: truncated, source: {name}, dest: {judge}}}`; or take as much "
+            f"let `{judge}` judge it: add the transition `{{trigger: truncated, source: {name}, dest: "
+            f"{judge}}}`; or take as much "
             f"by `rewards.reassign: [{{at: {end}, when: \"{_FINISH} == 'length'\", op: add, value: {-wrong[0]:g}}}]`",
             key=True,
         )
@@ -358,7 +366,8 @@ def _judges(ctx: CheckContext) -> Iterator[str]:
 
 
 def _cut_off(ctx: CheckContext, state: str, end: str) -> float | None:
-    """What a cut-off reply costs, if it leads from `state` to the final state `end`; None if it is judged there or not trained on."""
+    """What a cut-off reply costs that leads from `state` to the final state `end`; None: it is judged or not trained
+    on."""
     train, scorer, environment = ctx.spec.train, ctx.spec.rewards.scorer, ctx.spec.environment
     if scorer is not None or (train is not None and train.overlong == "mask"):
         return None

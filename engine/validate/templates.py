@@ -1,7 +1,8 @@
 """What a chat template does, found by rendering it.
 
-A template is a program that can loop for ever. Templates of the engine's catalogue are rendered in this process. If the spec is
-untrusted, other templates are rendered in a child process with a deadline, which is started once, when it is first needed.
+A template is a program that can loop for ever. Templates of the engine's catalogue are rendered in this process. If the
+spec is untrusted, other templates are rendered in a child process with a deadline, which is started once, when it is
+first needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules over tools, as the model will see them, and about an environment's `step`, which may get tool calls as replies."""
+"""Rules over tools, as the model will see them, and about an environment's `step`, which may get their calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _tools(ctx: CheckContext) -> Iterator[tuple[DataPath, ToolFacts]]:
 
 
 def tools_at(ctx: CheckContext) -> DataPath | None:
-    """Where the spec says that the model has tools: `tools`, or an environment of which this is known. None: nowhere."""
+    """Where the spec gives the model tools: `tools`, or an environment of which this is known. None: nowhere."""
     if ctx.spec.tools:
         return ("tools",)
     if added := added_tools(ctx.spec):
@@ -38,7 +38,7 @@ def tools_at(ctx: CheckContext) -> DataPath | None:
 
 
 def environment_tools(ctx: CheckContext) -> bool | None:
-    """Whether the spec's environment brings tools: by the facts of its adapter, or by a method `tools`. None: not known."""
+    """Whether the environment brings tools: by the facts of its adapter, or by a method `tools`. None: not known."""
     environment = ctx.spec.environment
     if environment is None:
         return False
@@ -83,7 +83,10 @@ def tool_docs(ctx: CheckContext) -> Iterator[Finding]:
     for path, tool in _tools(ctx):
         for name in tool.documented:
             if name not in tool.parameters:
-                message = f"the docstring of the tool `{tool.name}` describes `{name}`, which is no parameter: the model does not see it"
+                message = (
+                    f"the docstring of the tool `{tool.name}` describes `{name}`, which is no parameter: the model "
+                    "does not see it"
+                )
                 yield Finding(message, (*path, "use"), nearest(name, [item for item in tool.parameters if item]))
 
 
@@ -96,7 +99,8 @@ def environment_effects(ctx: CheckContext) -> Iterator[Finding]:
     code = ctx.code(environment.use)
     if code is not None and code.attribute("keeps_state") is True:
         yield Finding(
-            f"`{environment.use}` is a generator, which keeps its state between turns; `pure` would lose it at a resume",
+            f"`{environment.use}` is a generator, which keeps its state between turns; `pure` would lose it "
+            "at a resume",
             ("environment", "effects"),
             "write `replayable` (the default), or `external`",
         )
@@ -104,7 +108,8 @@ def environment_effects(ctx: CheckContext) -> Iterator[Finding]:
 
 @rule("tools.not-called", "warning", "no state calls the tools, and the environment gets tool calls as replies")
 def tools_not_called(ctx: CheckContext) -> Iterator[Finding]:
-    """`tool_calls` leads to a state with the action `step`, and no state runs them. An environment whose code reads `view.calls` may answer calls itself."""
+    """`tool_calls` leads to a state with the action `step`, and no state runs them. An environment whose code reads
+    `view.calls` may answer calls itself."""
     environment = ctx.spec.environment
     if environment is None or environment.facts is not None or ctx.speaking("tool"):
         return
@@ -122,7 +127,10 @@ def tools_not_called(ctx: CheckContext) -> Iterator[Finding]:
     inherits = isinstance(node, ast.ClassDef) and bool(node.bases)
     if inherits or any(isinstance(item, ast.Attribute) and item.attr == "calls" for item in ast.walk(node)):
         return
-    message = f"no state calls the tools: a reply with a tool call goes to `{steps[0]}` like any other, and the model gets no result"
+    message = (
+        f"no state calls the tools: a reply with a tool call goes to `{steps[0]}` like any other, and "
+        "the model gets no result"
+    )
     yield Finding(
         message, path, "write `machine: tools_and_step`, or add a state with the action `call_tools`", key=True
     )

@@ -1,4 +1,5 @@
-"""Rules for `train`: whether the model can be trained on the episodes of this spec. Imports neither torch nor the trainer."""
+"""Rules for `train`: whether the model can be trained on the episodes of a spec. Neither torch nor trainer is
+imported."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ _SHIFTS = {
     "structural_tag": None,
 }
 """Keys that change the logits before the log-probs are computed, and the value that changes nothing."""
-FLOAT32_ON_GPU = "in `float32` a GPU multiplies matrices without its tensor cores (TF32 is off), several times slower than in `mixed`"
+FLOAT32_ON_GPU = (
+    "in `float32` a GPU multiplies matrices without its tensor cores (TF32 is off), several times "
+    "slower than in `mixed`"
+)
 
 
 def _train(ctx: CheckContext) -> Iterator[TrainSpec]:
@@ -226,7 +230,10 @@ def overlong(ctx: CheckContext) -> Iterator[Finding]:
         and isinstance(train.overlong, OverlongPenalty)
         and train.overlong.margin >= most
     ):
-        message = f"replies are penalized in the last {train.overlong.margin} tokens before the limit, which is {most}: all of them are"
+        message = (
+            f"replies are penalized in the last {train.overlong.margin} tokens before the limit, which is "
+            f"{most}: all of them are"
+        )
         yield Finding(message, ("train", "overlong", "margin"), "set it to a part of `limits.turn_tokens`")
 
 
@@ -250,7 +257,10 @@ def published_steps(ctx: CheckContext) -> Iterator[Finding]:
         if not changed and (train.epochs is None or length == "epochs"):
             continue
         path: DataPath = ("train", next((key for key in ("epochs", *changed) if ctx.written("train", key)), "steps"))
-        message = f"`{name}` trains for {_told(given)}, and this spec for {_told(own | _epochs(train))}: results are not comparable"
+        message = (
+            f"`{name}` trains for {_told(given)}, and this spec for {_told(own | _epochs(train))}: results "
+            "are not comparable"
+        )
         fix = f"leave out `train.{path[-1]}` to reproduce the published training, or keep it for another length"
         yield Finding(message, path, fix, key=True)
 

@@ -1,5 +1,4 @@
-"""What bounds a check: work, counted in steps and not in seconds, so that a spec always gets the same result; and a deadline for
-code of a spec."""
+"""What bounds a check: work, counted in steps, so that results do not depend on speed; a deadline for spec code."""
 
 from __future__ import annotations
 
@@ -46,7 +45,8 @@ class Work:
 def deadline(seconds: float) -> Iterator[None]:
     """Raise TimeoutError in the code inside after `seconds`.
 
-    Code that blocks in C is not stopped; the time limit of the whole process is. Outside of the main thread nothing is limited.
+    Code that blocks in C is not stopped; the time limit of the whole process is. Outside of the main thread nothing is
+    limited.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield

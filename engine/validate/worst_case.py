@@ -189,7 +189,8 @@ def context_bound(ctx: CheckContext) -> Bound:
     if not found:
         return Bound(
             None,
-            "neither `limits.episode_tokens` nor `model.context` is set, and the model's files are not on this computer",
+            "neither `limits.episode_tokens` nor `model.context` is set, and the model's files are not on "
+            "this computer",
         )
     most, by = min(found)
     return Bound(float(min(most, UNBOUNDED)), by)

@@ -1,1 +1,1 @@
-"""Agent programs of the example specs. They use the standard library alone and know nothing of the engine but its variables."""
+"""Agent programs of the example specs. They need the standard library alone, and know only the engine's variables."""

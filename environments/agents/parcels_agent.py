@@ -1,7 +1,8 @@
 """An agent program that sends parcels: it asks the model for the gate of each town, and posts a reward for each reply.
 
-`specs/train_agent.yaml` runs it, and trains the model on its requests. It uses the standard library alone; only the variables
-EPISODE_TASK and EPISODE_REWARD_URL are the engine's. The model is not told the gates: it learns them from rewards.
+`specs/train_agent.yaml` runs it, and trains the model on its requests. It uses the standard library alone; only the
+variables EPISODE_TASK and EPISODE_REWARD_URL are the engine's. The model is not told the gates: it learns them from
+rewards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An agent program with a tool: it lets the model use a calculator until it answers, and writes its reward.
 
-`specs/agent_tools.yaml` runs it. It is an ordinary client of OpenAI's Chat Completions, with the standard library alone; only the
-variables EPISODE_TASK and EPISODE_REWARD_FILE are the engine's.
+`specs/agent_tools.yaml` runs it. It is an ordinary client of OpenAI's Chat Completions, with the standard library
+alone; only the variables EPISODE_TASK and EPISODE_REWARD_FILE are the engine's.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ def _decimals(denominator: int) -> int | None:
 def _tokens(expression: str) -> list[_Token]:
     if len(expression) > MAX_LENGTH:
         raise ValueError(
-            f"The expression has {len(expression)} characters, and at most {MAX_LENGTH} are read. Work it out in several calls."
+            f"The expression has {len(expression)} characters, and at most {MAX_LENGTH} are read. Work it out "
+            "in several calls."
         )
     text = expression.translate(_SPELLINGS).rstrip()
     tokens: list[_Token] = []
@@ -194,7 +195,8 @@ def _check_grammar(tokens: list[_Token]) -> None:
         elif token.kind == "number":
             if not wants_operand:
                 raise ValueError(
-                    f"An operator is missing before {token.text!r} at character {token.column}. Write one such as 3 + 4."
+                    f"An operator is missing before {token.text!r} at character {token.column}. Write one such "
+                    "as 3 + 4."
                 )
             wants_operand = False
         elif token.kind == "percent":

@@ -24,7 +24,8 @@ WRONG = (
     "Your answer is wrong, or I cannot read it. Read the question again, look for a mistake above, and answer again."
 )
 SECOND_LOOK = (
-    "There may be a mistake in the solution above. Check each step, put it right where it is wrong, and give your final "
+    "There may be a mistake in the solution above. Check each step, put it right where it is wrong, and "
+    "give your final "
     "answer again."
 )
 
@@ -33,10 +34,11 @@ class Attempts:
     """Grades each attempt, and asks for the next one.
 
     Args:
-        grade: `number` reads one final number (`engine.environments.answers`), `math` asks math-verify, `exact` compares text.
+        grade: `number` reads one final number (`engine.environments.answers`), `math` asks math-verify, `exact`
+            compares text.
         answer: The task's field with the right answer.
-        until: `right`: asks again until an answer is right. `counted`: asks for `attempts` attempts in every case, and does
-            not say whether they are right.
+        until: `right`: asks again until an answer is right. `counted`: asks for `attempts` attempts in every case, and
+            does not say whether they are right.
         attempts: The number of attempts with `counted`, and the maximum with `right`. None: no maximum.
         wrong: The message that asks for another attempt. None: a built-in text.
         value: Reward `correct` of a right attempt.
@@ -72,7 +74,7 @@ class Attempts:
         self._miss = miss
 
     def respond(self, view: EpisodeView) -> UserTurn:
-        """Grade the newest attempt; satisfied if it is right or the last one. The object keeps no state between calls."""
+        """Grade the newest attempt; satisfied if it is right or the last one. No state is kept between calls."""
         attempt = view.user_turn + 1
         right, found = (False, "cut off") if view.finish == "length" else self._check(view)
         value = self._value if right else self._miss

@@ -11,13 +11,14 @@ from engine.schemas.environment import EpisodeView, UserTurn
 class Scripted:
     """Sends its lines in order, independent of the policy's replies.
 
-    The object keeps no state: the number of user turns so far selects the next line, so a resume does not call it again.
+    The object keeps no state: the number of user turns so far selects the next line, so a resume does not call it
+    again.
 
     Args:
         lines: The messages: texts, or whole turns (`{content: …, rewards: […], satisfied: true}`).
         field: The task's field that contains the lines, if they differ by task.
-        after: After the last line: `satisfied` (an empty turn that ends the conversation), `repeat` (the last line again) or
-            `cycle` (from the first line).
+        after: After the last line: `satisfied` (an empty turn that ends the conversation), `repeat` (the last line
+            again) or `cycle` (from the first line).
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Annotations read as text: whether a value, or the result of a function, can have the type that is written.
 
-Invariant: the answer is no only if the annotation excludes the value whatever the code does. Names that cannot be read, type
-variables, classes of the spec's own, `Any` and whatever converts its argument exclude nothing.
+Invariant: the answer is no only if the annotation excludes the value whatever the code does. Names that cannot be read,
+type variables, classes of the spec's own, `Any` and whatever converts its argument exclude nothing.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ _PLAIN = {
 
 
 def excludes(annotation: ast.expr, value: Any, scope: Scope, steps: int = 0) -> bool:
-    """Return whether no value of an annotation's type is written in YAML as `value`. A list may stand for a tuple or a set."""
+    """Whether no value of an annotation's type is written in YAML as `value`. A list may stand for a tuple or a set."""
     found = heads(annotation, scope, steps)
     return found is not None and all(_head_excludes(head, value, steps) for head in found)
 
@@ -235,7 +235,7 @@ BUILTIN = frozenset(
 
 
 def returns_wrong(function: Definition, wanted: Wanted, sources: Sources) -> str | None:
-    """Return the annotation of a function's result if it excludes what is wanted; None if it does not, or cannot be read."""
+    """The annotation of a function's result if it excludes what is wanted; None if it does not, or cannot be read."""
     node = function.node
     if isinstance(node, ast.ClassDef) or node.returns is None:
         return None

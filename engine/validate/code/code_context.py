@@ -58,7 +58,7 @@ class CodeContext:
     skipped: dict[str, None] = field(default_factory=dict)
     """Rules that skipped something, because code is not imported."""
     apart: bool = False
-    """Whether code that runs only in worker processes is not imported, because this process runs the spec afterwards."""
+    """Do not import code that runs only in worker processes, because this process runs the spec afterwards."""
     calls: bool = False
     """Whether code may be called for checks: objects are built, and the first rows of a function are made."""
     _entries: dict[str, Any] = field(default_factory=dict)
@@ -75,8 +75,8 @@ class CodeContext:
     def code(self, use: str) -> CodeFacts | None:
         """Return how an entry point is called and which methods it has; None if it cannot be loaded.
 
-        If code may not be imported, the answers come from its text. If the text leaves open what it is, the result is None, and the
-        current rule counts as skipped.
+        If code may not be imported, the answers come from its text. If the text leaves open what it is, the result is
+        None, and the current rule counts as skipped.
         """
         found = self.described(use)
         if isinstance(found, NotImported):
@@ -97,7 +97,8 @@ class CodeContext:
         return None if found.definition is None else read_code(found.definition, self.sources)
 
     def described(self, use: str) -> Any:
-        """Return the object of an entry point, the `NotImported` that stands for it, or the EntryError that says what is wrong.
+        """Return the object of an entry point, the `NotImported` that stands for it, or the EntryError that says what
+        is wrong.
 
         Raises:
             WorkLimitError: the spec names more than `MAX_ENTRIES` entry points.

@@ -1,7 +1,8 @@
-"""What rules ask of an entry point, whether it was imported or read as text: how it is called, and which methods it has.
+"""What rules ask of an entry point, whether it was imported or read as text: how it is called, and which methods it
+has.
 
-`ImportedCode` asks the object, `ReadCode` its syntax tree. `None` and `unknown` mean that the text leaves it open: then a rule finds nothing, and
-counts as skipped.
+`ImportedCode` asks the object, `ReadCode` its syntax tree. `None` and `unknown` mean that the text leaves it open: then
+a rule finds nothing, and counts as skipped.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class ReadCode:
 
     @property
     def constructor(self) -> Definition | None:
-        """The function whose parameters `with` gives: the function itself, or the class's `__init__`, if that is certain."""
+        """The function whose parameters `with` gives: itself, or the class's `__init__`, if that is certain."""
         if self.kind == "function":
             return self.definition
         return self._init if isinstance(self._init, Definition) else None

@@ -1,7 +1,9 @@
-"""Definitions read as text: what an entry point names, through re-exports, aliases and base classes, without importing it.
+"""Definitions read as text: what an entry point names, through re-exports, aliases and base classes, without importing
+it.
 
-`engine validate` must not run the code of a spec, so it reads modules as text and says only what holds whatever the code does. What
-the text leaves open (a base class that cannot be read, a decorator, a name that is bound twice) is `None`, and never a mistake.
+`engine validate` must not run the code of a spec, so it reads modules as text and says only what holds whatever the
+code does. What the text leaves open (a base class that cannot be read, a decorator, a name that is bound twice) is
+`None`, and never a mistake.
 
     sources = Sources(base, access)
     found = sources.entry("engine.environments.arithmetic:Arithmetic")
@@ -242,7 +244,8 @@ class Sources:
     def own_imports(self, module: Module) -> Iterator[Module | None]:
         """Yield the spec's own modules that a module imports anywhere, and None for one that cannot be read.
 
-        Own are modules below the spec's folder or the current one, outside of what is installed, and the engine's environments.
+        Own are modules below the spec's folder or the current one, outside of what is installed, and the engine's
+        environments.
         """
         for node in ast.walk(module.text.tree):
             names = [item.name for item in node.names] if isinstance(node, ast.Import) else []
@@ -303,7 +306,8 @@ def inside(owner: Definition, name: str) -> Definition | None:
 
 
 def declared_events(node: ast.AST | None) -> tuple[str, ...] | None:
-    """The events that a definition declares: `events = ("done",)` in a class, `@action("done")` or `@environment` on a function.
+    """The events that a definition declares: `events = ("done",)` in a class, `@action("done")` or `@environment` on a
+    function.
 
     None where its text does not say them as plain strings.
     """

@@ -38,7 +38,7 @@ OPTIONAL: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 @rule("code.import", "error", "an entry point cannot be imported")
 def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
-    """`use` of environment, tools, user, scorer, python tasks, bonuses and notices; actions of the spec's own; a parser."""
+    """`use` of environment, tools, user, scorer, tasks, bonuses and notices; actions of the spec; a parser."""
     for path, use in _named(ctx):
         thing = ctx.described(use)
         if isinstance(thing, NotImported):
@@ -68,7 +68,7 @@ def _named(ctx: CheckContext) -> list[tuple[DataPath, str]]:
 
 
 def _short_names(ctx: CheckContext, path: DataPath, use: str) -> str | None:
-    """What is said of a name without a colon: the nearest name that an installed package offers. None: none offers any."""
+    """The fix of a name without a colon: the nearest that an installed package offers. None: none offers any."""
     kind = next((item.role for item in ctx.spec_code if (*item.path, "use") == path), "")
     known = [*names_of(kind), *(SCORERS if kind == "scorer" else ())]
     return f"{near_or_known(use, known)}; or write `package.module:Name`" if known else None

@@ -1,5 +1,5 @@
-"""Rules about values that a spec's code gets and returns: by its annotations, which are read as text, and by building its objects
-once, in the child process of `engine validate --import`."""
+"""Rules about values that a spec's code gets and returns: by its annotations, which are read as text, and by building
+its objects once, in the child process of `engine validate --import`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _METHODS: Mapping[str, Mapping[str, tuple[Wanted, str]]] = {
 
 @rule("code.with-type", "error", "a value of `with` has another type than the parameter's annotation")
 def with_type(ctx: CheckContext) -> Iterator[Finding]:
-    """Values of `with`, compared with the annotations of constructors and functions. Annotations that cannot be read allow all."""
+    """Values of `with`, against the annotations of constructors and functions. Those that cannot be read allow all."""
     for call in _calls(ctx):
         text = ctx.code_text(call.use) if call.with_ else None
         signature = None if text is None else text.signature
@@ -97,7 +97,7 @@ def _from_environment(ctx: CheckContext, path: DataPath) -> bool:
 
 
 def _like_default(parameter: inspect.Parameter, value: Any, scope: Scope) -> bool:
-    """Whether a value has the type of a default that the annotation excludes too: annotations such as `limit: int = None` are common."""
+    """Whether a value has the type of a default that the annotation excludes too: `limit: int = None` is common."""
     default = parameter.default
     if not isinstance(default, ast.Constant) or type(default.value) is not type(value):
         return False
@@ -128,7 +128,7 @@ def _fix(wanted: str, value: Any) -> str | None:
 
 @rule("code.returns", "error", "a function or method is annotated with another result than the engine takes")
 def returns(ctx: CheckContext) -> Iterator[Finding]:
-    """`respond` returns a `UserTurn`, `reset` a `Reset`, a scorer a `list[RewardEvent]`, … Without an annotation nothing is said."""
+    """`respond` returns a `UserTurn`, `reset` a `Reset`, a scorer a `list[RewardEvent]`, …, where it is annotated."""
     for item in ctx.spec_code:
         text = ctx.code_text(item.entry.use)
         if text is not None:

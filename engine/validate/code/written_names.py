@@ -1,7 +1,9 @@
-"""Names of rewards and facts that the code of a spec writes, read from the text of its modules, and whether it may write others.
+"""Names of rewards and facts that the code of a spec writes, read from the text of its modules, and whether it may
+write others.
 
-A name counts as written if it occurs anywhere in the text, as a string or as the name of an argument. So a name that does not occur is
-written by nobody, unless the text computes names: `RewardEvent(name=prefix + kind)`, `facts=vars(self)`.
+A name counts as written if it occurs anywhere in the text, as a string or as the name of an argument. So a name that
+does not occur is written by nobody, unless the text computes names: `RewardEvent(name=prefix + kind)`,
+`facts=vars(self)`.
 """
 
 from __future__ import annotations
@@ -175,7 +177,7 @@ def names_of_plugins(ctx: CheckContext) -> frozenset[str]:
 
 
 def code_names(ctx: CheckContext) -> WrittenNames:
-    """Return the names that environment, tools, users, scorer, own actions and those of plugins write, with all texts in their `with`."""
+    """The names that environment, tools, users, scorer and actions write, with all texts in their `with`."""
     names = WrittenNames(texts=names_of_plugins(ctx))
     for item in ctx.spec_code:
         adapted = item.role == "environment" and ctx.spec.environment and ctx.spec.environment.adapter
@@ -187,7 +189,7 @@ def code_names(ctx: CheckContext) -> WrittenNames:
 
 
 def _names_of(ctx: CheckContext, use: str, role: str) -> WrittenNames:
-    """What the module of an entry point writes, with those of its base classes and the spec's own modules that it imports."""
+    """What the modules of an entry point, of its base classes and of the spec's own modules that it imports write."""
     code = ctx.code_text(use)
     is_class = code is not None and isinstance(code.definition.node, ast.ClassDef)
     if code is None or (not is_class and role in ("environment", "user")):
