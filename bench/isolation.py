@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
-from engine.actions.calling.host import Origin
+from engine.actions.calling.host import CodeOrigin
 from engine.actions.calling.workers import Workers, call_spec_code
 from engine.environments.tools.calculator import calculate
 from engine.plugins.isolation.pool import FunctionTool, Isolation, RemoteFunction
@@ -51,7 +51,7 @@ async def main(isolation: Isolation, calls: int) -> None:
     plain = partial(calculate, **ARGUMENTS)
     thread = await timed(lambda: call_spec_code(workers, plain, seconds=30, blame="tool", what="calculate"), calls)
     pool = isolation.pool(PROCESS, functions=True)
-    tool = FunctionTool(RemoteFunction(Origin(use=USE, base=Path(), role="tool"), pool, "tool"), "calculate")
+    tool = FunctionTool(RemoteFunction(CodeOrigin(use=USE, base=Path(), role="tool"), pool, "tool"), "calculate")
     process = await timed(lambda: tool.call(ARGUMENTS, None, seconds=30, what="calculate"), calls)
     print(f"a call in a thread    {thread:8.0f} µs")
     print(f"a call in a worker    {process:8.0f} µs   {process / thread:.1f} times")

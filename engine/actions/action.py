@@ -140,16 +140,9 @@ def first_reached(episode: Episode, bounds: Sequence[tuple[Limit, float]]) -> tu
 
 
 def post_rewards(episode: Episode, rewards: list[Any], source: str, blames: Mapping[str, Blame] = OWN_BLAMES) -> None:
-    """Write the rewards of an answer into the ledger; rewards without a source get the given one.
+    """Write the rewards of an answer into the ledger. Those without a source get the given one; `blames`: see `Ledger.post`.
 
-    Args:
-        episode: The episode.
-        rewards: The rewards.
-        source: The source of those that name none.
-        blames: The blame for one that cannot be applied, by its source; for other sources see `blame_of`.
-
-    Raises:
-        LedgerError: an event cannot be applied, or there are more than MAX_EVENTS events or MAX_POSTINGS postings.
+    Raises: LedgerError: an event cannot be applied, or there are more than MAX_EVENTS events or MAX_POSTINGS postings.
     """
     if len(rewards) > MAX_EVENTS:
         raise LedgerError(

@@ -11,7 +11,7 @@ import structlog
 
 from engine import plugin
 from engine.actions.action import EpisodeObjects
-from engine.actions.calling.host import HostedObject, Origin, SpecCode, shape_or_fault
+from engine.actions.calling.host import CodeOrigin, HostedObject, SpecCode, shape_or_fault
 from engine.actions.calling.workers import call_spec_code
 from engine.actions.services import EpisodeService
 from engine.actions.spec_code import CallToolsAction
@@ -87,18 +87,10 @@ CLOSE_SECONDS = 10.0
 
 
 class ObjectBuilder:
-    """Builds and closes the objects of a run's episodes.
-
-    Args:
-        loaded: The spec.
-        machine: Its machine.
-        code: Runs the spec's code.
-        sampler: Samples the policy's replies; None where nothing is sampled.
-        services: Asked to open each episode.
+    """Builds and closes the objects of a run's episodes. `sampler`: see `EpisodeObjects`; `services` are asked to open each episode.
 
     Raises:
-        EngineError: the spec's code cannot be imported.
-        SpecCodeError: kind `plugin_missing`: no plugin lets a model play a user or the scorer.
+        EngineError: the spec's code cannot be imported, or (kind `plugin_missing`) no plugin lets a model play a user or the scorer.
     """
 
     def __init__(
@@ -140,7 +132,7 @@ class ObjectBuilder:
         )
 
     def _load(self, entry: Entry | UserSpec, role: str, isolation: IsolationSpec | None) -> SpecCode:
-        origin = Origin(
+        origin = CodeOrigin(
             use=str(entry.use),
             base=self._loaded.base,
             role=role,
@@ -152,7 +144,7 @@ class ObjectBuilder:
     def _load_environment(self, spec: EnvironmentSpec) -> SpecCode:
         entry = spec.entry_in(self._loaded.base)
         loads = spec.facts.loads if spec.facts else None
-        origin = Origin(use=entry.use, base=self._loaded.base, role="environment", with_=entry.with_, loads=loads)
+        origin = CodeOrigin(use=entry.use, base=self._loaded.base, role="environment", with_=entry.with_, loads=loads)
         return self._code.load(origin, self._loaded.spec.environment_isolation)
 
     def _bound(self, function: Any, shape: ToolShape, tool: ToolSpec) -> BoundTool:
@@ -269,10 +261,8 @@ class ObjectBuilder:
     async def open(self, task: Task | None = None, *, alone: bool = False) -> EpisodeObjects:
         """Build one episode's objects. If that fails, the objects that were built are closed.
 
-        Args:
-            task: The episode's task, which selects one of several users.
-            alone: Build everything in a host of its own, whatever the spec's `isolation`: for an episode during which the
-                engine died. Where no plugin has such a host, it is built as usual.
+        `alone`: build everything in a host of its own, whatever the spec's `isolation`: for an episode during which the engine died. Where no
+        plugin has such a host, it is built as usual.
         """
         host = self._code.apart(self._loaded.base) if alone else None
         bare = host is None and not (self._environment or self._users or self._opening)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.actions.action import Action, EpisodeObjects, bounds_of, first_reached, post_rewards
 from engine.actions.action_facts import OWN_ACTION_SECONDS
-from engine.actions.calling.host import Origin, SpecFunction
+from engine.actions.calling.host import CodeOrigin, SpecFunction
 from engine.actions.calling.workers import call_spec_code
 from engine.actions.facts import owns_conversation
 from engine.actions.reward_source import sources_of
@@ -191,13 +191,14 @@ class CallToolsAction(SpecCodeAction):
         """Return the strongest effects of the called tools."""
         if (toolbox := objects.toolbox) is None:
             return "pure"
-        strongest = "pure"
+        strongest: Effects = "pure"
         for call in episode.reply.calls:
-            effects = toolbox.effects(call.name)
-            if effects == "external":
-                return effects
-            if effects == "replayable":
-                strongest = effects
+            tool = toolbox.tools.get(call.name)
+            if tool is None or tool.effects == "pure":
+                continue
+            strongest = tool.effects
+            if strongest == "external":
+                break
         return strongest
 
 
@@ -318,7 +319,7 @@ class StepAction(SpecCodeAction):
             if environment is None:
                 words = "a state's action is `step`, but the spec has no environment"
                 raise SpecCodeError(words, blame="spec", kind="no_environment")
-            origin = Origin(use=environment.entry.use, base=loaded.base, role="environment")
+            origin = CodeOrigin(use=environment.entry.use, base=loaded.base, role="environment")
             self.events = tuple(code.load(origin, loaded.spec.environment_isolation).events)
             self.blame, self.what = "environment", f"`{environment.use}`.step"
             self.seconds, self.declared = environment.timeout, environment.effects

@@ -43,13 +43,7 @@ class BoundTool:
 
 
 class Toolbox:
-    """The tools of one episode.
-
-    Args:
-        tools: What can be called.
-        workers: Where it runs.
-        shown: Schemas that the model is shown instead of the tools' own.
-    """
+    """The tools of one episode; `shown` are schemas that the model is shown instead of the tools' own."""
 
     def __init__(
         self, tools: Sequence[BoundTool], workers: Workers, shown: Sequence[dict[str, Any]] | None = None
@@ -68,11 +62,6 @@ class Toolbox:
         """Return the tool schemas that the model sees, in OpenAI's form."""
         return list(self._shown) if self._shown is not None else [tool.shape.schema for tool in self.tools.values()]
 
-    def effects(self, name: str) -> Effects:
-        """Return the effects of this tool; `pure` for an unknown tool, which is never called."""
-        tool = self.tools.get(name)
-        return tool.effects if tool else "pure"
-
     def call_all(
         self,
         attempts: Sequence[ToolCall | MalformedCall],
@@ -83,11 +72,7 @@ class Toolbox:
     ) -> Awaitable[ToolsRecord]:
         """Execute the attempted calls of one turn in parallel; their results are in order.
 
-        Args:
-            attempts: The calls that the model wrote.
-            turn: The newest assistant turn, from 0.
-            view: Gives the episode's view, for tools with a parameter for it.
-            budget: Number of calls that the limit `tool_calls` leaves.
+        `view` gives the episode's view, for tools with a parameter for it; `budget` calls are left of the limit `tool_calls`.
         """
         if len(attempts) == 1 and budget > 0 and isinstance(attempts[0], ToolCall):
             return self._call(attempts[0], view)

@@ -34,15 +34,7 @@ class RowError(ValueError):
 
 
 def conversation_of(fields: Mapping[str, Any], source: PromptField) -> list[Message]:
-    """The messages of a task.
-
-    Args:
-        fields: The task's fields.
-        source: Which of them hold messages and images.
-
-    Raises:
-        RowError: there are none, or one of them is not valid.
-    """
+    """The messages of a task. Raises: RowError: there are none, or one of them is not valid."""
     there, rows = find(source.field, fields)
     if not there:
         raise RowError(f"there is no field `{source.field}`")

@@ -69,11 +69,8 @@ class LoadedSpec(Struct, frozen=True, kw_only=True, dict=True):
         return self.path.parent
 
     def with_tasks_of(self, tasks: TasksSpec, at: DataPath) -> LoadedSpec:
-        """The spec with other tasks of its own for its `tasks`, at the places where they are written.
-
-        Args:
-            tasks: They.
-            at: Where they stand in the document, such as `("train", "eval", "tasks")`.
+        """The spec with other tasks of its own for its `tasks`, at the places where they are written: `at`, such as
+        `("train", "eval", "tasks")`.
         """
 
         def moved(places: Mapping[DataPath, Place]) -> dict[DataPath, Place]:
@@ -187,11 +184,7 @@ def _named(document: Document) -> list[Diagnostic]:
 
 
 def load_spec(path: str | Path, overrides: Sequence[str] = (), access: Access | None = None) -> LoadedSpec:
-    """Read a spec.
-
-    Raises:
-        SpecError: with every diagnostic.
-    """
+    """Read a spec. Raises: SpecError: with every diagnostic."""
     loaded, problems = read_spec(path, overrides, access)
     if loaded is None:
         raise SpecError(problems)
@@ -199,14 +192,9 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), access: Access | 
 
 
 def override_spec(loaded: LoadedSpec, overrides: Sequence[str]) -> LoadedSpec:
-    """A loaded spec with other values for some of its keys.
+    """A loaded spec with other values for some of its keys: `a.b=value` each, as `--set` takes them; a list is set as a whole.
 
-    Args:
-        loaded: The spec.
-        overrides: `a.b=value` each, as `--set` takes them. They reach into mappings; a list is set as a whole.
-
-    Raises:
-        SpecError: with every diagnostic.
+    Raises: SpecError: with every diagnostic.
     """
     resolver = Resolver(access=loaded.access)
     changes = flatten(resolver.resolve_overrides(overrides))
@@ -242,11 +230,7 @@ def _merged(base: Any, changes: Any) -> Any:
 
 
 def load_document(path: str | Path, model: type[Model], access: Access | None = None) -> tuple[Model, Document]:
-    """Read any other YAML file (scripts, scenarios) by the same rules, against a contract of its own.
-
-    Raises:
-        SpecError: with every diagnostic.
-    """
+    """Read any other YAML file (scripts, scenarios) by the same rules, against a contract of its own. Raises: SpecError: as `load_spec`."""
     resolver = Resolver(access=access)
     tree = resolver.resolve(path)
     document = replace(flatten(tree), variables=resolver.variables) if tree is not None else None

@@ -99,17 +99,10 @@ def with_references(document: Any, references: Sequence[Reference]) -> Any:
 def filled(
     document: Any, references: Sequence[Reference], stored: Mapping[str, str], salt: str, *, strict: bool
 ) -> Any:
-    """A copy of a document with what the variables hold now in place of the texts.
+    """A copy of a document with what the variables hold now in place of the texts. `stored`: digests, under `salt`, of what they held; empty
+    for one that was not set. Texts of others stay, unless it is `strict`.
 
-    Args:
-        document: With texts in their places.
-        references: They.
-        stored: Digests of what the variables held; empty for one that was not set.
-        salt: Of the digests.
-        strict: Refuse a variable that holds something else now; otherwise texts that use it stay.
-
-    Raises:
-        StoreError: such a variable, by its name and the place that uses it.
+    Raises: StoreError: a variable holds something else now, by its name and the place that uses it.
     """
     changed = {name: problem for name, held in stored.items() if (problem := _changed(name, held, salt))}
     for reference in references:
@@ -197,12 +190,8 @@ def masked(item: Diagnostic, variables: Mapping[str, str]) -> Diagnostic:
 
 
 def mask(text: str, variables: Mapping[str, str], here: Iterable[str] = ()) -> str:
-    """A text without the values of these variables.
-
-    Args:
-        text: Any text.
-        variables: Values, by name.
-        here: Variables that the value the text is about is made of: of these, short values and words are masked too.
+    """A text without the values of these variables. Of those that the value is made of that the text is about (`here`), short values and
+    words are masked too.
     """
     near = frozenset(here)
     for name, value in sorted(variables.items(), key=lambda item: -len(item[1])):

@@ -42,11 +42,7 @@ MAX_READ = 256 * 2**20
 class TaskTable(TaskList):
     """The tasks of one source, in the order in which they run. Rows are read when they are asked for.
 
-    Args:
-        loaded: The spec.
-        rows: The rows of its source.
-        positions: Positions in the source of the rows that are tasks, in order, [count]; None for the first `count` rows.
-        count: How many tasks there are.
+    `positions` are those in the source of the rows that are tasks, in order, [count]; None for the first `count` rows.
     """
 
     def __init__(self, loaded: LoadedSpec, rows: Rows, positions: np.ndarray | None, count: int) -> None:

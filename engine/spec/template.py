@@ -117,12 +117,7 @@ def image_reference(reference: str, base: Path) -> str:
 
 
 def image_folders(files: Sequence[str], base: Path) -> list[Path]:
-    """The folders that a row's image paths are relative to: those of the files of rows, then that of the spec.
-
-    Args:
-        files: `tasks.path`, or that of each source of a mix.
-        base: The spec's folder.
-    """
+    """The folders that a row's image paths are relative to: those of the files of rows, then that of the spec."""
     places = [place for file in files for place in (base / file, Path(file))]
     return [*(place if place.is_dir() else place.parent for place in places if place.exists()), base]
 

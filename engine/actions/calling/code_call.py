@@ -23,12 +23,8 @@ if TYPE_CHECKING:
 
 
 class EpisodeScope:
-    """The data that the calls of one attempt of an episode share.
-
-    Args:
-        episode: Its id.
-        losses: How many event loops it lost in earlier attempts.
-        last: A lost call in this attempt is a failure: the episode is not resumed once more.
+    """The data that the calls of one attempt of an episode share: it lost `losses` event loops in earlier attempts. In the `last` one, a lost
+    call is a failure: the episode is not resumed once more.
     """
 
     __slots__ = ("code_loop", "episode", "last", "losses")
@@ -49,17 +45,7 @@ CALL: ContextVar[CodeCall | None] = ContextVar("call", default=None)
 
 
 class CodeCall:
-    """A call of a spec's code. Made where it is begun, on the main loop.
-
-    Args:
-        function: The function to call.
-        args: Its arguments.
-        seconds: Its deadline; None where it has its own.
-        what: Its name in messages.
-        blame: The blame of its failures.
-        effects: See `call_spec_code`.
-        bound: See `call_spec_code`.
-    """
+    """A call of a spec's code. Made where it is begun, on the main loop; see `call_spec_code` for its arguments."""
 
     __slots__ = (
         "args",
@@ -177,13 +163,8 @@ class CodeCall:
 
 
 class LoopReplacedError(SpecCodeError):
-    """The event loop that a call ran on, or that its object is bound to, was blocked by another call and replaced.
-
-    Args:
-        what: The call that was lost.
-        blocker: The call that blocked the loop; None if it is not known.
-        blame: The blame if the blocker is not known.
-        repeatable: Whether the episode can be resumed from its journal.
+    """The event loop that the call `what` ran on, or that its object is bound to, was blocked by another call (`blocker`, if known) and
+    replaced. `repeatable`: the episode can be resumed from its journal.
     """
 
     def __init__(self, what: str, blocker: CodeCall | None, blame: Blame, *, repeatable: bool) -> None:

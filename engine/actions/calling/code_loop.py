@@ -51,11 +51,8 @@ _RUN = Handle._run.__code__
 
 
 class CodeLoop:
-    """One event loop in its own thread, for the calls of one main loop.
-
-    Args:
-        on_blocked: Called on the main loop, with this loop, when this loop is blocked permanently.
-        interrupter: Ends busy code on this loop once it is blocked permanently.
+    """One event loop in its own thread, for the calls of one main loop. Blocked permanently, it calls `on_blocked` on the main loop, and
+    `interrupter` ends the code that blocks it.
     """
 
     def __init__(self, on_blocked: Callable[[CodeLoop], None], interrupter: Interrupter) -> None:
@@ -398,12 +395,7 @@ class CodeLoops:
         self._most = 1
 
     def choose(self, scope: EpisodeScope | None, tries: int = 0) -> CodeLoop:
-        """Choose a loop for a call that is not bound to one; not a blocked one, if another is available.
-
-        Args:
-            scope: Scope of the episode.
-            tries: How often this call has lost its loop.
-        """
+        """Choose a loop for a call that is not bound to one and has lost its loop `tries` times; not a blocked one, if another is available."""
         only = self._loops.get(0) if self._most == 1 else None
         if only is not None and not (only.warned and only.blocks) and only.main is asyncio.get_running_loop():
             return only

@@ -1,7 +1,7 @@
 """Hosts of a spec's code. An entry point is loaded once per run, by the host of its `isolation.mode`; a host that runs code outside
 of this process applies the deadlines of its calls itself.
 
-    environment = workers.load(Origin(use="game:Chess", base=folder, role="environment"), isolation)
+    environment = workers.load(CodeOrigin(use="game:Chess", base=folder, role="environment"), isolation)
     board = await environment.build("environment", "replayable", seconds=60.0)   # for one episode
     await call_spec_code(workers, board.reset, task, seed, seconds=60.0, blame="environment", what="`game:Chess`.reset")
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 
-class Origin(Struct, frozen=True, kw_only=True):
+class CodeOrigin(Struct, frozen=True, kw_only=True):
     """Where code comes from: an entry point, its arguments, and what it is for."""
 
     use: str
@@ -97,7 +97,7 @@ class HostedObject:
 class SpecCode(ABC):
     """An entry point of a spec, loaded once per run."""
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: CodeOrigin) -> None:
         self.origin = origin
         self.is_class = False
         self.events: Sequence[str] = ()
@@ -138,7 +138,7 @@ class CodeHost(ABC):
     """Runs the code of one `isolation.mode`, for all episodes of a run."""
 
     @abstractmethod
-    def load(self, origin: Origin, isolation: IsolationSpec) -> SpecCode:
+    def load(self, origin: CodeOrigin, isolation: IsolationSpec) -> SpecCode:
         """Load an entry point. It may block: it is called when a run starts. Raises: EngineError: it cannot be loaded."""
 
     def apart(self, base: Path) -> EpisodeHost | None:
@@ -160,7 +160,7 @@ def bad_tool(use: str, why: object) -> EngineError:
 class CodeHere(SpecCode):
     """An entry point that was imported into this process, whose code is called in threads and on code loops."""
 
-    def __init__(self, origin: Origin, call: Callable[..., Any]) -> None:
+    def __init__(self, origin: CodeOrigin, call: Callable[..., Any]) -> None:
         super().__init__(origin)
         self._call = call
         self._target: Callable[..., Any] = load_entry(origin.use, origin.base)
@@ -200,7 +200,7 @@ class ThisProcess(CodeHost):
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
 
-    def load(self, origin: Origin, isolation: IsolationSpec) -> SpecCode:
+    def load(self, origin: CodeOrigin, isolation: IsolationSpec) -> SpecCode:
         """See `CodeHost.load`."""
         return CodeHere(origin, self._call)
 
@@ -221,7 +221,7 @@ class SpecFunction:
         isolation: IsolationSpec | None,
         answer: str,
     ) -> None:
-        origin = Origin(use=use, base=loaded.base, role="function", with_=with_)
+        origin = CodeOrigin(use=use, base=loaded.base, role="function", with_=with_)
         self.code = code.load(origin, loaded.spec.isolation_of(isolation))
         self._answer = answer
         self._function = self.code.function(answer)

@@ -112,12 +112,7 @@ class Interrupter:
         return text
 
     def add(self, thread: CodeThread, call: CodeCall | None) -> None:
-        """Watch a thread whose call was abandoned.
-
-        Args:
-            thread: The thread.
-            call: The call, for messages; None if unknown.
-        """
+        """Watch a thread whose call was abandoned; the call is for messages, None if unknown."""
         with self._lock:
             if thread.released:
                 return

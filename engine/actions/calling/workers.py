@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from engine import plugin
 from engine.actions.calling.code_call import CodeCall, LoopReplacedError
 from engine.actions.calling.code_loop import CodeLoop, CodeLoops
-from engine.actions.calling.host import CodeHost, EpisodeHost, HostedCallable, Origin, SpecCode, ThisProcess
+from engine.actions.calling.host import CodeHost, CodeOrigin, EpisodeHost, HostedCallable, SpecCode, ThisProcess
 from engine.actions.calling.interrupt import Interrupter
 from engine.actions.calling.threads import Threads
 from engine.deadline import Deadlines
@@ -70,7 +70,7 @@ class Workers:
         self.at_close: list[Callable[[], None]] = []
         """Called first when these workers close: ends connections of the run."""
 
-    def load(self, origin: Origin, isolation: IsolationSpec) -> SpecCode:
+    def load(self, origin: CodeOrigin, isolation: IsolationSpec) -> SpecCode:
         """Load an entry point in the host of its mode. Raises: EngineError: it cannot be loaded, or the mode's plugin is missing."""
         return self._host(str(isolation.mode)).load(origin, isolation)
 
@@ -206,19 +206,9 @@ async def call_spec_code(
 ) -> Any:
     """Call a spec's code, in the place that the module's docstring describes.
 
-    Keyword arguments come in a `functools.partial`, so that no name of theirs can clash with one of ours.
-
-    Args:
-        workers: Threads and the code loop.
-        function: What is called.
-        args: Its arguments.
-        seconds: Its deadline; None where it has its own.
-        blame: Whose fault a failure is.
-        what: Its name in messages.
-        effects: What may be done where its loop is replaced: an `external` call is never repeated.
-        bound: The call belongs to an object of the episode, which may hold locks or sessions of its loop. Left out:
-            methods and objects do, functions do not.
-        place: Where the function runs, if the caller knows it.
+    Keyword arguments come in a `functools.partial`, so that no name of theirs can clash with one of ours. An `external` call is never
+    repeated where its loop is replaced. A `bound` call belongs to an object of the episode, which may hold locks or sessions of its
+    loop; left out: methods and objects do, functions do not. `place`: where the function runs, if the caller knows it.
 
     Raises:
         SpecCodeError: kind `<blame>_timeout` past the deadline, `<blame>_error` for what it raised.

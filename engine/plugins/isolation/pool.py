@@ -19,10 +19,10 @@ from msgspec.structs import replace
 
 from engine.actions.calling.host import (
     CodeHost,
+    CodeOrigin,
     EpisodeHost,
     HostedCallable,
     HostedTool,
-    Origin,
     SpecCode,
     bad_tool,
 )
@@ -90,7 +90,7 @@ class Pool:
             cell.kill()
         return Cell(self._server, self._limits), None
 
-    async def hold(self, origin: Origin, *, pure: bool, blame: Blame) -> HeldObject:
+    async def hold(self, origin: CodeOrigin, *, pure: bool, blame: Blame) -> HeldObject:
         """Return an unbuilt object with a cell that it holds until its release."""
         cell, _ = await self.take()
         return HeldObject(origin, cell, self, pure=pure, blame=blame)
@@ -116,7 +116,7 @@ class Pool:
 class HeldObject(RemoteObject):
     """An object of one episode, with the worker that it holds."""
 
-    def __init__(self, origin: Origin, cell: Cell, pool: Pool | None, *, pure: bool, blame: Blame) -> None:
+    def __init__(self, origin: CodeOrigin, cell: Cell, pool: Pool | None, *, pure: bool, blame: Blame) -> None:
         super().__init__(origin, cell, pure=pure, blame=blame)
         self._pool = pool
 
@@ -153,7 +153,7 @@ class Release(HostedCallable):
 class RemoteFunction(HostedCallable):
     """A function in workers: a scorer, or a custom action."""
 
-    def __init__(self, origin: Origin, pool: Pool, expects: str) -> None:
+    def __init__(self, origin: CodeOrigin, pool: Pool, expects: str) -> None:
         self._origin = origin
         self._pool = pool
         self._expects = expects
@@ -202,7 +202,7 @@ class FunctionTool(RemoteTool):
 class ProcessCode(SpecCode):
     """An entry point that is imported and built only in worker processes."""
 
-    def __init__(self, origin: Origin, described: Described, pool: Pool) -> None:
+    def __init__(self, origin: CodeOrigin, described: Described, pool: Pool) -> None:
         super().__init__(origin)
         self.is_class, self.events, self.effects = described.is_class, described.events, described.effects
         self.described = described
@@ -280,7 +280,7 @@ class Isolation(CodeHost):
         self._server = Server()
         self._warned = False
 
-    def load(self, origin: Origin, isolation: IsolationSpec) -> ProcessCode:
+    def load(self, origin: CodeOrigin, isolation: IsolationSpec) -> ProcessCode:
         """See `CodeHost.load`.
 
         Raises:

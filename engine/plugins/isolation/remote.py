@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from engine.actions.calling.host import HostedCallable, HostedObject, HostedTool, InvalidArguments, Origin
+from engine.actions.calling.host import CodeOrigin, HostedCallable, HostedObject, HostedTool, InvalidArguments
 from engine.errors import SpecCodeError
 from engine.plugins.isolation.child import INVALID, RAISED, UNFIT, VALUE, WRONG
 from engine.plugins.isolation.server import Limits, Server
@@ -92,7 +92,7 @@ class Cell:
 class RemoteObject(HostedObject):
     """One object in a worker. Its methods are attributes, like those of the object itself."""
 
-    def __init__(self, origin: Origin, cell: Cell, *, pure: bool, blame: Blame) -> None:
+    def __init__(self, origin: CodeOrigin, cell: Cell, *, pure: bool, blame: Blame) -> None:
         self._origin = origin
         self._cell = cell
         self._pure = pure

@@ -80,13 +80,8 @@ def load_entry(use: str, base: Path | None) -> Any:
 
 @contextmanager
 def looking(named: Sequence[str] | None) -> Iterator[dict[str, bool]]:
-    """Import nothing that a run names, but what the user names, and nothing from the current folder.
-
-    Args:
-        named: The entry points that may be imported; None: all, again.
-
-    Yields:
-        These, and whether each was imported.
+    """Import nothing that a run names, but what the user names (None: all, again), and nothing from the current folder. Yields these, and
+    whether each was imported.
     """
     global _named
     before, path, here = _named, [*sys.path], str(Path.cwd())
@@ -224,11 +219,8 @@ def raised_at(error: BaseException) -> str:
 
 
 class ModuleFiles:
-    """Finds the files of modules for one spec, each once while the import path and its finders stay as they are.
-
-    Args:
-        base: The spec's folder.
-        access: Which files may be read; files on the import path may, too.
+    """Finds the files of modules for one spec, each once while the import path and its finders stay as they are. Files on the import path may
+    be read, whatever `access` says.
     """
 
     def __init__(self, base: Path | None, access: Access) -> None:
@@ -244,15 +236,7 @@ class ModuleFiles:
         """The file of each module, None, or the message of the error."""
 
     def find(self, module: str, use: str) -> Path | None:
-        """The module's file; None where it has none that may be read as text.
-
-        Args:
-            module: The name of the module.
-            use: The entry point that names it, for the message.
-
-        Raises:
-            EntryError: there is no such module.
-        """
+        """The module's file; None where it has none that may be read as text. Raises: EntryError: `use` names a module that is not there."""
         if (sys.path, sys.meta_path) != self._state:
             self._state = ([*sys.path], [*sys.meta_path])
             self._search = import_path(self._base)
@@ -334,14 +318,7 @@ def has_submodule(folder: Path, name: str) -> bool:
 
 
 def _no_module(missing: str, use: str, path: Sequence[str], places: Sequence[str] | None) -> str:
-    """What is said of a module that is not there.
-
-    Args:
-        missing: The module, or the package of it that is not there.
-        use: The whole entry point.
-        path: Where modules are looked for.
-        places: Where those of its package are; None where its parent is no package.
-    """
+    """What is said of the module `missing` of an entry point that is not there. It was looked for in `path`, its package in `places`."""
     parent, _, leaf = missing.rpartition(".")
     if not parent:
         names = _modules(tuple(path))
@@ -407,13 +384,9 @@ def entry_of(kind: str, name: str) -> str | None:
 
 
 def write_out(data: Any) -> list[tuple[DataPath, str]]:
-    """Replace the short names in a spec's document by their entry points, in place.
+    """Replace the short names in a spec's document by their entry points, in place; return what is wrong, and where.
 
-    Args:
-        data: The document, not yet validated. Names that no package offers stay, and the rule `code.import` reports them.
-
-    Returns:
-        The problems: where, and what is wrong.
+    The document is not yet validated. Names that no package offers stay, and the rule `code.import` reports them.
     """
     problems: list[tuple[DataPath, str]] = []
     for path, kind, owner in _owners(data):

@@ -74,15 +74,8 @@ class TaskList(Sequence[Task]):
 
 
 class MixedTable(TaskList):
-    """Tasks of several sources.
-
-    Args:
-        tables: The tasks of each source, by its name.
-        weights: The weight of each source, [sources].
-        seed: Seed of the phases; None: 1/2.
-        sources: The source of each task, by its number, int16 [tasks].
-        places: Its index in the source, int64 [tasks], ascending for each source.
-        positions: Its index in the whole mix, int64 [tasks].
+    """Tasks of several sources: of task i, `sources[i]` is its source, `places[i]` its index there, ascending for each source, and
+    `positions[i]` its index in the whole mix. `seed` is of the phases; None: 1/2.
     """
 
     def __init__(
@@ -134,13 +127,8 @@ class MixedTable(TaskList):
 def mixed_tasks(
     tables: Mapping[str, TaskList], weights: Sequence[float], *, seed: int | None, limit: int | None
 ) -> MixedTable:
-    """Each task of each source once, in the order of the weights. When a source has no more tasks, the others go on.
-
-    Args:
-        tables: The tasks of each source, by its name.
-        weights: The weight of each source, [sources].
-        seed: Seed of the phases.
-        limit: Only the first so many.
+    """Each task of each source once, in the order of the weights [sources]; only the first `limit`. When a source has no more tasks, the
+    others go on.
     """
     counts = [len(table) for table in tables.values()]
     times = [
@@ -162,12 +150,7 @@ def phase(seed: int | None, source: int) -> float:
 
 
 class Draws:
-    """An endless order of draws from sources, in which any draw is found without the ones before.
-
-    Args:
-        weights: The weight of each source, [sources].
-        seed: Seed of the phases.
-    """
+    """An endless order of draws from sources of these weights [sources], in which any draw is found without the ones before."""
 
     def __init__(self, weights: Sequence[float], seed: int | None) -> None:
         self._weights = list(weights)

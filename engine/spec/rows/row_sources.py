@@ -32,11 +32,7 @@ STREAMED = 10_000
 
 
 def open_rows(loaded: LoadedSpec, limit: int | None) -> Rows:
-    """The rows of a spec's source.
-
-    Args:
-        loaded: The spec.
-        limit: How many of them are needed, the first ones; None: any of them may be.
+    """The rows of a spec's source, of which the first `limit` are needed; None: any of them may be.
 
     Raises:
         SpecError: the source is not there.

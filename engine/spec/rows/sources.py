@@ -24,13 +24,7 @@ from engine.spec.text.diagnostic import Origin
 
 
 class RowFault(Exception):
-    """Rows that cannot be read.
-
-    Args:
-        message: What is wrong.
-        origin: Where, in a text file.
-        rule: The rule of the finding.
-    """
+    """Rows that cannot be read: what is wrong, where in a text file, and the rule of the finding."""
 
     def __init__(self, message: str, origin: Origin | None = None, rule: str = "tasks.bad-row") -> None:
         super().__init__(message)
@@ -65,12 +59,7 @@ class Rows(ABC):
 
 
 class ListRows(Rows):
-    """Rows in memory, or of an object with a length and items by position.
-
-    Args:
-        rows: The rows.
-        origin: Where a row is written, by position.
-    """
+    """Rows in memory, or of an object with a length and items by position; `origin` says where a row is written, by position."""
 
     def __init__(self, rows: Sequence[Any], origin: Callable[[int], Origin | None] = lambda _: None) -> None:
         self._rows = rows
@@ -89,11 +78,7 @@ class ListRows(Rows):
 
 
 class DatasetRows(Rows):
-    """Rows of a `datasets.Dataset`, which maps its files into memory. Images stay the structs that they are in the files.
-
-    Args:
-        table: The data set.
-    """
+    """Rows of a `datasets.Dataset`, which maps its files into memory. Images stay the structs that they are in the files."""
 
     def __init__(self, table: Any) -> None:
         self._table = table.with_format("arrow")

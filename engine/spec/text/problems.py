@@ -76,17 +76,11 @@ def diagnose(
     at: DataPath = (),
     root: type[BaseModel] | None = None,
 ) -> tuple[list[Diagnostic], list[DataPath]]:
-    """Every error of a validation as a diagnostic, in the order of the document.
+    """Every error of a validation as a diagnostic, in the order of the document; `at` is where the part is that was validated, and `root`
+    the class of the whole document, if that is another one.
 
     Returns also the paths of values that failed only because they were read as numbers or booleans where a
     string is wanted, and whose text is known: the caller may take the text and try again.
-
-    Args:
-        error: What Pydantic found.
-        model: The class that was validated.
-        document: The document.
-        at: Where in it the part is that was validated.
-        root: The class of the whole document, if that is another one.
     """
     grouped: dict[DataPath, list[_Fault]] = {}
     errors = error.errors(include_url=False)

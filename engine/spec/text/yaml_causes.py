@@ -51,12 +51,7 @@ class _Repair(Struct, frozen=True, kw_only=True):
 
 
 def likely_cause(lines: list[str], failed: int) -> YamlCause | None:
-    """Return the likely cause of a syntax error; None if no repair helps.
-
-    Args:
-        lines: The text, by lines.
-        failed: Index of the line where the parser stopped.
-    """
+    """Return the likely cause of a syntax error at the line of index `failed`; None if no repair helps."""
     if sum(map(len, lines)) > MAX_CHARACTERS:
         return None
     unusual: YamlCause | None = None

@@ -191,7 +191,7 @@ def storable_call(id_: str, name: str, arguments: dict[str, Any]) -> ToolCall:
     problem = refusal(arguments)
     if problem is not None:
         raise UnreadableCall(f"Its arguments cannot be used: {problem}.")
-    if len(name) > LONGEST_NAME or refusal(name) is not None:
+    if len(name) > LONGEST_NAME or not (name.isascii() or refusal(name) is None):
         raise UnreadableCall(f"Its name is not a text of at most {LONGEST_NAME} characters.")
     return ToolCall(id=id_, name=name, arguments=arguments)
 
