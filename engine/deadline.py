@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 
@@ -57,39 +57,20 @@ class PausableClocks:
             for clock in list(self._clocks):
                 clock.resume()
 
-    @asynccontextmanager
-    async def timeout(self, seconds: float) -> AsyncIterator[None]:
-        """An `asyncio.timeout` that is paused together with the other clocks.
+    @contextmanager
+    def timeout(self, seconds: float) -> Iterator[None]:
+        """A deadline that is paused together with the other clocks.
 
         Raises:
             TimeoutError: The block took longer than `seconds`.
         """
-        async with asyncio.timeout(seconds) as limit:
-            clock = _Timeout(limit)
-            self.add(clock)
-            try:
+        clock = Deadlines(seconds)
+        self.add(clock)
+        try:
+            with clock.begin():
                 yield
-            finally:
-                self.remove(clock)
-
-
-class _Timeout:
-    """An `asyncio.timeout` as a clock."""
-
-    def __init__(self, limit: asyncio.Timeout) -> None:
-        self._limit = limit
-        self._left: float | None = None
-
-    def pause(self) -> None:
-        when = self._limit.when()
-        if when is not None and not self._limit.expired():
-            self._left = when - asyncio.get_running_loop().time()
-            self._limit.reschedule(None)
-
-    def resume(self) -> None:
-        if self._left is not None:
-            self._limit.reschedule(asyncio.get_running_loop().time() + self._left)
-            self._left = None
+        finally:
+            self.remove(clock)
 
 
 class Watched(Protocol):

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.backends.weights import ServerWeights
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
@@ -108,6 +109,13 @@ class Backend(ABC):
             OutageError: No server can be reached.
             BackendError: A server refuses it (kind `bad_sampling`).
         """
+
+    def server_weights(self, version: int) -> ServerWeights:
+        """What other processes that use the same servers `follow`, after this one has pushed `version`."""
+        return ServerWeights(version=version)
+
+    def follow(self, weights: ServerWeights) -> None:  # noqa: B027
+        """A trainer in another process gives the servers their weights: requests sent from now on are not answered with older ones."""
 
     def release(self, episode_id: str) -> None:  # noqa: B027
         """Drop what is cached for an episode that has ended."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from engine.backends.weight_target import ServerWeights
+    from engine.backends.weights import ServerWeights
     from engine.runner.stats import RunCounters, RunResult, RunSummary
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from engine.backends.weight_target import weight_target
 from engine.runner.groups import GroupRunner, GroupSchedule
 from engine.runner.overlong import fitting_tasks
 from engine.runner.processes import EpisodeRunner, processes_of
@@ -126,7 +125,7 @@ class EpisodeSteps(StepSource):
         trainer = self._trainer
         if self._processes is not None:
             self._processes.refuse_training()
-            weights = weight_target(trainer.backend).server_weights(trainer.state.version)
+            weights = trainer.backend.server_weights(trainer.state.version)
             return self._processes.episodes(self._store, weights, keep_going=trainer.keep_going)
         return Runner(
             trainer.loaded,
@@ -230,7 +229,7 @@ class EpisodeSteps(StepSource):
 
     async def _tell_processes(self, version: int) -> None:
         if self._processes is not None:
-            await self._processes.follow(weight_target(self._trainer.backend).server_weights(version))
+            await self._processes.follow(self._trainer.backend.server_weights(version))
 
     async def drain(self) -> None:
         """See `StepSource`."""

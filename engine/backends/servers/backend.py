@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engine.backends.servers.launched import LaunchedServers
     from engine.backends.servers.pool import Pool, Server
     from engine.backends.servers.wire import Decode, PromptEncoder, ReplyPart
-    from engine.backends.weight_target import GivenWeights, PolicyAdapter
+    from engine.backends.weights import GivenWeights, PolicyAdapter
     from engine.schemas.backend import ServersSpec
     from engine.tokens.template import ChatTemplate
 
@@ -166,7 +166,7 @@ class ServersBackend(Backend):
         try:
             if (left := call.must_end - self.tries.now()) <= 0:
                 raise TimeoutError
-            async with self.outage.clocks.timeout(min(left, self.seconds)):
+            with self.outage.clocks.timeout(min(left, self.seconds)):
                 while call.generation is None:
                     if self.closed:
                         raise BackendError("the backend was closed", kind="closed")

@@ -16,7 +16,7 @@ from engine.backends.sglang.control import Control
 from engine.backends.sglang.images import refuse_family
 from engine.backends.sglang.routing import layout_of
 from engine.backends.sglang.wire import DEFAULT_VERSION, Encoder, decode
-from engine.backends.weight_target import ServerWeights
+from engine.backends.weights import ServerWeights
 from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import GenerateRequest, SamplingParams
@@ -200,11 +200,11 @@ class SGLangBackend(ServersBackend):
         return self.encoder.scale_images(request) if request.images else None
 
     def server_weights(self, version: int) -> ServerWeights:
-        """See `WeightTarget.server_weights`."""
+        """See `Backend.server_weights`."""
         return ServerWeights(version=version, prefixes=self.control.prefixes)
 
     def follow(self, weights: ServerWeights) -> None:
-        """See `WeightTarget.follow`."""
+        """See `Backend.follow`."""
         self.control.follow(weights)
 
     def stats(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import structlog
 
 from engine.backends.servers.pool import Pool, Server
-from engine.backends.weight_target import ServerWeights
+from engine.backends.weights import ServerWeights
 from engine.errors import BackendError
 from engine.schemas.base import Struct
 

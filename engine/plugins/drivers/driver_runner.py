@@ -20,7 +20,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.backends.weight_target import weight_target
 from engine.errors import StoreError
 from engine.plugins.drivers.actors import PAUSE, engine_error
 from engine.plugins.drivers.cluster import cluster
@@ -41,7 +40,7 @@ from engine.store.store import RunStore, episode_id_of
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend
-    from engine.backends.weight_target import ServerWeights
+    from engine.backends.weights import ServerWeights
     from engine.runner.runner import Runner
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
@@ -105,7 +104,7 @@ class EpisodeDriver:
             backend.logs = store.folder / "servers"
             backend.spread(slot)
             if weights is not None:
-                weight_target(backend).follow(weights)
+                backend.follow(weights)
             runner = Runner(loaded, [], chat_format, backend, store, keep_going=True, training=True)
             self._runner, self._store, self._backend, self._slot = runner, store, backend, slot
             self._finished = store.finished()
@@ -139,7 +138,7 @@ class EpisodeDriver:
         """
         await self._ready.wait()
         if weights is not None:
-            weight_target(self._backend).follow(weights)
+            self._backend.follow(weights)
         episode_id = episode_id_of(task.id, sample)
         if episode_id in self._finished:
             return pickle.dumps((self._store.trajectory(episode_id), []))
@@ -169,7 +168,7 @@ class EpisodeDriver:
     async def follow(self, weights: ServerWeights) -> None:
         """Take in what the servers have."""
         await self._ready.wait()
-        weight_target(self._backend).follow(weights)
+        self._backend.follow(weights)
 
     async def render_whole(self, reason: str) -> None:
         """Render every prompt whole from now on, because another driver found a row with a wrong bridge."""

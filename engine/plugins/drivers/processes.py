@@ -13,7 +13,7 @@ from engine.store.find import is_divided
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.backends.weight_target import ServerWeights
+    from engine.backends.weights import ServerWeights
     from engine.plugins.drivers.driver_runner import DriverRunner
     from engine.runner.stats import RunResult
     from engine.spec.load import LoadedSpec

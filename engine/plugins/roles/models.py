@@ -10,9 +10,8 @@ counted and dropped, and its errors are blamed on its role, never on the policy.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from engine.actions.services import EpisodeService, ServiceInputs
 from engine.backends.slots import Slots
+from engine.deadline import Deadlines
 from engine.errors import ContextOverflow, EngineError, SpecCodeError, TrainError
 from engine.plugins.roles.model_user import ModelUser
 from engine.plugins.roles.weights import frozen_refusal, role_section, role_weights
@@ -118,8 +118,9 @@ class RoleModel:
         """
         try:
             request = self._request(messages, episode_id, turn, seed, intended)
-            async with self._served.slots, self._timeout():
-                generation = await self._served.backend.generate(request)
+            async with self._served.slots:
+                with self._timeout():
+                    generation = await self._served.backend.generate(request)
             if generation.finish.type == "abort":
                 raise self._fault("its backend abandoned the reply", "aborted")
             if generation.text is not None:
@@ -161,10 +162,10 @@ class RoleModel:
             messages=list(messages) if sends_messages else None,
         )
 
-    def _timeout(self) -> AbstractAsyncContextManager[Any]:
+    def _timeout(self) -> AbstractContextManager[object]:
         """The deadline of one answer. Time in which no server is reachable does not count."""
         outage = self._served.backend.outage
-        return asyncio.timeout(self._spec.seconds) if outage is None else outage.clocks.timeout(self._spec.seconds)
+        return Deadlines(self._spec.seconds).begin() if outage is None else outage.clocks.timeout(self._spec.seconds)
 
     def _room(self, prompt: Sequence[int] | np.ndarray) -> int:
         contexts = [self._format.context, self._served.backend.context]

@@ -12,7 +12,7 @@ from engine.backends.http.client import key_headers, read_key
 from engine.backends.servers.backend import ServersBackend
 from engine.backends.servers.launched import launched_servers
 from engine.backends.servers.pool import Pool, Server, servers_of
-from engine.backends.weight_target import OwnWeights
+from engine.backends.weights import OwnWeights
 from engine.errors import BackendError
 from engine.plugins.vllm.checks import PATH, check_model_path, check_server, check_servers
 from engine.plugins.vllm.spec import VLLMBackendSpec

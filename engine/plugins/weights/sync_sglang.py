@@ -24,7 +24,7 @@ import torch
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.backends.sglang.control import PauseMode, from_disk, separately
-from engine.backends.weight_target import PolicyAdapter
+from engine.backends.weights import PolicyAdapter
 from engine.errors import BackendError, TrainError
 from engine.plugins.weights.server_models import ServerModels
 from engine.plugins.weights.server_pushes import (

@@ -287,13 +287,13 @@ async def test_clocks_stand_still_while_the_gate_is_closed() -> None:
     outage = Outage(600)
     clocks = PausableClocks()
     outage.clocks.add(clocks)
-    async with outage.clocks.timeout(0.05), clocks.timeout(0.05):
+    with outage.clocks.timeout(0.05), clocks.timeout(0.05):
         outage.close("gone")
         await asyncio.sleep(0.2)  # longer than both
         outage.open()
 
     async def too_long() -> None:
-        async with clocks.timeout(0.02):
+        with clocks.timeout(0.02):
             outage.close("gone")
             outage.open()
             await asyncio.sleep(60)

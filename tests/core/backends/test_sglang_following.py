@@ -6,7 +6,7 @@ import pytest
 from generate_requests import generate_request as request
 from sglang_cluster import cluster
 
-from engine.backends.weight_target import ServerWeights
+from engine.backends.weights import ServerWeights
 from engine.errors import BackendError
 from engine.tokens.template import ChatTemplate
 
