@@ -82,15 +82,12 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
         "exact bridges",
         ("engine/tokens/bridge/",),
     ),
-    ("views, quoting, literals", tuple(f"engine/tokens/{name}.py" for name in ("views", "quoting", "parts"))),
+    ("views, quoting, literals", tuple(f"engine/tokens/{name}.py" for name in ("views", "replies/parts"))),
     (
         "prompt and tape",
-        tuple(
-            f"engine/tokens/{name}.py"
-            for name in ("tape", "tapes", "thread", "prompts", "conversation", "leaf", "sampled")
-        ),
+        tuple(f"engine/tokens/{name}.py" for name in ("tape", "conversation")),
     ),
-    ("parsing of the reply", ("engine/tokens/replies", "engine/tokens/toolcalls/", "engine/tokens/replies/qwen.py")),
+    ("parsing of the reply", ("engine/tokens/replies", "engine/tokens/toolcalls/")),
     ("ids from text and back", ("engine/tokens/",)),
     ("ledger and rules", ("engine/rewards/",)),
     ("HTTP", ("engine/backends/http/",)),

@@ -39,6 +39,8 @@ MAX_SIZE = 2**23
 """Maximum size: characters of all strings and keys, plus `ELEMENT` for each value."""
 ELEMENT = 16
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**63 - 1
+MAX_NAME = 256
+"""Maximum length of a tool's name in a call, in characters."""
 MAX_MESSAGE = 20_000
 """Maximum length of a stored error message or traceback, in characters."""
 
@@ -61,6 +63,15 @@ def refusal(value: Any) -> str | None:
             path = f"{path[:100]}…{path[-100:]}"
         place = valid_text(path.removeprefix("."))
         return f"`{place}` {refused.why}" if place else f"it {refused.why}"
+    return None
+
+
+def call_refusal(name: str, arguments: Mapping[str, Any]) -> str | None:
+    """Say, to the model, why a tool call cannot be stored. None if it can be stored."""
+    if (problem := refusal(arguments)) is not None:
+        return f"Its arguments cannot be used: {problem}."
+    if len(name) > MAX_NAME or not (name.isascii() or refusal(name) is None):
+        return f"Its name is not a text of at most {MAX_NAME} characters."
     return None
 
 

@@ -1,13 +1,33 @@
-"""Ids of a byte-level vocabulary -> their text, by joining the bytes of each.
+"""A byte-level tokenizer's ASCII text -> ids, and its ids -> text, at less cost than the library `tokenizers` has.
 
-Invariant: `ByteDecoder.decode` gives what the `ByteLevel` decoder of the library `tokenizers` gives.
+Invariant: `AsciiEncoder.encode` gives what the tokenizer gives, or None for a text that the tokenizer must encode: one that is
+not ASCII, spells an added token or is very long. `ByteDecoder.decode` gives what its `ByteLevel` decoder gives.
+
+Such a tokenizer splits text by a regular expression and merges bytes only inside a piece, so the ids of a text are the ids of
+its pieces in order, and each piece is tokenised once. Most of the cost of `encode` is the splitting. For ASCII text, Python's `re`
+splits in the same way: character classes, white space and case mean the same there. Text is decoded by joining the bytes of each id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import Any
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The expression of `ByteLevel(use_regex=True)`."""
+_CLASSES = {r"\p{L}": "a-zA-Z", r"\p{N}": "0-9"}
+_ESCAPES = frozenset(f"\\{character}" for character in "sSrnt.-/'?()[]+*")
+_TOKEN = re.compile(r"\\[pP]\{\^?\w+\}|\\.|\[\^?\]?|.", re.DOTALL)
+_LONGEST = 1 << 16
+"""Longest text that is encoded here, in characters: the tokenizer releases the GIL, and `re` does not."""
+_REMEMBERED = 1 << 17
+"""Largest number of pieces whose ids are kept."""
+
+Cut = Callable[[str], list[str]]
 
 
 def _byte_characters() -> dict[str, int]:
@@ -19,6 +39,7 @@ def _byte_characters() -> dict[str, int]:
 
 BYTE_CHARACTERS = _byte_characters()
 """Character -> the byte that it stands for in a byte-level vocabulary."""
+_CHARACTERS = {byte: character for character, byte in BYTE_CHARACTERS.items()}
 
 
 class _Pieces(dict[int, bytes]):
@@ -72,3 +93,117 @@ class ByteDecoder:
                     if id_ < len(known):
                         known[id_] = self._bytes_of[id_]
         return b"".join(map(self._bytes_of.__getitem__, ids)).decode("utf-8", "replace")
+
+
+class _Ids(dict[str, list[int]]):
+    """Piece -> ids, filled when a piece occurs first."""
+
+    def __init__(self, model: Any) -> None:
+        self._tokenize = model.tokenize
+
+    def __missing__(self, piece: str) -> list[int]:
+        ids = [token.id for token in self._tokenize(piece.translate(_CHARACTERS))]
+        if len(self) >= _REMEMBERED:
+            self.clear()
+        self[piece] = ids
+        return ids
+
+
+class AsciiEncoder:
+    """Encodes ASCII texts of one tokenizer; made by `ascii_encoder`."""
+
+    def __init__(self, model: Any, cuts: Sequence[Cut], added: Iterable[str]) -> None:
+        self._first, *self._then = cuts
+        self._ids = _Ids(model)
+        tokens = sorted({token for token in added if token})
+        self._starts = sorted({token[0] for token in tokens})
+        self._added = re.compile("|".join(map(re.escape, tokens)) or "(?!)").search
+
+    def encode(self, text: str) -> list[int] | None:
+        """The ids of a text, with no token added; None where the tokenizer must encode it."""
+        if len(text) > _LONGEST or not text.isascii():
+            return None
+        for start in self._starts:
+            if start in text:
+                if self._added(text):
+                    return None
+                break
+        pieces = self._first(text)
+        for cut in self._then:
+            pieces = [part for piece in pieces for part in cut(piece)]
+        if sum(map(len, pieces)) != len(text):  # text that the expression leaves out is a piece too
+            return None
+        return list(chain.from_iterable(map(self._ids.__getitem__, pieces)))
+
+
+def ascii_encoder(backend: Any, added: Iterable[str]) -> AsciiEncoder | None:
+    """An encoder for a `tokenizers.Tokenizer`; None where it has steps that are not known here.
+
+    Args:
+        backend: The tokenizer.
+        added: Its added tokens: text is split at them first.
+    """
+    model = backend.model
+    if type(model).__name__ != "BPE" or model.dropout or backend.truncation or backend.padding:
+        return None
+    if backend.normalizer is not None and _state(backend.normalizer) != {"type": "NFC"}:  # ASCII is in that form
+        return None
+    if backend.pre_tokenizer is None:
+        return None
+    cuts = _cuts(_state(backend.pre_tokenizer))
+    return AsciiEncoder(model, cuts, added) if cuts else None
+
+
+def _state(step: Any) -> Any:
+    """A step of a tokenizer, as in tokenizer.json."""
+    try:
+        return json.loads(step.__getstate__())
+    except Exception:  # noqa: BLE001  (a step that is written in Python raises a bare Exception)
+        return {"type": None}
+
+
+def _cuts(step: dict[str, Any]) -> list[Cut] | None:
+    """Functions that split as the steps of a pre-tokenizer do; None where a step is not known, or the last is not ByteLevel."""
+    steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
+    if not steps or [step["type"] == "ByteLevel" for step in steps] != [False] * (len(steps) - 1) + [True]:
+        return None
+    found = [_cut(step) for step in steps]
+    known = [cut for cut in found if cut is not None]
+    return None if len(known) < len(found) else [cut for cut in known if cut is not _whole]
+
+
+def _whole(text: str) -> list[str]:
+    return [text]
+
+
+def _cut(step: dict[str, Any]) -> Cut | None:
+    match step:
+        case {"type": "Split", "pattern": {"Regex": str(pattern)}, "behavior": "Isolated", "invert": False}:
+            return _by(pattern)
+        case {"type": "Digits", "individual_digits": bool(each)}:
+            return re.compile("[0-9]|[^0-9]+" if each else "[0-9]+|[^0-9]+").findall
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": bool(cuts)}:
+            return _by(_GPT2) if cuts else _whole
+    return None
+
+
+def _by(pattern: str) -> Cut | None:
+    """Splits ASCII text by a regular expression of `tokenizers`; None where the expression has parts that are not known here."""
+    parts: list[str] = []
+    inside = False
+    for token in _TOKEN.findall(pattern):
+        if token in _CLASSES:
+            parts.append(_CLASSES[token] if inside else f"[{_CLASSES[token]}]")
+            continue
+        if token.startswith("[") or (token.startswith("\\") and token not in _ESCAPES):
+            if inside or not token.startswith("["):
+                return None
+            inside = True
+        elif token == "]":
+            inside = False
+        parts.append(token)
+    try:
+        compiled = re.compile("".join(parts), re.ASCII)
+    except re.error:
+        return None
+    return compiled.findall if not compiled.groups and "&&" not in pattern else None

@@ -71,7 +71,8 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-_encode = json.JSONEncoder(ensure_ascii=False).encode
+plain_json = json.JSONEncoder(ensure_ascii=False).encode
+"""A value as `to_json` writes it without arguments."""
 
 
 def to_json(
@@ -79,7 +80,7 @@ def to_json(
 ) -> str:
     """Plain JSON: jinja2's own filter would escape characters of HTML."""
     if not ensure_ascii and indent is None and separators is None and not sort_keys:
-        return _encode(value)
+        return plain_json(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -13,7 +13,7 @@ from engine.tokens.bridge.keys import TemplateKeys, read_template
 from engine.tokens.bridge.kinds import TOOL, View, mark, probe, probe_call
 from engine.tokens.jinja import compile_template
 from engine.tokens.quoted_jinja import compile_quoted
-from engine.tokens.quoting import MARK, Quoting, unquote
+from engine.tokens.tokenizer import MARK, Quoting, unquote
 
 _QUESTION: View = {"role": "user", "content": "Q"}
 _ESCAPED_MARK = ascii(MARK)[1:-1]

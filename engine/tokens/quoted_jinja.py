@@ -1,6 +1,6 @@
 """Chat templates that are given quoted texts, and test and cut them as if they were not quoted.
 
-A quoted text (quoting.py) has marks in the tokens that it spells, so `content.endswith("/nothink")` would be false of a text that ends in
+A quoted text (tokenizer.py) has marks in the tokens that it spells, so `content.endswith("/nothink")` would be false of a text that ends in
 `/nothink` where that is an added token. A template that is compiled here works out tests, lengths and cuts on the text before quoting, and keeps
 the marks in what it writes. A text in which a replacement forms a token is quoted, too.
 
@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from engine.tokens.jinja import make_environment
-from engine.tokens.quoting import MARK, Quoting, unquote
+from engine.tokens.tokenizer import MARK, Quoting, unquote
 
 _UNITS = re.compile(f"{MARK}{MARK}|[^{MARK}]{MARK}?|{MARK}", re.DOTALL)
 """A character of the text before quoting, with the mark that follows it."""

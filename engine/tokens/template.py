@@ -27,11 +27,10 @@ from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.bridge import Bridges
 from engine.tokens.bridge.kinds import MARKERS, Looked, View, has_mark, kind_of, mark, probe
 from engine.tokens.probing import abilities_of, refuses_later_system
-from engine.tokens.quoting import quoted_index
 from engine.tokens.renderer import Bridge
 from engine.tokens.replies.parser import ReplyParser
 from engine.tokens.tape import IntVector
-from engine.tokens.tokenizer import FastTokenizer
+from engine.tokens.tokenizer import FastTokenizer, quoted_index
 from engine.tokens.views import IntendedTokens, MessageViews
 
 if TYPE_CHECKING:

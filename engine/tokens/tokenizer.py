@@ -3,22 +3,27 @@
 Invariant: `encode` adds no special token of its own and reads special tokens that are spelled out, exactly as
 `apply_chat_template` does; `decode` leaves nothing out and cleans nothing up. Character offsets are deliberately
 not offered: `renderers` then encodes a message in one pass, and skips the attribution that the engine has no use for.
+
+Users, environments, tools and the model itself may write `<|im_end|>` or `<think>`. A tokenizer reads such text as the
+token, so such text could end a message, open another role or fake the model's reasoning. It is quoted before a chat template
+gets it (`Quoting`), and encoded as plain text (`LiteralEncoder`). A quoted text has one `MARK` after the first character of each added
+token that it spells; a `MARK` that was there before is doubled. A template copies a quoted text like any other text, and finds no token
+in it. The ids of a rendered text with quoted parts are those of the text itself, except that quoted tokens are encoded as any other
+text. A tokenizer that cannot do that is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from engine.errors import RenderError
-from engine.tokens.ascii import ascii_encoder
-from engine.tokens.byte_level import BYTE_CHARACTERS, ByteDecoder
+from engine.tokens.byte_level import ByteDecoder, ascii_encoder
 from engine.tokens.plain_tokenizer import PlainTokenizer
-from engine.tokens.quoting import MARK, LiteralEncoder, Quoting
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _SHORT = 32
@@ -26,6 +31,143 @@ _SHORT = 32
 _REMEMBERED = 4096
 _LONG = 1 << 16
 """A longer text, in characters, is encoded without offsets and without blocking other threads."""
+
+MARK = "\ufdd0"
+"""A code point that Unicode reserves for internal use of programs."""
+Span = tuple[int, int]
+
+_MARKS = re.compile(f"{MARK}{MARK}?")
+
+
+def unquote(text: str) -> str:
+    """The text before quoting."""
+    return _MARKS.sub(lambda match: match[0][1:], text) if MARK in text else text
+
+
+def quoted_index(text: str, index: int) -> int:
+    """The index in a quoted text of the character that has `index` in the text before quoting."""
+    if MARK not in text:
+        return index
+    for match in _MARKS.finditer(text):
+        if match.start() > index:
+            break
+        index += 1
+    return index
+
+
+class Quoting:
+    """Finds and quotes the added tokens of one tokenizer, special or not."""
+
+    def __init__(self, added: Iterable[str]) -> None:
+        tokens = sorted({token for token in added if token.strip()}, key=len, reverse=True)
+        self._tokens = re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+        self._starts = tuple(sorted({token[0] for token in tokens}))
+        self._quotes = (*self._starts, MARK)
+        """A text without any of them stays as it is."""
+
+    def spans(self, text: str) -> list[Span]:
+        """The characters [start, end) of each added token that a text spells."""
+        for start in self._starts:
+            if start in text:
+                return [match.span() for match in self._tokens.finditer(text)]
+        return []
+
+    def quote(self, text: str, intended: Sequence[Span] = ()) -> str:
+        """The text with every added token in it quoted, except those in the spans `intended`."""
+        for start in self._quotes:
+            if start in text:
+                return self._quote(text, intended)
+        return text
+
+    def _quote(self, text: str, intended: Sequence[Span]) -> str:
+        parts: list[str] = []
+        at = 0
+        for start, end in self.spans(text):
+            if any(first <= start and end <= last for first, last in intended):
+                continue
+            parts += [_doubled(text[at : start + 1]), MARK]
+            at = start + 1
+        return "".join([*parts, _doubled(text[at:])])
+
+    def quote_new(self, text: str, before: str) -> str:
+        """A quoted text that was made of the quoted text `before`, in which the tokens that `before` did not spell are quoted, too."""
+        if self.spans(before):
+            return text
+        for start, _ in reversed(self.spans(text)):
+            text = text[: start + 1] + MARK + text[start + 1 :]
+        return text
+
+
+def _doubled(text: str) -> str:
+    return text.replace(MARK, MARK + MARK)
+
+
+class LiteralEncoder:
+    """Encodes texts with quoted parts.
+
+    Args:
+        backend: The `tokenizers.Tokenizer`.
+        added: Its added tokens, text -> id.
+    """
+
+    def __init__(self, backend: Any, added: dict[str, int]) -> None:
+        self._backend = backend
+        self._added = frozenset(added.values())
+        self._probe = next((token for token in added if token.strip()), "")
+
+    @cached_property
+    def _plain(self) -> Callable[[str], list[int]]:
+        """An encoder without added tokens."""
+        from tokenizers import Tokenizer
+
+        plain = Tokenizer(self._backend.model)  # shares the model, has no added tokens
+        if self._backend.normalizer is not None:
+            plain.normalizer = self._backend.normalizer
+        if self._backend.pre_tokenizer is not None:
+            plain.pre_tokenizer = self._backend.pre_tokenizer
+
+        def encode(text: str) -> list[int]:
+            return list(plain.encode(text, add_special_tokens=False).ids)
+
+        whole = self._backend.encode(f"{self._probe}to be, or", add_special_tokens=False).ids
+        if whole[1:] != encode("to be, or"):
+            raise self._refusal("it encodes a text after an added token differently from the text alone")
+        return encode
+
+    @staticmethod
+    def _refusal(why: str) -> RenderError:
+        return RenderError(
+            f"text in the conversation spells a special token, and this tokenizer cannot encode it as plain text: {why}; "
+            "set `model.allow_special: true` if such text may become special tokens"
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text with quoted parts.
+
+        Raises:
+            RenderError: This tokenizer cannot encode them as plain text.
+        """
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        begin = 0
+        taken = 0
+        offsets = encoding.offsets
+        for index, id_ in [*enumerate(encoding.ids), (len(offsets), -1)]:
+            if id_ != -1 and id_ not in self._added:
+                continue
+            start, end = (len(text), len(text)) if id_ == -1 else offsets[index]
+            between = text[begin:start]
+            if MARK in between:
+                plain = self._plain(unquote(between))
+                if not self._added.isdisjoint(plain):
+                    raise self._refusal("its vocabulary holds that text as one piece")
+                ids += plain
+            else:
+                ids += encoding.ids[taken:index]
+            if id_ != -1:
+                ids.append(id_)
+            begin, taken = end, index + 1
+        return ids
 
 
 class FastTokenizer:
@@ -49,8 +191,7 @@ class FastTokenizer:
         self.added: dict[str, int] = {str(token): id_ for id_, token in tokenizer.added_tokens_decoder.items()}
         """Special and added tokens, text -> id: text is split at them before it is tokenised."""
         self.added_ids = frozenset(self.added.values())
-        characters = {byte: character for character, byte in BYTE_CHARACTERS.items()}
-        self._ascii = None if self._backend is None else ascii_encoder(self._backend, self.added, characters)
+        self._ascii = None if self._backend is None else ascii_encoder(self._backend, self.added)
 
     @property
     def real(self) -> Any:
@@ -105,7 +246,7 @@ class FastTokenizer:
         return known
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
-        """Text -> ids, with no token added; quoted parts as plain text (see quoting.py)."""
+        """Text -> ids, with no token added; quoted parts as plain text (see above)."""
         if MARK in text:
             return self._literal.encode(text)
         if len(text) > _SHORT:

@@ -1,6 +1,6 @@
 """Messages as chat templates read them: dicts in OpenAI's form, in which text that only spells a special token is quoted.
 
-Invariant: what a template cannot show is refused, and never left out. See quoting.py.
+Invariant: what a template cannot show is refused, and never left out. See tokenizer.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import RenderError
 from engine.schemas.message import ImagePart, Message, ToolCall
 from engine.tokens.bridge.kinds import View
-from engine.tokens.quoting import MARK, Span, quoted_index
 from engine.tokens.renderer import Renderer
+from engine.tokens.tokenizer import MARK, Span, quoted_index
 
 if TYPE_CHECKING:
     from engine.tokens.replies.parser import ParsedReply

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import RenderError
 from engine.store.shown_messages import reply_numbers, shown_messages
-from engine.tokens.quoting import MARK, unquote
+from engine.tokens.tokenizer import MARK, unquote
 
 if TYPE_CHECKING:
     from engine.schemas.message import Message

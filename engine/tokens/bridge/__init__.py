@@ -1,8 +1,7 @@
 """Bridges: the tokens between two turns, checked against the chat template before they are used.
 
 bridge.py       the bridge that continues a tape, or the reason why there is none
-check.py        what is checked about a bridge, on probes
-cache.py        the same bridge, faster: the text that a template writes around messages
+check.py        what is checked about a bridge, on probes, and what they show that a template writes around messages
 keys.py         what a template tests of a conversation, read from its source
 guard.py        every finished branch compared with what the template writes, in another process
 """

@@ -15,13 +15,22 @@ import msgspec
 from pydantic_core import to_json
 
 from engine.errors import RenderError
-from engine.tokens.bridge.cache import Wrapper, make_reply_text, make_wrapper, parts_of, shape_of
-from engine.tokens.bridge.check import BridgeVerdict, ReplyFrame, check_bridge, remainder
+from engine.tokens.bridge.check import (
+    BridgeVerdict,
+    ReplyFrame,
+    Wrapper,
+    check_bridge,
+    make_reply_text,
+    make_wrapper,
+    parts_of,
+    remainder,
+    shape_of,
+)
 from engine.tokens.bridge.keys import TemplateKeys
 from engine.tokens.bridge.kinds import ODD_KINDS, MessageKinds, View, kind_of
-from engine.tokens.quoting import MARK, unquote
 from engine.tokens.renderer import Bridge, Renderer
 from engine.tokens.tape_text import difference, end_in, pieces_of
+from engine.tokens.tokenizer import MARK, unquote
 
 if TYPE_CHECKING:
     from engine.tokens.tape import Tape

@@ -1,6 +1,6 @@
 """The guard's own process: renders conversations with Jinja, and compares them with the tokens of their branches.
 
-It shares no code with what makes the tape (check.py, bridge.py, quoting.py), so that one bug cannot hide itself, and imports only what it
+It shares no code with what makes the tape (check.py, bridge.py, tokenizer.py), so that one bug cannot hide itself, and imports only what it
 needs. `compare` is called by `engine.preparing.worker`.
 """
 
@@ -28,7 +28,7 @@ from engine.tokens.jinja import compile_template
 Json = dict[str, Any]
 _MARK = "\ufdd0"
 _MARKS = re.compile(f"{_MARK}{_MARK}?")
-"""How text is quoted that only spells a special token: see `engine.tokens.quoting`."""
+"""How text is quoted that only spells a special token: see `engine.tokens.tokenizer`."""
 _SAMPLED = ("generated", "unreceived")
 """Kinds of spans that the model sampled."""
 _EXCERPT, _BEFORE = 60, 12

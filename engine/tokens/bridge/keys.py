@@ -27,9 +27,7 @@ from typing import Any, TypeGuard
 import msgspec
 from jinja2 import nodes
 
-from engine.tokens.bridge.cache import REPLY_STYLES
-from engine.tokens.bridge.cache import STYLES as WRAPPER_STYLES
-from engine.tokens.bridge.check import STYLES
+from engine.tokens.bridge.check import REPLY_STYLES, STYLES, WRAPPER_STYLES
 from engine.tokens.bridge.kinds import MARKERS, WRAP, Looked
 from engine.tokens.jinja import parse_template
 

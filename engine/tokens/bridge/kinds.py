@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from engine.tokens.quoting import MARK, unquote
+from engine.tokens.tokenizer import MARK, unquote
 
 View = dict[str, Any]
 """A message as chat templates read it."""

@@ -16,13 +16,11 @@ from msgspec.structs import replace
 from engine.errors import RenderError
 from engine.schemas.base import Struct
 from engine.schemas.message import MalformedCall, ToolCall
-from engine.storable import refusal, words_of
+from engine.storable import call_refusal, words_of
 from engine.terminal import brief
 
 LONGEST_CALL = 20_000
 """Characters of one call. A longer one is malformed: literals are parsed recursively."""
-LONGEST_NAME = 256
-"""Characters of a tool's name."""
 JSON_WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 Call = tuple[str, dict[str, Any]]
@@ -188,11 +186,8 @@ def storable_call(id_: str, name: str, arguments: dict[str, Any]) -> ToolCall:
     Raises:
         UnreadableCall: They cannot be stored; see `engine.storable`.
     """
-    problem = refusal(arguments)
-    if problem is not None:
-        raise UnreadableCall(f"Its arguments cannot be used: {problem}.")
-    if len(name) > LONGEST_NAME or not (name.isascii() or refusal(name) is None):
-        raise UnreadableCall(f"Its name is not a text of at most {LONGEST_NAME} characters.")
+    if (problem := call_refusal(name, arguments)) is not None:
+        raise UnreadableCall(problem)
     return ToolCall(id=id_, name=name, arguments=arguments)
 
 

@@ -29,9 +29,9 @@ from engine.tokens.bridge.guard_child import compare
 from engine.tokens.choosing import ARGUMENTS, AWKWARD, written
 from engine.tokens.conversation import Conversation
 from engine.tokens.loading import load_format
-from engine.tokens.quoting import unquote
 from engine.tokens.tape import Tape
 from engine.tokens.template import ChatTemplate
+from engine.tokens.tokenizer import unquote
 
 SHIPPED = Path(__file__).parents[2] / "data" / "templates"
 SPECIAL = re.compile(

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from slow_cases import slow_but
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from engine.tokens.ascii import AsciiEncoder, ascii_encoder
-from engine.tokens.byte_level import BYTE_CHARACTERS
+from engine.tokens.byte_level import AsciiEncoder, ascii_encoder
 from engine.tokens.plain_tokenizer import _QWEN_SPLIT as QWEN2_SPLIT
 
 FOLDER = os.environ.get("EPISODE_ENGINE_TOKENIZERS", "")
@@ -23,7 +22,6 @@ CORPUS = [
     "The quick brown fox jumps over the lazy dog; 0123456789 times.\r\n\tTwice.",
 ]
 
-CHARACTERS = {byte: character for character, byte in BYTE_CHARACTERS.items()}
 LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 SHAPES = {
@@ -85,7 +83,7 @@ def encoder(tokenizer: Tokenizer) -> AsciiEncoder | None:
 
 def make(tokenizer: Tokenizer) -> AsciiEncoder | None:
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-    return ascii_encoder(tokenizer, added, CHARACTERS)
+    return ascii_encoder(tokenizer, added)
 
 
 def agree(tokenizer: Tokenizer, text: str) -> None:
@@ -185,7 +183,7 @@ def test_an_added_token_of_letters_is_found() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.tokens.ascii._REMEMBERED", 10)
+    monkeypatch.setattr("engine.tokens.byte_level._REMEMBERED", 10)
     ours = encoder(TRAINED["qwen"])
     assert ours is not None
     for number in range(100):

@@ -20,8 +20,7 @@ from engine.tokens import jinja
 from engine.tokens import template as template_module
 from engine.tokens.bridge import bridge as bridging
 from engine.tokens.bridge import kinds as kinds_module
-from engine.tokens.bridge.cache import make_wrapper
-from engine.tokens.bridge.check import check_bridge
+from engine.tokens.bridge.check import check_bridge, make_wrapper
 from engine.tokens.bridge.kinds import (
     ASSISTANT,
     BLANK,

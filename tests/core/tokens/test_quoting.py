@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from engine.tokens.quoting import MARK, Quoting, quoted_index, unquote
 from engine.tokens.template import ChatTemplate
-from engine.tokens.tokenizer import FastTokenizer
+from engine.tokens.tokenizer import MARK, FastTokenizer, Quoting, quoted_index, unquote
 
 QUOTING = Quoting(["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<|im|>"])
 PIECES = st.sampled_from(

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from slow_cases import slow_but
 
 from engine.errors import RenderError
-from engine.tokens.bridge.cache import make_reply_text, parts_of, shape_of
-from engine.tokens.bridge.check import ReplyFrame, check_bridge
+from engine.tokens.bridge.check import ReplyFrame, check_bridge, make_reply_text, parts_of, shape_of
 from engine.tokens.bridge.kinds import ASSISTANT, BLANK, CALLS, REASONS, TOOL, USER, View
 from engine.tokens.jinja_source import JinjaSource
 from engine.tokens.template import ChatTemplate
