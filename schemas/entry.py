@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -142,13 +142,6 @@ class ToolAdapterFacts(Struct, frozen=True, kw_only=True):
     """The command that installs them, or other words that say how."""
 
 
-Facts = TypeVar("Facts", AdapterFacts, ToolAdapterFacts)
-ADAPTERS_GROUP = "episode_engine.adapters"
-"""The entry points with which installed packages offer adapters: a name, and the class that runs."""
-TOOL_ADAPTERS_GROUP = "episode_engine.tool_adapters"
-"""The same for kinds of tool servers."""
-
-
 def installed_points(group: str) -> Mapping[str, Mapping[str, str]]:
     """The entry points of a group: name -> entry point -> its package, with the version. Imports nothing."""
     return _points(group, tuple(sys.path))
@@ -159,90 +152,78 @@ def _points(group: str, path: tuple[str, ...]) -> dict[str, dict[str, str]]:
     """The same for one import path."""
     from importlib.metadata import entry_points  # specs without an adapter do not need it, and its import costs 8 ms
 
-    found: dict[str, dict[str, str]] = {}
+    packages: dict[str, dict[str, str]] = {}
     for point in entry_points(group=group):
         package = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "?"
-        found.setdefault(point.name, {})[point.value] = package
-    return found
+        packages.setdefault(point.name, {})[point.value] = package
+    return packages
 
 
-def installed_adapters() -> dict[str, AdapterFacts]:
-    """The adapters that installed packages offer. Of these, only the name and the class are known, so the facts are
-    those that forbid nothing; a spec may write `effects` and `isolation`."""
-    return {
-        name: AdapterFacts(
-            name=name,
-            runs=next(iter(points)),
-            use="what its package documents",
-            names="name",
-            rewards="turn and end",
-            images=True,
-            truncates=True,
-            tools="some",
-            reads_written=True,
-        )
-        for name, points in installed_points(ADAPTERS_GROUP).items()
-        if len(points) == 1
-    }
+Facts = TypeVar("Facts", AdapterFacts, ToolAdapterFacts)
 
 
-def installed_tool_adapters() -> dict[str, ToolAdapterFacts]:
-    """The kinds of tool servers that installed packages offer."""
-    return {
-        name: ToolAdapterFacts(name=name, runs=next(iter(points)), use="what its package documents")
-        for name, points in installed_points(TOOL_ADAPTERS_GROUP).items()
-        if len(points) == 1
-    }
+class Adapters(Generic[Facts]):
+    """Adapters of environments, or of servers of tools: those of plugins, and those that other packages offer.
 
-
-def adapter_facts(name: str) -> AdapterFacts:
-    """The facts of an adapter.
-
-    Raises:
-        ValueError: there is none of this name; the message names the nearest and lists the names.
+    Of the latter only the name and the class are known, so the facts are those that forbid nothing; a spec may write
+    `effects` and `isolation`.
     """
-    return _facts("adapter", "adapters", name, plugin_adapters(), installed_adapters(), ADAPTERS_GROUP)
+
+    def __init__(self, what: str, facts: type[Facts], **offered: Any) -> None:
+        self.what = what
+        """What one is, in words."""
+        self.point = what.replace(" ", "_") + "s"
+        """The point of plugins that add some."""
+        self.group = f"episode_engine.{self.point}"
+        """The entry points with which packages offer some: a name, and the class that runs."""
+        self._facts: Any = facts
+        self._offered = offered
+
+    def of_plugins(self) -> dict[str, Facts]:
+        """Those of plugins, by name."""
+        facts: dict[str, Facts] = plugin.loaded(self.point, of=self._facts)
+        return facts
+
+    def __getitem__(self, name: str) -> Facts:
+        """The facts of one.
+
+        Raises:
+            ValueError: there is none of this name; the message names the nearest and lists the names.
+        """
+        packages = installed_points(self.group)
+        names: list[str] = [offered for offered, points in packages.items() if len(points) == 1]
+        of_plugins: dict[str, Facts] = self.of_plugins()
+        if name in of_plugins:
+            return of_plugins[name]
+        if name in names:
+            runs = next(iter(packages[name]))
+            facts: Facts = self._facts(name=name, runs=runs, use="what its package documents", **self._offered)
+            return facts
+        raise ValueError(self._unknown(name, [*of_plugins, *names]))
+
+    def _unknown(self, name: str, names: list[str]) -> str:
+        if points := installed_points(self.group).get(name, {}):
+            offers = ", ".join(sorted(points.values()))
+            return f"several packages offer the {self.what} `{name}`: {offers}; uninstall all but one"
+        if belongs := plugin.missing(self.point, name):
+            return f"there is no `adapter: {name}`; {belongs}"
+        near = get_close_matches(name, names, n=1)
+        hint = f"; did you mean `{near[0]}`?" if near else ""
+        listed = f"; write one of {', '.join(f'`{item}`' for item in names)}" if names else ""
+        return f"there is no `adapter: {name}`{hint}{listed}"
 
 
-def tool_adapter_facts(name: str) -> ToolAdapterFacts:
-    """The facts of a kind of tool servers.
-
-    Raises:
-        ValueError: there is none of this name; the message names the nearest and lists the names.
-    """
-    known = plugin_tool_adapters()
-    return _facts("tool adapter", "tool_adapters", name, known, installed_tool_adapters(), TOOL_ADAPTERS_GROUP)
-
-
-def plugin_adapters() -> dict[str, AdapterFacts]:
-    """The adapters of plugins, by name."""
-    return plugin.loaded("adapters", of=AdapterFacts)
-
-
-def plugin_tool_adapters() -> dict[str, ToolAdapterFacts]:
-    """The kinds of tool servers of plugins, by name."""
-    return plugin.loaded("tool_adapters", of=ToolAdapterFacts)
-
-
-def _facts(
-    what: str, point: str, name: str, of_plugins: Mapping[str, Facts], of_packages: Mapping[str, Facts], group: str
-) -> Facts:
-    found = of_plugins.get(name) or of_packages.get(name)
-    if found is None:
-        raise ValueError(_unknown(what, point, name, [*of_plugins, *of_packages], group))
-    return found
-
-
-def _unknown(what: str, point: str, name: str, known: list[str], group: str) -> str:
-    if points := installed_points(group).get(name, {}):
-        offers = ", ".join(sorted(points.values()))
-        return f"several packages offer the {what} `{name}`: {offers}; uninstall all but one"
-    if belongs := plugin.missing(point, name):
-        return f"there is no `adapter: {name}`; {belongs}"
-    near = get_close_matches(name, known, n=1)
-    hint = f"; did you mean `{near[0]}`?" if near else ""
-    listed = f"; write one of {', '.join(f'`{item}`' for item in known)}" if known else ""
-    return f"there is no `adapter: {name}`{hint}{listed}"
+ADAPTERS = Adapters(
+    "adapter",
+    AdapterFacts,
+    names="name",
+    rewards="turn and end",
+    images=True,
+    truncates=True,
+    tools="some",
+    reads_written=True,
+)
+TOOL_ADAPTERS = Adapters("tool adapter", ToolAdapterFacts)
 
 
 class EnvironmentSpec(Entry):
@@ -261,7 +242,7 @@ class EnvironmentSpec(Entry):
     @property
     def facts(self) -> AdapterFacts | None:
         """What holds for its adapter; None: it has none."""
-        return None if self.adapter is None else adapter_facts(self.adapter)
+        return None if self.adapter is None else ADAPTERS[self.adapter]
 
     @property
     def entry(self) -> Entry:
@@ -284,7 +265,7 @@ class EnvironmentSpec(Entry):
     @classmethod
     def _effects_of_adapter(cls, value: Any) -> Any:
         if isinstance(value, dict) and isinstance(value.get("adapter"), str) and "effects" not in value:
-            return {**value, "effects": adapter_facts(value["adapter"]).effects}
+            return {**value, "effects": ADAPTERS[value["adapter"]].effects}
         return value
 
 
@@ -307,7 +288,7 @@ class ToolSpec(Entry):
     @property
     def facts(self) -> ToolAdapterFacts | None:
         """What holds for its adapter; None: it has none."""
-        return None if self.adapter is None else tool_adapter_facts(self.adapter)
+        return None if self.adapter is None else TOOL_ADAPTERS[self.adapter]
 
     @property
     def entry(self) -> Entry:

@@ -4,7 +4,7 @@ that they read: facts, and fields of the task, are known only in part."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from engine.machine.expression import Constant, ExpressionError, Index, Name, Select, parse
 from engine.machine.guards import MAX_CHARACTERS, guard_problems
@@ -47,34 +47,16 @@ def _problems_of_kind(ctx: CheckContext, kind: Kind) -> Iterator[Finding]:
                 yield Finding(problem.message, path, problem.fix, offset=problem.column - 1)
 
 
-@rule("guard.parse", "error", "a guard is not valid CEL")
-def guard_parse(ctx: CheckContext) -> Iterator[Finding]:
-    """It has a syntax error, or uses a part of CEL that guards do not support."""
-    return _problems_of_kind(ctx, "parse")
-
-
-@rule("guard.unknown-name", "error", "a guard names a variable, a field or a function that does not exist")
-def guard_unknown_name(ctx: CheckContext) -> Iterator[Finding]:
-    """The fix names the most similar one that exists."""
-    return _problems_of_kind(ctx, "unknown-name")
-
-
-@rule("guard.wrong-type", "error", "types in a guard do not match")
-def guard_wrong_type(ctx: CheckContext) -> Iterator[Finding]:
-    """An operator or a function cannot be applied to the types of its operands."""
-    return _problems_of_kind(ctx, "wrong-type")
-
-
-@rule("guard.not-boolean", "error", "a guard does not return true or false")
-def guard_not_boolean(ctx: CheckContext) -> Iterator[Finding]:
-    """It returns a number, a string, a list or a map."""
-    return _problems_of_kind(ctx, "not-boolean")
-
-
-@rule("guard.too-costly", "error", "a guard may take too long")
-def guard_too_costly(ctx: CheckContext) -> Iterator[Finding]:
-    """Nested loops multiply, and no other episode runs while a guard is evaluated."""
-    return _problems_of_kind(ctx, "too-costly")
+ABOUT: dict[Kind, str] = {
+    "parse": "a guard is not valid CEL",
+    "unknown-name": "a guard names a variable, a field or a function that does not exist",
+    "wrong-type": "types in a guard do not match",
+    "not-boolean": "a guard does not return true or false",
+    "too-costly": "a guard may take too long",
+}
+"""What each kind of problem is; each is a rule."""
+for _kind, _about in ABOUT.items():
+    rule(f"guard.{_kind}", "error", _about)(partial(_problems_of_kind, kind=_kind))
 
 
 @lru_cache(maxsize=256)

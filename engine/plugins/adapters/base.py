@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import AdapterError
-from engine.schemas.entry import plugin_adapters, plugin_tool_adapters
+from engine.schemas.entry import ADAPTERS, TOOL_ADAPTERS
 from engine.schemas.environment import Step
 from engine.schemas.message import ContentPart, Message, Role, TextPart, image_part
 from engine.schemas.reward import RewardEvent
@@ -40,7 +40,7 @@ def library(adapter: str, module: str) -> Any:
         top = module.partition(".")[0]
         if (error.name or "").partition(".")[0] != top:
             raise  # the library is there, and something that it needs is not: its own words name it
-        facts = plugin_adapters().get(adapter) or plugin_tool_adapters()[adapter]
+        facts = ADAPTERS.of_plugins().get(adapter) or TOOL_ADAPTERS.of_plugins()[adapter]
         raise AdapterError(f"the adapter `{adapter}` needs `{top}`: {facts.install}") from None
 
 

@@ -18,13 +18,11 @@ from pathlib import Path
 
 from engine.plugin import installed
 from engine.schemas.entry import (
-    ADAPTERS_GROUP,
-    TOOL_ADAPTERS_GROUP,
+    ADAPTERS,
+    TOOL_ADAPTERS,
     AdapterFacts,
     ToolAdapterFacts,
     installed_points,
-    plugin_adapters,
-    plugin_tool_adapters,
 )
 from engine.spec.code.entry import GROUPS
 from engine.validate.code.source import is_function_environment
@@ -60,8 +58,8 @@ def offered() -> list[Offered]:
 
 def _adapters() -> Iterator[Offered]:
     tables: dict[str, Mapping[str, AdapterFacts | ToolAdapterFacts]] = {
-        "adapters": plugin_adapters(),
-        "tool_adapters": plugin_tool_adapters(),
+        "adapters": ADAPTERS.of_plugins(),
+        "tool_adapters": TOOL_ADAPTERS.of_plugins(),
     }
     for point, table in tables.items():
         for face in installed().plugins.values():
@@ -103,7 +101,7 @@ def _kind(node: ast.stmt, *, in_tools: bool) -> str | None:
 
 
 def _installed() -> Iterator[Offered]:
-    groups = {**GROUPS, "adapter": ADAPTERS_GROUP, "tool adapter": TOOL_ADAPTERS_GROUP}
+    groups = {**GROUPS, "adapter": ADAPTERS.group, "tool adapter": TOOL_ADAPTERS.group}
     for kind, group in groups.items():
         for name, points in installed_points(group).items():
             use = f"adapter: {name}" if kind.endswith("adapter") else name

@@ -25,7 +25,7 @@ from test_harbor import COMMAND, needs_sandbox, write_task
 from typer.testing import CliRunner
 
 from engine.cli.main import app
-from engine.schemas.entry import plugin_adapters, plugin_tool_adapters
+from engine.schemas.entry import ADAPTERS, TOOL_ADAPTERS
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[2] / "docs" / "adapters.md"
@@ -114,7 +114,7 @@ def completed(block: Mapping[str, Any], tokenizer: Path, replies: list[str], **c
 
 def test_every_adapter_has_a_block() -> None:
     named = {name for block in BLOCKS.values() for name in adapters_of(block)}
-    assert named == {*plugin_adapters(), *plugin_tool_adapters()}
+    assert named == {*ADAPTERS.of_plugins(), *TOOL_ADAPTERS.of_plugins()}
 
 
 @pytest.mark.parametrize("name", slow_but_each(2, BLOCKS))

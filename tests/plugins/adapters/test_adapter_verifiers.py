@@ -29,7 +29,7 @@ from adapters_kit import (
 
 from engine.errors import AdapterError
 from engine.plugins.adapters.verifiers import VerifiersEnvironment, rows
-from engine.schemas.entry import adapter_facts
+from engine.schemas.entry import ADAPTERS
 
 HERE = Path(__file__).parent
 needs_library = pytest.mark.skipif(
@@ -82,7 +82,7 @@ def by_hand(load: str, row: dict[str, Any], replies: list[Any], **args: Any) -> 
 
 
 def test_the_table_says_when_its_rewards_come() -> None:
-    facts = adapter_facts("verifiers")
+    facts = ADAPTERS["verifiers"]
     assert (facts.rewards, facts.truncates, facts.thread_safe) == ("turn and end", True, False)
 
 

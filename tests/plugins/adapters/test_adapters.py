@@ -12,7 +12,7 @@ from chat_kit import make_tokenizer
 from command_line import engine_apart
 
 from engine.errors import SpecError
-from engine.schemas.entry import EnvironmentSpec, IsolationSpec, plugin_adapters
+from engine.schemas.entry import ADAPTERS, EnvironmentSpec, IsolationSpec
 from engine.spec.access import Access
 from engine.spec.code.entry import load_entry
 from engine.spec.load import LoadedSpec, load_spec
@@ -101,10 +101,10 @@ def test_without_worker_processes_an_adapter_says_what_to_install(
     assert (message in checked.stdout + checked.stderr) is said
 
 
-@pytest.mark.parametrize("name", plugin_adapters())
+@pytest.mark.parametrize("name", ADAPTERS.of_plugins())
 def test_its_class_says_what_the_table_says(name: str) -> None:
     """Each is importable without its library, and its events are readable as text."""
-    facts = plugin_adapters()[name]
+    facts = ADAPTERS.of_plugins()[name]
     assert facts.name == name
     adapter = load_entry(facts.runs, None)
     assert callable(adapter.reset)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from engine.cli.main import app
 from engine.known_plugins import KNOWN
 from engine.plugins.adapters.offered import offered
-from engine.schemas.entry import plugin_adapters, plugin_tool_adapters
+from engine.schemas.entry import ADAPTERS, TOOL_ADAPTERS
 from engine.spec.code.entry import load_entry
 
 
@@ -60,7 +60,7 @@ def test_an_installed_package_offers_its_own() -> None:
 
 def test_every_adapter_is_listed_with_what_it_needs() -> None:
     listed = {(item.kind, item.name): item for item in offered()}
-    for kind, table in (("adapter", plugin_adapters()), ("tool adapter", plugin_tool_adapters())):
+    for kind, table in (("adapter", ADAPTERS.of_plugins()), ("tool adapter", TOOL_ADAPTERS.of_plugins())):
         for facts in table.values():
             item = listed[kind, facts.name]
             assert (item.needs, item.install) == (facts.packages, facts.install)
