@@ -101,12 +101,9 @@ class ToolsRecord(RecordBase, frozen=True, kw_only=True):
     kind: Literal["tools"] = "tools"
     results: list[ToolResult]
 
-    def answers(self) -> Mapping[str, Any] | None:
-        """Facts; None where every result is a plain text."""
-        for result in self.results:
-            if type(result.content) is not str or result.rewards or result.facts:
-                return {f"results[{at}].facts": result.facts for at, result in enumerate(self.results)}
-        return None
+    def answers(self) -> Mapping[str, Any]:
+        """Facts."""
+        return {f"results[{at}].facts": result.facts for at, result in enumerate(self.results)}
 
 
 class UserRecord(RecordBase, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ from engine.limit import MAX_STEPS
 from engine.limits import CONTEXT, EPISODE_SECONDS, PROMPT_LIMITS
 from engine.schemas.base import Struct
 from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record, ToolsRecord
-from engine.store.codec import EncodedRecord, encode_record
+from engine.store.codec import EncodedRecord, are_texts, encode_record
 
 if TYPE_CHECKING:
     from engine.actions.record_filters import Filter, RecordFilters
@@ -122,7 +122,7 @@ class Executor:
                     if not isinstance(record, Struct):
                         record = await record
                     if type(record) not in _UNCHANGED and (
-                        self._texts or type(record) is not ToolsRecord or record.answers() is not None
+                        self._texts or type(record) is not ToolsRecord or not are_texts(record.results)
                     ):
                         record = self._filtered(episode, record)
                         if not isinstance(record, Struct):

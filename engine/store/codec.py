@@ -22,6 +22,7 @@ from engine.errors import SpecCodeError, StoreError
 from engine.schemas.experts import pack_experts
 from engine.schemas.generation import Generation
 from engine.schemas.journal import GenerationRecord, JournalEntry, Record, ToolsRecord, UnreadRecord, record_kinds
+from engine.schemas.message import ToolResult
 from engine.storable import MAX_SIZE, refusal, valid_text
 
 _ARRAYS = ("output_ids", "logprobs", "routed_experts")
@@ -96,21 +97,21 @@ def encode_record(record: Record) -> EncodedRecord:
     Raises:
         SpecCodeError: it holds a value that `engine.storable` refuses; the blame is on the part that returned it.
     """
+    again: Record
     try:
         if type(record) is GenerationRecord:
             return _encode_generation(record)
-        answers = record.answers()
-        if answers is not None:
-            problem = next(filter(None, (refusal({place: answer}) for place, answer in answers.items())), None)
+        if type(record) is ToolsRecord and are_texts(record.results):
+            text, again = ENCODER.encode(record).decode(), record
+        else:
+            answers = record.answers()
+            problem = next(filter(None, (refusal({place: answer}) for place, answer in (answers or {}).items())), None)
             if problem is not None:
                 raise _unsayable(problem)
-        if type(record) is ToolsRecord and answers is None:
-            text = ENCODER.encode(record).decode()
-        else:
             text = json_of(record.data if type(record) is UnreadRecord else record)
+            again = record if answers is None else type(record).read_json(text)
         if len(text) > 4 * MAX_SIZE:
             raise _unsayable(f"it has {len(text):,} characters as JSON; {4 * MAX_SIZE:,} are allowed")
-        again = record if answers is None else type(record).read_json(text)
         return EncodedRecord(kind=record.kind, payload=text, size=len(text), record=again)
     except SpecCodeError as error:
         error.blame = record.blame
@@ -119,10 +120,18 @@ def encode_record(record: Record) -> EncodedRecord:
         ValueError,
         TypeError,
         AttributeError,
-    ) as error:  # an answer of an environment, tool or user that was built without validation
+    ) as error:  # an answer of the spec's code that was built without validation
         fault = _unsayable(valid_text(str(error), 1000))
         fault.blame = record.blame
         raise fault from error
+
+
+def are_texts(results: Sequence[ToolResult]) -> bool:
+    """Whether results hold no value of any form, as most do."""
+    for result in results:  # noqa: SIM110  (a generator is a frame more, each turn)
+        if type(result.content) is not str or result.rewards or result.facts:
+            return False
+    return True
 
 
 def _encode_generation(record: GenerationRecord) -> EncodedRecord:
