@@ -51,6 +51,10 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "export_formats": ("sft", "trl", "verl"),
     },
+    "difficulty": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "sections": ("train.difficulty",),
+    },
     "doctor": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "commands": ("doctor", "models"),

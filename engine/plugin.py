@@ -30,6 +30,7 @@ HOOKS = frozenset(
         "drive",
         "evaluate_training",
         "examine_file",
+        "filter_draws",
         "find_run",
         "lend_memory",
         "observe_episodes",

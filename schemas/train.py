@@ -140,27 +140,6 @@ class OverlongPenalty(Contract):
     """What a reply that reaches the limit costs."""
 
 
-class DifficultySpec(Contract):
-    """Draw tasks less often that the policy always or never solves: their groups have no signal."""
-
-    window: int = Field(default=8, ge=1)
-    """Newest episodes of a task from which its solve rate is computed. A task with fewer episodes is drawn as others are."""
-    low: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Tasks with at most this solve rate are too hard."""
-    high: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Tasks with at least this solve rate are too easy."""
-    keep: float = Field(default=0.1, ge=0.0, lt=1.0)
-    """Part of the draws of such a task that are made all the same, so that its rate is measured again. 0: none."""
-    solved_at: float | None = None
-    """An episode is solved if its reward is at least this. Default: if the environment, a tool or the user reported it as solved."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if not self.low < self.high:
-            raise ValueError(f"`low` ({self.low}) must be less than `high` ({self.high})")
-        return self
-
-
 class OptimizerSpec(Contract):
     """AdamW and its learning rate schedule."""
 
@@ -328,8 +307,6 @@ class TrainSpec(SectionOwner):
     max_sampling_rounds: int = Field(default=4, ge=1)
     """Limit of dynamic sampling: at most this many times `tasks_per_step` groups are sampled for one batch. Then the batch is
     trained on with fewer groups."""
-    difficulty: DifficultySpec | None = None
-    """Draw tasks less often that are always or never solved; all tasks alike if not set."""
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
     """Optimizer (AdamW)."""
     precision: Literal["auto", "float32", "mixed", "bfloat16"] = "auto"

@@ -74,7 +74,7 @@ class Batch:
     stale: list[int] = field(default_factory=list)
     """Numbers of the groups of an earlier launch that were too stale to continue."""
     skipped: list[int] = field(default_factory=list)
-    """Numbers of the draws that the difficulty filter skipped."""
+    """Numbers of the draws that the filter skipped."""
     forced: int = 0
     """Number of groups that were sampled although the filter skipped every other draw."""
 

@@ -16,7 +16,7 @@ Invariants:
 - With oversampling, a batch takes the groups that finish first. The other groups are cancelled.
 - Running groups that would be too old for the next batch, after `max_sampling_rounds` ended one early, are cancelled.
 - With `max_staleness` 0 nothing is sampled between the last episode of a batch and the weight update.
-- Draws of tasks that are always or never solved are skipped (`difficulty.py`), and a skipped draw is consumed.
+- A draw that the filter skips (`DrawFilter`) is consumed.
 - A group that is consumed (`ConsumedGroups`) is never started again. Another one of an earlier launch is: its finished
   episodes are read from the store and the others continue from their journals, unless its oldest token is older than
   `max_staleness` allows.
@@ -33,7 +33,7 @@ from msgspec.structs import replace
 
 from engine.errors import first_of
 from engine.runner.batch import Batch, Group
-from engine.runner.task_order import ConsumedGroups, TaskOrder
+from engine.runner.task_order import ConsumedGroups, DrawFilter, TaskOrder
 from engine.schemas.base import Struct
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from engine.schemas.environment import Task
     from engine.schemas.train import TrainSpec
     from engine.schemas.trajectory import Trajectory
-    from engine.train.difficulty import DifficultyFilter
     from engine.train.episode_steps import StoredEpisodes
 
 
@@ -143,7 +142,6 @@ class GroupSchedule:
         version: Version of the weights that the backend samples with.
         consumed: Groups that must not be started.
         stored: Episodes of earlier launches of the training.
-        difficulty: Skips draws of tasks that are always or never solved.
     """
 
     def __init__(
@@ -158,7 +156,7 @@ class GroupSchedule:
         version: int = 0,
         consumed: ConsumedGroups | None = None,
         stored: StoredEpisodes | None = None,
-        difficulty: DifficultyFilter | None = None,
+        draws: DrawFilter | None = None,
     ) -> None:
         self._groups = groups
         self._order = order
@@ -174,9 +172,9 @@ class GroupSchedule:
         self._stored = stored
         self._next = self._consumed.next
         """Number of the next group to start, unless it is consumed."""
-        self._difficulty = difficulty
+        self._draws = draws or DrawFilter()
         self._skipped: list[int] = []
-        """Draws that the difficulty filter skipped since the last batch."""
+        """Draws that the filter skipped since the last batch."""
         self._forced = 0
         self._stale: list[int] = []
         """Groups of an earlier launch that were dropped as too stale since the last batch."""
@@ -251,8 +249,8 @@ class GroupSchedule:
             if number in self._consumed:
                 continue
             versions = self._stored.versions(self._order[number].id) if self._stored is not None else None
-            if versions is None and self._difficulty is not None and self._difficulty.skips(number):
-                if skipped < self._difficulty.most_skipped:
+            if versions is None and self._draws.skips(number):
+                if skipped < self._draws.most_skipped:
                     skipped += 1
                     self._skipped.append(number)
                     continue

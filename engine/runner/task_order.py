@@ -8,14 +8,19 @@ consumed group was trained on, left out, cancelled or dropped, and never trains 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.errors import TrainError
+from engine.plugin import Hook
+from engine.schemas.sections import written
 
 if TYPE_CHECKING:
+    from engine.runner.batch import Group
     from engine.schemas.environment import Task
+    from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.train import TrainSpec
     from engine.spec.rows.mix import Mix
 
 
@@ -44,6 +49,41 @@ class _Epochs:
                 random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
             self._epoch = epoch
         return self._order[place], epoch
+
+
+class DrawFilter:
+    """Which draws of tasks are skipped, from the results of earlier steps. It skips none; a plugin has a subclass.
+
+    A skipped draw is consumed. A resumed training gives it the results of the batch log, so it must skip the same draws then.
+    """
+
+    most_skipped = 0
+    """Most draws that are skipped one after the other; the next one is made all the same."""
+
+    def skips(self, number: int) -> bool:
+        """Whether a draw is skipped, by its number."""
+        return False
+
+    def results(self, groups: Sequence[Group]) -> dict[str, list[int]]:
+        """What the batch log keeps of the groups of a step, by the number of the draw."""
+        return {}
+
+    def add(self, results: Mapping[str, Sequence[int]]) -> None:
+        """Add the results of a step that is made."""
+
+    def metrics(self, step: int, skipped: int, forced: int) -> dict[str, float]:
+        """Metrics of a step. `forced`: draws that were made because `most_skipped` were skipped before them."""
+        return {}
+
+
+FILTER_DRAWS: Hook[Callable[[TrainSpec, TaskOrder], DrawFilter | None]] = Hook("filter_draws")
+"""Makes the filter of a training's draws; None if its spec asks for none. The `TrainSpec` is the section as it is used."""
+
+
+def open_filter(spec: EpisodeSpec, train: TrainSpec, order: TaskOrder) -> DrawFilter:
+    """The filter of a training's draws, of the first plugin that has one."""
+    made = (make(train, order) for make in FILTER_DRAWS.all(written(spec)))
+    return next((of_plugin for of_plugin in made if of_plugin is not None), DrawFilter())
 
 
 class TaskOrder:

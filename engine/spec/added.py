@@ -115,6 +115,8 @@ class SpecFacts(Struct, frozen=True, kw_only=True):
     trainer_uses: tuple[TrainerUse, ...] = ()
     samples_weights: bool = False
     """Whether episodes are sampled with the weights of a training for it."""
+    reads_seed: bool = False
+    """Whether something that it adds depends on `train.seed`."""
     tasks: tuple[Mapping[str, Any], ...] = ()
     """Further tasks, in the form of the spec's `tasks`."""
 

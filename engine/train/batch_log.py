@@ -69,9 +69,9 @@ class BatchRecord(Struct, frozen=True):
     """Metrics of the step, without those of its evaluation; null is a value that is not finite."""
     step_made: bool = True
     skipped: list[int] = msgspec.field(default_factory=list)
-    """Numbers of the draws that the difficulty filter skipped."""
+    """Numbers of the draws that the filter skipped."""
     solved: dict[str, list[int]] = msgspec.field(default_factory=dict)
-    """With the difficulty filter: solved and all episodes of each group that was sampled, by its number."""
+    """With a filter of draws: its results of each group that was sampled, by its number (`difficulty`: solved and all episodes)."""
 
     @classmethod
     def of(cls, batch: Batch, order: TaskOrder, solved: dict[str, list[int]] | None = None) -> BatchRecord:

@@ -19,14 +19,13 @@ from engine.runner.groups import GroupRunner, GroupSchedule
 from engine.runner.overlong import fitting_tasks
 from engine.runner.processes import EpisodeRunner, processes_of
 from engine.runner.runner import Runner
-from engine.runner.task_order import TaskOrder
+from engine.runner.task_order import DrawFilter, TaskOrder, open_filter
 from engine.schemas.journal import GenerationRecord
 from engine.spec.tasks import load_tasks
 from engine.store import training as folders
 from engine.store.store import episode_id_of
 from engine.train.batch_log import BatchRecord, check_tasks
 from engine.train.batches import GroupBuilder, masked_metrics
-from engine.train.difficulty import DifficultyFilter
 from engine.train.learning_signal import MissingSignal, reach_of
 from engine.train.step_source import StepBatch, StepSource, TrainResult
 from engine.validate import refuse_first_tasks
@@ -61,7 +60,7 @@ class EpisodeSteps(StepSource):
     _runner: EpisodeRunner
     _schedule: GroupSchedule
     _counters: RunCounters | None = None
-    _difficulty: DifficultyFilter | None = None
+    _draws: DrawFilter
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
@@ -153,10 +152,9 @@ class EpisodeSteps(StepSource):
         trainer, rollout = self._trainer, self._trainer.spec.rollout
         runner, version = self._runner, trainer.state.version
         await self._tell_processes(version)
-        if trainer.train.difficulty is not None:
-            self._difficulty = DifficultyFilter(trainer.train.difficulty, self._order, trainer.train.seed)
-            for record in records:
-                self._difficulty.add(record.solved)
+        self._draws = open_filter(trainer.spec, trainer.train, self._order)
+        for record in records:
+            self._draws.add(record.solved)
 
         live = rollout.live_episodes or 2 * rollout.concurrency
         groups = GroupRunner(
@@ -176,7 +174,7 @@ class EpisodeSteps(StepSource):
             version=version,
             consumed=trainer.state.groups,
             stored=self._stored,
-            difficulty=self._difficulty,
+            draws=self._draws,
         )
 
     # --- steps ----------------------------------------------------------------------------------------------
@@ -187,7 +185,7 @@ class EpisodeSteps(StepSource):
             batch = await self._schedule.batch()
         self._warning = self._missing.add(batch)
         metrics = self._metrics(batch)
-        self._solved = self._difficulty.results([*batch.used, *batch.left_out]) if self._difficulty is not None else {}
+        self._solved = self._draws.results([*batch.used, *batch.left_out])
         lacks_data = not batch.used and not any(group.rows for group in batch.left_out)
         return StepBatch(
             rows=batch.rows,
@@ -205,14 +203,7 @@ class EpisodeSteps(StepSource):
         reach = reach_of(spec.rewards.credit, groups, self._trainer.loaded.base)
         metrics |= reach.metrics()
         metrics |= masked_metrics(spec, (trajectory for group in groups for trajectory in group.trajectories))
-        if self._difficulty is not None:
-            metrics |= self._difficulty.metrics(len(batch.skipped), batch.forced)
-            if batch.forced:
-                log.warning(
-                    "tasks were drawn although they are always or never solved, because the filter skipped all others",
-                    step=step,
-                    groups=batch.forced,
-                )
+        metrics |= self._draws.metrics(step, len(batch.skipped), batch.forced)
         if unplaced := reach.unplaced():
             log.warning("rewards reach no token", step=step, rewards=unplaced)
         return metrics
@@ -222,8 +213,7 @@ class EpisodeSteps(StepSource):
         if self._warning:
             log.warning(self._warning, step=self._trainer.state.step)
             await self._trainer.observers.lacks_signal(self._trainer.state.step, self._warning)
-        if self._difficulty is not None:
-            self._difficulty.add(self._solved)
+        self._draws.add(self._solved)
         await self._tell_processes(version)
         self._schedule.trained(version)
 

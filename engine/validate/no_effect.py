@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from engine.errors import SpecError
 from engine.schemas.tasks import PLUGIN_KEYS, TasksSpec, all_sources
 from engine.schemas.train import TrainSpec
-from engine.spec.added import trains_backend
-from engine.spec.tasks import count_tasks
+from engine.spec.added import spec_facts, trains_backend
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.context import TASKS, CheckContext, each_source
 from engine.validate.registry import Finding, rule
@@ -25,11 +22,11 @@ def train_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     train = ctx.spec.train
     if train is None:
         return
-    found = [*_steps(ctx, train), *_memory(train), *_random(train)]
+    found = [*_steps(ctx, train), *_memory(train), *_random(ctx, train)]
     if trains_backend(ctx.spec):
         found += _sync(ctx, train)
     if train.samples_episodes:
-        found += [*_loss(train), *_batch(train), *_rewards(train), *_difficulty(ctx, train)]
+        found += [*_loss(train), *_batch(train), *_rewards(train)]
     for path, why in found:
         if ctx.written(*path):
             name = ".".join(str(part) for part in path)
@@ -93,25 +90,6 @@ def _batch(train: TrainSpec) -> Iterator[Option]:
         yield ("train", "asynchrony", "oversample"), why
 
 
-def _difficulty(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
-    """The difficulty filter where no task is drawn again after its window is full."""
-    if train.difficulty is None or train.epochs is not None or ctx.spec.tasks.mix is not None:
-        return
-    try:
-        tasks = count_tasks(ctx.loaded)
-    except (SpecError, OSError):
-        return  # `tasks.unreadable` reports it
-    draws = train.steps * train.tasks_per_step * (train.max_sampling_rounds if train.dynamic_sampling else 1)
-    if tasks:
-        known = (math.ceil(draws / tasks) - 1) * ctx.spec.rollout.samples_per_task
-        if known < train.difficulty.window:
-            why = (
-                f"{draws} draws of {tasks} tasks leave at most {known} episodes of a task before its last draw "
-                f"(`window` is {train.difficulty.window})"
-            )
-            yield ("train", "difficulty"), why
-
-
 def _steps(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
     """Options of the number of steps, of the learning rate and of the seed."""
     warmup = train.optimizer.warmup_steps
@@ -136,10 +114,11 @@ def _memory(train: TrainSpec) -> Iterator[Option]:
         yield ("train", "memory", "offload"), "the training is on the CPU already (`train.device: cpu`)"
 
 
-def _random(train: TrainSpec) -> Iterator[Option]:
+def _random(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
     """The seed where nothing is random, and prefixes that dropout does not share."""
     train_ = train.effective()
-    if not (train_.shuffle or train_.lora or train_.critic or train_.difficulty or train_.minibatches > 1):
+    seeded = any(facts.reads_seed for facts in spec_facts(ctx.spec))
+    if not (seeded or train_.shuffle or train_.lora or train_.critic or train_.minibatches > 1):
         yield ("train", "seed"), "`train.shuffle` is false, and there are neither mini-batches nor new weights to draw"
     if train.lora is not None and train.lora.dropout > 0:
         why = "with `train.lora.dropout` each row has its own dropout, so no prefix is shared"

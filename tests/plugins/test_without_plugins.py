@@ -28,6 +28,7 @@ NAMING: dict[str, Spec] = {
     "condense": {"condense": {"expand": True}},
     "credit_methods": {"rewards": {"credit": {"method": "score"}}},
     "critic": {"train": {"critic": {"kind": "probe"}}},
+    "difficulty": {"train": {"difficulty": {"window": 4}}},
     "drivers": {"rollout": {"drivers": 2}},
     "evaluation": {"train": {"eval": {}}},
     "confinement": {"tools": [{"use": "engine.plugins.confinement.sandbox:Python"}]},

@@ -134,6 +134,7 @@ def test_ids_are_stable() -> None:
         ("train.cut-sampling", "warning"),
         ("train.data", "warning"),
         ("train.delta", "warning"),
+        ("train.difficulty-no-effect", "warning"),
         ("train.eval-form", "error"),
         ("train.eval-no-effect", "warning"),
         ("train.eval-on-training-tasks", "warning"),

@@ -21,6 +21,7 @@ from engine.plugins.serve.group_runs import GroupRuns, ReadyGroup, overridden
 from engine.plugins.serve.http import Answer, Call, JsonService, ServiceError, Stream
 from engine.plugins.serve.request_log import RequestLog, TakenRequest
 from engine.plugins.serve.wire import ARROW, ArrowWriter, JsonWriter, WireWriter
+from engine.schemas.sections import written
 from engine.schemas.train import TrainSpec
 from engine.storable import words_of
 from engine.validate import check_spec
@@ -70,7 +71,7 @@ def refuse_unserved(loaded: LoadedSpec, trainer: str | None = None) -> None:
         "`train.dynamic_sampling` replaces groups; remove it (each group says whether it has a signal)": "dynamic_sampling"
         in train.model_fields_set
         and train.dynamic_sampling,
-        "`train.difficulty` chooses tasks over steps; remove it": train.difficulty is not None,
+        "`train.difficulty` chooses tasks over steps; remove it": "difficulty" in written(loaded.spec),
         "`train.asynchrony.oversample` cancels slow groups; set it to 1": train.asynchrony.oversample > 1.0,
     }
     found = [text for text, refused in problems.items() if refused]

@@ -11,6 +11,7 @@ from engine.actions.facts import ACTIONS
 from engine.errors import TrainError
 from engine.machine.machine import resolved_machine
 from engine.schemas.message import ImagePart
+from engine.schemas.sections import written
 from engine.spec.added import spec_facts
 from engine.spec.text.diagnostic import DataPath, Severity
 from engine.validate.model_files import model_files
@@ -114,7 +115,7 @@ def _oversampled(spec: EpisodeSpec) -> DataPath | None:
         return None
     if train.asynchrony.oversample > 1.0:
         return ("train", "asynchrony", "oversample")
-    if train.difficulty is not None:
+    if "difficulty" in written(spec):
         return ("train", "difficulty")
     return ("train", "dynamic_sampling") if train.dynamic_sampling else None
 

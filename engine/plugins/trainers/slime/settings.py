@@ -11,6 +11,7 @@ import structlog
 from engine.errors import TrainError
 from engine.plugins.trainers.check import refuse
 from engine.schemas.backend import SGLangBackendSpec
+from engine.schemas.sections import written
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
@@ -76,7 +77,7 @@ def refuse_arguments(args: Any, loaded: LoadedSpec) -> None:
         ),
         "train.colocate: slime moves the weights; remove it": train is not None and train.colocate,
         "train.difficulty, train.asynchrony.oversample: slime draws the tasks; remove them": train is not None
-        and (train.difficulty is not None or train.asynchrony.oversample > 1.0),
+        and ("difficulty" in written(spec) or train.asynchrony.oversample > 1.0),
         "train.dynamic_sampling with --custom-generate-function-path: set it to false and use --dynamic-sampling-filter-path, or use "
         f"--rollout-function-path {ROLLOUT}": train is not None and train.dynamic_sampling and not own,
         "--custom-reward-post-process-path: the converter takes the engine's advantages": on(

@@ -13,14 +13,14 @@ from test_surviving import EXACT, Killed, kill_at, lines, sampled, trained
 from trainings import begin_training, policy_weights, resume_training
 
 from engine.errors import SpecError
+from engine.plugins.difficulty.draws import DifficultyFilter
+from engine.plugins.difficulty.spec import DifficultySpec
 from engine.runner.groups import GroupRunner, GroupSchedule
 from engine.runner.runner import Runner
 from engine.runner.task_order import TaskOrder
-from engine.schemas.train import DifficultySpec
 from engine.spec.load import load_spec
 from engine.train.batch_log import BatchLog, BatchRecord
 from engine.train.batches import GroupBuilder
-from engine.train.difficulty import DifficultyFilter
 from engine.train.metrics import read_metrics
 
 
@@ -37,7 +37,7 @@ def test_the_rate_is_that_of_the_newest_episodes_over_epochs() -> None:
     assert [found.skips(number) for number in range(10, 15)] == [True, True, False, False, False]
     found.add({"10": [1, 2]})
     assert (found.rate(0), found.skips(15)) == (0.75, False)  # of draws 5 and 10
-    assert found.metrics(3, 1) == {
+    assert found.metrics(5, 3, 1) == {
         "difficulty/skipped": 3.0,
         "difficulty/forced": 1.0,
         "difficulty/easy": 0.0,
@@ -78,7 +78,7 @@ async def test_batches_are_full_and_every_draw_is_accounted_for(
     found = DifficultyFilter(DifficultySpec(window=2, keep=keep), order, seed=1)
     fake: Any = FakeRunner(lambda task, sample: float(sample < 2 * solved[int(task[1])]), lambda task, sample: 1)
     groups = GroupRunner(fake, GroupBuilder(spec, wanted, None).group, asyncio.Semaphore(100))
-    schedule = GroupSchedule(groups, order, wanted, samples=2, max_live_episodes=100, difficulty=found)
+    schedule = GroupSchedule(groups, order, wanted, samples=2, max_live_episodes=100, draws=found)
     seen: Counter[int] = Counter()
     tasks: list[str] = []
     forced = 0

@@ -1,6 +1,7 @@
 """The difficulty filter: tasks that the policy always or never solves are drawn less often (`train.difficulty`).
 
-The solve rate of a task is that of its newest `window` episodes, over all epochs. Results count when their step is made. Whether a draw is skipped depends on these results, the draw's number and `train.seed` alone.
+The solve rate of a task is that of its newest `window` episodes, over all epochs. Results count when their step is made. Whether a draw is
+skipped depends on these results, the draw's number and `train.seed` alone.
 
 Invariants:
 - A resumed training has the results of the batch log, and so skips the same draws after the same steps.
@@ -14,11 +15,18 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+import structlog
+
+from engine.plugins.difficulty.spec import DifficultySpec
+from engine.runner.task_order import DrawFilter
+
 if TYPE_CHECKING:
     from engine.runner.batch import Group
     from engine.runner.task_order import TaskOrder
-    from engine.schemas.train import DifficultySpec
+    from engine.schemas.train import TrainSpec
     from engine.schemas.trajectory import Trajectory
+
+log = structlog.get_logger(__name__)
 
 MAX_SKIPPED = 4096
 """Most draws that are skipped one after the other."""
@@ -27,7 +35,7 @@ Result = tuple[int, int]
 """Number of solved episodes of a group, and of all of its episodes."""
 
 
-class DifficultyFilter:
+class DifficultyFilter(DrawFilter):
     """Solve rates of tasks, and the draws that they skip.
 
     Args:
@@ -45,7 +53,7 @@ class DifficultyFilter:
         self.most_skipped = min(order.count, MAX_SKIPPED)
 
     def results(self, groups: Sequence[Group]) -> dict[str, list[int]]:
-        """Count the solved and all episodes of each group, by its number."""
+        """See `DrawFilter`: solved and all episodes of each group."""
         return {str(group.number): list(self.result(group.trajectories)) for group in groups}
 
     def result(self, trajectories: Sequence[Trajectory]) -> Result:
@@ -55,11 +63,7 @@ class DifficultyFilter:
         return sum(outcome.solved if at is None else outcome.reward >= at for outcome in outcomes), len(outcomes)
 
     def add(self, results: Mapping[str, Sequence[int]]) -> None:
-        """Add the results of a step.
-
-        Args:
-            results: Solved and all episodes of each group, by the number of its draw, as in the batch log.
-        """
+        """See `DrawFilter`."""
         for number in sorted(results, key=int):
             solved, episodes = results[number]
             index, _ = self._order.place(int(number))
@@ -75,20 +79,21 @@ class DifficultyFilter:
         return sum(solved for solved, _ in mine) / episodes if episodes >= self._spec.window else None
 
     def skips(self, number: int) -> bool:
-        """Whether a draw is skipped."""
+        """See `DrawFilter`."""
         rate = self.rate(self._order.place(number)[0])
         if rate is None or self._spec.low < rate < self._spec.high:
             return False
         digest = blake2b(f"difficulty/{self._seed}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") / 2**64 >= self._spec.keep
 
-    def metrics(self, skipped: int, forced: int) -> dict[str, float]:
-        """Metrics of a step.
-
-        Args:
-            skipped: Number of draws that were skipped.
-            forced: Number of draws that were made because as many draws as there are tasks had been skipped.
-        """
+    def metrics(self, step: int, skipped: int, forced: int) -> dict[str, float]:
+        """See `DrawFilter`."""
+        if forced:
+            log.warning(
+                "tasks were drawn although they are always or never solved, because the filter skipped all others",
+                step=step,
+                groups=forced,
+            )
         rates = [rate for index in self._results if (rate := self.rate(index)) is not None]
         return {
             "difficulty/skipped": float(skipped),
@@ -97,3 +102,9 @@ class DifficultyFilter:
             "difficulty/hard": float(sum(rate <= self._spec.low for rate in rates)),
             "difficulty/measured": float(len(rates)),
         }
+
+
+def draw_filter(train: TrainSpec, order: TaskOrder) -> DifficultyFilter | None:
+    """The hook `filter_draws`."""
+    section = DifficultySpec.section_of(train)
+    return None if section is None else DifficultyFilter(section, order, train.seed)

@@ -1,0 +1,43 @@
+"""The rule about `train.difficulty`: no task is drawn again after its window is full."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from engine.errors import SpecError
+from engine.plugins.difficulty.spec import DifficultySpec
+from engine.spec.tasks import count_tasks
+from engine.validate.context import CheckContext
+from engine.validate.registry import Finding, rule
+
+
+@rule("train.difficulty-no-effect", "warning", "the difficulty filter never has the episodes that it needs")
+def difficulty_no_effect(ctx: CheckContext) -> Iterator[Finding]:
+    """A training that samples nothing, or too few draws of each task."""
+    train = ctx.spec.train
+    section = None if train is None else DifficultySpec.section_of(train)
+    if train is None or section is None or (why := _why(ctx, section)) is None:
+        return
+    message = f"`train.difficulty` has no effect: {why}"
+    yield Finding(message, ("train", "difficulty"), "remove it, or change what the message names", key=True)
+
+
+def _why(ctx: CheckContext, section: DifficultySpec) -> str | None:
+    train = ctx.spec.train
+    assert train is not None
+    if not train.samples_episodes:
+        return f"no tasks are drawn with `train.kind: {train.kind}`"
+    if train.epochs is not None or ctx.spec.tasks.mix is not None:
+        return None
+    try:
+        tasks = count_tasks(ctx.loaded)
+    except (SpecError, OSError):
+        return None  # `tasks.unreadable` reports it
+    draws = train.steps * train.tasks_per_step * (train.max_sampling_rounds if train.dynamic_sampling else 1)
+    if not tasks:
+        return None
+    known = (math.ceil(draws / tasks) - 1) * ctx.spec.rollout.samples_per_task
+    if known >= section.window:
+        return None
+    return f"{draws} draws of {tasks} tasks leave at most {known} episodes of a task before its last draw (`window` is {section.window})"
