@@ -97,6 +97,10 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "old_options": ("train --plan", "train --processes", "train --memory", "train --images", "train --image-size"),
     },
     "plots": {"install": ("pip install --force-reinstall --no-deps episode-engine",)},
+    "preparing": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "overlong": ("drop", "error"),
+    },
     "replay": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),
         "commands": ("replay", "rescore"),

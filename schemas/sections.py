@@ -430,6 +430,8 @@ class NameOf:
         return Literal[(*self.core, *plugin.entries(self.point))]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if not (self.core or plugin.entries(self.point)):
+            return core_schema.literal_schema([""])  # of no names at all there is no schema
         return handler.generate_schema(self.literal())
 
 

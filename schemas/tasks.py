@@ -177,6 +177,8 @@ class MixedSource(TaskSource):
 class TasksSpec(TaskSource):
     """Where tasks come from."""
 
+    PLUGIN_NAMES: ClassVar[Mapping[str, str]] = {"source": "sources", "overlong": "overlong"}
+
     source: Annotated[str, NameOf(point="sources", core=(*CORE_SOURCES, MIX))]
     mix: Annotated[dict[SourceName, MixedSource], Field(min_length=1)] | None = None
     """For `mix`: several sources by name. A task's id begins with the name of its source: `easy:17`."""
@@ -185,7 +187,7 @@ class TasksSpec(TaskSource):
     conversations."""
     user: str | None = None
     """The row's field that names the task's user, of `users`."""
-    overlong: Literal["drop", "error"] | None = None
+    overlong: Annotated[str, NameOf(point="overlong")] | None = None
     """What to do about rows whose prompt leaves no room for a turn of `limits.turn_tokens`: leave them out, with a count, or refuse
     to run. When left out, rows are not counted, and each such episode ends by a limit."""
 

@@ -256,9 +256,9 @@ async def drive(
     from engine.cli.run_report import print_summary
     from engine.masking import mask_credentials
     from engine.runner.observers import RunObservers
-    from engine.runner.overlong import fitting_tasks
     from engine.runner.processes import processes_of
     from engine.runner.runner import Runner
+    from engine.runner.source import fitting_tasks
     from engine.store.private import private_file
     from engine.tokens.loading import load_format
 

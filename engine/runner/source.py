@@ -8,11 +8,27 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.plugin import entries, load
 from engine.runner.crash_isolation import APART, CrashIsolation
 from engine.store.episode_rows import episode_id_of
 
 if TYPE_CHECKING:
     from engine.schemas.environment import Task
+    from engine.spec.load import LoadedSpec
+    from engine.spec.rows.mix import TaskList
+    from engine.tokens.template import ChatTemplate
+
+
+def fitting_tasks(tasks: TaskList, loaded: LoadedSpec, template: ChatTemplate) -> TaskList:
+    """The tasks to run: without those whose prompt leaves no room for a turn, if `tasks.overlong` asks to count them.
+
+    Raises:
+        SpecError: a prompt is too long, and is not to be left out; or all of them are.
+    """
+    if not loaded.spec.tasks.overlong:
+        return tasks
+    fitting: TaskList = load(entries("overlong")[loaded.spec.tasks.overlong])(tasks, loaded, template)
+    return fitting
 
 
 class EpisodeSource(Protocol):

@@ -134,7 +134,7 @@ def cache_root() -> Path:
 
 
 def prepared_folder() -> Path:
-    """The folder of results that were prepared from data. See `engine.preparing`."""
+    """The folder of results that were prepared from data."""
     return cache_root() / "prepared"
 
 

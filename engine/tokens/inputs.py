@@ -6,10 +6,11 @@ import datetime
 import functools
 import importlib.metadata
 import inspect
+from collections.abc import Iterable
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.preparing.cache import digest_of_files, digest_of_parts
 from engine.spec.code.entry import load_entry
 from engine.tokens.loading import model_folders
 
@@ -61,3 +62,29 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "absent"
+
+
+def digest_of_parts(*parts: str | bytes) -> str:
+    """Digest of several texts, as 32 hexadecimal digits. Their borders count: `("ab", "c")` is not `("a", "bc")`."""
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        digest.update(b"%d:" % len(data))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def digest_of_files(files: Iterable[Path]) -> str:
+    """Digest of the names and contents of files, in their order. A file that does not exist counts as such."""
+    digest = blake2b(digest_size=16)
+    for file in files:
+        digest.update(file.name.encode("utf-8", "surrogateescape") + b"\0")
+        try:
+            with file.open("rb") as stream:
+                while piece := stream.read(1 << 20):
+                    digest.update(b"%d:" % len(piece))
+                    digest.update(piece)
+        except (FileNotFoundError, IsADirectoryError):
+            digest.update(b"absent")
+        digest.update(b"\0")
+    return digest.hexdigest()

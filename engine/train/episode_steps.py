@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import structlog
 
 from engine.runner.groups import GroupRunner, GroupSchedule
-from engine.runner.overlong import fitting_tasks
 from engine.runner.processes import EpisodeRunner, processes_of
 from engine.runner.runner import Runner
+from engine.runner.source import fitting_tasks
 from engine.runner.task_order import DrawFilter, TaskOrder, open_filter
 from engine.schemas.journal import GenerationRecord
 from engine.spec.tasks import load_tasks

@@ -38,6 +38,7 @@ NAMING: dict[str, Spec] = {
     "local": {"backend": {"kind": "local"}},
     "notices": {"notify": {"to": [{"kind": "command", "run": "true"}]}},
     "plan": {"train": {"plan": {}}},
+    "preparing": {"tasks": {"source": "inline", "rows": [{"id": "a"}], "id": "id", "overlong": "drop"}},
     "retention": {"rollout": {"keep": {"steps": 2}}},
     "roles": {"user": {"prompt": [{"role": "user", "content": "{{reply}}"}]}},
     "report": {"train": {"report_to": ["tensorboard"]}},

@@ -96,7 +96,7 @@ async def drive_many(
     from engine.plugins.drivers.run import Fleet, run_drivers
     from engine.plugins.drivers.spec import DriversSpec
     from engine.runner.observers import RunObservers
-    from engine.runner.overlong import fitting_tasks
+    from engine.runner.source import fitting_tasks
     from engine.runner.stats import RunCounters, RunSummary
     from engine.store.private import private_file
     from engine.tokens.loading import load_format

@@ -10,9 +10,9 @@ import structlog
 from engine.errors import StoreError, TrainError
 from engine.plugins.evaluation.measures import evaluate
 from engine.plugins.evaluation.spec import TrainEvalSpec
-from engine.runner.overlong import fitting_tasks
 from engine.runner.processes import processes_of
 from engine.runner.runner import Runner
+from engine.runner.source import fitting_tasks
 from engine.schemas.generation import SamplingParams
 from engine.schemas.tasks import TasksSpec
 from engine.spec.tasks import load_tasks

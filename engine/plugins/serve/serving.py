@@ -20,9 +20,9 @@ from engine.plugins.serve.episodes import ServedEpisodes
 from engine.plugins.serve.groups import GroupService
 from engine.plugins.serve.options import TOKEN
 from engine.runner.observers import RunObservers
-from engine.runner.overlong import fitting_tasks
 from engine.runner.processes import processes_of
 from engine.runner.runner import Runner
+from engine.runner.source import fitting_tasks
 from engine.store.find import open_elsewhere
 from engine.store.private import private_file
 from engine.terminal import echo

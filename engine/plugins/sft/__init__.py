@@ -12,6 +12,7 @@ from engine.plugin import Plugin, Section
 
 PLUGIN = Plugin(
     name="sft",
+    needs=("preparing",),
     about="Trains on written episodes",
     sections=(Section(owner="train", keys=("data",), use="engine.plugins.sft.spec:SftDataSpec"),),
     train_kinds={"sft": "engine.plugins.sft.kind:SFT"},

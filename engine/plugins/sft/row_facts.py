@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from engine.errors import TrainError
-from engine.preparing.cache import PreparedCache, digest_of_files, digest_of_parts
-from engine.preparing.processes import ALONE, Job, prepare
+from engine.plugins.preparing.cache import PreparedCache
+from engine.plugins.preparing.processes import ALONE, Job, prepare
 from engine.spec.rows.parquet_rows import ParquetRows
 from engine.spec.rows.sources import ListRows, RowFault, Rows
 from engine.spec.rows.text_rows import JsonlRows
 from engine.tokens.catalogue import prepared_folder
+from engine.tokens.inputs import digest_of_files, digest_of_parts
 
 if TYPE_CHECKING:
     from engine.store.rows.columns import Columns
@@ -75,7 +76,7 @@ def facts_of(file: Path, rows: Rows, processes: int | None = None, alone: float 
     Args:
         file: The file.
         rows: Its rows.
-        processes: Number of worker processes. Default: see `engine.preparing.processes`.
+        processes: Number of worker processes. Default: see `engine.plugins.preparing.processes`.
         alone: Seconds of work in this process before workers start.
 
     Raises:

@@ -22,9 +22,9 @@ from engine.plugins.trainers.handover import final_rows
 from engine.plugins.trainers.pixels import Pixels
 from engine.runner.batch import Batch, Group
 from engine.runner.groups import GroupRequest, GroupRunner
-from engine.runner.overlong import fitting_tasks
 from engine.runner.processes import refuse_many
 from engine.runner.runner import Runner
+from engine.runner.source import fitting_tasks
 from engine.schemas.train import TrainSpec
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks

@@ -36,9 +36,9 @@ import msgspec
 import structlog
 from pydantic_core import to_json
 
-from engine.preparing.workers import end_worker, killed_after, start_worker
 from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.plain_tokenizer import PlainTokenizer
+from engine.worker import end_worker, killed_after, start_worker
 
 if TYPE_CHECKING:
     from engine.schemas.model import ModelSpec
@@ -260,7 +260,7 @@ class _Asking:
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self.child is None:
-            self.child = start_worker("engine.preparing.worker")
+            self.child = start_worker()
             assert self.child.stdin is not None
             self.child.stdin.write(_FIRST)
         return self.child

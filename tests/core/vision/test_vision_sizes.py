@@ -243,7 +243,7 @@ def test_workers_scale_expected_images_to_the_same_tensors(
     assert ahead.processed == 20
 
 
-@pytest.mark.slow  # by default: tests/core/preparing has a worker that dies
+@pytest.mark.slow  # by default: tests/plugins/preparing has a worker that dies
 def test_a_worker_that_dies_costs_time_only(vision: Vision, ahead: ImageBank) -> None:
     digests = shown(ahead, 12)
     ahead.expect(digests)

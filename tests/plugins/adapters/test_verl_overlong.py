@@ -6,7 +6,7 @@ from pathlib import Path
 
 from written_specs import save_spec, scripted_spec
 
-from engine.runner.overlong import fitting_tasks
+from engine.runner.source import fitting_tasks
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.tokens.loading import load_format

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from slow_cases import slow_but
 
+from engine.plugins.preparing import processes
 from engine.plugins.sft.row_facts import facts_of, open_rows
-from engine.preparing import processes
 
 
 @pytest.fixture

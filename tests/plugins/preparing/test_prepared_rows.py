@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from written_specs import save_spec
 
-from engine.preparing import processes
-from engine.runner.overlong import PromptLengths
+from engine.plugins.preparing import processes
+from engine.plugins.preparing.overlong import PromptLengths
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.spec.load import load_spec
@@ -23,7 +23,7 @@ from engine.tokens.loading import load_format
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache; jobs of one row each."""
     monkeypatch.setenv("EPISODE_ENGINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("engine.runner.overlong.PART_BYTES", 1)
+    monkeypatch.setattr("engine.plugins.preparing.overlong.PART_BYTES", 1)
     return tmp_path / "cache"
 
 

@@ -13,12 +13,12 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import structlog
+
+from engine.tokens.inputs import digest_of_parts
 
 log = structlog.get_logger(__name__)
 
@@ -26,32 +26,6 @@ MOST_BYTES = 1 << 29
 """Size of a cache folder above which the entries that were written first are deleted."""
 _CHECK = 32
 """Bytes of an entry's own digest, as hexadecimal digits."""
-
-
-def digest_of_parts(*parts: str | bytes) -> str:
-    """Digest of several texts, as 32 hexadecimal digits. Their borders count: `("ab", "c")` is not `("a", "bc")`."""
-    digest = blake2b(digest_size=16)
-    for part in parts:
-        data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
-        digest.update(b"%d:" % len(data))
-        digest.update(data)
-    return digest.hexdigest()
-
-
-def digest_of_files(files: Iterable[Path]) -> str:
-    """Digest of the names and contents of files, in their order. A file that does not exist counts as such."""
-    digest = blake2b(digest_size=16)
-    for file in files:
-        digest.update(file.name.encode("utf-8", "surrogateescape") + b"\0")
-        try:
-            with file.open("rb") as stream:
-                while piece := stream.read(1 << 20):
-                    digest.update(b"%d:" % len(piece))
-                    digest.update(piece)
-        except (FileNotFoundError, IsADirectoryError):
-            digest.update(b"absent")
-        digest.update(b"\0")
-    return digest.hexdigest()
 
 
 class PreparedCache:

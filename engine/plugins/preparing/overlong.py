@@ -1,7 +1,7 @@
 """Tasks whose prompt leaves no room for a turn: refused, or left out and counted, before the run (`tasks.overlong`).
 
 Prompts that are surely short enough are not tokenised: a token is at least one byte. The others are tokenised in parts, in several
-processes where that takes long, and their lengths are kept on disk (see `engine.preparing`).
+processes where that takes long, and their lengths are kept on disk (see `processes.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import structlog
 
 from engine.actions.calling.workers import is_async
 from engine.errors import EngineError, SpecError
-from engine.preparing.cache import PreparedCache, digest_of_files, digest_of_parts
-from engine.preparing.processes import ALONE, Job, prepare
+from engine.plugins.preparing.cache import PreparedCache
+from engine.plugins.preparing.processes import ALONE, Job, prepare
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.model import ModelSpec
 from engine.spec.code.entry import load_entry
@@ -30,7 +30,7 @@ from engine.spec.text.diagnostic import Diagnostic
 from engine.store.rows.columns import json_text
 from engine.tokens.catalogue import prepared_folder
 from engine.tokens.images import DIGEST, digest_of, read_reference
-from engine.tokens.inputs import rendering_digest
+from engine.tokens.inputs import digest_of_files, digest_of_parts, rendering_digest
 from engine.tokens.loading import load_format
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class PromptLengths:
     Args:
         loaded: The spec.
         template: Its model's chat format.
-        processes: Number of worker processes. Default: see `engine.preparing.processes`.
+        processes: Number of worker processes. Default: `default_processes()`.
         alone: Seconds of work in this process before workers start.
     """
 
@@ -225,40 +225,49 @@ def _schemas(loaded: LoadedSpec) -> list[dict[str, Any]]:
     return found
 
 
-def fitting_tasks(
-    tasks: TaskList, loaded: LoadedSpec, template: ChatTemplate, processes: int | None = None
-) -> TaskList:
-    """The tasks whose prompt, with a turn of `limits.turn_tokens`, fits `limits.episode_tokens` and the model's context.
+def without_overlong(tasks: TaskList, loaded: LoadedSpec, template: ChatTemplate) -> TaskList:
+    """The tasks that fit. Raises: SpecError: none does."""
+    fits, words = _measured(tasks, loaded, template)
+    if not words:
+        return tasks
+    if not fits.any():
+        raise _error(loaded, words)
+    log.warning("tasks are left out", reason=words)
+    return tasks.chosen(np.flatnonzero(fits))
+
+
+def refuse_overlong(tasks: TaskList, loaded: LoadedSpec, template: ChatTemplate) -> TaskList:
+    """All tasks. Raises: SpecError: one does not fit."""
+    if words := _measured(tasks, loaded, template)[1]:
+        raise _error(loaded, words)
+    return tasks
+
+
+def _error(loaded: LoadedSpec, words: str) -> SpecError:
+    path = ("tasks", "overlong")
+    fix = "set `tasks.overlong: drop`, or allow more tokens"
+    return SpecError([Diagnostic("tasks.overlong", "error", words, fix, loaded.origin(path), path)])
+
+
+def _measured(tasks: TaskList, loaded: LoadedSpec, template: ChatTemplate) -> tuple[np.ndarray, str]:
+    """Which tasks have a prompt that, with a turn of `limits.turn_tokens`, fits `limits.episode_tokens` and the model's context; bool
+    [tasks]. And what does not fit, in words; empty if all do.
 
     Counted are the prompt of the spec or the row, its images (other than URLs), the first messages of a `pure` environment, and the
     schemas of its tools: of the row, or of the spec's functions. What the `reset` of other environments adds is not known here.
-
-    Args:
-        tasks: The tasks of the spec.
-        loaded: The spec.
-        template: The model's chat format.
-        processes: Number of processes that tokenise long prompts. See `engine.preparing`.
-
-    Raises:
-        SpecError: `tasks.overlong: error`, and a prompt is too long; or all of them are.
     """
     spec = loaded.spec
     bounds = [most for most in (spec.limits.episode_tokens, spec.model.context, template.context) if most is not None]
-    if spec.tasks.overlong is None or not bounds:
-        return tasks
+    if not bounds:
+        return np.ones(len(tasks), bool), ""
     room = min(bounds) - spec.limits.turn_tokens
-    lengths = PromptLengths(loaded, template, processes).of(tasks, room)
+    lengths = PromptLengths(loaded, template).of(tasks, room)
     long = np.flatnonzero(lengths > room)
     if not len(long):
-        return tasks
+        return lengths <= room, ""
     first = int(long[0])
     words = (
         f"{len(long)} of {len(tasks)} tasks have a prompt that leaves no room for a turn of {spec.limits.turn_tokens} within "
         f"{min(bounds)} tokens; the first is row {tasks[first].index + 1} with {lengths[first]} tokens"
     )
-    if spec.tasks.overlong == "error" or len(long) == len(tasks):
-        fix = "set `tasks.overlong: drop`, or allow more tokens"
-        origin = loaded.origin(("tasks", "overlong"))
-        raise SpecError([Diagnostic("tasks.overlong", "error", words, fix, origin, ("tasks", "overlong"))])
-    log.warning("tasks are left out", reason=words)
-    return tasks.chosen(np.flatnonzero(lengths <= room))
+    return lengths <= room, words

@@ -18,9 +18,9 @@ from jobs_for_tests import run
 from slow_cases import slow_after, slow_but
 from waiting import process_runs
 
-from engine.preparing.cache import PreparedCache, digest_of_parts
-from engine.preparing.processes import VariableError, default_processes
-from engine.preparing.workers import start_worker
+from engine.plugins.preparing.cache import PreparedCache
+from engine.tokens.inputs import digest_of_parts
+from engine.worker import VariableError, default_processes, start_worker
 
 PROGRAM = jobs_for_tests.__file__
 
@@ -147,6 +147,6 @@ def test_the_variable_sets_the_number_of_processes(monkeypatch: pytest.MonkeyPat
 def test_a_worker_imports_nothing_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "json.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\n")
     monkeypatch.chdir(tmp_path)
-    worker = start_worker("engine.preparing.worker")
+    worker = start_worker()
     worker.communicate(b"")
     assert not (tmp_path / "imported").exists()

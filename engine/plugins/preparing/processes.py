@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import subprocess
 import threading
@@ -20,10 +19,9 @@ from typing import Any
 
 import structlog
 
-from engine.errors import EngineError
-from engine.preparing.cache import PreparedCache
-from engine.preparing.workers import end_worker, killed_after, start_worker
+from engine.plugins.preparing.cache import PreparedCache
 from engine.schemas.base import Struct
+from engine.worker import default_processes, end_worker, killed_after, start_worker
 
 log = structlog.get_logger(__name__)
 
@@ -33,15 +31,6 @@ DEADLINE = 600.0
 """Seconds after which the job of a worker is given up, and done in this process."""
 AHEAD = 3
 """Jobs per worker that are read before the first of them is finished."""
-PROCESSES = "EPISODE_ENGINE_PROCESSES"
-"""Environment variable with the number of processes that prepare data."""
-
-
-class VariableError(EngineError):
-    """An environment variable has a value that cannot be used."""
-
-    kind = "bad_variable"
-    blame = "spec"
 
 
 class Job(Struct, frozen=True, kw_only=True):
@@ -51,22 +40,6 @@ class Job(Struct, frozen=True, kw_only=True):
     """Digest of everything that the result depends on."""
     value: Any
     """What the function gets; a JSON value."""
-
-
-def default_processes() -> int:
-    """`EPISODE_ENGINE_PROCESSES`, or the number of cores that this process may use.
-
-    Raises:
-        VariableError: the variable is not a positive number.
-    """
-    given = os.environ.get(PROCESSES)
-    if not given:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not given.isdecimal() or int(given) < 1:
-        raise VariableError(
-            f"the environment variable {PROCESSES} is {given!r}: give a number of processes, at least 1"
-        )
-    return int(given)
 
 
 def prepare(
@@ -185,7 +158,7 @@ class _Workers:
         with self._lock:
             if self._closed:
                 raise _FailedError("the workers have ended")
-            worker = start_worker("engine.preparing.worker")
+            worker = start_worker()
             self._all.append(worker)
         assert worker.stdin is not None
         try:

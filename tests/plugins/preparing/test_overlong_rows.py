@@ -9,7 +9,7 @@ import pytest
 import structlog
 
 from engine.errors import SpecError
-from engine.runner.overlong import fitting_tasks
+from engine.runner.source import fitting_tasks
 from engine.spec.code.entry import load_entry
 from engine.spec.code.signature import shape_of
 from engine.spec.load import load_spec

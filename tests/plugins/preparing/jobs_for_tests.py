@@ -1,4 +1,4 @@
-"""Functions that the tests of `engine.preparing` call in worker processes, and programs that they start."""
+"""Functions that the tests of `engine.plugins.preparing` call in worker processes, and programs that they start."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.preparing.cache import PreparedCache, digest_of_parts
-from engine.preparing.processes import Job, prepare
+from engine.plugins.preparing.cache import PreparedCache
+from engine.plugins.preparing.processes import Job, prepare
+from engine.tokens.inputs import digest_of_parts
 
 REMOTE = "jobs_for_tests:work"
 
