@@ -217,7 +217,8 @@ def _wrong(faults: list[_Fault], document: Document) -> Diagnostic:
     if faults[0].spot.key:
         shown = f"the key {shown}"
     message = f"{shown} must be {', or '.join(expected)}; it is {_show(value)}"
-    fix = _name_fix(faults[0].spot.wanted, value, options) if options and isinstance(value, str) else None
+    named = options or open_name(faults[0].spot.wanted) is not None  # without its plugins an open set may have no name
+    fix = _name_fix(faults[0].spot.wanted, value, options) if named and isinstance(value, str) else None
     fix = fix or _type_fix(faults, value, str(path[-1]) if path else "")
     return Diagnostic(rule, "error", message, fix, document.origin(path, key=faults[0].spot.key), path)
 
@@ -235,7 +236,7 @@ def _expected(fault: _Fault) -> str:
         return f"{words} {_number(context[name])}"
     if fault.kind == "literal_error":
         options = literals(fault.spot.wanted)
-        return options[0] if len(options) == 1 else f"one of {', '.join(options)}"
+        return options[0] if len(options) == 1 else f"one of {', '.join(options) or 'no names'}"
     if fault.kind == "finite_number":
         return "a finite number"
     if fault.kind == "string_pattern_mismatch":
