@@ -150,7 +150,7 @@ class Plugin:
     """Name of a `Hook` -> what it calls."""
 
 
-POINTS = tuple(each.name for each in fields(Plugin) if each.type == "Entries" and each.name != "hooks")
+POINTS = tuple(item.name for item in fields(Plugin) if item.type == "Entries" and item.name != "hooks")
 """The fields with names of which there is one each, such as `commands`."""
 
 
@@ -203,21 +203,21 @@ def _words(error: BaseException) -> str:
 def installed() -> Installed:
     """The plugins of `engine/plugins/` and of installed packages, found once in a process."""
     off = {name.strip() for name in os.environ.get(OFF, "").split(",")}
-    found = Installed({}, {}, {})
+    present = Installed({}, {}, {})
     for name, use, package in _faces():
-        own = package is None
-        if "*" in off or name in off or (not own and "strangers" in off):
+        is_own = package is None
+        if "*" in off or name in off or (not is_own and "strangers" in off):
             continue
-        shown = f"{name} ({package})" if name in found.packages else name
-        found.packages[shown] = package or f"episode-engine {import_module('engine').__version__}"
+        shown = f"{name} ({package})" if name in present.packages else name
+        present.packages[shown] = package or f"episode-engine {import_module('engine').__version__}"
         try:
             if shown != name:
                 raise PluginError(f"a plugin `{name}` is there already")
-            found.plugins[name] = _checked(name, load(use), found.plugins.values())
+            present.plugins[name] = _checked(name, load(use), present.plugins.values())
         except (Exception, SystemExit) as error:  # noqa: BLE001  (a package of somebody else must not stop the engine)
-            found.broken[shown] = _words(error)
-    found.leave_out_needing()
-    return found
+            present.broken[shown] = _words(error)
+    present.leave_out_needing()
+    return present
 
 
 def _faces() -> Iterator[tuple[str, str, str | None]]:
@@ -265,7 +265,7 @@ def _checked(name: str, face: Any, others: Collection[Plugin]) -> Plugin:
             )
     for other in others:
         if twice := sorted(_names(other) & _names(face)):
-            raise PluginError(f"the plugin `{other.name}` has {', '.join(f'`{each}`' for each in twice)} already")
+            raise PluginError(f"the plugin `{other.name}` has {', '.join(f'`{entry}`' for entry in twice)} already")
     return face
 
 
@@ -311,7 +311,7 @@ def loaded(
         of: The class of all of them, if they are of one.
         check: Says what is wrong with an object, given its name and itself.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for plugin in list(installed().plugins.values()):
         with guarded(plugin):
             if twice := sorted(set(getattr(plugin, point)) & set(core)):
@@ -322,8 +322,8 @@ def loaded(
                     raise PluginError(f"`{name}` in `{point}` names {entry!r:.60}, not {of.__name__}")
                 if check is not None and (wrong := check(name, entry)) is not None:
                     raise PluginError(f"`{name}` in `{point}` names {entry!r:.60}, {wrong}")
-            found |= objects
-    return found
+            values |= objects
+    return values
 
 
 @contextmanager
@@ -357,12 +357,12 @@ def missing(point: str, name: str) -> str | None:
     from engine.known_plugins import KNOWN
 
     broken = {plugin: names_of(face) for plugin, face in installed().left_out.items()}
-    for plugin, known in {**KNOWN, **broken}.items():
-        names = set(known.get(point, ()))
+    for plugin, entries_of in {**KNOWN, **broken}.items():
+        names = set(entries_of.get(point, ()))
         if point == "commands":
             names |= {command.rpartition(" ")[0] for command in names} - {""}
         if name in names and plugin not in installed().plugins:
-            return _belongs(plugin, known["install"][0])
+            return _belongs(plugin, entries_of["install"][0])
     return None
 
 

@@ -209,12 +209,12 @@ _ADAPTERS: dict[type, TypeAdapter[Any]] = {}
 
 def adapter(type_: type[T]) -> TypeAdapter[T]:
     """Pydantic's validator and serializer of a class, built when it is asked for first."""
-    found = _ADAPTERS.get(type_)
-    if found is None:
-        found = _ADAPTERS[type_] = TypeAdapter(type_)
+    built = _ADAPTERS.get(type_)
+    if built is None:
+        built = _ADAPTERS[type_] = TypeAdapter(type_)
         if isinstance(type_, type) and issubclass(type_, Struct):  # errors name the class, not the validator
-            found.validator = SchemaValidator(found.core_schema, CoreConfig(title=type_.__name__))
-    return found
+            built.validator = SchemaValidator(built.core_schema, CoreConfig(title=type_.__name__))
+    return built
 
 
 _SECONDS = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h)\s*$")

@@ -39,9 +39,9 @@ def description_of(model: type, key: str) -> str | None:
 
 def add_descriptions(schema: dict[str, Any], model: type) -> None:
     """Write the descriptions of fields into the properties of a class's JSON Schema, which is changed in place."""
-    for key, found in schema.get("properties", {}).items():
+    for key, described in schema.get("properties", {}).items():
         if (text := description_of(model, key)) is not None:
-            found["description"] = text
+            described["description"] = text
 
 
 @cache

@@ -96,10 +96,10 @@ class EpisodeSpec(SectionOwner):
     def isolation_of(self, own: IsolationSpec | None, otherwise: str = "thread") -> IsolationSpec:
         """The isolation of an object whose key `isolation` is `own`; `otherwise`: the mode if neither it nor the spec
         sets one."""
-        whole = (own or IsolationSpec()).over(self.isolation)
-        if whole.mode is not None:
-            return whole
-        return IsolationSpec(mode="thread") if otherwise == "thread" else whole.model_copy(update={"mode": otherwise})
+        merged = (own or IsolationSpec()).over(self.isolation)
+        if merged.mode is not None:
+            return merged
+        return IsolationSpec(mode="thread") if otherwise == "thread" else merged.model_copy(update={"mode": otherwise})
 
     @property
     def environment_isolation(self) -> IsolationSpec:

@@ -36,8 +36,8 @@ def unpack_experts(packed: Mapping[str, Any]) -> np.ndarray:
     """
     try:
         dtype, shape, data = np.dtype(packed["dtype"]).newbyteorder("<"), tuple(packed["shape"]), packed["data"]
-        found = base64.b64decode(data, validate=True) if isinstance(data, str) else data
-        array = np.frombuffer(found, dtype).reshape(shape)
+        packed_bytes = base64.b64decode(data, validate=True) if isinstance(data, str) else data
+        array = np.frombuffer(packed_bytes, dtype).reshape(shape)
     except (KeyError, TypeError, binascii.Error) as error:
         raise ValueError(f"routed experts are {{shape, dtype, data}} with base64 data: {error}") from None
     return _experts(array)
