@@ -92,9 +92,9 @@ def no_experts(ctx: CheckContext) -> Iterator[Finding]:
     """`backend.routed_experts` with a model that has none."""
     if not ctx.spec.backend.asks_experts:
         return
-    found = _experts(ctx)
-    if found is not None and found[1] is None:
-        message = f"the model (`{found[0]}`) has no experts, so there is no routing to report"
+    experts = _experts(ctx)
+    if experts is not None and experts[1] is None:
+        message = f"the model (`{experts[0]}`) has no experts, so there is no routing to report"
         yield Finding(message, ("backend", "routed_experts"), "remove it", key=True)
 
 
@@ -104,8 +104,8 @@ def expert_routing(ctx: CheckContext) -> Iterator[Finding]:
     spec = ctx.spec
     if spec.train is None or not spec.train.samples_episodes:
         return
-    found = _experts(ctx)
-    kind, layout = found or ("", None)
+    experts = _experts(ctx)
+    kind, layout = experts or ("", None)
     if layout is None:
         return
     backend = spec.backend

@@ -76,7 +76,7 @@ def check_rules(
         calls: Build the objects of the spec once, and make the first rows of a function.
     """
     ctx = CheckContext(loaded, Work(), apart=apart, calls=calls)
-    found: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     unfinished: list[str] = []
     used = used_plugins(loaded.spec)
     rules = all_rules()
@@ -101,11 +101,11 @@ def check_rules(
             if item.id not in PLUGIN_OF:
                 raise
             plugin.installed().leave_out(PLUGIN_OF[item.id].name, error)
-        found += of_rule
+        diagnostics += of_rule
     if unfinished:
-        found.append(_unfinished(ctx, unfinished))
-    found += _broken_plugins(ctx)
-    return sorted(mask_all(dict.fromkeys(found), loaded.variables), key=in_order), list(ctx.skipped)
+        diagnostics.append(_unfinished(ctx, unfinished))
+    diagnostics += _broken_plugins(ctx)
+    return sorted(mask_all(dict.fromkeys(diagnostics), loaded.variables), key=in_order), list(ctx.skipped)
 
 
 def refuse_errors(loaded: LoadedSpec) -> list[Diagnostic]:
@@ -114,11 +114,11 @@ def refuse_errors(loaded: LoadedSpec) -> list[Diagnostic]:
     Raises:
         SpecError: a rule found an error; it carries all errors.
     """
-    found = check_spec(loaded)
-    errors = [item for item in found if item.severity == "error"]
+    diagnostics = check_spec(loaded)
+    errors = [item for item in diagnostics if item.severity == "error"]
     if errors:
         raise SpecError(errors)
-    return [item for item in found if item.severity == "warning"]
+    return [item for item in diagnostics if item.severity == "warning"]
 
 
 def refuse_first_tasks(loaded: LoadedSpec, tasks: Sequence[Task]) -> None:
@@ -134,9 +134,9 @@ def refuse_first_tasks(loaded: LoadedSpec, tasks: Sequence[Task]) -> None:
         return
     all_rules()
     ctx = CheckContext(loaded, read_tasks=list(tasks[:FIRST_TASKS]))
-    found = [item for id in FIELD_RULES if id in RULES for item in RULES[id].check(ctx)]
-    if found:
-        raise SpecError(mask_all(found, loaded.variables))
+    diagnostics = [item for id in FIELD_RULES if id in RULES for item in RULES[id].check(ctx)]
+    if diagnostics:
+        raise SpecError(mask_all(diagnostics, loaded.variables))
 
 
 def _more(ctx: CheckContext, item: Rule) -> Diagnostic:

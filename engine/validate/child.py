@@ -98,8 +98,8 @@ class Child:
             seconds = _read(requests, 8) or b""
             request = _read(requests, int.from_bytes(length, "big")) or b""
             _limit_time(struct.unpack(">d", seconds)[0])
-            found = answer(request, self._doing)
-            _write(answers, _HEAD.pack(self._token, len(found)) + found)
+            reply = answer(request, self._doing)
+            _write(answers, _HEAD.pack(self._token, len(reply)) + reply)
 
     # ---- in the parent
 
@@ -118,20 +118,20 @@ class Child:
     def _asked(self, request: bytes, ends: float, seconds: float) -> bytes:
         with contextlib.suppress(BrokenPipeError):
             _write(self._ask, len(request).to_bytes(8, "big") + struct.pack(">d", seconds) + request)
-        found = bytearray()
+        received = bytearray()
         ended = False
         while True:
             left = ends - time.monotonic()
             if left <= 0:
                 raise ChildError(f"it took more than {seconds:g} s{self._where()}")
-            if not self._take(found, 0.0 if ended else min(left, _POLL)) and ended:
+            if not self._take(received, 0.0 if ended else min(left, _POLL)) and ended:
                 raise ChildError(f"the process {self._ending}{self._where()}")
-            if len(found) >= _HEAD.size:
-                token, length = _HEAD.unpack(found[: _HEAD.size])
+            if len(received) >= _HEAD.size:
+                token, length = _HEAD.unpack(received[: _HEAD.size])
                 if not secrets.compare_digest(token, self._token) or length > MAX_ANSWERED:
                     raise ChildError(f"the process sent an invalid answer{self._where()}")
-                if len(found) >= _HEAD.size + length:
-                    return bytes(found[_HEAD.size : _HEAD.size + length])
+                if len(received) >= _HEAD.size + length:
+                    return bytes(received[_HEAD.size : _HEAD.size + length])
             ended = ended or self._has_ended()
 
     def _take(self, found: bytearray, seconds: float) -> bool:
@@ -264,13 +264,13 @@ def _limit_time(seconds: float) -> None:
 
 def _read(end: int, size: int) -> bytes | None:
     """Read exactly `size` bytes; None if the other end is closed."""
-    found = bytearray()
-    while len(found) < size:
-        data = os.read(end, min(size - len(found), 1 << 20))
+    received = bytearray()
+    while len(received) < size:
+        data = os.read(end, min(size - len(received), 1 << 20))
         if not data:
             return None
-        found += data
-    return bytes(found)
+        received += data
+    return bytes(received)
 
 
 def _write(end: int, data: bytes) -> None:

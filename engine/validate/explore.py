@@ -128,24 +128,24 @@ class Walk:
         action = self.actions.get(place.state)
         if action is None:
             return []  # a final state, or one that does not exist
-        found: list[WalkStep] = []
+        steps: list[WalkStep] = []
         if place.late or self.used_up(place, action):
-            self.lead(found, place, LIMIT, ())
+            self.lead(steps, place, LIMIT, ())
         else:
             done: dict[After, None] = {(place, ()): None}
             for event in self.events.get(place.state, ()):
                 for after in self.after(place, action, event):
-                    self.lead(found, after[0], event, after[1])
+                    self.lead(steps, after[0], event, after[1])
                     done[after] = None
             for after in done:  # a reward rule or a guard may fail after the action
-                self.lead(found, after[0], FAILED, after[1])
+                self.lead(steps, after[0], FAILED, after[1])
             if place.state in self.chart.stoppable:
-                self.lead(found, place, LIMIT, ())
+                self.lead(steps, place, LIMIT, ())
             if self.chart.timed:
                 counts = place.counts if self.late_matters else START
-                self.lead(found, Place(place.state, counts, NO_CALLS, True), LIMIT, ())
-        self.work.spend(len(found) + 1)
-        return list(dict.fromkeys(found))
+                self.lead(steps, Place(place.state, counts, NO_CALLS, True), LIMIT, ())
+        self.work.spend(len(steps) + 1)
+        return list(dict.fromkeys(steps))
 
     def used_up(self, place: Place, action: str) -> bool:
         """Whether a counter of the action has reached its limit."""
@@ -164,14 +164,14 @@ class Walk:
         if facts is not None and facts.calls is not None:
             newest = facts.calls.get(event, MAYBE_CALLS) if self.calling else NO_CALLS
         counters = COUNTERS_OF.get(action, ())
-        found: list[After] = []
+        places: list[After] = []
         for values in product(*(self._values(index, place) for index in counters)):
             counts = list(place.counts)
             for index, (value, _) in zip(counters, values, strict=True):
                 counts[index] = value
             used = tuple(index for index, (_, increased) in zip(counters, values, strict=True) if increased)
-            found.append((Place(place.state, tuple(counts), newest, place.late), used))
-        return found
+            places.append((Place(place.state, tuple(counts), newest, place.late), used))
+        return places
 
     def _values(self, index: int, place: Place) -> list[tuple[int, bool]]:
         """The values that a counter may have after its action ran, each with whether it increased."""
@@ -194,23 +194,23 @@ class Walk:
 
     def ranges(self, counts: Counts) -> Ranges:
         """The ranges of the quantities that guards read at these counters."""
-        found = self._ranges.get(counts)
-        if found is None:
-            found = self._ranges[counts] = _ranges(self.chart, counts, self.caps, rough=self.rough)
-        return found
+        ranges = self._ranges.get(counts)
+        if ranges is None:
+            ranges = self._ranges[counts] = _ranges(self.chart, counts, self.caps, rough=self.rough)
+        return ranges
 
     def truth(self, guard: Formula, counts: Counts, work: Work | None = None) -> bool | None:
         """The result of a guard, computed once for each value of the counters that it reads; counted as `work`."""
-        known = self._guards.get(id(guard))
-        if known is None:  # keeping the guard prevents that another object gets its id
-            known = self._guards[id(guard)] = _Guard(guard, guard.weight, _reads(guard), {})
-        reads = known.reads
+        cached = self._guards.get(id(guard))
+        if cached is None:  # keeping the guard prevents that another object gets its id
+            cached = self._guards[id(guard)] = _Guard(guard, guard.weight, _reads(guard), {})
+        reads = cached.reads
         key = tuple(counts[index] for index in reads)
         try:
-            return known.truths[key]
+            return cached.truths[key]
         except KeyError:
-            (work or self.work).spend(known.weight)
-            found = known.truths[key] = guard.truth(self.ranges(counts))
+            (work or self.work).spend(cached.weight)
+            found = cached.truths[key] = guard.truth(self.ranges(counts))
             return found
 
     def lead(self, found: list[WalkStep], place: Place, event: str, used: tuple[int, ...]) -> None:
@@ -250,12 +250,12 @@ def _reads(guard: Formula) -> tuple[int, ...]:
 
 def _blind(group: Iterable[Edge]) -> tuple[Edge, ...]:
     """Transitions whose guards may have either result, each destination once."""
-    found: dict[str, Edge] = {}
+    edges: dict[str, Edge] = {}
     for edge in group:
         if edge.guard is ALWAYS:
-            return (*found.values(), edge)
-        found.setdefault(edge.dest, Edge(edge.dest, UNKNOWN))
-    return tuple(found.values())
+            return (*edges.values(), edge)
+        edges.setdefault(edge.dest, Edge(edge.dest, UNKNOWN))
+    return tuple(edges.values())
 
 
 def _caps(chart: Chart) -> Counts:
@@ -270,7 +270,7 @@ def _caps(chart: Chart) -> Counts:
 
 
 def _ranges(chart: Chart, counts: Counts, caps: Counts, *, rough: bool) -> dict[str, tuple[float, float]]:
-    found: dict[str, tuple[float, float]] = {}
+    ranges: dict[str, tuple[float, float]] = {}
     for index, (name, count) in enumerate(zip(_VARIABLES, counts, strict=True)):
         limit = chart.limits[index]
         least, most = float(count), float(count)
@@ -280,13 +280,13 @@ def _ranges(chart: Chart, counts: Counts, caps: Counts, *, rough: bool) -> dict[
             most = float(MAX_STEPS)  # a count without a limit
         if _BY_CALLS[index]:  # the count of calls is a lower bound
             most = float(MAX_STEPS) * float(chart.most_sampled) if limit is None else float(limit)
-        found[name] = (least, most)
-    turns = found[_VARIABLES[TURNS]][1]
-    found["tokens.sampled"] = (0.0, turns * chart.most_sampled if turns else 0.0)
-    found["last.tokens"] = (0.0, float(chart.most_sampled))
-    found.update(dict.fromkeys(("tokens.context", "last.calls"), (0.0, inf)))
-    found["tools.errors"] = (0.0, inf)
-    return found
+        ranges[name] = (least, most)
+    turns = ranges[_VARIABLES[TURNS]][1]
+    ranges["tokens.sampled"] = (0.0, turns * chart.most_sampled if turns else 0.0)
+    ranges["last.tokens"] = (0.0, float(chart.most_sampled))
+    ranges.update(dict.fromkeys(("tokens.context", "last.calls"), (0.0, inf)))
+    ranges["tools.errors"] = (0.0, inf)
+    return ranges
 
 
 MAX_WORK = 150_000
@@ -365,10 +365,10 @@ class Graph:
 
     def moments(self, state: str, event: str | None = None) -> tuple[Place, ...]:
         """The places after a state's action has run (with this event), before the transition."""
-        found = self._moments.get((state, event))
-        if found is None:
-            found = self._moments[state, event] = tuple(dict.fromkeys(self._stand(state, event)))
-        return found
+        places = self._moments.get((state, event))
+        if places is None:
+            places = self._moments[state, event] = tuple(dict.fromkeys(self._stand(state, event)))
+        return places
 
     def _stand(self, state: str, event: str | None) -> Iterator[Place]:
         walk = self.walk
@@ -377,9 +377,9 @@ class Graph:
             if action is None or event in ALWAYS_EVENTS:
                 yield place
             elif not place.late and not walk.used_up(place, action):
-                for own in walk.events.get(state, ()):
-                    if event is None or own == event:
-                        yield from (after for after, _ in walk.after(place, action, own))
+                for own_event in walk.events.get(state, ()):
+                    if event is None or own_event == event:
+                        yield from (after for after, _ in walk.after(place, action, own_event))
 
 
 @lru_cache(maxsize=32)
@@ -408,8 +408,8 @@ def _walk(graph: Graph) -> None:
     waiting = [start]
     while waiting:
         place = waiting.pop()
-        steps[place] = found = graph.walk.steps(place)
-        for step in found:
+        steps[place] = steps_from = graph.walk.steps(place)
+        for step in steps_from:
             if step.dest not in steps:
                 steps[step.dest] = []
                 waiting.append(step.dest)
@@ -424,7 +424,7 @@ def components(graph: Graph) -> tuple[dict[Place, int], int]:
     low: dict[Place, int] = {}
     component: dict[Place, int] = {}
     stack: list[Place] = []
-    found = 0
+    count = 0
     for root in graph.steps:
         if root in number:
             continue
@@ -450,8 +450,8 @@ def components(graph: Graph) -> tuple[dict[Place, int], int]:
                 if low[place] == number[place]:
                     while True:
                         member = stack.pop()
-                        component[member] = found
+                        component[member] = count
                         if member == place:
                             break
-                    found += 1
-    return component, found
+                    count += 1
+    return component, count

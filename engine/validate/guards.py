@@ -93,13 +93,13 @@ def unknown_fact(ctx: CheckContext) -> Iterator[Finding]:
     if written.other_facts:
         return
     marks = {name for _, user in ctx.users for mark in user.marks for name in mark.facts}
-    known = written.texts | marks
+    names = written.texts | marks
     for path, shown, name, offset in read:
-        if name not in known:
+        if name not in names:
             message = (
                 f"nothing writes the fact `{shown}`: the code of environments, users and tools does not mention it"
             )
-            near = nearest_name(name, sorted(item for item in known if item.isidentifier()))
+            near = nearest_name(name, sorted(item for item in names if item.isidentifier()))
             fix = f"did you mean `{near}`?" if near else "check its name in the code that writes it"
             yield Finding(message, path, fix, offset=offset)
 

@@ -38,8 +38,8 @@ def contradiction(ctx: CheckContext) -> Iterator[Finding]:
 
 def _late(ctx: CheckContext) -> Iterator[Finding]:
     """Deadlines in the spec that are longer than the episode's time limit."""
-    whole = ctx.spec.limits.episode_seconds
-    if whole is None:
+    episode_seconds = ctx.spec.limits.episode_seconds
+    if episode_seconds is None:
         return
     named: list[tuple[DataPath, float | None, str]] = [
         (("limits", "tool_seconds"), ctx.spec.limits.tool_seconds, "one tool call")
@@ -49,8 +49,8 @@ def _late(ctx: CheckContext) -> Iterator[Finding]:
     if ctx.spec.environment is not None:
         named.append((("environment", "timeout"), ctx.spec.environment.timeout, "one call of the environment"))
     for path, seconds, what in named:
-        if seconds is not None and seconds > whole and ctx.written(*path):
-            message = f"{what} may take {seconds:g} s, and the whole episode {whole:g} s"
+        if seconds is not None and seconds > episode_seconds and ctx.written(*path):
+            message = f"{what} may take {seconds:g} s, and the whole episode {episode_seconds:g} s"
             yield Finding(message, path, "set it below `limits.episode_seconds`, or give the episode longer")
 
 
@@ -81,8 +81,8 @@ def never_binds(ctx: CheckContext) -> Iterator[Finding]:
     if sampled is not None and sampled < limits.turn_tokens and ctx.written("limits", "turn_tokens"):
         message = f"`limits.turn_tokens: {limits.turn_tokens}` is never reached: `sampling.max_new_tokens` is {sampled}"
         yield Finding(message, ("limits", "turn_tokens"), "remove one of the two")
-    own = bool(ctx.spec.tools) and all(tool.timeout is not None for tool in ctx.spec.tools)
-    if own and ctx.written("limits", "tool_seconds") and ctx.spec.environment is None:
+    all_timed = bool(ctx.spec.tools) and all(tool.timeout is not None for tool in ctx.spec.tools)
+    if all_timed and ctx.written("limits", "tool_seconds") and ctx.spec.environment is None:
         message = "`limits.tool_seconds` is never reached: every tool has a `timeout` of its own"
         yield Finding(message, ("limits", "tool_seconds"), "remove it")
 

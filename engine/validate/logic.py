@@ -62,12 +62,12 @@ class Formula:
 
     def truth(self, ranges: Ranges) -> bool | None:
         """True or False if the guard always has this result within the ranges; None if that is not proved."""
-        found: set[bool | None] = set()
+        truths: set[bool | None] = set()
         for case in _cases((self,), ranges):
-            found.add(self.result(case))
-            if len(found) > 1:
+            truths.add(self.result(case))
+            if len(truths) > 1:
                 return None
-        return found.pop() if found else None
+        return truths.pop() if truths else None
 
     @property
     def reads(self) -> frozenset[str]:
@@ -280,8 +280,8 @@ class _Reader:
             return frozenset() if node.type in NUMBERS else None
         if isinstance(node, Operation) and node.operator in ("+", "-", "*", "/", "%"):
             parts = [self.counters(arg) for arg in node.args]
-            known = [part for part in parts if part is not None]
-            return frozenset().union(*known) if len(known) == len(parts) else None
+            present = [part for part in parts if part is not None]
+            return frozenset().union(*present) if len(present) == len(parts) else None
         if not isinstance(node, Select) or node.test:
             return None
         key = self.key(node)

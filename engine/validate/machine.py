@@ -144,8 +144,8 @@ def no_default(ctx: CheckContext) -> Iterator[Finding]:
         if edge.conditions is None:
             last[group] = None
         elif last.get(group, ()) is not None:
-            own = edge.index is not None
-            last[group] = ("machine", "transitions", edge.index or 0, "conditions") if own else ("machine",)
+            is_written = edge.index is not None
+            last[group] = ("machine", "transitions", edge.index or 0, "conditions") if is_written else ("machine",)
     for (source, event), path in last.items():
         if path is not None:
             fix = f"add `{{trigger: {event}, source: {source}, dest: …}}` without conditions, behind them"
@@ -262,23 +262,25 @@ def user_after_user(ctx: CheckContext) -> Iterator[Finding]:
     start = (ctx.machine.initial, opened)
     seen = {start}
     waiting = [start]
-    told: set[str] = set()
+    reported: set[str] = set()
     while waiting:
         state, said = waiting.pop()
         action = ctx.states[state].action if state in ctx.states and not ctx.states[state].final else None
         facts = ACTIONS.get(str(action))
         role = facts.speaks if facts is not None else None
         silent = facts.silent_events if facts is not None else ()
-        if role == "user" and said and state not in told:
-            told.add(state)
+        if role == "user" and said and state not in reported:
+            reported.add(state)
             fix = "lead through a state that generates before the user is asked again"
             message = f"in `{state}` the user may speak right after a user's message, with no reply in between"
             yield Finding(message, ctx.state_path(state), fix, key=True)
-        own = (ctx.events_of(ctx.states[state]) or ()) if action is not None else ()
+        own_events = (ctx.events_of(ctx.states[state]) or ()) if action is not None else ()
         for event, dests in steps.get(state, {}).items():
             ctx.work.spend(len(dests))
             spoke = (
-                said if event not in own or event in silent else role in shown_as_user or (said and role != "assistant")
+                said
+                if event not in own_events or event in silent
+                else role in shown_as_user or (said and role != "assistant")
             )
             new = {(dest, spoke) for dest in dests} - seen
             seen |= new
@@ -369,15 +371,15 @@ def shadowed(ctx: CheckContext) -> Iterator[Finding]:
     for index, pairs in _pairs(ctx).items():
         if all(pair.same for pair in pairs):
             continue
-        whole = all(pair.before is not None for pair in pairs)
+        all_before = all(pair.before is not None for pair in pairs)
         for pair in pairs:
             edge, before = pair.edge, pair.before
-            if before is None or (not whole and (edge.wildcard or pair.same)):
+            if before is None or (not all_before and (edge.wildcard or pair.same)):
                 continue  # a wildcard stands for the events that earlier transitions do not handle
             what = f"`{edge.trigger}` in `{edge.source}`"
             fix = "put it before that one" if edge.conditions else "remove it, or give the one before it a condition"
             yield Finding(f"never taken for {what}: {_place(ctx, before)} is tried first", _path(index), fix)
-            if whole:
+            if all_before:
                 break
 
 
@@ -388,17 +390,17 @@ def overlapping(ctx: CheckContext) -> Iterator[Finding]:
     for edge in ctx.live:
         if edge.conditions is not None and edge.index is not None:
             groups.setdefault((edge.source, edge.trigger), []).append(edge)
-    told: set[tuple[int | None, int | None]] = set()
+    reported: set[tuple[int | None, int | None]] = set()
     for group in groups.values():
         for position, later in enumerate(group):
             for earlier in group[:position]:
                 ctx.work.spend()
                 pair = (earlier.index, later.index)
-                if earlier.dest == later.dest or pair in told:
+                if earlier.dest == later.dest or pair in reported:
                     continue
                 first, second = _guard(ctx, earlier), _guard(ctx, later)
                 if _overlap(ctx, first, second) and not _implies(ctx, second, first):
-                    told.add(pair)
+                    reported.add(pair)
                     message = (
                         f"`{later.trigger}` in `{later.source}`: this condition and that of {_place(ctx, earlier)} may "
                         f"both hold; the first leads to `{earlier.dest}`, this one to `{later.dest}`"
@@ -447,15 +449,15 @@ def _constant(truth: bool, expression: str, path: DataPath, fix: str) -> Finding
 
 def _truth(ctx: CheckContext, expression: str, asked: list[tuple[str, str | None]]) -> bool | None:
     """The result of a guard wherever it is evaluated; None if that varies, or it never is."""
-    found = ctx.formula(expression)
+    guard = ctx.formula(expression)
     ctx.work.spend(len(expression))
-    ctx.work.spend(found.weight)
-    hull = found.truth(ctx.hull)
+    ctx.work.spend(guard.weight)
+    hull = guard.truth(ctx.hull)
     truths: set[bool | None] = set()
     for state, event in asked:
         for place in ctx.graph.moments(state, event):
             ctx.work.spend()
-            truths.add(hull if place.late else ctx.graph.truth(found, place, ctx.work))
+            truths.add(hull if place.late else ctx.graph.truth(guard, place, ctx.work))
             if None in truths or len(truths) > 1:
                 return None
     return truths.pop() if truths else None

@@ -141,11 +141,11 @@ class MachineContext(CodeContext):
 
     def _formula(self, expression: str, values: tuple[tuple[str, float], ...]) -> Formula:
         """Conditions beyond the first `MAX_READ` characters are not analysed: they may have any result."""
-        known = self._read.get(expression)
-        if known is None:
-            known = self._read[expression] = self._characters + len(expression) <= MAX_READ
+        is_read = self._read.get(expression)
+        if is_read is None:
+            is_read = self._read[expression] = self._characters + len(expression) <= MAX_READ
             self._characters += len(expression)
-        return formula(expression, values if "limits" in expression else ()) if known else UNKNOWN
+        return formula(expression, values if "limits" in expression else ()) if is_read else UNKNOWN
 
     def chart(self, limits: LimitsSpec | None = None) -> Chart:
         """Return the machine in the form that `explore` takes, with the spec's limits or others."""
@@ -159,8 +159,8 @@ class MachineContext(CodeContext):
         for source, trigger in groups:
             triggers.setdefault(source, []).append(trigger)
         working = [name for name in self.working if self.states[name].action is not None]
-        own = {name: self.events_in(name) for name in working}
-        events = {name: triggers.get(name, []) if known is None else known for name, known in own.items()}
+        declared = {name: self.events_in(name) for name in working}
+        events = {name: triggers.get(name, []) if known is None else known for name, known in declared.items()}
         sampled = self.spec.sampling.max_new_tokens
         spec = self.spec.model_copy(update={"limits": within})
         counted = [limit.value(spec) for limit in COUNTERS]
@@ -226,20 +226,20 @@ def _closure(starts: Iterable[str], steps: Iterable[tuple[str, str]]) -> frozens
     ahead: dict[str, set[str]] = {}
     for source, dest in steps:
         ahead.setdefault(source, set()).add(dest)
-    found = set(starts)
-    waiting = list(found)
+    reached = set(starts)
+    waiting = list(reached)
     while waiting:
-        new = ahead.get(waiting.pop(), set()) - found
-        found |= new
+        new = ahead.get(waiting.pop(), set()) - reached
+        reached |= new
         waiting += new
-    return frozenset(found)
+    return frozenset(reached)
 
 
 def _can_happen(edge: ResolvedTransition, events: Mapping[str, frozenset[str] | None]) -> bool:
     if edge.source not in events:
         return False  # a final state, or one that does not exist
-    known = events[edge.source]
-    return known is None or edge.trigger in known
+    events_there = events[edge.source]
+    return events_there is None or edge.trigger in events_there
 
 
 SHOWN = 12
@@ -274,14 +274,14 @@ class Cycles(NamedTuple):
 def cycles_of(graph: Graph, work: Work | None = None) -> Cycles:
     """Return the shortest cycle through each step that lies on one; each set of states once."""
     work = work or Work()
-    found: dict[tuple[frozenset[str], bool], list[Cycle]] = {}
+    cycles: dict[tuple[frozenset[str], bool], list[Cycle]] = {}
     complete = True
     try:
         for cycle in _each_cycle(graph, work):
-            found.setdefault((frozenset(state for state, _ in cycle.steps), cycle.late), []).append(cycle)
+            cycles.setdefault((frozenset(state for state, _ in cycle.steps), cycle.late), []).append(cycle)
     except WorkLimitError:
         complete = False
-    return Cycles([_merged(alike) for alike in found.values()], complete)
+    return Cycles([_merged(alike) for alike in cycles.values()], complete)
 
 
 def _each_cycle(graph: Graph, work: Work) -> Iterator[Cycle]:

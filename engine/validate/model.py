@@ -75,8 +75,8 @@ def _render(ctx: CheckContext, files: ModelFiles) -> Shown | None:
 
 def _variables(ctx: CheckContext, files: ModelFiles) -> dict[str, Any]:
     """The variables of a template other than messages and tools."""
-    own = {key: value for key, value in ctx.spec.model.template_kwargs.items() if isinstance(key, str)}
-    return {**files.special, **own}
+    variables = {key: value for key, value in ctx.spec.model.template_kwargs.items() if isinstance(key, str)}
+    return {**files.special, **variables}
 
 
 @rule("model.template", "error", "the chat template cannot be rendered")
@@ -85,11 +85,11 @@ def template_renders(ctx: CheckContext) -> Iterator[Finding]:
     files = _files(ctx)
     if files is None or not files.access.is_file(files.source / "tokenizer_config.json"):
         return
-    own = ctx.spec.model.chat_template is not None
-    path: DataPath = ("model", "chat_template" if own else "path")
+    is_replaced = ctx.spec.model.chat_template is not None
+    path: DataPath = ("model", "chat_template" if is_replaced else "path")
     shown = _render(ctx, files)
     if files.template is None:
-        if not own and ctx.spec.model.renderer in ("auto", "template"):
+        if not is_replaced and ctx.spec.model.renderer in ("auto", "template"):
             message = "this model's tokenizer has no chat template"
             yield Finding(message, path, "give one: `model.chat_template: chat.jinja`")
     elif shown is not None and shown.problem is not None:
@@ -234,13 +234,13 @@ def special_text(ctx: CheckContext) -> Iterator[Finding]:
         *((("users", name), user) for name, user in ctx.spec.users.items()),
     ]
     played.append((("rewards", "scorer"), ctx.spec.rewards.scorer))
-    found: list[DataPath] = [("model",)] if ctx.spec.model.allow_special else []
-    found += [
+    paths: list[DataPath] = [("model",)] if ctx.spec.model.allow_special else []
+    paths += [
         (*path, "model")
         for path, part in played
         if part is not None and part.model is not None and part.model.allow_special
     ]
-    for path in found:
+    for path in paths:
         message = (
             "text from users, tools, environments, task fields and replies that spells a special token "
             "becomes that token"

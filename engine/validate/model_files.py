@@ -43,9 +43,9 @@ class ModelFiles:
     @cached_property
     def config(self) -> dict[str, Any]:
         """`config.json`, merged with its part for the text model; empty if there is none."""
-        found = read_json(self.folder / "config.json", self.access)
-        text = found.get("text_config")
-        return {**(text if isinstance(text, dict) else {}), **found}
+        config = read_json(self.folder / "config.json", self.access)
+        text = config.get("text_config")
+        return {**(text if isinstance(text, dict) else {}), **config}
 
     @cached_property
     def tokenizer(self) -> dict[str, Any]:
@@ -55,8 +55,8 @@ class ModelFiles:
     @cached_property
     def context(self) -> int | None:
         """The model's maximum context, in tokens."""
-        found = self.config.get("max_position_embeddings") or self.tokenizer.get("model_max_length")
-        return int(found) if isinstance(found, int | float) and 0 < found < 1 << 24 else None
+        length = self.config.get("max_position_embeddings") or self.tokenizer.get("model_max_length")
+        return int(length) if isinstance(length, int | float) and 0 < length < 1 << 24 else None
 
     @cached_property
     def template(self) -> str | None:
@@ -66,24 +66,24 @@ class ModelFiles:
         beside = _text(self.source / "chat_template.jinja", self.access)
         if beside is not None:
             return beside
-        found = self.tokenizer.get("chat_template")
-        if isinstance(found, list):  # several, by name
-            named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-            found = named.get("tool_use") or named.get("default")
-        if found is None:
-            found = read_json(self.source / "chat_template.json", self.access).get("chat_template")
-        return found if isinstance(found, str) else None
+        template = self.tokenizer.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+            template = named.get("tool_use") or named.get("default")
+        if template is None:
+            template = read_json(self.source / "chat_template.json", self.access).get("chat_template")
+        return template if isinstance(template, str) else None
 
     @cached_property
     def special(self) -> dict[str, str]:
         """The named special tokens that templates get as variables."""
-        found = {}
+        tokens = {}
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
             value = self.tokenizer.get(name)
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
-                found[name] = text
-        return found
+                tokens[name] = text
+        return tokens
 
     @cached_property
     def added(self) -> list[str]:
@@ -172,10 +172,10 @@ def read_json(path: Path, access: Access | None = None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_bytes(path: Path, access: Access | None = None) -> bytes | None:

@@ -22,12 +22,12 @@ def train_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     train = ctx.spec.train
     if train is None:
         return
-    found = [*_steps(ctx, train), *_memory(train), *_random(ctx, train)]
+    options = [*_steps(ctx, train), *_memory(train), *_random(ctx, train)]
     if trains_backend(ctx.spec):
-        found += _sync(ctx, train)
+        options += _sync(ctx, train)
     if train.samples_episodes:
-        found += [*_loss(train), *_batch(train), *_rewards(train)]
-    for path, why in found:
+        options += [*_loss(train), *_batch(train), *_rewards(train)]
+    for path, why in options:
         if ctx.written(*path):
             name = ".".join(str(part) for part in path)
             yield Finding(
@@ -103,9 +103,9 @@ def _steps(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
 
 def _replaced(ctx: CheckContext, path: DataPath, by: DataPath) -> bool:
     """Whether a key of an extended spec is replaced on purpose by another key of the extending one."""
-    own = next(iter(ctx.loaded.sources), "")
+    first_file = next(iter(ctx.loaded.sources), "")
     file = ctx.loaded.origin(path).file
-    return file in ctx.loaded.sources and file not in (own, ctx.loaded.origin(by).file)
+    return file in ctx.loaded.sources and file not in (first_file, ctx.loaded.origin(by).file)
 
 
 def _memory(train: TrainSpec) -> Iterator[Option]:

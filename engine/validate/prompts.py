@@ -117,8 +117,8 @@ def _user_fields(ctx: CheckContext) -> Mapping[str, Sequence[str]] | None:
     if use is None:
         return {}
     thing = ctx.code(use)
-    found = None if thing is None else thing.attribute("recover_fields")
-    return found if isinstance(found, Mapping) else None
+    fields = None if thing is None else thing.attribute("recover_fields")
+    return fields if isinstance(fields, Mapping) else None
 
 
 @rule("recover.unused", "warning", "a text under `recover` is never used")

@@ -68,8 +68,8 @@ def rule(id: str, severity: Severity, about: str) -> Callable[[Callable[[CheckCo
     def register(find: Callable[[CheckContext], Iterator[Finding]]) -> Check:
         @functools.wraps(find)
         def check(ctx: CheckContext) -> Iterator[Diagnostic]:
-            for found in find(ctx):
-                yield Diagnostic(id, severity, found.message, found.fix, _origin(ctx, found), found.path)
+            for finding in find(ctx):
+                yield Diagnostic(id, severity, finding.message, finding.fix, _origin(ctx, finding), finding.path)
 
         if id in RULES:
             raise PluginError(f"the rule `{id}` is there already")

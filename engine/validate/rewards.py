@@ -50,15 +50,15 @@ def _moments(ctx: CheckContext, item: ReassignRule) -> list[Place]:
     when = None if item.when is None else ctx.formula(item.when)
     moments = ctx.graph.moments(item.at)
     ctx.work.spend(len(moments))
-    found = [place for place in moments if not place.late]
+    places = [place for place in moments if not place.late]
     if ctx.states[item.at].final:
-        found = [place for place in found if place.turns] or found
-    return [place for place in found if when is None or ctx.graph.truth(when, place, ctx.work) is not False]
+        places = [place for place in places if place.turns] or places
+    return [place for place in places if when is None or ctx.graph.truth(when, place, ctx.work) is not False]
 
 
 def _addresses(item: ReassignRule) -> list[tuple[str, TurnAddress]]:
-    found: list[tuple[str, TurnAddress]] = [] if item.from_ is None else [("from", item.from_)]
-    return [*found, ("to", item.to)]
+    addresses: list[tuple[str, TurnAddress]] = [] if item.from_ is None else [("from", item.from_)]
+    return [*addresses, ("to", item.to)]
 
 
 @rule("rewards.no-such-turn", "error", "a rule addresses a turn that no episode can have")
@@ -162,16 +162,16 @@ def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
             for index, name in enumerate(listed)
         ]
     code = code_names(ctx) if named and _code_may_reward(ctx) else WrittenNames()
-    known = _spec_rewards(ctx) | code.texts
+    names = _spec_rewards(ctx) | code.texts
     for path, name in named:
-        if code.other_rewards or name in known or name == REWARD or _written(ctx, name):
+        if code.other_rewards or name in names or name == REWARD or _written(ctx, name):
             continue
         if _code_may_reward(ctx) or "credit" in path:  # without any such code, `rewards.unpayable` reports a rule
             message = (
                 f"nothing writes a reward `{name}`: no rule does, and the code of environments, users and "
                 "tools does not mention it"
             )
-            near = nearest_name(name, sorted(item for item in known if item.isidentifier()))
+            near = nearest_name(name, sorted(item for item in names if item.isidentifier()))
             yield Finding(
                 message, path, f"did you mean `{near}`?" if near else "check its name in the code that writes it"
             )
@@ -180,12 +180,12 @@ def unknown_name(ctx: CheckContext) -> Iterator[Finding]:
 def _spec_rewards(ctx: CheckContext) -> set[str]:
     """The names of rewards that the spec's scorer and marks write."""
     scorer = ctx.spec.rewards.scorer
-    found = {REWARD, *([scorer.name] if scorer is not None else [])}
-    found |= {name for facts in spec_facts(ctx.spec) for name in facts.rewards}
+    names = {REWARD, *([scorer.name] if scorer is not None else [])}
+    names |= {name for facts in spec_facts(ctx.spec) for name in facts.rewards}
     for _, user in ctx.users:
-        found |= {mark.reward for mark in user.marks if mark.reward is not None}
-        found |= {event.name for mark in user.marks for event in mark.rewards if event.name is not None}
-    return found
+        names |= {mark.reward for mark in user.marks if mark.reward is not None}
+        names |= {event.name for mark in user.marks for event in mark.rewards if event.name is not None}
+    return names
 
 
 @rule("rewards.credit-needs", "warning", "the credit method needs values or states that the spec does not give")
@@ -465,8 +465,8 @@ def _defaults(node: Def) -> dict[str, tuple[float, str]]:
     names = function.args
     pairs = [*zip(reversed(names.args), reversed(names.defaults), strict=False)]
     pairs += [(arg, value) for arg, value in zip(names.kwonlyargs, names.kw_defaults, strict=True) if value is not None]
-    found = {arg.arg: _number(value) for arg, value in pairs}
-    return {name: (value, f"{node.name}({name}={value:g})") for name, value in found.items() if value is not None}
+    defaults = {arg.arg: _number(value) for arg, value in pairs}
+    return {name: (value, f"{node.name}({name}={value:g})") for name, value in defaults.items() if value is not None}
 
 
 def _number(node: ast.expr) -> float | None:
@@ -474,5 +474,5 @@ def _number(node: ast.expr) -> float | None:
     sign = 1.0
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         sign, node = -1.0, node.operand
-    known = isinstance(node, ast.Constant) and type(node.value) in (int, float)
-    return sign * float(node.value) if known else None  # type: ignore[attr-defined]
+    is_number = isinstance(node, ast.Constant) and type(node.value) in (int, float)
+    return sign * float(node.value) if is_number else None  # type: ignore[attr-defined]

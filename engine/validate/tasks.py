@@ -51,16 +51,16 @@ def task_rows(ctx: CheckContext) -> Iterator[Finding]:
         return
     try:
         if tasks.source == "inline":
-            found = _first_bad(ctx.loaded, MAX_ROWS)
+            diagnostic = _first_bad(ctx.loaded, MAX_ROWS)
         else:
             if tasks.source == "parquet":
                 yield from _columns(ctx, row_files(ctx.loaded))
                 return
-            found = _first_bad_of_files(_state(ctx), _Known(ctx.loaded))
+            diagnostic = _first_bad_of_files(_state(ctx), _Known(ctx.loaded))
     except (SpecError, OSError):
         return  # `tasks.unreadable` reports it
-    if found is not None:
-        yield Finding(found.message, found.path, found.fix, origin=found.origin)
+    if diagnostic is not None:
+        yield Finding(diagnostic.message, diagnostic.path, diagnostic.fix, origin=diagnostic.origin)
 
 
 @rule("tasks.video", "warning", "tasks have videos, which no episode shows")
@@ -96,14 +96,14 @@ def not_read(ctx: CheckContext) -> Iterator[Finding]:
         return
     try:
         if tasks.source == "inline":
-            found = f"the first {MAX_ROWS:,} rows are" if len(tasks.rows or []) > MAX_ROWS else ""
+            checked_rows = f"the first {MAX_ROWS:,} rows are" if len(tasks.rows or []) > MAX_ROWS else ""
         else:
-            found = _left_out(_state(ctx), _Known(ctx.loaded))
+            checked_rows = _left_out(_state(ctx), _Known(ctx.loaded))
     except (SpecError, OSError):
         return  # `tasks.unreadable` reports it
-    if found:
+    if checked_rows:
         path = ("tasks", "rows" if tasks.source == "inline" else "path")
-        yield Finding(f"only {found} checked: a later row may lack a field or share its id", path)
+        yield Finding(f"only {checked_rows} checked: a later row may lack a field or share its id", path)
 
 
 @lru_cache(maxsize=256)

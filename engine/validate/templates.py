@@ -62,8 +62,8 @@ def rendered(source: str, variables: Mapping[str, Any], messages: Sequence[View]
     Raises:
         ChildError: the template does not end, or takes too much memory.
     """
-    known = shown(source, variables, trusted=trusted)
-    if known is None or known.problem is not None:
+    text = shown(source, variables, trusted=trusted)
+    if text is None or text.problem is not None:
         return None
     if trusted or not can_fork():
         return _render(source, variables, messages)
@@ -142,5 +142,7 @@ def _shown(source: str, variables: Mapping[str, Any]) -> Shown:
         template.text([{"role": "user", "content": "Q"}], None)
     except RenderError:
         return Shown("it refuses a conversation that a user begins", True, True, None, [])
-    found = abilities_of(template.text)
-    return Shown(None, found.tools, found.tool_results, rewritten_part(template.text), hidden_roles(template.text))
+    abilities = abilities_of(template.text)
+    return Shown(
+        None, abilities.tools, abilities.tool_results, rewritten_part(template.text), hidden_roles(template.text)
+    )

@@ -250,15 +250,15 @@ def published_steps(ctx: CheckContext) -> Iterator[Finding]:
         length = next((key for key in ("epochs", "steps") if key in given), None)
         if length is None:
             continue
-        own: dict[str, Any] = {key: getattr(train, key) for key in given}
+        changed_to: dict[str, Any] = {key: getattr(train, key) for key in given}
         if train.epochs is not None and length == "steps":
-            own["steps"] = _steps(ctx, train)
-        changed = [key for key, value in own.items() if value != given[key]]
+            changed_to["steps"] = _steps(ctx, train)
+        changed = [key for key, value in changed_to.items() if value != given[key]]
         if not changed and (train.epochs is None or length == "epochs"):
             continue
         path: DataPath = ("train", next((key for key in ("epochs", *changed) if ctx.written("train", key)), "steps"))
         message = (
-            f"`{name}` trains for {_told(given)}, and this spec for {_told(own | _epochs(train))}: results "
+            f"`{name}` trains for {_told(given)}, and this spec for {_told(changed_to | _epochs(train))}: results "
             "are not comparable"
         )
         fix = f"leave out `train.{path[-1]}` to reproduce the published training, or keep it for another length"
@@ -293,5 +293,5 @@ def _told(values: dict[str, Any]) -> str:
         parts.append(f"{values['epochs']:g} epochs")
     if values.get("steps") is not None:
         parts.append(f"{values['steps']} steps")
-    told = " = ".join(parts)
-    return f"{told} of {values['tasks_per_step']} groups" if values.get("tasks_per_step") is not None else told
+    length = " = ".join(parts)
+    return f"{length} of {values['tasks_per_step']} groups" if values.get("tasks_per_step") is not None else length

@@ -133,12 +133,12 @@ def count_bound(ctx: CheckContext, name: str) -> Bound:
 
 def _count(ctx: CheckContext, graph: Graph, index: int) -> Bound:
     name = COUNTS[index]
-    own = ctx.spec.limits.value_of(name)
-    own = None if own is None else min(own, UNBOUNDED)
+    limit = ctx.spec.limits.value_of(name)
+    limit = None if limit is None else min(limit, UNBOUNDED)
     if not graph.exact:
         if graph.walked and not any(index in step.used for steps in graph.steps.values() for step in steps):
             return Bound(0.0, MACHINE)
-        return Bound(own, f"limits.{name}") if own is not None else Bound(None, f"`limits.{name}` is not set")
+        return Bound(limit, f"limits.{name}") if limit is not None else Bound(None, f"`limits.{name}` is not set")
     most = most_counts(graph)[index]
     if most == inf:
         return Bound(None, f"`limits.{name}` is not set")
@@ -169,10 +169,10 @@ def _tokens(ctx: CheckContext, turns: Bound) -> dict[str, Bound]:
     context = context_bound(ctx)
     sampled = spec.sampling.max_new_tokens
     by_sampling = sampled is not None and sampled < spec.limits.turn_tokens
-    each = spec.limits.turn_tokens if sampled is None else min(sampled, spec.limits.turn_tokens)
+    turn_tokens = spec.limits.turn_tokens if sampled is None else min(sampled, spec.limits.turn_tokens)
     by = "sampling.max_new_tokens" if by_sampling else "limits.turn_tokens"
-    each = min(each, UNBOUNDED)
-    total = Bound(None, turns.by) if turns.most is None else Bound(turns.most * each, f"{turns.by} × {by}")
+    turn_tokens = min(turn_tokens, UNBOUNDED)
+    total = Bound(None, turns.by) if turns.most is None else Bound(turns.most * turn_tokens, f"{turns.by} × {by}")
     return {"sampled_tokens": total, "context_tokens": context}
 
 
@@ -180,19 +180,19 @@ def context_bound(ctx: CheckContext) -> Bound:
     """Return the maximum length of a sequence, the reply included."""
     spec = ctx.spec
     files = model_files(ctx.loaded)
-    known = [
+    bounds = [
         (spec.limits.episode_tokens, "limits.episode_tokens"),
         (spec.model.context, "model.context"),
         (None if files is None or spec.model.context is not None else files.context, "the model's context"),
     ]
-    found = [(most, by) for most, by in known if most is not None]
-    if not found:
+    finite = [(most, by) for most, by in bounds if most is not None]
+    if not finite:
         return Bound(
             None,
             "neither `limits.episode_tokens` nor `model.context` is set, and the model's files are not on "
             "this computer",
         )
-    most, by = min(found)
+    most, by = min(finite)
     return Bound(float(min(most, UNBOUNDED)), by)
 
 
@@ -201,10 +201,10 @@ def _images(ctx: CheckContext) -> Bound:
     if files is not None and files.sees is False:
         return Bound(0.0, "the model takes only text")
     named = {"limits.images": ctx.spec.limits.images, "model.max_images": ctx.spec.model.max_images}
-    known = [(most, by) for by, most in named.items() if most is not None]
-    if not known:
+    bounds = [(most, by) for by, most in named.items() if most is not None]
+    if not bounds:
         return Bound(None, "neither `limits.images` nor `model.max_images` is set")
-    most, by = min(known)
+    most, by = min(bounds)
     return Bound(float(min(most, UNBOUNDED)), by)
 
 
@@ -215,7 +215,7 @@ def _seconds(ctx: CheckContext, graph: Graph) -> Bound:
     """The sum of the deadlines on the longest path, or the episode's time limit and the final state's deadline."""
     spec = ctx.spec
     ends = max((seconds_of(ctx.spec, state) for state in ctx.states.values() if state.final), default=0.0)
-    whole = inf if spec.limits.episode_seconds is None else spec.limits.episode_seconds + ends
+    longest = inf if spec.limits.episode_seconds is None else spec.limits.episode_seconds + ends
     worth = {name: seconds_of(ctx.spec, state) for name, state in ctx.states.items() if not state.final}
     way = inf
     if graph.exact:
@@ -227,10 +227,10 @@ def _seconds(ctx: CheckContext, graph: Graph) -> Bound:
         }
         rest |= {place for place in graph.steps if place.newest == NO_CALLS and place.state in calling}
         way = heaviest(graph, lambda place, used: 0.0 if place in rest else worth.get(place.state, 0.0)) + ends
-    if min(whole, way) == inf:
+    if min(longest, way) == inf:
         return Bound(None, "`limits.episode_seconds` is not set, and not everything has a deadline")
-    if whole <= way:
-        return Bound(whole, "limits.episode_seconds" + (" + the final state's deadline" if ends else ""))
+    if longest <= way:
+        return Bound(longest, "limits.episode_seconds" + (" + the final state's deadline" if ends else ""))
     return Bound(way, "the deadlines of what the episode does")
 
 
@@ -265,7 +265,7 @@ def read_budget(given: Sequence[str]) -> dict[str, float]:
     Raises:
         BudgetError: a name does not exist, or a value is not a number.
     """
-    found: dict[str, float] = {}
+    budget: dict[str, float] = {}
     for item in given:
         name, _, value = item.partition("=")
         name = name.strip()
@@ -279,13 +279,13 @@ def read_budget(given: Sequence[str]) -> dict[str, float]:
             most = -1.0
         if not most >= 0:
             raise BudgetError(f"`{item}` is not a valid budget; write `{name}=1e9`")
-        found[name] = most
-    return found
+        budget[name] = most
+    return budget
 
 
 def over_budget(loaded: LoadedSpec, worst: WorstCase, budget: Mapping[str, float]) -> list[Diagnostic]:
     """Return a finding for each cost that may exceed its budget, at the key that bounds it."""
-    found = []
+    diagnostics = []
     for name, most in budget.items():
         bound = worst.run[COSTS[name]]
         if bound.most is not None and bound.most <= most:
@@ -296,8 +296,8 @@ def over_budget(loaded: LoadedSpec, worst: WorstCase, budget: Mapping[str, float
         else:
             message = f"the run may cost {bound.most:,.0f} {name} ({bound.by}); the budget is {most:,.0f}"
         fix = "lower the limit, the tasks (`tasks.limit`) or `rollout.samples_per_task`"
-        found.append(Diagnostic(OVER_BUDGET, "error", message, fix, loaded.origin(path), path))
-    return found
+        diagnostics.append(Diagnostic(OVER_BUDGET, "error", message, fix, loaded.origin(path), path))
+    return diagnostics
 
 
 def _path(by: str) -> DataPath:

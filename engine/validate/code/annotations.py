@@ -82,16 +82,18 @@ def heads(annotation: ast.expr, scope: Scope, steps: int = 0) -> list[Head] | No
     if isinstance(annotation, ast.Subscript):
         named = annotation.value
         arguments = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
-    found = scope.sources.resolve(named, scope.module, scope.hidden)
-    if isinstance(found, Alias):
+    definition = scope.sources.resolve(named, scope.module, scope.hidden)
+    if isinstance(definition, Alias):
         return (
-            None if arguments else heads(found.expression, Scope(sources=scope.sources, module=found.module), steps + 1)
+            None
+            if arguments
+            else heads(definition.expression, Scope(sources=scope.sources, module=definition.module), steps + 1)
         )
-    if isinstance(found, Definition) and isinstance(found.node, ast.ClassDef):
-        return [Head(name=found.name, arguments=arguments, scope=scope, definition=found)]
-    if not isinstance(found, External):
+    if isinstance(definition, Definition) and isinstance(definition.node, ast.ClassDef):
+        return [Head(name=definition.name, arguments=arguments, scope=scope, definition=definition)]
+    if not isinstance(definition, External):
         return None
-    module, _, name = found.name.rpartition(".")
+    module, _, name = definition.name.rpartition(".")
     if module not in ("builtins", "typing", "typing_extensions", "collections.abc"):
         return None
     if name in _WRAPPERS and arguments:
@@ -115,8 +117,8 @@ def _quoted(annotation: ast.Constant, scope: Scope, steps: int) -> list[Head] | 
 
 
 def _all(annotations: Sequence[ast.expr], scope: Scope, steps: int) -> list[Head] | None:
-    found = [heads(item, scope, steps + 1) for item in annotations]
-    return None if None in found else [head for item in found if item is not None for head in item]
+    heads_of_items = [heads(item, scope, steps + 1) for item in annotations]
+    return None if None in heads_of_items else [head for item in heads_of_items if item is not None for head in item]
 
 
 _PLAIN = {
@@ -138,8 +140,8 @@ _PLAIN = {
 
 def excludes(annotation: ast.expr, value: Any, scope: Scope, steps: int = 0) -> bool:
     """Whether no value of an annotation's type is written in YAML as `value`. A list may stand for a tuple or a set."""
-    found = heads(annotation, scope, steps)
-    return found is not None and all(_head_excludes(head, value, steps) for head in found)
+    all_heads = heads(annotation, scope, steps)
+    return all_heads is not None and all(_head_excludes(head, value, steps) for head in all_heads)
 
 
 def _head_excludes(head: Head, value: Any, steps: int) -> bool:
@@ -239,8 +241,8 @@ def returns_wrong(function: Definition, wanted: Wanted, sources: Sources) -> str
     node = function.node
     if isinstance(node, ast.ClassDef) or node.returns is None:
         return None
-    found = heads(node.returns, scope_of(function, sources))
-    if found is None or not found or not all(_is_wrong(head, wanted) for head in found):
+    result_heads = heads(node.returns, scope_of(function, sources))
+    if result_heads is None or not result_heads or not all(_is_wrong(head, wanted) for head in result_heads):
         return None
     return ast.unparse(node.returns).strip("'\"")
 
@@ -256,8 +258,8 @@ def _is_wrong(head: Head, wanted: Wanted, steps: int = 0) -> bool:
         family = lineage(head.definition, head.scope.sources)
         if any(item.name in wanted.classes for item in family.classes):
             return False
-        known = family.complete or any(item.name in _CONTRACTS for item in family.classes)
-        return known and (wanted.wrong is None or any(item.name in wanted.wrong for item in family.classes))
+        is_known = family.complete or any(item.name in _CONTRACTS for item in family.classes)
+        return is_known and (wanted.wrong is None or any(item.name in wanted.wrong for item in family.classes))
     return head.name in (BUILTIN if wanted.wrong is None else wanted.wrong)
 
 

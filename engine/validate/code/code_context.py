@@ -78,23 +78,23 @@ class CodeContext:
         If code may not be imported, the answers come from its text. If the text leaves open what it is, the result is
         None, and the current rule counts as skipped.
         """
-        found = self.described(use)
-        if isinstance(found, NotImported):
-            if found.definition is None:
+        code = self.described(use)
+        if isinstance(code, NotImported):
+            if code.definition is None:
                 self.skip()
                 return None
-            return read_code(found.definition, self.sources)
-        return None if isinstance(found, EntryError) else ImportedCode(found, self.code_text(use))
+            return read_code(code.definition, self.sources)
+        return None if isinstance(code, EntryError) else ImportedCode(code, self.code_text(use))
 
     def code_text(self, use: str) -> ReadCode | None:
         """Return the text of an entry point, whether or not it is imported; None if it cannot be read."""
-        found = self.described(use)
-        if not isinstance(found, NotImported):
+        code = self.described(use)
+        if not isinstance(code, NotImported):
             try:
-                found = self.sources.entry(use)
+                code = self.sources.entry(use)
             except EntryError:
                 return None
-        return None if found.definition is None else read_code(found.definition, self.sources)
+        return None if code.definition is None else read_code(code.definition, self.sources)
 
     def described(self, use: str) -> Any:
         """Return the object of an entry point, the `NotImported` that stands for it, or the EntryError that says what
@@ -126,9 +126,9 @@ class CodeContext:
     def isolated(self) -> frozenset[str]:
         """Entry points that run only in worker processes."""
         spec = self.spec
-        whole = spec.isolation_of(None).mode != "thread"
+        in_processes = spec.isolation_of(None).mode != "thread"
         modes = [(item.entry.use, self._mode(item) != "thread") for item in self.spec_code]
-        modes += [(str(state.action), whole) for state in spec.machine.states.values() if state.action]
+        modes += [(str(state.action), in_processes) for state in spec.machine.states.values() if state.action]
         here = {use for use, apart in modes if not apart} | {source.use or "" for source in spec.tasks.sources}
         return frozenset(use for use, apart in modes if apart) - here
 
@@ -151,31 +151,31 @@ class CodeContext:
     def declared(self, use: str) -> tuple[str, ...] | None:
         """Return the `events` of an entry point's object; None if they are not a list of names."""
         thing = self.code(use)
-        found = "unknown" if thing is None else thing.events()
-        if found == "unknown" and isinstance(thing, ReadCode):
+        events = "unknown" if thing is None else thing.events()
+        if events == "unknown" and isinstance(thing, ReadCode):
             self.skip()
-        return None if isinstance(found, str) else tuple(found)
+        return None if isinstance(events, str) else tuple(events)
 
     @cached_property
     def spec_code(self) -> list[NamedEntry]:
         """The entry points of environment, tools, users, scorer and parts of plugins."""
         spec = self.spec
-        found = [
+        entries = [
             NamedEntry(("tools", index), tool.entry, "tool" if tool.facts is None else "tool server")
             for index, tool in enumerate(spec.tools)
         ]
         if spec.environment:
-            found.insert(0, NamedEntry(("environment",), spec.environment.entry, "environment"))
+            entries.insert(0, NamedEntry(("environment",), spec.environment.entry, "environment"))
         for path, user in self.users:
             if user.use is not None:
-                found.append(NamedEntry(path, Entry(use=user.use, with_=user.with_), "user"))
+                entries.append(NamedEntry(path, Entry(use=user.use, with_=user.with_), "user"))
             if user.grader is not None:
-                found.append(NamedEntry((*path, "grader"), user.grader, "user"))
+                entries.append(NamedEntry((*path, "grader"), user.grader, "user"))
         scorer = spec.rewards.scorer
         if scorer is not None and scorer.use is not None:
             entry = Entry(use=SCORERS.get(scorer.use, scorer.use), with_=scorer.with_)
-            found.append(NamedEntry(("rewards", "scorer"), entry, "scorer"))
-        return [*found, *(NamedEntry(code.path, code.entry, code.part, code) for code in added_code(spec))]
+            entries.append(NamedEntry(("rewards", "scorer"), entry, "scorer"))
+        return [*entries, *(NamedEntry(code.path, code.entry, code.part, code) for code in added_code(spec))]
 
     @property
     def users(self) -> list[tuple[DataPath, UserSpec]]:
@@ -203,12 +203,12 @@ class ReadFunctionEnvironment(ReadCode):
     @property
     def signature(self) -> inspect.Signature | None:
         """Its parameters without those that the engine gives."""
-        kept = [
+        arguments = [
             item if item.kind is item.VAR_KEYWORD else item.replace(kind=item.KEYWORD_ONLY)
             for item in read_signature(self.definition).parameters.values()
             if item.name not in _GIVEN and item.kind is not item.VAR_POSITIONAL
         ]
-        return inspect.Signature(kept)
+        return inspect.Signature(arguments)
 
     def method(self, name: str) -> Method | Missing:
         """See `CodeFacts.method`."""

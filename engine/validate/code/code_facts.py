@@ -98,12 +98,12 @@ class ImportedCode:
 
     def method(self, name: str) -> Method | Missing:
         """See `CodeFacts.method`."""
-        found = getattr(self._thing, name, None) if name != "__call__" or "__call__" in dir(self._thing) else None
-        if not callable(found):
+        value = getattr(self._thing, name, None) if name != "__call__" or "__call__" in dir(self._thing) else None
+        if not callable(value):
             computed = isinstance(inspect.getattr_static(self._thing, name, None), property)
             set_ = self._text is not None and self._text.method(name) == "unknown"
             return "unknown" if hasattr(self._thing, "__getattr__") or computed or set_ else "missing"
-        signature = _signature(found)
+        signature = _signature(value)
         static = inspect.getattr_static(self._thing, name)
         if signature is None or isinstance(static, staticmethod | classmethod):
             return Method(signature)
@@ -145,9 +145,9 @@ class ImportedCode:
 
     def events(self) -> Sequence[str] | Missing:
         """See `CodeFacts.events`."""
-        found = getattr(self._thing, "events", None)
-        if isinstance(found, list | tuple) and found and all(isinstance(event, str) for event in found):
-            return tuple(found)
+        events = getattr(self._thing, "events", None)
+        if isinstance(events, list | tuple) and events and all(isinstance(event, str) for event in events):
+            return tuple(events)
         return "missing"
 
     def attribute(self, name: str) -> Any:
@@ -208,29 +208,27 @@ class ReadCode:
         """See `CodeFacts.signature`."""
         if self.kind == "function":
             return read_signature(self.definition)
-        found = self._init
-        if found == "missing":
+        init = self._init
+        if init == "missing":
             return inspect.Signature()
         return (
-            None
-            if not isinstance(found, Definition) or found.node.decorator_list
-            else read_signature(found, bound=True)
+            None if not isinstance(init, Definition) or init.node.decorator_list else read_signature(init, bound=True)
         )
 
     def method(self, name: str) -> Method | Missing:
         """See `CodeFacts.method`."""
         if self.kind != "class":
             return "unknown"
-        found = member(self.definition, name, self.sources)
-        if not isinstance(found, Definition):
-            open_ = found == "missing" and member(self.definition, "__getattr__", self.sources) != "missing"
-            return "unknown" if open_ else found
-        names = {last_name(item) for item in found.node.decorator_list}
+        definition = member(self.definition, name, self.sources)
+        if not isinstance(definition, Definition):
+            open_ = definition == "missing" and member(self.definition, "__getattr__", self.sources) != "missing"
+            return "unknown" if open_ else definition
+        names = {last_name(item) for item in definition.node.decorator_list}
         if names & {"property", "cached_property"}:
             return "unknown"
         if names - {"staticmethod", "classmethod", "abstractmethod", "override"}:
             return Method(None)  # a decorator may change anything
-        return Method(read_signature(found, bound="staticmethod" not in names), found)
+        return Method(read_signature(definition, bound="staticmethod" not in names), definition)
 
     def tool_problem(self, name: str | None) -> str | None:
         """See `CodeFacts.tool_problem`."""
@@ -240,8 +238,8 @@ class ReadCode:
     def _tool_function(self) -> Definition | None:
         """The function that is called as a tool, if it is certain."""
         if self.kind == "class":
-            found = self.method("__call__")
-            return found.definition if isinstance(found, Method) else None
+            call = self.method("__call__")
+            return call.definition if isinstance(call, Method) else None
         return self.definition if self.kind == "function" else None
 
     def tool(self, name: str | None) -> ToolFacts | None:
@@ -265,10 +263,10 @@ class ReadCode:
     def events(self) -> Sequence[str] | Missing:
         """See `CodeFacts.events`."""
         if self.kind != "class":
-            found = declared_events(self._node)
+            events = declared_events(self._node)
             return (
-                found
-                if found is not None
+                events
+                if events is not None
                 else "missing"
                 if not getattr(self._node, "decorator_list", True)
                 else "unknown"

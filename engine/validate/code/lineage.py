@@ -38,16 +38,16 @@ class Lineage(Struct, frozen=True, kw_only=True, eq=False):
 
 def lineage(definition: Definition, sources: Sources) -> Lineage:
     """Return a class with its bases."""
-    known = sources.lineages.get(definition.node)
-    if known is None:
+    cached = sources.lineages.get(definition.node)
+    if cached is None:
         types: dict[ast.AST, type] = {}
         try:
             top, complete = _type_of(definition, sources, types, 0)
             classes = [vars(item)["definition"] for item in top.__mro__ if "definition" in vars(item)]
         except TypeError:  # bases that Python refuses
             classes, complete = [definition], False
-        known = sources.lineages[definition.node] = Lineage(classes=classes, complete=complete)
-    return known
+        cached = sources.lineages[definition.node] = Lineage(classes=classes, complete=complete)
+    return cached
 
 
 def _type_of(definition: Definition, sources: Sources, types: dict[ast.AST, type], steps: int) -> tuple[type, bool]:

@@ -40,12 +40,12 @@ def read_module(file: Path, module: str) -> ModuleText | None:
     """
     try:
         status = file.stat()
-        found = _parse(str(file), status.st_mtime_ns, status.st_size)
+        text = _parse(str(file), status.st_mtime_ns, status.st_size)
     except OSError:
         return None
-    if isinstance(found, SyntaxError):
-        raise EntryError(f"importing `{module}` failed at {found.filename}:{found.lineno}: SyntaxError: {found}")
-    return found
+    if isinstance(text, SyntaxError):
+        raise EntryError(f"importing `{module}` failed at {text.filename}:{text.lineno}: SyntaxError: {text}")
+    return text
 
 
 @lru_cache(maxsize=256)

@@ -143,16 +143,16 @@ class Sources:
         submodule = module.is_package and has_submodule(file.parent, first)
         if text.closed and first not in text.names and first not in _IMPLICIT and not submodule:
             raise EntryError(f"`{name}` has no `{first}`{nearest_attribute(first, sorted(text.names))}")
-        found = self._named(module, first)
+        definition = self._named(module, first)
         for index, part in enumerate(parts[1:], start=1):
-            if not isinstance(found, Definition) or not isinstance(found.node, ast.ClassDef):
+            if not isinstance(definition, Definition) or not isinstance(definition.node, ast.ClassDef):
                 return NotImported(use)
-            bound, closed = _class_names(found.node)
+            bound, closed = _class_names(definition.node)
             if closed and part not in bound and not hasattr(object, part):
                 owner = ".".join([name, *parts[:index]])
                 raise EntryError(f"`{owner}` has no `{part}`{nearest_attribute(part, sorted(bound))}")
-            found = inside(found, part)
-        return NotImported(use, found if isinstance(found, Definition) else None)
+            definition = inside(definition, part)
+        return NotImported(use, definition if isinstance(definition, Definition) else None)
 
     # ---- names
 
@@ -281,8 +281,8 @@ def _absolute(module: Module, statement: ast.ImportFrom) -> str | None:
     if not statement.level:
         return statement.module
     parts = module.name.split(".")
-    kept = parts[: len(parts) - statement.level + module.is_package]
-    return ".".join([*kept, *([statement.module] if statement.module else [])]) if kept else None
+    package_parts = parts[: len(parts) - statement.level + module.is_package]
+    return ".".join([*package_parts, *([statement.module] if statement.module else [])]) if package_parts else None
 
 
 def _class_names(node: ast.ClassDef) -> tuple[frozenset[str], bool]:
@@ -353,5 +353,5 @@ def class_attribute(node: ast.ClassDef, name: str) -> ast.expr | None:
 
 
 def _strings(items: Sequence[ast.expr]) -> tuple[str, ...] | None:
-    found = [item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str)]
-    return tuple(found) if found and len(found) == len(items) else None
+    names = [item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str)]
+    return tuple(names) if names and len(names) == len(items) else None

@@ -70,8 +70,8 @@ def _named(ctx: CheckContext) -> list[tuple[DataPath, str]]:
 def _short_names(ctx: CheckContext, path: DataPath, use: str) -> str | None:
     """The fix of a name without a colon: the nearest that an installed package offers. None: none offers any."""
     kind = next((item.role for item in ctx.spec_code if (*item.path, "use") == path), "")
-    known = [*names_of(kind), *(SCORERS if kind == "scorer" else ())]
-    return f"{near_or_known(use, known)}; or write `package.module:Name`" if known else None
+    names = [*names_of(kind), *(SCORERS if kind == "scorer" else ())]
+    return f"{near_or_known(use, names)}; or write `package.module:Name`" if names else None
 
 
 @rule(
@@ -124,14 +124,14 @@ def _built(ctx: CheckContext, item: NamedEntry, thing: CodeFacts) -> Iterator[Fi
     if thing.kind != "class":
         return  # what a function returns is known only when it runs
     name, arguments = METHODS[item.role]
-    found = thing.method(name)
-    if found == "missing":
+    method = thing.method(name)
+    if method == "missing":
         article = "an" if item.role == "environment" else "a"
         fix = f"add `def {name}({', '.join(['self', *arguments])})`"
         yield Finding(
             f"`{item.entry.use}` has no method `{name}`, so it is not {article} {item.role}", (*item.path, "use"), fix
         )
-    elif found == "unknown":
+    elif method == "unknown":
         ctx.skip()
     yield from _methods(item, thing, {name: arguments, **OPTIONAL[item.role]})
 

@@ -160,11 +160,11 @@ def _of_part(ctx: CheckContext, item: NamedEntry, text: ReadCode) -> Iterator[Fi
 def _wrong(
     ctx: CheckContext, function: Definition, name: str, wanted: Wanted, words: str, path: DataPath
 ) -> Iterator[Finding]:
-    found = returns_wrong(function, wanted, ctx.sources)
-    if found is not None:
+    annotation = returns_wrong(function, wanted, ctx.sources)
+    if annotation is not None:
         place = f"{function.module.file.name}:{function.node.lineno}"
         yield Finding(
-            f"`{name}` is annotated `-> {short(found)}` ({place}), and must return {words}",
+            f"`{name}` is annotated `-> {short(annotation)}` ({place}), and must return {words}",
             path,
             "correct the function, or its annotation",
         )
@@ -253,9 +253,9 @@ def _close(thing: Any) -> None:
         return
 
     async def closed() -> None:
-        found = close()
-        if inspect.isawaitable(found):
-            await found
+        closing = close()
+        if inspect.isawaitable(closing):
+            await closing
 
     with contextlib.suppress(Exception), deadline(CLOSE_SECONDS):
         asyncio.run(closed())

@@ -75,15 +75,15 @@ def written_names(text: ModuleText) -> WrittenNames:
 
 def _renames(node: ast.AST) -> bool:
     """Whether a statement gives a class of answers another name, or derives a class from it."""
-    known = _ANSWERS | {"RewardEvent"}
+    answers = _ANSWERS | {"RewardEvent"}
     if isinstance(node, ast.ImportFrom):
-        return any(item.name in known and item.asname not in (None, item.name) for item in node.names)
+        return any(item.name in answers and item.asname not in (None, item.name) for item in node.names)
     if isinstance(node, ast.ClassDef):
-        return any(last_name(item) in known for item in node.bases)
+        return any(last_name(item) in answers for item in node.bases)
     return (
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Name | ast.Attribute)
-        and last_name(node.value) in known
+        and last_name(node.value) in answers
     )
 
 
@@ -126,8 +126,8 @@ class _Values:
         if ast.unparse(value) == "view.facts":
             return True  # others wrote them
         if isinstance(value, ast.Name | ast.Attribute):
-            found = self._assigned.get(last_name(value) or "", [None])
-            return all(item is not None and self.closed(item, steps + 1) for item in found)
+            values = self._assigned.get(last_name(value) or "", [None])
+            return all(item is not None and self.closed(item, steps + 1) for item in values)
         if isinstance(value, ast.Call):
             return self._call(value, steps)
         return False
@@ -139,8 +139,8 @@ class _Values:
                 self.closed(item, steps + 1)
                 for item in (*value.args, *(item.value for item in value.keywords if item.arg is None))
             )
-        found = self._functions.get(name, [])
-        results = [node.value for function in found for node in ast.walk(function) if isinstance(node, ast.Return)]
+        functions = self._functions.get(name, [])
+        results = [node.value for function in functions for node in ast.walk(function) if isinstance(node, ast.Return)]
         return bool(results) and all(self.closed(item, steps + 1) for item in results)
 
 
