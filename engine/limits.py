@@ -13,11 +13,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from engine import plugin
-from engine.limit import UNBOUNDED, Limit
+from engine.schemas.limits import UNBOUNDED, Limit, LimitsSpec
 
 if TYPE_CHECKING:
     from engine.episode.episode import Episode
-    from engine.schemas.limits import LimitsSpec
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ MOVED: dict[str, str] = {
     "engine.integrations.verl_config": "engine.plugins.adapters.verl.config",
     "engine.integrations.verl_modules": "engine.plugins.adapters.verl.modules",
     "engine.isolation.sandbox": "engine.plugins.confinement.sandbox",
+    "engine.limit": "engine.schemas.limits",
     "engine.machine.draw": "engine.plugins.pictures.draw",
     "engine.machine.layout": "engine.plugins.pictures.layout",
     "engine.notices": "engine.plugins.notices",

@@ -112,7 +112,7 @@ class Plugin:
     presets: Entries = field(default_factory=dict)
     """Value of `machine` or `machine.preset` -> its `engine.machine.preset:Preset`."""
     limits: Entries = field(default_factory=dict)
-    """Limit of an episode -> its `engine.limit:Limit`. Its value is a key of an inline section of `limits`."""
+    """Limit of an episode -> its `engine.schemas.limits:Limit`. Its value is a key of an inline section of `limits`."""
     records: Entries = field(default_factory=dict)
     """Kind of a journal record -> its class, a `RecordBase`."""
     commands: Entries = field(default_factory=dict)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from engine.actions.facts import ACTIONS
 from engine.errors import LedgerError
-from engine.limit import Limit
 from engine.limits import limits_of
 from engine.rewards.ledger import OWN_BLAMES, blame_of
+from engine.schemas.limits import Limit
 
 if TYPE_CHECKING:
     from engine.actions.calling.host import EpisodeHost

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from engine import plugin
 from engine.actions.action_facts import NO_CALLS, OWN_ACTION_SECONDS, SURE_CALLS, ActionFacts
-from engine.limit import ALWAYS, OVERFLOW
 from engine.limits import limits_of
+from engine.schemas.limits import ALWAYS, OVERFLOW
 
 if TYPE_CHECKING:
     from engine.machine.machine import ResolvedMachine

@@ -20,10 +20,10 @@ from engine.actions.facts import ACTIONS
 from engine.actions.spec_code import StepAction
 from engine.episode.episode import Episode
 from engine.errors import SpecCodeError
-from engine.limit import OVERFLOW
 from engine.limits import limit_values
 from engine.machine.machine import Machine, resolved_machine
 from engine.rewards.ledger import Rules
+from engine.schemas.limits import OVERFLOW
 from engine.tokens.conversation import Conversation
 
 if TYPE_CHECKING:

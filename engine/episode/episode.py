@@ -21,12 +21,12 @@ import msgspec
 import structlog
 
 from engine.errors import EngineError, LedgerError, ReplayError
-from engine.limit import FAILED, LIMIT, OVERFLOW
 from engine.limits import LIMITS, EpisodeCounts
 from engine.rewards.ledger import Ledger
 from engine.rewards.sealed import TurnPart
 from engine.schemas.environment import EpisodeView, Task
 from engine.schemas.journal import FailureRecord, LimitRecord, UnreadRecord
+from engine.schemas.limits import FAILED, LIMIT, OVERFLOW
 from engine.schemas.message import MalformedCall, Message, ToolCall
 from engine.schemas.trajectory import Blame, Condensation, Failure, Outcome, Trajectory, Turn
 from engine.storable import valid_text, words_of

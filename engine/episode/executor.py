@@ -27,10 +27,10 @@ from engine.actions.calling.code_call import LoopReplacedError
 from engine.deadline import EpisodeDeadline, PausableClocks
 from engine.episode.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, SpecCodeError
-from engine.limit import MAX_STEPS
 from engine.limits import CONTEXT, EPISODE_SECONDS, PROMPT_LIMITS
 from engine.schemas.base import Struct
 from engine.schemas.journal import FailureRecord, GenerationRecord, JournalEntry, LimitRecord, Record, ToolsRecord
+from engine.schemas.limits import MAX_STEPS
 from engine.store.codec import EncodedRecord, are_texts, encode_record
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from engine.actions.action_facts import MAYBE_CALLS, NO_CALLS, SURE_CALLS
 from engine.actions.facts import ACTIONS
-from engine.limit import ALWAYS as ALWAYS_EVENTS
-from engine.limit import FAILED, LIMIT, MAX_STEPS, OVERFLOW
 from engine.limits import COUNTERS, COUNTERS_OF
+from engine.schemas.limits import ALWAYS as ALWAYS_EVENTS
+from engine.schemas.limits import FAILED, LIMIT, MAX_STEPS, OVERFLOW
 from engine.validate.logic import ALWAYS, UNKNOWN, Formula, Ranges
 from engine.validate.work import Work, WorkLimitError
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from engine import plugin
 from engine.actions.facts import ACTIONS
-from engine.limit import ALWAYS as ALWAYS_EVENTS
-from engine.limit import FAILED, LIMIT
 from engine.machine.machine import ResolvedTransition
+from engine.schemas.limits import ALWAYS as ALWAYS_EVENTS
+from engine.schemas.limits import FAILED, LIMIT
 from engine.schemas.machine import TransitionSpec
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import listed

@@ -8,12 +8,11 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from engine.actions.facts import ACTIONS
-from engine.limit import ALWAYS, OVERFLOW, UNBOUNDED
 from engine.limits import COUNTERS, EPISODE_SECONDS, FIELDS, limits_of
 from engine.machine.machine import ResolvedMachine, ResolvedTransition, resolved_machine
 from engine.machine.preset import ANY
 from engine.machine.presets import PRESETS
-from engine.schemas.limits import LimitsSpec
+from engine.schemas.limits import ALWAYS, OVERFLOW, UNBOUNDED, LimitsSpec
 from engine.schemas.machine import StateSpec
 from engine.spec.text.diagnostic import DataPath
 from engine.validate.code.code_context import CodeContext

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError, RenderError, SpecError
-from engine.limit import UNBOUNDED
 from engine.schemas.backend import backend_classes
+from engine.schemas.limits import UNBOUNDED
 from engine.schemas.model import ModelSpec
 from engine.spec.tasks import rows_of, task_of
 from engine.spec.template import fill, texts_of

@@ -18,9 +18,9 @@ from typing import NamedTuple
 from engine.actions.action_facts import NO_CALLS
 from engine.actions.facts import ACTIONS, seconds_of
 from engine.errors import EngineError, SpecError
-from engine.limit import UNBOUNDED
 from engine.limits import COUNTERS, EPISODE_SECONDS, LIMITS
 from engine.schemas.episode import EpisodeSpec
+from engine.schemas.limits import UNBOUNDED
 from engine.spec.load import LoadedSpec
 from engine.spec.tasks import count_tasks
 from engine.spec.text.diagnostic import DataPath, Diagnostic

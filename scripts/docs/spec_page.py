@@ -12,7 +12,6 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from engine.actions.facts import ACTIONS
-from engine.limit import ALWAYS, LIMIT
 from engine.limits import LIMITS
 from engine.machine.machine import resolve_machine
 from engine.machine.presets import PRESETS
@@ -21,6 +20,7 @@ from engine.schemas.base import Bytes, Seconds
 from engine.schemas.descriptions import description_of
 from engine.schemas.entry import IsolationSpec
 from engine.schemas.episode import EpisodeSpec
+from engine.schemas.limits import ALWAYS, LIMIT
 from engine.schemas.machine import MachineSpec
 from engine.schemas.sections import annotation_of, section_fields
 from engine.spec.text.places import bare, branches, fields_by_key, is_model, literals

@@ -14,7 +14,6 @@ from engine.actions.calling.workers import call_spec_code, is_async, on_main_loo
 from engine.actions.record_filters import in_memory
 from engine.actions.reward_source import PROGRAM, RewardSource
 from engine.errors import SpecCodeError
-from engine.limit import Limit
 from engine.limits import CONTEXT, LIMITS, PROMPT_LIMITS
 from engine.plugins.agents.command import CommandProgram
 from engine.plugins.agents.coroutine import CoroutineProgram
@@ -27,6 +26,7 @@ from engine.plugins.agents.wire.requests import ApiError, ModelRequest, Session
 from engine.rewards.ledger import REWARD
 from engine.schemas.environment import ProgramSettings
 from engine.schemas.journal import ScoreRecord
+from engine.schemas.limits import Limit
 from engine.schemas.reward import RewardEvent
 from engine.spec.added import spec_facts
 from engine.spec.code.entry import load_entry

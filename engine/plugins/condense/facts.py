@@ -6,7 +6,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from engine.actions.action_facts import ActionFacts
-from engine.limit import Limit
+from engine.schemas.limits import Limit
 
 if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec

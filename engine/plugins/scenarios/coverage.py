@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from engine.actions.facts import may_be_limited
 from engine.errors import EngineError
-from engine.limit import FAILED, LIMIT
 from engine.machine.guards import Guard
 from engine.machine.machine import ResolvedMachine, ResolvedTransition
+from engine.schemas.limits import FAILED, LIMIT
 from engine.validate.context import CheckContext
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.actions.action_facts import ActionFacts
-from engine.limit import Limit
+from engine.schemas.limits import Limit
 
 ACTION = "check_sums"
 SECONDS = 10.0

@@ -14,10 +14,9 @@ import engine
 from engine import plugin
 from engine.actions.action import Action
 from engine.actions.facts import ACTIONS
-from engine.limit import Limit
 from engine.limits import COUNTERS, EPISODE_SECONDS, LIMITS
 from engine.machine.variables import VARIABLES
-from engine.schemas.limits import LimitsSpec
+from engine.schemas.limits import Limit, LimitsSpec
 from engine.schemas.model import ModelSpec
 from engine.schemas.role import ModelUserLimits
 from engine.schemas.sections import section_fields

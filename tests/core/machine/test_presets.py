@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.actions.facts import ACTIONS
-from engine.limit import ALWAYS
 from engine.machine.guards import guard_problems
 from engine.machine.machine import ResolvedTransition, resolve_machine
 from engine.machine.presets import PRESETS
+from engine.schemas.limits import ALWAYS
 from engine.schemas.machine import CORE_PRESETS, MachineSpec, StateSpec, TransitionSpec
 
 

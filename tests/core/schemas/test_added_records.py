@@ -23,7 +23,7 @@ from typing import Literal
 import msgspec
 
 from engine.actions.action_facts import ActionFacts
-from engine.limit import Limit
+from engine.schemas.limits import Limit
 from engine.plugin import Plugin, Section
 from engine.schemas.journal import RecordBase
 from engine.schemas.message import Message
