@@ -233,9 +233,9 @@ def _changed_credit(store: RunReader, score: str | None, changes: list[str]) -> 
     from engine.errors import StoreError
     from engine.schemas.credit import CreditSpec, read_credit
     from engine.spec.text.places import fields_by_key, tagged
-    from engine.store.rows.build import credit_of
+    from engine.store.rows.build import rewards_of
 
-    values = credit_of(store, score).model_dump(by_alias=True)
+    values = rewards_of(store, score).credit.model_dump(by_alias=True)
     given: dict[str, str] = {}
     for change in changes:
         key, equals, value = change.partition("=")

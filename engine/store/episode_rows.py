@@ -48,7 +48,7 @@ def plan(connection: sqlite3.Connection, tasks: Sequence[Task], samples_per_task
 
 
 def begin(
-    connection: sqlite3.Connection, task: Task, fields: str, sample_index: int, seed: int | None, first: int = 0
+    connection: sqlite3.Connection, task: Task, fields: str, sample_index: int, first: int = 0
 ) -> tuple[int, int, list[Any]]:
     """Begin an episode, or continue an interrupted one.
 
@@ -57,7 +57,6 @@ def begin(
         task: Its task.
         fields: The task's fields as JSON.
         sample_index: Its number among the episodes of the task.
-        seed: Its seed; None keeps the stored one.
         first: Number of the attempt of an episode that has not begun in this store.
 
     Returns:
@@ -73,9 +72,9 @@ def begin(
     ).fetchone()
     if row is None:
         number = connection.execute(
-            "INSERT INTO episodes (id, task_id, task_index, sample_index, seed, status, attempt, started) "
-            "VALUES (?, ?, ?, ?, ?, 'running', ?, ?)",
-            (episode_id, task.id, task.index, sample_index, seed, first, time.time()),
+            "INSERT INTO episodes (id, task_id, task_index, sample_index, status, attempt, started) "
+            "VALUES (?, ?, ?, ?, 'running', ?, ?)",
+            (episode_id, task.id, task.index, sample_index, first, time.time()),
         ).lastrowid
         assert number is not None
         mark_running(connection, number)
@@ -90,8 +89,8 @@ def begin(
     if status == "done":
         raise StoreError(f"{episode_id} is done; it is not run again")
     connection.execute(
-        "UPDATE episodes SET status = 'running', started = ?, seed = coalesce(?, seed) WHERE number = ?",
-        (started or time.time(), seed, number),
+        "UPDATE episodes SET status = 'running', started = ? WHERE number = ?",
+        (started or time.time(), number),
     )
     mark_running(connection, number)
     return number, attempt, journal_rows(connection, number, attempt)

@@ -183,13 +183,12 @@ class RunStore(RunReader):
         while part := list(islice(remaining, PLANNED)):
             await self._writing().do(partial(episode_rows.plan, tasks=part, samples_per_task=samples_per_task))
 
-    async def begin(self, task: Task, sample_index: int, *, seed: int | None = None, attempt: int = 0) -> Journal:
+    async def begin(self, task: Task, sample_index: int, *, attempt: int = 0) -> Journal:
         """Begin an episode, or continue an interrupted one.
 
         Args:
             task: Its task.
             sample_index: Its number among the episodes of the task.
-            seed: Its seed.
             attempt: Number of its first attempt in this store: greater than 0 if earlier attempts were made in stores of other drivers.
 
         Returns:
@@ -205,9 +204,7 @@ class RunStore(RunReader):
         self._running.add(episode_id)
         try:
             fields = codec.json_of(stored_fields(task.fields))
-            job = partial(
-                episode_rows.begin, task=task, fields=fields, sample_index=sample_index, seed=seed, first=attempt
-            )
+            job = partial(episode_rows.begin, task=task, fields=fields, sample_index=sample_index, first=attempt)
             return Journal(writer, self._running, episode_id, *await writer.do(job))
         except BaseException:
             self._running.discard(episode_id)

@@ -157,7 +157,7 @@ async def _write(
     rules: list[str],
 ) -> None:
     """Write one row: apply its records to an episode, append them, and finish it with the row's own tokens."""
-    journal = await store.begin(task, sample, seed=0)
+    journal = await store.begin(task, sample)
     episode = compiled.episode(task, sample, [])
     records = records_of(row, rules)
     while True:

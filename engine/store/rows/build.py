@@ -67,7 +67,7 @@ class RowBuilder(Struct, frozen=True, kw_only=True):
         Raises:
             StoreError: the run has no such score.
         """
-        rewards = _rewards_of(store, score)
+        rewards = rewards_of(store, score)
         method, header = credit or rewards.credit, store.header
         metadata = {
             "spec": header.name,
@@ -186,10 +186,6 @@ def member_of(trajectory: Trajectory, values: Sequence[Sequence[float]] | None =
     )
 
 
-def credit_of(store: RunReader, score: str | None = None) -> CreditSpec:
-    """Return the credit method of the run's spec, or of the spec that it was scored with under this label."""
-    return _rewards_of(store, score).credit
-
-
-def _rewards_of(store: RunReader, score: str | None) -> RewardsSpec:
+def rewards_of(store: RunReader, score: str | None = None) -> RewardsSpec:
+    """Return the rewards of the run's spec, or of the spec that it was scored with under this label."""
     return RewardsSpec.model_validate(store.score(score).rewards if score else store.header.rewards)

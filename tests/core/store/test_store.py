@@ -21,7 +21,7 @@ from engine.store import RunStore
 
 
 async def test_a_journal_comes_back_bit_equal_and_in_order(store: RunStore, maker: Any) -> None:
-    journal = await store.begin(maker.task(), 0, seed=5)
+    journal = await store.begin(maker.task(), 0)
     assert (journal.episode_id, journal.attempt, journal.entries) == ("t0/0", 0, [])
     entries = [maker.entry(seq) for seq in range(9)]
     await write_entries(journal, *entries)

@@ -34,7 +34,7 @@ TASKS, SAMPLES = 4, 2
 async def finish(store: RunStore, task: int, sample: int, *, attempt: int = 0, reward: float = 1.0) -> None:
     """Run an episode to its end; what is in it follows from (task, sample, attempt)."""
     seed = 10 * attempt + 1
-    begun = await store.begin(make_task(task), sample, seed=3, attempt=attempt)
+    begun = await store.begin(make_task(task), sample, attempt=attempt)
     for seq in range(3):
         await write_entries(begun, make_entry(seq, seed))
     outcome = Outcome(state="DONE", event="satisfied", solved=reward > 0, reward=reward, rewards={"reward": reward})

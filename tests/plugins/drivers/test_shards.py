@@ -21,7 +21,7 @@ HEADER = make_header()
 
 async def finish(store: RunStore, task: int, sample: int, *, attempt: int = 0, seed: int = 1) -> None:
     """Run one episode of two journal entries."""
-    begun = await store.begin(make_task(task), sample, seed=3, attempt=attempt)
+    begun = await store.begin(make_task(task), sample, attempt=attempt)
     for seq in range(2):
         await write_entries(begun, make_entry(seq, seed))
     await write_result(begun, make_trajectory(task, sample, seed=seed))
