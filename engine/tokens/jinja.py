@@ -10,12 +10,14 @@ import json
 from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
+from types import BuiltinMethodType
 from typing import Any, NoReturn
 
 from jinja2 import Template, nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -71,6 +73,44 @@ def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
+_OF_DICTS = frozenset(dir(dict))
+FORMATS = frozenset(("format", "format_map"))
+"""Methods of texts that the sandbox replaces."""
+_PLAIN = frozenset((str, int, bool, dict, list, type(None)))
+"""Types of values that are no methods."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, in which what nearly all templates read is not examined each time: the sandbox has nothing to refuse there.
+
+    These are keys of a dict that are no names of its attributes, public attributes of loops and namespaces that hold plain values, and
+    public methods of texts other than `FORMATS`.
+    """
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """See `SandboxedEnvironment.getattr`."""
+        kind = type(obj)
+        if kind is dict:
+            if attribute in obj and attribute not in _OF_DICTS:
+                return obj[attribute]
+        elif kind is str:
+            if attribute[:1] != "_" and attribute not in FORMATS and hasattr(str, attribute):
+                return getattr(obj, attribute)
+        elif (kind is LoopContext or kind is _Namespace) and attribute[:1] != "_":
+            value = getattr(obj, attribute, self)
+            if type(value) in _PLAIN:
+                return value
+        return super().getattr(obj, attribute)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """See `SandboxedEnvironment.call`: no method of a text is refused, or takes a context."""
+        if type(obj) is BuiltinMethodType and type(obj.__self__) is str:
+            kwargs.pop("_loop_vars", None)
+            kwargs.pop("_block_vars", None)
+            return obj(*args, **kwargs)
+        return super().call(context, obj, *args, **kwargs)
+
+
 plain_json = json.JSONEncoder(ensure_ascii=False).encode
 """A value as `to_json` writes it without arguments."""
 
@@ -90,9 +130,7 @@ def _now(format: str) -> str:
 
 def make_environment() -> ImmutableSandboxedEnvironment:
     """The environment of chat templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = to_json
     environment.globals.update(
         {"raise_exception": _raise, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}

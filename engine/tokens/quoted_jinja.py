@@ -19,7 +19,7 @@ from jinja2 import Template, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from engine.tokens.jinja import make_environment
+from engine.tokens.jinja import FORMATS, make_environment
 from engine.tokens.tokenizer import MARK, Quoting, unquote
 
 _UNITS = re.compile(f"{MARK}{MARK}|[^{MARK}]{MARK}?|{MARK}", re.DOTALL)
@@ -182,6 +182,7 @@ def _environment(quoting: Quoting) -> ImmutableSandboxedEnvironment:
                 isinstance(obj, str)
                 and (MARK in obj or attribute == "replace")
                 and not attribute.startswith("_")
+                and attribute not in FORMATS
                 and hasattr(str, attribute)
             ):
                 return _Quoted(obj, quoting).method(attribute)

@@ -52,6 +52,15 @@ FEATURES = {
     "private attribute": "{% set ns = namespace(a=1) %}{% set ns._b = 2 %}",
     "no way out": "{{ messages.__class__.__mro__ }}{{ ''.__class__ }}",
     "no change": "{{ messages.append(1) }}",
+    "names of dicts": "{{ dict(items=1).items() | list }}{{ dict(items=1)['items'] }}{{ dict(get=1).get('get') }}{{ dict(a=none).a }}",
+    "formats": "{{ '{}-{x}'.format(1, x=2) }}{{ '{a}'.format_map(dict(a=3)) }}{% set ns = namespace(f='{}'.format) %}{{ ns.f(4) }}",
+    "hidden from formats": "{{ '{0.__class__}'.format(messages) }}",
+    "loops": "{% for m in messages %}{{ loop.first }}{{ loop.last }}{{ loop.index0 }}{{ loop.revindex }}{{ loop.length }}{{ loop.depth }}"
+    "{{ loop.previtem is defined }}{{ (loop.nextitem | default({'role': 'end'})).role }}{{ loop.cycle('a', 'b') }}{{ loop.changed(m.role) }}{% endfor %}",
+    "private of loops": "{% for m in messages %}{{ loop._iterable }}{% endfor %}",
+    "private of namespaces": "{% set ns = namespace(a=1) %}{{ ns.__class__ }}",
+    "calls": "{{ ''.join(messages | map(attribute='role')) }}{% for m in messages %}{{ m.role.replace('u', 'ü', 1).center(9, '-') }}{% endfor %}",
+    "wrong call": "{{ messages[0].role.split(1) }}",
     "raise": "{{ raise_exception('no ' + messages[0].role) }}",
     "undefined": "{{ nothing }}|{{ messages[0].nothing }}|{{ nothing.more }}",
     "year": "{{ strftime_now('%Y') }}",
@@ -87,7 +96,7 @@ def test_kinds_of_templates_write_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_every_feature_is_the_same(name: str) -> None:
-    refusals = {"private name", "private attribute", "no way out", "no change", "raise", "undefined"}
+    refusals = {"private name", "private attribute", "no way out", "no change", "raise", "undefined", "wrong call"}
     assert ("wrote" in assert_same(FEATURES[name])) is (name not in refusals)
 
 
