@@ -176,10 +176,10 @@ class ObjectBuilder:
             return toolbox
         missing = [name for schema in schemas if (name := schema["function"]["name"]) not in toolbox.tools]
         if missing and self._calls_tools:
-            known = ", ".join(f"`{name}`" for name in toolbox.tools) or "none"
+            offered_names = ", ".join(f"`{name}`" for name in toolbox.tools) or "none"
             raise SpecCodeError(
                 f"the row of task `{task.id if task else ''}` has the tool `{missing[0]}`, which the spec does not have "
-                f"(tools: {known}); add it under `tools`, or set `prompt.tools: null`",
+                f"(tools: {offered_names}); add it under `tools`, or set `prompt.tools: null`",
                 blame="spec",
                 kind="unknown_tool",
             )

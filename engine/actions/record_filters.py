@@ -100,9 +100,9 @@ class TextCutter:
         if not isinstance(content, list):
             return content  # refused later, as any content that is no text
         texts = [part.text for part in content if isinstance(part, TextPart)]
-        whole = "".join(texts)
-        head, tail = self._kept(whole)
-        if head + tail >= len(whole):
+        text = "".join(texts)
+        head, tail = self._kept(text)
+        if head + tail >= len(text):
             return content
         parts: list[ContentPart] = []
         at, marked = 0, False
@@ -112,8 +112,8 @@ class TextCutter:
                 continue
             end = at + len(part.text)
             first = part.text[: max(0, head - at)]
-            last = part.text[max(0, len(whole) - tail - at) :] if end > len(whole) - tail else ""
-            mark = "" if marked or end <= head else self._marked(len(whole) - head - tail)
+            last = part.text[max(0, len(text) - tail - at) :] if end > len(text) - tail else ""
+            mark = "" if marked or end <= head else self._marked(len(text) - head - tail)
             marked = marked or bool(mark)
             if first + mark + last:
                 parts.append(part.model_copy(update={"text": first + mark + last}))
@@ -260,10 +260,12 @@ class ImageStorer:
     async def _with_digests(self, episode: Episode, record: Record) -> Record:
         if isinstance(record, ResetRecord):
             spec = await self._messages(record.prompt or (), "spec", episode)
-            own = await self._messages(record.reset.messages, "environment", episode)
-            if spec is None and own is None:
+            of_environment = await self._messages(record.reset.messages, "environment", episode)
+            if spec is None and of_environment is None:
                 return self._counted(record, episode, record.prompt or (), record.reset.messages)
-            reset = record.reset if own is None else record.reset.model_copy(update={"messages": own})
+            reset = record.reset
+            if of_environment is not None:
+                reset = reset.model_copy(update={"messages": of_environment})
             stored = replace(record, prompt=record.prompt if spec is None else spec, reset=reset)
             return self._counted(stored, episode, stored.prompt or (), stored.reset.messages)
         if isinstance(record, StepRecord):
@@ -289,8 +291,8 @@ class ImageStorer:
             stored_turn = record.turn.model_copy(update={"content": content})
             said = [Message(role="user", content=content)]
             return self._counted(replace(record, turn=stored_turn), episode, said)
-        own = await self._messages(record.said(), "environment", episode)
-        return record if own is None else record.with_said(own)
+        said_now = await self._messages(record.said(), "environment", episode)
+        return record if said_now is None else record.with_said(said_now)
 
     def _counted(self, record: Record, episode: Episode, *said: Sequence[Message]) -> Record:
         """Check that there are not more images than the model takes, without those that go before the next prompt."""
@@ -342,21 +344,21 @@ class ImageStorer:
             raise RenderError(self._refusal)
         try:
             if part.image.startswith(DIGEST):
-                known = self._taken.get(part.image) or await self._known(vision, part.image)
+                stored = self._taken.get(part.image) or await self._known(vision, part.image)
             else:
                 data = await asyncio.to_thread(self._read, vision, part, blame)
-                known = await self._store.put_image(data, part.mime)
-                vision.bank.put(known.image, data, known.mime or "application/octet-stream")
-            if known.image not in self._taken:
+                stored = await self._store.put_image(data, part.mime)
+                vision.bank.put(stored.image, data, stored.mime or "application/octet-stream")
+            if stored.image not in self._taken:
                 await asyncio.to_thread(
-                    vision.bank.picture, known.image
+                    vision.bank.picture, stored.image
                 )  # processed here, so that `apply` finds the result
         except ImageError as error:
             if error.blame == "environment":
                 error.blame = blame
             raise
-        self._taken[known.image] = known
-        return known
+        self._taken[stored.image] = stored
+        return stored
 
     @staticmethod
     async def _known(vision: Vision, digest: str) -> ImagePart:

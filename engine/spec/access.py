@@ -45,8 +45,8 @@ class Access:
         The root of the file system is no such folder, unless the user names it.
         """
         folders = [folder for folder in (_real(spec.parent), _real(Path())) if folder != folder.parent]
-        own = _real(spec.parent) / spec.name  # not what a link of that name leads to
-        return cls((*folders, *map(_real, allowed)), (own,), imports)
+        spec_file = _real(spec.parent) / spec.name  # not what a link of that name leads to
+        return cls((*folders, *map(_real, allowed)), (spec_file,), imports)
 
     def below(self, *folders: Path) -> Access:
         """The same, with more folders."""
@@ -104,8 +104,8 @@ class Access:
     def read(self, path: Path, most: int) -> bytes | None:
         """A file's bytes; None where it has more than `most`. Raises what `open` does."""
         with self.open(path) as stream:
-            found = stream.read(most + 1)
-        return found if len(found) <= most else None
+            data = stream.read(most + 1)
+        return data if len(data) <= most else None
 
 
 def _real(path: Path) -> Path:

@@ -168,8 +168,8 @@ def played_roles(spec: EpisodeSpec) -> dict[DataPath, PlayedRole]:
 def backends_of(spec: EpisodeSpec) -> dict[DataPath, BackendBase]:
     """The backends of the policy and of every role that declares its own, by their paths."""
     roles = played_roles(spec).items()
-    own = {(*path, "backend"): role.spec.backend for path, role in roles if role.spec.backend is not None}
-    return {("backend",): spec.backend, **own}
+    backends = {(*path, "backend"): role.spec.backend for path, role in roles if role.spec.backend is not None}
+    return {("backend",): spec.backend, **backends}
 
 
 def trains_backend(spec: EpisodeSpec) -> bool:

@@ -86,8 +86,8 @@ def _schema(tool: Any, where: str) -> dict[str, Any]:
         parameters = _json(parameters, f"{where}.parameters")
     if not isinstance(parameters, Mapping):
         raise RowError(f"`{where}.parameters` must be a JSON Schema; it is {_kind(parameters)}")
-    own = {key: value for key, value in function.items() if key != "type" or function is not tool}
-    return {"type": "function", "function": own | {"parameters": dict(parameters)}}
+    described = {key: value for key, value in function.items() if key != "type" or function is not tool}
+    return {"type": "function", "function": described | {"parameters": dict(parameters)}}
 
 
 class _Images:
@@ -95,14 +95,14 @@ class _Images:
 
     def __init__(self, fields: Mapping[str, Any], source: PromptField) -> None:
         self._name = source.images
-        there, found = find(source.images, fields) if source.images is not None else (False, None)
+        there, images = find(source.images, fields) if source.images is not None else (False, None)
         if not there and source.images is not None and "images" in source.model_fields_set:
             raise RowError(f"there is no field `{source.images}`")
-        if found is None:
-            found = []
-        self._given = [found] if isinstance(found, str | Mapping) else found
+        if images is None:
+            images = []
+        self._given = [images] if isinstance(images, str | Mapping) else images
         if not isinstance(self._given, Sequence):
-            raise RowError(f"`{source.images}` must be a list of images; it is {_kind(found)}")
+            raise RowError(f"`{source.images}` must be a list of images; it is {_kind(images)}")
         self.marked = bool(self._given) or (source.images is not None and "images" in source.model_fields_set)
         """Whether `<image>` in a text means an image."""
         self._shown = 0
@@ -127,18 +127,20 @@ def image_of(value: Any, where: str) -> ImagePart:
     Raises:
         RowError: it is none of these.
     """
-    found = plain(value)
-    while isinstance(found, Mapping):
-        key = next((key for key in ("image", "image_url", "url", "path", "base64") if found.get(key) is not None), None)
+    reference = plain(value)
+    while isinstance(reference, Mapping):
+        key = next(
+            (key for key in ("image", "image_url", "url", "path", "base64") if reference.get(key) is not None), None
+        )
         if key is None:
             raise RowError(f"`{where}` is no image: it has neither `image`, `image_url`, `url`, `path` nor `bytes`")
-        inner = plain(found[key])
-        found = f"data:;base64,{inner}" if key == "base64" and isinstance(inner, str) else inner
-    if not isinstance(found, str) or not found:
+        inner = plain(reference[key])
+        reference = f"data:;base64,{inner}" if key == "base64" and isinstance(inner, str) else inner
+    if not isinstance(reference, str) or not reference:
         raise RowError(
-            f"`{where}` is no image: give a path, a URL, a data: URI or {{bytes, path}}; it is {_kind(found)}"
+            f"`{where}` is no image: give a path, a URL, a data: URI or {{bytes, path}}; it is {_kind(reference)}"
         )
-    return image_part(found)
+    return image_part(reference)
 
 
 def _message(row: Any, where: str, at: int, images: _Images) -> Message:

@@ -47,12 +47,12 @@ class Reference(Struct, frozen=True, kw_only=True):
 
 def names_in(text: str) -> dict[str, str | None]:
     """The variables that a text names, and their defaults."""
-    found: dict[str, str | None] = {}
+    held: dict[str, str | None] = {}
     for escaped, inside, _ in VARIABLE.findall(text):
         if not escaped:
             name, colon, default = inside.partition(":")
-            found[name] = default if colon else None
-    return found
+            held[name] = default if colon else None
+    return held
 
 
 def kept_by_reference(path: DataPath, text: str) -> bool:
@@ -233,24 +233,24 @@ def _outside(text: str, names: tuple[str, str], pattern: str, hidden: str) -> st
     """Replace what a pattern finds, but not inside of the variable's own name."""
     if not re.search(pattern, text):
         return text
-    own = re.escape(names[0]) + r"(?::[^{}]*)?\}"
-    return re.sub(f"({own})|{pattern}", lambda match: match[1] or hidden, text)
+    variable = re.escape(names[0]) + r"(?::[^{}]*)?\}"
+    return re.sub(f"({variable})|{pattern}", lambda match: match[1] or hidden, text)
 
 
 def _without_parts(text: str, value: str, size: int, hidden: str) -> str:
     """Replace every run of a text that stands in the value too, of this size or longer."""
     if len(value) < size or len(text) < size:
         return text
-    known = {value[index : index + size] for index in range(len(value) - size + 1)}
-    found: list[str] = []
-    index = kept = 0
+    value_parts = {value[index : index + size] for index in range(len(value) - size + 1)}
+    pieces: list[str] = []
+    index = copied = 0
     while index <= len(text) - size:
-        if text[index : index + size] not in known:
+        if text[index : index + size] not in value_parts:
             index += 1
             continue
         end = index + size
-        while end < len(text) and text[end - size + 1 : end + 1] in known:
+        while end < len(text) and text[end - size + 1 : end + 1] in value_parts:
             end += 1
-        found += [text[kept:index], hidden]
-        index = kept = end
-    return "".join([*found, text[kept:]]) if found else text
+        pieces += [text[copied:index], hidden]
+        index = copied = end
+    return "".join([*pieces, text[copied:]]) if pieces else text

@@ -129,8 +129,8 @@ class Resolver:
                 data = stream.read(MAX_BYTES + 1 - self._bytes)
             self._bytes += len(data)
             if self._bytes > MAX_BYTES:
-                whole = f"`{file}` has more than {MAX_BYTES:,} bytes"
-                words = whole if not via else f"{whole}, together with what it extends"
+                message = f"`{file}` has more than {MAX_BYTES:,} bytes"
+                words = message if not via else f"{message}, together with what it extends"
                 self._problem(rule, words, "keep rows in a jsonl file", at)
                 return None
             text = data.decode("utf-8-sig")
@@ -161,7 +161,7 @@ class Resolver:
         named = tree.entries.get("extends")
         if named is None:
             return tree
-        own = _only(tree, tree.entries.keys() - {"extends"})
+        without_extends = _only(tree, tree.entries.keys() - {"extends"})
         merged: Mapping | None = None
         complete = True
         for node in named.items if isinstance(named, Sequence) else [named]:
@@ -182,7 +182,7 @@ class Resolver:
                 merged = loaded if merged is None else _merge(merged, loaded, ())
         if not complete:
             return None
-        return own if merged is None else _merge(merged, own, ())
+        return without_extends if merged is None else _merge(merged, without_extends, ())
 
     def _base_file(self, value: str, file: str, at: Origin) -> str | None:
         """The file that a value of `extends` names: beside the spec, else of published settings. None if there is neither."""
@@ -253,8 +253,8 @@ class Resolver:
             child = self._put(node.entries.get(key), keys, depth + 1, value, here)
             if child is None:
                 return None
-            kept = _kept(node, tuple(keys[:depth]), key, child)
-            return Mapping(kept.origin, {**kept.entries, key: child}, {**kept.keys, key: here})
+            changed = _kept(node, tuple(keys[:depth]), key, child)
+            return Mapping(changed.origin, {**changed.entries, key: child}, {**changed.keys, key: here})
         if isinstance(node, Sequence):
             if not key.isascii() or not key.isdigit() or int(key[:9]) >= len(node.items):
                 places = f"its items are 0 to {len(node.items) - 1}" if node.items else "it is empty"
@@ -286,8 +286,10 @@ class Resolver:
             return replace(node, value=filled, text=filled)
         via = ", ".join(dict.fromkeys([node.origin.via, *used] if node.origin.via else used))
         origin = replace(node.origin, via=via)
-        whole = node.typed and len(used) == 1 and VARIABLE.fullmatch(text) is not None
-        return Scalar(read_scalar(filled) if whole else filled, origin, filled, reread=whole, reference=text)
+        is_variable = node.typed and len(used) == 1 and VARIABLE.fullmatch(text) is not None
+        return Scalar(
+            read_scalar(filled) if is_variable else filled, origin, filled, reread=is_variable, reference=text
+        )
 
     def _variable(self, match: re.Match[str], at: Origin, used: list[str]) -> str:
         escaped, inside, closed = match.groups()

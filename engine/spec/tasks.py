@@ -88,11 +88,11 @@ def load_tasks(loaded: LoadedSpec) -> TaskList:
 def mixed_sources(loaded: LoadedSpec) -> dict[str, LoadedSpec]:
     """The spec with each source of its mix as `tasks`, by name. A source has no more than `tasks.limit` tasks."""
     spec = loaded.spec.tasks
-    found = {}
+    tables = {}
     for name, source in spec.mixed().items():
         most = min((limit for limit in (source.limit, spec.limit) if limit is not None), default=None)
-        found[name] = loaded.with_tasks_of(source.model_copy(update={"limit": most}), (*TASKS, "mix", name))
-    return found
+        tables[name] = loaded.with_tasks_of(source.model_copy(update={"limit": most}), (*TASKS, "mix", name))
+    return tables
 
 
 def load_table(loaded: LoadedSpec) -> TaskTable:
@@ -205,13 +205,13 @@ def count_tasks(loaded: LoadedSpec) -> int | None:
         counts = [count_tasks(source) for source in mixed_sources(loaded).values()]
         if None in counts:
             return spec.limit
-        whole = sum(count for count in counts if count is not None)
-        return whole if spec.limit is None else min(whole, spec.limit)
+        total = sum(count for count in counts if count is not None)
+        return total if spec.limit is None else min(total, spec.limit)
     if spec.facts.outside and not (spec.source == "python" and loaded.access.imports):
         return spec.limit
     if spec.source == "python":
-        found = sum(1 for _ in rows_of(loaded, spec.limit or MAX_COUNTED + 1))
-        return found if found <= MAX_COUNTED else spec.limit
+        counted = sum(1 for _ in rows_of(loaded, spec.limit or MAX_COUNTED + 1))
+        return counted if counted <= MAX_COUNTED else spec.limit
     if spec.source in ("jsonl", "csv") and sum(file.stat().st_size for file in row_files(loaded)) > MAX_READ:
         return spec.limit
     rows = _guarded(loaded, lambda: open_rows(loaded, None))
@@ -277,10 +277,10 @@ def _user(row: Row, fields: Mapping[str, Any], spec: TasksSpec, loaded: LoadedSp
     if not there:
         message = f"row {row.number} has no field `{spec.user}`, which `tasks.user` names"
         raise fault(loaded, "tasks.missing-field", message, _near(str(spec.user), fields), at)
-    known = loaded.spec.users
-    if not isinstance(name, str) or name not in known:
-        near = get_close_matches(str(name), list(known), n=1)
-        fix = f"did you mean `{near[0]}`?" if near else f"`users` has {', '.join(known)}"
+    users = loaded.spec.users
+    if not isinstance(name, str) or name not in users:
+        near = get_close_matches(str(name), list(users), n=1)
+        fix = f"did you mean `{near[0]}`?" if near else f"`users` has {', '.join(users)}"
         raise fault(loaded, "tasks.unknown-user", f"row {row.number}: there is no user {name!r}", fix, at)
     return name
 
@@ -369,7 +369,7 @@ def _slime(fields: Mapping[str, Any], preset: SlimeRows) -> dict[str, Any]:
 
 
 def _mapping(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = fields.get(name)
-    if found is not None and not isinstance(found, Mapping):
-        raise RowError(f"`{name}` must be a mapping; it is a {type(found).__name__}")
-    return dict(found or {})
+    value = fields.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise RowError(f"`{name}` must be a mapping; it is a {type(value).__name__}")
+    return dict(value or {})

@@ -63,8 +63,8 @@ def fill_spans(template: str, fields: Mapping[str, Any]) -> tuple[str, list[tupl
     length = at = 0
     for match in _FIELD.finditer(template, 0, _end(template)):
         value = _value(match, fields)
-        for piece, own in ((template[at : match.start()], True), (value, bool(match[1]))):
-            if own and piece:
+        for piece, of_template in ((template[at : match.start()], True), (value, bool(match[1]))):
+            if of_template and piece:
                 spans.append((length, length + len(piece)))
             pieces.append(piece)
             length += len(piece)
@@ -158,8 +158,8 @@ def _value(match: re.Match[str], fields: Mapping[str, Any]) -> str:
     if match[1]:
         return match[0][1:]
     name = match[2].strip()
-    found, value = find(name, fields)
-    if not found:
+    there, value = find(name, fields)
+    if not there:
         near = get_close_matches(name, list(fields), n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"fields: {', '.join(map(str, fields)) or 'none'}"
         raise TemplateError(f"the template names `{{{{{name}}}}}`, which is no field here; {hint}")

@@ -103,10 +103,10 @@ def is_looking() -> bool:
 def _place(module: str, use: str, base: Path | None) -> str:
     """Where a module would be imported from, in words. Nothing is imported."""
     try:
-        found = ModuleFiles(base, Access()).find(module, use)
+        file = ModuleFiles(base, Access()).find(module, use)
     except EntryError:
         return "nothing, because there is no such module here"
-    return str(found or f"the module `{module}`, which has no text")
+    return str(file or f"the module `{module}`, which has no text")
 
 
 def parse_entry(use: str) -> tuple[str, list[str]]:
@@ -133,9 +133,9 @@ def _with_folders(base: Path | None) -> tuple[list[str], list[str]]:
     """That path, and the folders that it has beside those of `sys.path`."""
     folders = list(dict.fromkeys(str(folder.resolve()) for folder in (base, Path()) if folder is not None))
     folders = [folder for folder in folders if folder in _ADDED or folder not in sys.path]
-    kept = [entry for entry in sys.path if entry not in folders]
-    at = next((i for i, entry in enumerate(kept) if entry in _ADDED or entry.endswith(_INSTALLED)), len(kept))
-    return [*kept[:at], *folders, *kept[at:]], folders
+    paths = [entry for entry in sys.path if entry not in folders]
+    at = next((i for i, entry in enumerate(paths) if entry in _ADDED or entry.endswith(_INSTALLED)), len(paths))
+    return [*paths[:at], *folders, *paths[at:]], folders
 
 
 def _extend_path(base: Path | None) -> None:
@@ -156,8 +156,10 @@ class OwnModules:
         """As the import system asks: only for modules that are inside of no package."""
         if path is not None or self.folder is None or name in sys.stdlib_module_names or name == _OURS:
             return None
-        found = PathFinder.find_spec(name, [self.folder])
-        return found if found is not None and found.origin is not None else None  # a bare folder may be anything
+        module_spec = PathFinder.find_spec(name, [self.folder])
+        if module_spec is None or module_spec.origin is None:  # a bare folder may be anything
+            return None
+        return module_spec
 
 
 _OURS = __name__.partition(".")[0]
@@ -170,18 +172,18 @@ def _own_modules_first(base: Path | None) -> None:
         return
     if _OWN not in sys.meta_path:
         sys.meta_path.insert(0, _OWN)
-    own = str(base.resolve())
-    if _OWN.folder == own:
+    spec_folder = str(base.resolve())
+    if _OWN.folder == spec_folder:
         return
-    _OWN.folder = own
-    here = {info.name for info in pkgutil.iter_modules([own])} - sys.stdlib_module_names - {_OURS}
+    _OWN.folder = spec_folder
+    here = {info.name for info in pkgutil.iter_modules([spec_folder])} - sys.stdlib_module_names - {_OURS}
     for name in here & set(sys.modules):
         file = getattr(sys.modules[name], "__file__", None)
         place = Path(file).resolve() if file else None
         folder = None if place is None else place.parent.parent if place.stem == "__init__" else place.parent
-        if folder is None or (str(folder) != own and not str(folder).endswith(_INSTALLED)):
-            for each in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
-                del sys.modules[each]
+        if folder is None or (str(folder) != spec_folder and not str(folder).endswith(_INSTALLED)):
+            for module in [module for module in sys.modules if module == name or module.startswith(f"{name}.")]:
+                del sys.modules[module]
 
 
 def _import(module_name: str, use: str) -> Any:
@@ -248,21 +250,21 @@ class ModuleFiles:
                 self._found[key] = self._find(module, use)
             except EntryError as error:
                 self._found[key] = str(error)
-        found = self._found[key]
-        if isinstance(found, str):
-            raise EntryError(found)
-        return found
+        cached = self._found[key]
+        if isinstance(cached, str):
+            raise EntryError(cached)
+        return cached
 
     def _find(self, module: str, use: str) -> Path | None:
         path: list[str] | None = None
         spec: ModuleSpec | None = None
-        own = True
+        by_path = True
         parts = module.split(".")
         for index in range(len(parts)):
             name = ".".join(parts[: index + 1])
             if index and path is None:
                 raise EntryError(_no_module(name, use, self._search, None))
-            spec, own = self._spec_of(name, path)
+            spec, by_path = self._spec_of(name, path)
             if spec is None:
                 raise EntryError(_no_module(name, use, self._search, path))
             path = _places(spec)
@@ -274,7 +276,7 @@ class ModuleFiles:
         file = Path(origin)
         if self._access.is_file(file):
             return file
-        if not own:
+        if not by_path:
             return file if self._with([file.parent]).is_file(file) else None
         if self._readable is None:
             self._readable = self._with(self._search)
@@ -295,14 +297,14 @@ class ModuleFiles:
         for finder in sys.meta_path:
             if isinstance(finder, OwnModules):  # of a spec that was imported before
                 continue
-            own = finder is PathFinder
+            by_path = finder is PathFinder
             try:
-                places = self._search if own and path is None else path
+                places = self._search if by_path and path is None else path
                 spec = finder.find_spec(name, places)
             except Exception:  # noqa: BLE001  (a finder that somebody installed)
                 continue
             if spec is not None:
-                return spec, own
+                return spec, by_path
         return None, True
 
 
@@ -374,13 +376,13 @@ def entry_of(kind: str, name: str) -> str | None:
     Raises:
         AmbiguousNameError: two packages offer it, with different entry points.
     """
-    found = installed_points(GROUPS[kind]).get(name, {})
-    if len(found) > 1:
-        offers = ", ".join(f"`{value}` ({package})" for value, package in sorted(found.items()))
+    packages = installed_points(GROUPS[kind]).get(name, {})
+    if len(packages) > 1:
+        offers = ", ".join(f"`{value}` ({package})" for value, package in sorted(packages.items()))
         raise AmbiguousNameError(
             f"several packages offer the {kind} `{name}`: {offers}; write one of these entry points"
         )
-    return next(iter(found), None)
+    return next(iter(packages), None)
 
 
 def write_out(data: Any) -> list[tuple[DataPath, str]]:
@@ -405,11 +407,11 @@ def _owners(data: Any) -> Iterator[tuple[DataPath, str, dict[str, Any]]]:
     if not isinstance(data, dict):
         return
     rewards, users, tools = data.get("rewards"), data.get("users"), data.get("tools")
-    found: list[tuple[DataPath, str, Any]] = [
+    parts: list[tuple[DataPath, str, Any]] = [
         (("environment",), "environment", data.get("environment")),
         (("user",), "user", data.get("user")),
         (("rewards", "scorer"), "scorer", rewards.get("scorer") if isinstance(rewards, dict) else None),
     ]
-    found += [(("users", name), "user", user) for name, user in (users.items() if isinstance(users, dict) else ())]
-    found += [(("tools", index), "tool", tool) for index, tool in enumerate(tools if isinstance(tools, list) else [])]
-    yield from ((path, kind, owner) for path, kind, owner in found if isinstance(owner, dict))
+    parts += [(("users", name), "user", user) for name, user in (users.items() if isinstance(users, dict) else ())]
+    parts += [(("tools", index), "tool", tool) for index, tool in enumerate(tools if isinstance(tools, list) else [])]
+    yield from ((path, kind, owner) for path, kind, owner in parts if isinstance(owner, dict))

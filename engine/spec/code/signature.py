@@ -187,8 +187,8 @@ def _type_of(about: Any) -> Any:
     kinds = [named] if isinstance(named, str) else named if isinstance(named, list) else []
     if not kinds or any(kind not in _JSON_TYPES for kind in kinds):
         return Any
-    found = [_JSON_TYPES[kind] for kind in kinds]
-    return found[0] if len(found) == 1 else Union[tuple(found)]  # noqa: UP007  (built from a list)
+    types = [_JSON_TYPES[kind] for kind in kinds]
+    return types[0] if len(types) == 1 else Union[tuple(types)]  # noqa: UP007  (built from a list)
 
 
 @lru_cache(maxsize=512)

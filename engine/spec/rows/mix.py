@@ -112,14 +112,14 @@ class MixedTable(TaskList):
         return task.model_copy(update={"id": f"{name}:{task.id}", "index": int(self._positions[index])})
 
     def chosen(self, places: np.ndarray) -> MixedTable:
-        found = (each[places] for each in (self._sources, self._places, self._positions))
-        return MixedTable(dict(zip(self.names, self._tables, strict=True)), self.weights, self.seed, *found)
+        chosen = (column[places] for column in (self._sources, self._places, self._positions))
+        return MixedTable(dict(zip(self.names, self._tables, strict=True)), self.weights, self.seed, *chosen)
 
     @property
     def mix(self) -> Mix:
         """The sources that have tasks."""
-        found = {name: np.flatnonzero(self._sources == number) for number, name in enumerate(self.names)}
-        indices = {name: each for name, each in found.items() if len(each)}
+        by_source = {name: np.flatnonzero(self._sources == number) for number, name in enumerate(self.names)}
+        indices = {name: indices_there for name, indices_there in by_source.items() if len(indices_there)}
         weights = [weight for name, weight in zip(self.names, self.weights, strict=True) if name in indices]
         return Mix(names=list(indices), indices=indices, draws=Draws(weights, self.seed))
 
@@ -178,9 +178,9 @@ class Draws:
         return sum(self._start(source, block) for source in range(len(self._weights)))
 
     def _draws(self, block: int) -> list[tuple[int, int]]:
-        found = [
+        draws = [
             ((draw + self._phases[source]) / weight, source, draw)
             for source, weight in enumerate(self._weights)
             for draw in range(self._start(source, block), self._start(source, block + 1))
         ]
-        return [(source, draw) for _, source, draw in sorted(found)]
+        return [(source, draw) for _, source, draw in sorted(draws)]

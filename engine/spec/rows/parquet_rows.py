@@ -108,7 +108,7 @@ def _by_position(path: Path) -> Callable[[int], dict[str, Any]]:
     if any(group.total_byte_size > GROUP_BYTES for group in groups):
         return _copied(file)
     starts = [0, *accumulate(group.num_rows for group in groups)]
-    kept: OrderedDict[int, Any] = OrderedDict()
+    tables: OrderedDict[int, Any] = OrderedDict()
     copied: list[Callable[[int], dict[str, Any]]] = []
     decoded = 0
     may_copy = True
@@ -118,20 +118,20 @@ def _by_position(path: Path) -> Callable[[int], dict[str, Any]]:
         if copied:
             return copied[0](position)
         at = bisect_right(starts, position) - 1
-        if at not in kept:
+        if at not in tables:
             decoded += 1
             if may_copy and decoded > 2 * len(groups):
                 may_copy = _space_for(sum(group.total_byte_size for group in groups))
                 if may_copy:
-                    kept.clear()
+                    tables.clear()
                     copied.append(_copied(file))
                     return copied[0](position)
-            kept[at] = file.read_row_group(at)
-            while len(kept) > 1 and sum(table.nbytes for table in kept.values()) > KEPT_BYTES:
-                kept.popitem(last=False)
-        kept.move_to_end(at)
-        found: dict[str, Any] = kept[at].slice(position - starts[at], 1).to_pylist()[0]
-        return found
+            tables[at] = file.read_row_group(at)
+            while len(tables) > 1 and sum(table.nbytes for table in tables.values()) > KEPT_BYTES:
+                tables.popitem(last=False)
+        tables.move_to_end(at)
+        fields: dict[str, Any] = tables[at].slice(position - starts[at], 1).to_pylist()[0]
+        return fields
 
     return row
 
@@ -156,7 +156,7 @@ def _copied(file: Any) -> Callable[[int], dict[str, Any]]:
 
     def row(position: int) -> dict[str, Any]:
         at = bisect_right(starts, position) - 1
-        found: dict[str, Any] = mapped.get_batch(at).slice(position - starts[at], 1).to_pylist()[0]
-        return found
+        fields: dict[str, Any] = mapped.get_batch(at).slice(position - starts[at], 1).to_pylist()[0]
+        return fields
 
     return row

@@ -112,18 +112,18 @@ def _files_of_split(loaded: LoadedSpec, folder: Path) -> list[Path]:
     name = spec.split_name
     if name is None:
         return every
-    found = [file for file in every if _is_of(file.relative_to(folder), name)]
+    matching = [file for file in every if _is_of(file.relative_to(folder), name)]
     if (
-        not found
+        not matching
         and name == "train"
         and not any(_is_of(file.relative_to(folder), other) for file in every for other in SPLITS)
     ):
         return every
-    if not found:
-        known = ", ".join(file.name for file in every[:5])
+    if not matching:
+        names = ", ".join(file.name for file in every[:5])
         message = f"the folder `{short(str(spec.path))}` has no file of the split `{name}`"
-        raise fault(loaded, "tasks.split", message, f"its files: {known}", loaded.origin((*TASKS, "split")))
-    return found
+        raise fault(loaded, "tasks.split", message, f"its files: {names}", loaded.origin((*TASKS, "split")))
+    return matching
 
 
 def _is_of(file: Path, split: str) -> bool:

@@ -154,5 +154,5 @@ def _image(struct: Mapping[str, Any]) -> Any:
 
 def _reference(image: Any) -> Any:
     """A `data:` URI; bytes that are no image stay bytes, which are refused."""
-    found = image_part(image).image
-    return image if found.startswith(_NO_IMAGE) else found
+    reference = image_part(image).image
+    return image if reference.startswith(_NO_IMAGE) else reference

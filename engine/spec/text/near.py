@@ -18,10 +18,10 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
     """The nearest of the known names; None where none is near."""
     if len(name) > LONGEST:
         return None
-    found = get_close_matches(
+    matches = get_close_matches(
         name, list(islice((item for item in known if len(item) <= LONGEST), MAX_NAMES)), 1, cutoff
     )
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
 def near_or_known(name: str, known: Sequence[str], cutoff: float = 0.6, what: str = "known") -> str:

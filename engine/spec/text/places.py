@@ -68,23 +68,23 @@ def bare(annotation: Any) -> Any:
 
 def literals(annotation: Any) -> list[str]:
     """Every literal value that an annotation allows."""
-    found: list[str] = []
+    values: list[str] = []
     for member in branches(annotation):
         if typing.get_origin(member) is typing.Literal:
-            found += [str(value) for value in typing.get_args(member)]
+            values += [str(value) for value in typing.get_args(member)]
         elif member is not annotation and typing.get_origin(member) is typing.Annotated:
-            found += literals(member)
-    return found
+            values += literals(member)
+    return values
 
 
 def tagged(annotation: Any, discriminator: str) -> dict[str, type[BaseModel]]:
     """The members of a discriminated union by their tags."""
-    found: dict[str, type[BaseModel]] = {}
+    models: dict[str, type[BaseModel]] = {}
     for member in (member for branch in branches(annotation) for member in branches(branch)):
         if is_model(member):
             for tag in literals(fields_by_key(member)[discriminator].annotation):
-                found[tag] = member
-    return found
+                models[tag] = member
+    return models
 
 
 def discriminator_of(annotation: Any, info: FieldInfo | None) -> str | None:
@@ -154,10 +154,10 @@ def _label(member: Any) -> str:
 @lru_cache(maxsize=8)
 def homes(model: type[BaseModel]) -> dict[str, list[str]]:
     """Key -> the dotted places in the document where it is known: for a key that strayed."""
-    found: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}
     for key, place in _walk(model, (), 0):
-        found.setdefault(key, []).append(place)
-    return found
+        keys.setdefault(key, []).append(place)
+    return keys
 
 
 def _walk(model: type[BaseModel], path: tuple[str, ...], depth: int) -> Iterator[tuple[str, str]]:

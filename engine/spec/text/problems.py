@@ -92,14 +92,16 @@ def diagnose(
         for path, faults in grouped.items()
         if path in document.rereads and any(fault.kind == "string_type" for fault in faults)
     ]
-    found = [
+    findings = [
         _explain(root or model, faults, document) for path, faults in grouped.items() if not _superseded(path, grouped)
     ]
-    found.sort(key=lambda item: (item.origin.file, item.origin.line, item.origin.column) if item.origin else ("", 0, 0))
+    findings.sort(
+        key=lambda item: (item.origin.file, item.origin.line, item.origin.column) if item.origin else ("", 0, 0)
+    )
     if len(errors) > MAX_ERRORS:
         more = f"and {len(errors) - MAX_ERRORS:,} more errors of form"
-        found.append(Diagnostic("spec.more", "error", more, "correct these first", document.origin(())))
-    return found, as_text
+        findings.append(Diagnostic("spec.more", "error", more, "correct these first", document.origin(())))
+    return findings, as_text
 
 
 def _fault(model: type[BaseModel], item: ErrorDetails, at: DataPath) -> _Fault:
@@ -132,8 +134,8 @@ def _explain(model: type[BaseModel], faults: list[_Fault], document: Document) -
 
 def _unknown_key(model: type[BaseModel], fault: _Fault, document: Document) -> Diagnostic:
     path, owner = fault.spot.path, fault.spot.owner
-    key, known = str(path[-1]), fields_by_key(owner) if owner else {}
-    names = [*known, "extends"] if owner is model and len(path) == 1 else list(known)
+    key, fields = str(path[-1]), fields_by_key(owner) if owner else {}
+    names = [*fields, "extends"] if owner is model and len(path) == 1 else list(fields)
     near = new_key(owner, key) or nearest_name(key.replace("-", "_"), names)
     elsewhere = [place for place in homes(model).get(key, []) if place != ".".join(map(str, path[:-1]))]
     highest = min((place.count(".") for place in elsewhere), default=0)
@@ -407,19 +409,19 @@ def new_key(owner: type[BaseModel] | None, key: str) -> str | None:
     if owner is None:
         return None
     inherited: tuple[Any, ...] = (*owner.__mro__, *(model for section, model in sections_of(owner) if section.inline))
-    renamed = ({**RENAMED.get(each, {}), **vars(each).get("RENAMED", {})} for each in inherited)
+    renamed = ({**RENAMED.get(cls, {}), **vars(cls).get("RENAMED", {})} for cls in inherited)
     return next((keys[key] for keys in renamed if key in keys), None)
 
 
 def renamed_keys(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """The renamed keys among the unknown keys of a failed validation, each as `` `train.passes` is now `update_epochs` ``."""
-    found = []
+    changes = []
     for item in error.errors(include_url=False):
         if item["type"] == "extra_forbidden":
             spot = locate(model, item["loc"])
             key = str(spot.path[-1])
             if new := new_key(spot.owner, key):
-                found.append(f"`{show_path(spot.path)}` is now `{new}`")
+                changes.append(f"`{show_path(spot.path)}` is now `{new}`")
             elif place := new_place(spot.owner, key):
-                found.append(f"`{show_path(spot.path)}` is now `{place}` at the top level")
-    return found
+                changes.append(f"`{show_path(spot.path)}` is now `{place}` at the top level")
+    return changes

@@ -246,8 +246,8 @@ class _Builder:
 
     def _alias(self, event: Any) -> None:
         origin = self.place(event.start_mark)
-        known = self.anchors.get(event.anchor)
-        if known is None:
+        anchored = self.anchors.get(event.anchor)
+        if anchored is None:
             inside = any(item.anchor == event.anchor for item in self.stack)
             words = "stands inside what it names" if inside else "names nothing above it"
             fix = "write the value out" if inside else f"mark a value with `&{event.anchor}` first"
@@ -255,7 +255,7 @@ class _Builder:
             self._count(1, origin)
             self._put(Scalar(None, origin, ""), 0)
             return
-        node, size, height = known
+        node, size, height = anchored
         self._count(size, origin)
         if not self._too_deep(height, origin):
             self._put(node, height)

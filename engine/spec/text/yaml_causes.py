@@ -219,7 +219,7 @@ def _within_line(lines: list[str], at: int) -> Iterator[_Repair]:
 def _indentation(lines: list[str], at: int) -> Iterator[_Repair]:
     """A line, with the lines below it that are deeper, at the indentation of a line above."""
     line = lines[at]
-    own = len(line) - len(line.lstrip(" "))
+    indent = len(line) - len(line.lstrip(" "))
     if not line.strip() or line.lstrip().startswith("#"):
         return
     what = _what(line)
@@ -228,8 +228,8 @@ def _indentation(lines: list[str], at: int) -> Iterator[_Repair]:
         depth = len(lines[below]) - len(lines[below].lstrip(" "))
         if (
             lines[below].strip()
-            and depth <= own
-            and not (what == "-" and depth == own and lines[below].lstrip().startswith("-"))
+            and depth <= indent
+            and not (what == "-" and depth == indent and lines[below].lstrip().startswith("-"))
         ):
             break
         block.append(below)
@@ -243,14 +243,16 @@ def _indentation(lines: list[str], at: int) -> Iterator[_Repair]:
             wanted.setdefault(depth + 2, (_what(lines[above]), above + 1))
         if depth == 0:
             break
-    for depth, (name, number) in sorted(wanted.items(), key=lambda item: abs(item[0] - own)):
-        if depth != own:
-            has = f"{own} space{'s' * (own != 1)}"
+    for depth, (name, number) in sorted(wanted.items(), key=lambda item: abs(item[0] - indent)):
+        if depth != indent:
+            has = f"{indent} space{'s' * (indent != 1)}"
             relation = "as" if depth == _depth(lines[number - 1]) else "below"
             message = f"the indentation of `{what}` is wrong: {has}"
             fix = f"indent it by {depth}, {relation} `{name}` in line {number}"
-            moved = {item: " " * max(0, depth - own + _depth(lines[item])) + lines[item].lstrip(" ") for item in block}
-            cause = YamlCause(message=message, fix=fix, line=at + 1, column=own + 1)
+            moved = {
+                item: " " * max(0, depth - indent + _depth(lines[item])) + lines[item].lstrip(" ") for item in block
+            }
+            cause = YamlCause(message=message, fix=fix, line=at + 1, column=indent + 1)
             yield _Repair(cause=cause, lines=moved, usual=depth % 2 == 0)
             if len(block) > 1:
                 yield _Repair(cause=cause, lines={at: moved[at]}, usual=depth % 2 == 0)
