@@ -42,8 +42,9 @@ def make(folder: Path) -> None:
 
 def spec_of(model: Path, urls: list[str], method: str, device: str) -> Any:
     from engine.schemas.episode import EpisodeSpec
+    from engine.schemas.sections import read_stored
 
-    return EpisodeSpec.model_validate(
+    return read_stored(
         {
             "spec": "episode/v1",
             "name": "pushes",
@@ -51,7 +52,8 @@ def spec_of(model: Path, urls: list[str], method: str, device: str) -> Any:
             "backend": {"kind": "sglang", "urls": urls},
             "tasks": {"source": "inline", "rows": [{"id": "t0"}]},
             "train": {"device": device, "weight_sync": {"method": method}},
-        }
+        },
+        EpisodeSpec,
     )
 
 

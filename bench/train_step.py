@@ -118,11 +118,12 @@ class Ours:
     """`Learner.step`, as `engine train` calls it."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        from engine.schemas.sections import read_stored
         from engine.schemas.train import TrainSpec
         from engine.train.learner import Learner
         from engine.train.policy import Policy
 
-        spec = TrainSpec.model_validate(
+        spec = read_stored(
             {
                 "device": "cpu",
                 "precision": args.precision,
@@ -132,7 +133,8 @@ class Ours:
                 "optimizer": {"lr": RATE},
                 "lora": {"rank": args.lora, "alpha": 2.0 * args.lora} if args.lora else None,
                 "memory": {"gradient_checkpointing": args.checkpointing},
-            }
+            },
+            TrainSpec,
         )
         self._learner = Learner(Policy.load(folder, spec, temperature=TEMPERATURE, vocab=None, vision=None), spec)
         self.policy = self._learner.policy

@@ -84,6 +84,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "backends": ("local",),
         "weight_syncs": ("local",),
     },
+    "lora": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("train.lora",)},
     "notices": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "sections": ("notify",)},
     "pictures": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),

@@ -13,7 +13,7 @@ from engine import plugin
 from engine.schemas.base import Contract, Seconds, Struct
 from engine.schemas.credit import CreditMethod
 from engine.schemas.loss import DrGrpoLoss, LossSpec
-from engine.schemas.sections import NameOf, OneOf, SectionOwner
+from engine.schemas.sections import NameOf, OneOf, SectionOwner, SpecSection
 
 
 class TrainKind(Struct, frozen=True, kw_only=True):
@@ -161,17 +161,17 @@ class OptimizerSpec(Contract):
     """Learning rate after the warm-up: constant, or decay to 0 at the last step."""
 
 
-class LoraSpec(Contract):
-    """LoRA: the base model is frozen and low-rank matrices are trained. Needs the package `peft`."""
+class AdapterSection(SpecSection):
+    """Base of the sections that train an adapter beside frozen weights; each adds the keys of its adapter."""
 
-    rank: int = Field(default=16, ge=1)
-    """Rank of the matrices."""
-    alpha: float = Field(default=32.0, gt=0.0)
-    """The product of the matrices is multiplied by alpha / rank."""
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Dropout probability of the adapter's inputs during training."""
-    target_modules: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the layers that get an adapter."""
+    NULLABLE: ClassVar[bool] = True
+    adapter: ClassVar[str]
+    """`module:class` of what runs it, an `engine.train.policy.Adapter` made of (model, section, seed)."""
+
+    if TYPE_CHECKING:  # keys of each
+        rank: int = 0
+        dropout: float = 0.0
+        target_modules: list[str] | Literal["all-linear"] = "all-linear"
 
 
 class MemorySpec(Contract):
@@ -315,8 +315,6 @@ class TrainSpec(SectionOwner):
     """Device of the trainer: `auto`, `cpu`, `cuda`, `cuda:1`."""
     freeze: list[str] = Field(default_factory=list)
     """Regular expressions. A parameter is not trained if one of them matches a part of its name."""
-    lora: LoraSpec | None = None
-    """Train a LoRA adapter. If not set, all weights are trained."""
     memory: MemorySpec = Field(default_factory=MemorySpec)
     """How much memory one update may take."""
     asynchrony: AsynchronySpec = Field(default_factory=AsynchronySpec)
@@ -355,6 +353,11 @@ class TrainSpec(SectionOwner):
         if self.min_group is not None:
             return self.min_group
         return 2 if samples > 1 and credit.comparison is not None and credit.comparison.baseline != "none" else 1
+
+    @property
+    def adapter(self) -> AdapterSection | None:
+        """The section of the adapter that is trained; None: all weights are trained."""
+        return next((section for section in self.sections.values() if isinstance(section, AdapterSection)), None)
 
     def effective(self) -> TrainSpec:
         """The settings of the updates: keys that the kind does not read have the values of its `TrainKind`, or

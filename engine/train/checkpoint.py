@@ -112,7 +112,7 @@ class Checkpoints:
                 shutil.rmtree(draft, ignore_errors=True)
                 draft.mkdir(parents=True)
                 learner.save_state(draft)
-                if learner.lora:
+                if learner.policy.trains_adapter:
                     learner.policy.save_adapter(draft / "adapter")
                 else:
                     learner.policy.save(draft / "model")

@@ -70,7 +70,6 @@ class Learner:
         self._parameters = list(self._masters.named.values())
         """What the optimizer updates, and what has the gradients."""
         self.optimizer = make_optimizer(self._parameters, spec.optimizer)
-        self.lora = spec.lora is not None
         self.rate = spec.optimizer.lr
         """The learning rate of the current batch (or the last one)."""
         self.updates = 0

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,7 +23,30 @@ from engine.train.tensor_files import read_tensors, stored_names
 
 if TYPE_CHECKING:
     from engine.tokens.vision import Vision
-    from engine.train.lora import Adapter
+
+
+class Adapter(ABC):
+    """What a plugin trains beside frozen weights (`AdapterSection`). It changes the model in place: layers are wrapped."""
+
+    has_dropout: bool
+    names: list[str]
+    """The names in the model of its parameters."""
+
+    @abstractmethod
+    def dropout(self, on: bool) -> None:
+        """Turn its dropout on or off."""
+
+    @abstractmethod
+    def disabled(self) -> AbstractContextManager[None]:
+        """A context in which the model runs without it, and keeps what is frozen."""
+
+    @abstractmethod
+    def merged(self) -> dict[str, torch.Tensor]:
+        """The model's weights with it merged in, under their names without it, each in its shape. The model is not changed."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write it in peft's format."""
 
 
 class Policy:
@@ -81,10 +107,8 @@ class Policy:
             )
 
         net, adapter, reference_model = open_net(), None, None
-        if spec.lora is not None:
-            from engine.train.lora import Adapter
-
-            adapter = Adapter(net.model, spec.lora, spec.seed)
+        if spec.adapter is not None:
+            adapter = resolve_name(spec.adapter.adapter)(net.model, spec.adapter, spec.seed)
         elif spec.kl.coefficient > 0:
             reference_model = open_net()
             reference_model.model.requires_grad_(False)
@@ -149,6 +173,11 @@ class Policy:
         """The trained parameters, for the optimizer."""
         for _, parameter in self.named_parameters():
             yield parameter
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether an adapter is trained, and the other weights are frozen."""
+        return self._adapter is not None
 
     @property
     def can_share_prefixes(self) -> bool:

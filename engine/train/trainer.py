@@ -144,7 +144,7 @@ class Trainer:
                 await self.backend.start()
             self.learner = await asyncio.to_thread(learner_of, self.loaded, self.template, self._process_group)
             if trains_backend(self.spec):
-                self._sync = open_sync(self.spec, self.backend, self.folder, lora=self.train.lora is not None)
+                self._sync = open_sync(self.spec, self.backend, self.folder, lora=self.train.adapter is not None)
             await self._open_state()
             stack.callback(self._metrics.close)
             result = TrainResult(self.state.step)

@@ -38,7 +38,7 @@ def train_no_effect(ctx: CheckContext) -> Iterator[Finding]:
 def _loss(train: TrainSpec) -> Iterator[Option]:
     """Options of the loss, the rollout correction and the KL penalty."""
     several = train.update_epochs * train.minibatches > 1
-    noisy = train.proximal_logprobs == "recompute" and train.lora is not None and train.lora.dropout > 0
+    noisy = train.proximal_logprobs == "recompute" and train.adapter is not None and train.adapter.dropout > 0
     if train.proximal_logprobs != "sampler" and not several and not noisy:
         for key in train.loss.ratio_keys:
             if getattr(train.loss, key) is not None:
@@ -118,16 +118,16 @@ def _random(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
     """The seed where nothing is random, and prefixes that dropout does not share."""
     train_ = train.effective()
     seeded = any(facts.reads_seed for facts in spec_facts(ctx.spec))
-    if not (seeded or train_.shuffle or train_.lora or train_.critic or train_.minibatches > 1):
+    if not (seeded or train_.shuffle or train_.critic or train_.minibatches > 1):
         yield ("train", "seed"), "`train.shuffle` is false, and there are neither mini-batches nor new weights to draw"
-    if train.lora is not None and train.lora.dropout > 0:
+    if train.adapter is not None and train.adapter.dropout > 0:
         why = "with `train.lora.dropout` each row has its own dropout, so no prefix is shared"
         yield ("train", "memory", "share_prefixes"), why
 
 
 def _sync(ctx: CheckContext, train: TrainSpec) -> Iterator[Option]:
     """Options of weight sync."""
-    sync, lora = train.weight_sync, train.lora is not None
+    sync, lora = train.weight_sync, train.adapter is not None
     method = ctx.spec.backend.sync_method(sync.method, lora=lora)
     if not ctx.spec.backend.weights_in_servers:
         yield (

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ def adapter(ctx: CheckContext) -> Iterator[Finding]:
         name = ctx.spec.backend.adapter_name
         if name is not None:
             fix = "remove it" + (
-                ": `train.lora` trains a new adapter" if train.lora else "; `train.lora` trains an adapter"
+                ": `train.adapter` trains a new adapter" if train.adapter else "; `train.lora` trains an adapter"
             )
             message = f"replies would be sampled with the adapter `{name}`, but the trainer does not have it"
             yield Finding(message, ("backend", "adapter"), fix)
@@ -202,22 +201,6 @@ def freeze(ctx: CheckContext) -> Iterator[Finding]:
                 message = f"not a regular expression: {getattr(error, 'msg', error)}"
                 fix = "a dot matches any character, `\\.` matches a dot: `embed_tokens`, `layers\\.[0-3]\\.`"
                 yield Finding(message, ("train", "freeze", index), fix, offset=offset)
-
-
-def _installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ValueError:  # imported without a spec
-        return True
-
-
-@rule("train.no-package", "info", "a package that training needs is not installed")
-def no_package(ctx: CheckContext) -> Iterator[Finding]:
-    """`peft` for `train.lora`."""
-    for train in _train(ctx):
-        if train.lora is not None and not _installed("peft"):
-            message = "`peft` is not installed, and `engine train` needs it for this"
-            yield Finding(message, ("train", "lora"), "pip install 'episode-engine[train]'")
 
 
 @rule("train.overlong", "warning", "every reply of the model has the penalty for long replies")

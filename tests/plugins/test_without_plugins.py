@@ -36,6 +36,7 @@ NAMING: dict[str, Spec] = {
     "isolation": {"environment": {"use": "engine.environments.arithmetic:Arithmetic", "isolation": "process"}},
     "launch": {"backend": {"kind": "sglang", "launch": {"gpus": 0}}},
     "local": {"backend": {"kind": "local"}},
+    "lora": {"train": {"lora": {}}},
     "notices": {"notify": {"to": [{"kind": "command", "run": "true"}]}},
     "plan": {"train": {"plan": {}}},
     "preparing": {"tasks": {"source": "inline", "rows": [{"id": "a"}], "id": "id", "overlong": "drop"}},

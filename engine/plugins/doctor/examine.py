@@ -316,7 +316,7 @@ def disk(examined: Examined) -> Iterator[Finding]:
         yield Finding("error", "disk", f"{place} cannot be written", "choose another folder: `rollout.out`, or `--out`")
         return
     train = examined.loaded.spec.train if examined.loaded is not None else None
-    if train is not None and examined.model_bytes is not None and train.lora is None:
+    if train is not None and examined.model_bytes is not None and train.adapter is None:
         # float32 weights and two moments; the newest ones, the best one, and the one that is being written
         needed = 6 * examined.model_bytes * (train.checkpoints.keep + 2)
         if free < needed:
@@ -338,7 +338,7 @@ def packages(examined: Examined) -> Iterator[Finding]:
     found = examined.machine.packages
     if examined.loaded is None or examined.loaded.spec.train is None:
         return
-    if examined.loaded.spec.train.lora is not None and "peft" not in found:
+    if examined.loaded.spec.train.adapter is not None and "peft" not in found:
         yield Finding("error", "packages", "`train.lora` needs peft", "pip install 'peft>=0.17'")
 
 

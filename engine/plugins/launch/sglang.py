@@ -12,7 +12,7 @@ from engine.tokens.catalogue import resolve_model
 
 if TYPE_CHECKING:
     from engine.schemas.backend import LaunchSpec, SGLangBackendSpec
-    from engine.schemas.train import LoraSpec, TrainSpec
+    from engine.schemas.train import AdapterSection, TrainSpec
     from engine.spec.load import LoadedSpec
 
 
@@ -38,8 +38,8 @@ def launched_servers(
     added: list[str] = []
     if experts and EXPERTS_FLAG not in launch.args:
         added.append(EXPERTS_FLAG)
-    if train is not None and train.lora is not None and "--enable-lora" not in launch.args:
-        added += ["--enable-lora", *lora_arguments(train.lora)]
+    if train is not None and train.adapter is not None and "--enable-lora" not in launch.args:
+        added += ["--enable-lora", *lora_arguments(train.adapter)]
     if train is not None and train.colocate and "--enable-memory-saver" not in launch.args:
         added.append("--enable-memory-saver")
     python = launch.python or sys.executable
@@ -66,7 +66,7 @@ def launched_servers(
     return LaunchedServers(commands, ready_timeout=launch.ready_timeout, restarts=launch.restarts)
 
 
-def lora_arguments(lora: LoraSpec) -> list[str]:
+def lora_arguments(lora: AdapterSection) -> list[str]:
     """SGLang's flags for an adapter of this rank and these layers."""
     targets = ["all"] if lora.target_modules == "all-linear" else lora.target_modules
     return ["--max-lora-rank", str(lora.rank), "--lora-target-modules", *targets]

@@ -33,14 +33,14 @@ def what_saves(plan: MemoryPlan, train: TrainSpec, longest: int) -> list[str]:
     if not train.memory.gradient_checkpointing:
         options.append("`train.memory.gradient_checkpointing: true`")
     # an adapter computes in float32 beside a model of bfloat16, so there autocast keeps less
-    smaller = "bfloat16" if train.lora is None else "mixed"
+    smaller = "bfloat16" if train.adapter is None else "mixed"
     if plan.precision not in ("bfloat16", smaller):
         options.append(f"`train.precision: {smaller}`")
     if train.optimizer.kind == "adamw":
         options.append("`train.optimizer.kind: adamw_8bit`")
     if train.memory.offload != "all":
         options.append("`train.memory.offload: all`")
-    if train.lora is None:
+    if train.adapter is None:
         options.append("`train.lora`")
     return options
 

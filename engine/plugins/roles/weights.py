@@ -34,7 +34,7 @@ def role_weights(spec: EpisodeSpec, role: PlayedRole) -> RoleWeights:
     shares = role.shares_policy(spec)
     if train is None or not (shares or (part.backend is not None and part.backend.shares_servers(spec.backend))):
         return "apart"
-    adapter = spec.backend.sync_method(train.weight_sync.method, lora=train.lora is not None) == "adapter"
+    adapter = spec.backend.sync_method(train.weight_sync.method, lora=train.adapter is not None) == "adapter"
     if not shares and adapter:
         return "apart"  # a client of its own, whose requests do not name the policy's adapter
     if part.weights == "policy":
@@ -46,7 +46,7 @@ def role_weights(spec: EpisodeSpec, role: PlayedRole) -> RoleWeights:
 
 def frozen_refusal(name: str, spec: EpisodeSpec) -> tuple[str, str]:
     """Why the weights of a role cannot be frozen, and what to do."""
-    lora = spec.train is not None and spec.train.lora is not None
+    lora = spec.train is not None and spec.train.adapter is not None
     how = "the adapter is sent merged into the weights" if lora else "all weights are trained"
     return (
         f"the model of `{name}` would have the newest weights of the policy: it is on the same servers, and {how}",

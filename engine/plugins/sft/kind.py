@@ -33,7 +33,6 @@ SFT = TrainKind(
             "precision",
             "device",
             "freeze",
-            "lora",
             "memory",
             "weight_sync",
             "checkpoints",

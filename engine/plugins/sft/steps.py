@@ -85,7 +85,7 @@ class DemonstrationSteps(StepSource):
     async def opened(self, result: TrainResult) -> AsyncIterator[None]:
         """With LoRA, save the model with the adapter merged in at the end."""
         yield
-        if self._trainer.train.lora is not None and not result.interrupted:
+        if self._trainer.train.adapter is not None and not result.interrupted:
             result.model = await asyncio.to_thread(self._save_merged)
 
     def _save_merged(self) -> Path:

@@ -24,12 +24,12 @@ def weight_sync(ctx: CheckContext) -> Iterator[Finding]:
     """`adapter` without `train.lora`; `collective` with it, behind a router, or with `train.colocate`."""
     for train in _train(ctx):
         method, path = train.weight_sync.method, ("train", "weight_sync", "method")
-        if method == "adapter" and train.lora is None:
+        if method == "adapter" and train.adapter is None:
             message = "only an adapter would be sent, but all weights are trained"
             yield Finding(message, path, "add `train.lora: {}`, or use `disk` or `auto`")
         if method != "collective":
             continue
-        if train.lora is not None:
+        if train.adapter is not None:
             yield Finding("all weights would be sent, but only an adapter is trained", path, "use `adapter` or `auto`")
         if getattr(ctx.spec.backend, "router", False):
             message = "servers behind a router cannot be called to a process group"

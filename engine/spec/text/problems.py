@@ -18,7 +18,7 @@ from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.base import Bytes, Seconds, Struct
 from engine.schemas.descriptions import description_of
 from engine.schemas.sections import open_name, open_union, sections_of
-from engine.schemas.train import LoraSpec, MemorySpec, TrainSpec, WeightSyncSpec
+from engine.schemas.train import MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.text.diagnostic import DataPath, Diagnostic, show_path
 from engine.spec.text.near import nearest_name, short
 from engine.spec.text.places import (
@@ -390,7 +390,6 @@ RENAMED: Mapping[type[BaseModel], Mapping[str, str]] = {
         "logit_cells": "logits_chunk_elements",
         "checkpointing": "gradient_checkpointing",
     },
-    LoraSpec: {"targets": "target_modules"},
     WeightSyncSpec: {"via": "method", "pause": "pause_generation"},
 }
 """Class of a section -> old key -> new key; it also holds for the classes that inherit from it. A plugin's class has them as `RENAMED`."""

@@ -21,6 +21,7 @@ from engine.plugins.weights.shared_tensors import SharedBuffer, buffer_bytes
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
+from engine.schemas.sections import read_stored
 from engine.schemas.train import TrainSpec
 from engine.tokens.template import ChatTemplate
 from engine.train.policy import Policy
@@ -59,7 +60,7 @@ async def backend(
 
 
 def spec_of(model: Path, **train: Any) -> EpisodeSpec:
-    return EpisodeSpec.model_validate(
+    return read_stored(
         {
             "spec": "episode/v1",
             "name": "demo",
@@ -67,12 +68,13 @@ def spec_of(model: Path, **train: Any) -> EpisodeSpec:
             "backend": {"kind": "sglang", "urls": ["http://127.0.0.1:1"]},
             "tasks": {"source": "inline", "rows": [{"id": "t0"}]},
             "train": train,
-        }
+        },
+        EpisodeSpec,
     )
 
 
 def policy_of(model: Path, lora: dict[str, Any] | None = None) -> Policy:
-    spec = TrainSpec.model_validate({"device": "cpu", "lora": lora})
+    spec = read_stored({"device": "cpu", "lora": lora}, TrainSpec)
     return Policy.load(model, spec, temperature=1.0, vocab=None, vision=None)
 
 

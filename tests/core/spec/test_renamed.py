@@ -12,7 +12,7 @@ from written_specs import save_spec
 
 from engine.errors import StoreError
 from engine.schemas.backend import SGLangBackendSpec
-from engine.schemas.train import LoraSpec, MemorySpec, TrainSpec, WeightSyncSpec
+from engine.schemas.train import MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.load import load_spec, read_spec
 from engine.spec.text.places import fields_by_key
 from engine.spec.text.problems import RENAMED, new_key
@@ -30,7 +30,6 @@ PLACES: dict[type[BaseModel], tuple[str, ...]] = {
     SGLangBackendSpec: ("backend",),
     TrainSpec: ("train",),
     MemorySpec: ("train", "memory"),
-    LoraSpec: ("train", "lora"),
     WeightSyncSpec: ("train", "weight_sync"),
 }
 KEYS = [(owner, old, new) for owner, keys in RENAMED.items() if owner in PLACES for old, new in keys.items()]

@@ -18,6 +18,7 @@ from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.credit import TurnReturnCredit
 from engine.schemas.reward import RewardEvent
+from engine.schemas.sections import read_stored
 from engine.schemas.train import TrainSpec
 from engine.store.rows.row import RowCredit, TrainingRow
 from engine.train.checkpoint import Checkpoints, State
@@ -68,7 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def spec_of(kind: str) -> TrainSpec:
     """AdamW with an eps above the gradients' rounding, which it would else divide by itself where they are all but 0."""
     common = {"device": "cpu", "optimizer": {"lr": 1e-2, "eps": 1e-3}, "memory": {"max_tokens_per_microbatch": 32}}
-    return TrainSpec.model_validate(common | KINDS[kind])
+    return read_stored(common | KINDS[kind], TrainSpec)
 
 
 def save_model(folder: Path, *, tied: bool, layers: int = 3, width: int = 1) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from engine.errors import TrainError
+from engine.schemas.sections import read_stored
 from engine.schemas.train import TrainSpec
 from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_alone
 from engine.train.learner import Learner
@@ -39,7 +40,7 @@ def sharding() -> Iterator[ProcessGroup]:
 
 
 def open_policy(folder: Path, process_group: ProcessGroup | None, **spec: Any) -> Policy:
-    train = TrainSpec.model_validate({"device": "cpu"} | spec)
+    train = read_stored({"device": "cpu"} | spec, TrainSpec)
     policy = Policy.load(folder, train, temperature=1.0, vocab=None, vision=None, process_group=process_group)
     if process_group is not None:
         policy.shard(offload=train.memory.offload == "all")
@@ -104,7 +105,7 @@ def test_sharded_weights_are_those_of_the_files(
 
 def test_a_model_is_made_without_memory(sharding: ProcessGroup, tmp_path: Path) -> None:
     folder = build("Llama", tmp_path / "model")
-    spec = TrainSpec.model_validate({"device": "cpu", "kl": {"coefficient": 0.1}})
+    spec = read_stored({"device": "cpu", "kl": {"coefficient": 0.1}}, TrainSpec)
     policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None, process_group=sharding)
     reference = policy._reference_model
     assert reference is not None
@@ -134,7 +135,7 @@ def test_weights_of_another_shape_are_refused(sharding: ProcessGroup, tmp_path: 
 
 def learner_of(folder: Path, process_group: ProcessGroup, **spec: Any) -> Learner:
     common = {"device": "cpu", "optimizer": {"lr": 1e-2, "eps": 1e-3}, "loss": {"kind": "grpo"}}
-    train = TrainSpec.model_validate(common | spec)
+    train = read_stored(common | spec, TrainSpec)
     policy = Policy.load(folder, train, temperature=1.0, vocab=None, vision=None, process_group=process_group)
     return Learner(policy, train, process_group=process_group)
 

@@ -18,6 +18,7 @@ from trainings import metric_lines
 from transformers import AutoModelForCausalLM
 
 from engine.errors import TrainError
+from engine.schemas.sections import read_stored
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
 from engine.store import RunHeader, RunStore
@@ -42,7 +43,7 @@ def routed(ids: list[int], seed: int, **changes: Any) -> TrainingRow:
 
 
 def open_policy(folder: Path, *, replay: bool = True, **spec: Any) -> Policy:
-    train = TrainSpec.model_validate({"device": "cpu"} | spec)
+    train = read_stored({"device": "cpu"} | spec, TrainSpec)
     return Policy.load(folder, train, temperature=1.0, vocab=None, vision=None, replay_experts=replay)
 
 

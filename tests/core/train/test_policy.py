@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.errors import DeviceError, TrainError
 from engine.schemas.model import ModelSpec
+from engine.schemas.sections import read_stored
 from engine.schemas.train import TrainSpec
 from engine.store.rows.row import TrainingRow
 from engine.tokens.loading import load_format
@@ -30,7 +31,7 @@ LORA = {"rank": 3, "alpha": 6.0}
 
 def open_policy(folder: Path, temperature: float = 1.0, vocab: int | None = None, **spec: Any) -> Policy:
     return Policy.load(
-        folder, TrainSpec.model_validate({"device": "cpu"} | spec), temperature=temperature, vocab=vocab, vision=None
+        folder, read_stored({"device": "cpu"} | spec, TrainSpec), temperature=temperature, vocab=vocab, vision=None
     )
 
 

@@ -17,6 +17,7 @@ from slow_cases import slow_but
 from training_rows import with_branch
 
 from engine.plugins.critic.credits import GaeCredit
+from engine.schemas.sections import read_stored
 from engine.schemas.train import OptimizerSpec, TrainSpec
 from engine.store.rows.row import TrainingRow
 from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_alone
@@ -50,7 +51,7 @@ def rows() -> list[TrainingRow]:
 def learner_of(folder: Path, process_group: ProcessGroup | None = None, **train: Any) -> Learner:
     optimizer = {"lr": RATE, "max_grad_norm": None} | train.pop("optimizer", {})
     common = {"device": "cpu", "optimizer": optimizer}
-    spec = TrainSpec.model_validate(common | train)
+    spec = read_stored(common | train, TrainSpec)
     group = process_group or SingleProcessGroup()
     policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None, process_group=group)
     return Learner(policy, spec, process_group=group)
@@ -125,9 +126,7 @@ def test_a_critic_of_its_own_makes_it_too(model: Path) -> None:
     from engine.plugins.critic.critic import Critic
     from engine.plugins.critic.spec import ValueCritic
 
-    spec = TrainSpec.model_validate(
-        {"device": "cpu", "precision": "bfloat16", "critic": {"kind": "network", "lr": RATE}}
-    )
+    spec = read_stored({"device": "cpu", "precision": "bfloat16", "critic": {"kind": "network", "lr": RATE}}, TrainSpec)
     settings: dict[str, Any] = {"temperature": 1.0, "vocab": None, "vision": None}
     policy, net = Policy.load(model, spec, **settings), open_model(model, spec, **settings)
     assert isinstance(spec.critic, ValueCritic)
@@ -150,7 +149,7 @@ def test_a_critic_of_its_own_makes_it_too(model: Path) -> None:
 
 def test_gradients_of_many_micro_batches_are_added_up_in_float32(model: Path) -> None:
     """300 equal gradients: added up in bfloat16, the sum would stop at 256."""
-    spec = TrainSpec.model_validate({"device": "cpu", "precision": "bfloat16"})
+    spec = read_stored({"device": "cpu", "precision": "bfloat16"}, TrainSpec)
     policy = Policy.load(model, spec, temperature=1.0, vocab=None, vision=None)
     parameters = dict(policy.named_parameters())
     masters = MasterWeights(parameters)

@@ -20,6 +20,7 @@ from engine.plugins.local.spec import LocalBackendSpec
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.generation import Generation, SamplingParams
 from engine.schemas.model import ModelSpec
+from engine.schemas.sections import read_stored
 from engine.schemas.train import TrainSpec
 from engine.tokens.loading import load_format
 from engine.train.policy import Policy
@@ -29,7 +30,7 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 
 def spec_of(model: Path, train: dict[str, Any], backend: dict[str, Any] | None = None) -> EpisodeSpec:
-    return EpisodeSpec.model_validate(
+    return read_stored(
         {
             "spec": "episode/v1",
             "name": "demo",
@@ -37,13 +38,14 @@ def spec_of(model: Path, train: dict[str, Any], backend: dict[str, Any] | None =
             "backend": backend or {"kind": "local"},
             "tasks": {"source": "inline", "rows": [{"id": "t0"}]},
             "train": train,
-        }
+        },
+        EpisodeSpec,
     )
 
 
 def policy_of(model: Path, train: dict[str, Any]) -> Policy:
     return Policy.load(
-        model, TrainSpec.model_validate({"device": "cpu", **train}), temperature=1.0, vocab=None, vision=None
+        model, read_stored({"device": "cpu", **train}, TrainSpec), temperature=1.0, vocab=None, vision=None
     )
 
 

@@ -13,6 +13,7 @@ from training_rows import row_of
 from transformers import AutoModelForImageTextToText
 
 from engine.errors import TrainError
+from engine.schemas.sections import read_stored
 from engine.schemas.train import TrainSpec
 from engine.store.loader import beside, collate, forward_inputs, read_rows, vision_of, with_image_files
 from engine.store.rows.export import training_rows, write_jsonl
@@ -25,7 +26,7 @@ from engine.train.verify import recompute
 
 def open_policy(folder: Path, vision: Vision | None, **spec: Any) -> Policy:
     return Policy.load(
-        folder, TrainSpec.model_validate({"device": "cpu"} | spec), temperature=1.0, vocab=None, vision=vision
+        folder, read_stored({"device": "cpu"} | spec, TrainSpec), temperature=1.0, vocab=None, vision=vision
     )
 
 

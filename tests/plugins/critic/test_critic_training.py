@@ -25,6 +25,7 @@ from engine.rewards.ledger import Ledger
 from engine.rewards.sealed import SealedLedger
 from engine.schemas.credit import read_credit
 from engine.schemas.reward import RewardEvent
+from engine.schemas.sections import read_stored
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
 from engine.store import training as folders
@@ -69,7 +70,7 @@ def valued(rows: list[TrainingRow], cut: bool = False) -> list[TrainingRow]:
 
 def learner_of(folder: Path, critic: dict[str, Any], credit: dict[str, Any] | None = None, **train: Any) -> Learner:
     settings = {"optimizer": {"lr": 1e-3, "max_grad_norm": None}, "critic": critic} | train
-    spec = TrainSpec.model_validate(settings)
+    spec = read_stored(settings, TrainSpec)
     policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None)
     group = SingleProcessGroup()
     assert isinstance(spec.critic, ValueCritic)

@@ -16,8 +16,9 @@ from waiting import process_runs, until, wait_until
 from engine.errors import BackendError
 from engine.plugins.launch.servers import LaunchedServers, ServerCommand
 from engine.plugins.launch.sglang import launched_servers
+from engine.plugins.lora.spec import LoraSpec
 from engine.schemas.backend import LaunchSpec, SGLangBackendSpec
-from engine.schemas.train import LoraSpec, TrainSpec
+from engine.schemas.train import TrainSpec
 
 SERVER = """
 import http.server, os, subprocess, sys, threading
@@ -188,9 +189,14 @@ def test_commands_name_model_port_and_gpus() -> None:
 
 
 def test_a_training_with_an_adapter_starts_servers_that_take_it() -> None:
-    [argv] = commands(LaunchSpec(gpus=1), TrainSpec(lora=LoraSpec(rank=8, target_modules=["q_proj", "v_proj"])))
+    [argv] = commands(
+        LaunchSpec(gpus=1), TrainSpec().with_sections({LoraSpec: LoraSpec(rank=8, target_modules=["q_proj", "v_proj"])})
+    )
     assert argv[-6:] == ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "v_proj"]
-    [argv] = commands(LaunchSpec(gpus=1, args=["--enable-lora", "--max-lora-rank", "64"]), TrainSpec(lora=LoraSpec()))
+    [argv] = commands(
+        LaunchSpec(gpus=1, args=["--enable-lora", "--max-lora-rank", "64"]),
+        TrainSpec().with_sections({LoraSpec: LoraSpec()}),
+    )
     assert argv.count("--enable-lora") == 1
     assert argv[-1] == "64"
     [argv] = commands(LaunchSpec(gpus=1), TrainSpec(colocate=True))

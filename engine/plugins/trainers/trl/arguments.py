@@ -99,7 +99,7 @@ def _refuse_untranslated(loaded: LoadedSpec, train: TrainSpec) -> None:
         "train.kl.in: reward": kl.in_reward,
         f"train.kl.estimator: {kl.estimator}": kl.in_loss and kl.estimator != "k3",
         "train.precision: bfloat16, whose master weights are float32 (write mixed)": train.precision == "bfloat16",
-        "train.lora": train.lora is not None,
+        "train.lora": train.adapter is not None,
         "train.freeze": bool(train.freeze),
         "train.optimizer.kind: adamw_8bit": train.optimizer.kind != "adamw",
         f"train.minibatches: {train.minibatches} with train.tasks_per_step: {train.tasks_per_step}": bool(

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from engine.errors import TrainError
-from engine.schemas.train import LoraSpec
+from engine.plugins.lora.spec import LoraSpec
+from engine.train.policy import Adapter
 
 
-class Adapter:
+class LoraAdapter(Adapter):
     """The adapter of a model. It changes the model in place: linear layers become wrappers with a `base_layer`."""
 
     def __init__(self, model: Any, spec: LoraSpec, seed: int) -> None:
@@ -62,12 +63,9 @@ class Adapter:
             for dropout in getattr(module, "lora_dropout", {}).values()
             if isinstance(dropout, torch.nn.Dropout) and dropout.p > 0
         ]
+        self.has_dropout = bool(self._dropouts)
+        self.names = [name for name, _ in model.named_parameters() if ".lora_" in name]
         model.eval()
-
-    @property
-    def has_dropout(self) -> bool:
-        """Whether the adapter has dropout."""
-        return bool(self._dropouts)
 
     def dropout(self, on: bool) -> None:
         """Turn the adapter's dropout on or off."""
@@ -101,11 +99,6 @@ class Adapter:
                     delta = sum(module.get_delta_weight(adapter) for adapter in module.active_adapters)
                     state[f"{name}.weight"] = (weight.to(delta.dtype) + delta).to(weight.dtype).detach()
         return state
-
-    @property
-    def names(self) -> list[str]:
-        """The names in the model of the adapter's parameters."""
-        return [name for name, _ in self._model.named_parameters() if ".lora_" in name]
 
     def save(self, folder: Path) -> None:
         """Write adapter_config.json and adapter_model.safetensors in peft's format."""
