@@ -90,7 +90,7 @@ def adapter(ctx: CheckContext) -> Iterator[Finding]:
         name = ctx.spec.backend.adapter_name
         if name is not None:
             fix = "remove it" + (
-                ": `train.adapter` trains a new adapter" if train.adapter else "; `train.lora` trains an adapter"
+                ": `train.lora` trains a new adapter" if train.adapter else "; `train.lora` trains an adapter"
             )
             message = f"replies would be sampled with the adapter `{name}`, but the trainer does not have it"
             yield Finding(message, ("backend", "adapter"), fix)
