@@ -259,14 +259,34 @@ class FastTokenizer:
         return known.copy()
 
     def _encode(self, text: str) -> list[int]:
-        if self._ascii is not None and (known := self._ascii.encode(text)) is not None:
-            return known
+        if self._ascii is not None and len(text) <= _LONG and text.isascii():
+            ids = self._ascii.encode(text)
+            if ids is None:
+                ids = self._encode_between(self._ascii.encode, text)
+            if ids is not None:
+                return ids
         if self._backend is not None:
             if len(text) > _LONG:  # half the time, and releases the GIL
                 return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-            return ids
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
         return list(self.full.encode(text, add_special_tokens=False))
+
+    def _encode_between(self, encode: Callable[[str], list[int] | None], text: str) -> list[int] | None:
+        """The ids of a text that is cut at its added tokens; None where one of them cuts it in another way, or a part has no ids."""
+        ids: list[int] = []
+        at = 0
+        for start, end in [*self.quoting.spans(text), (len(text), len(text))]:
+            part = encode(text[at:start])
+            if part is None:
+                return None
+            ids += part
+            if end > start:
+                token = text[start:end]
+                if not self._is_border(token):
+                    return None
+                ids.append(self.added[token])
+            at = end
+        return ids
 
     def decode(self, ids: int | Sequence[int] | np.ndarray, *_: Any, **__: Any) -> str:
         """Ids -> text, with special tokens as text. ids: int, or int [tokens]."""

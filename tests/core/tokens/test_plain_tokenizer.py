@@ -75,6 +75,63 @@ def test_any_text_has_the_same_ids(pair: tuple[FastTokenizer, FastTokenizer], te
     assert plain.decode(plain.encode(text)) == real.decode(real.encode(text))
 
 
+def agrees(tokenizer: FastTokenizer, words: list[str]) -> None:
+    text = "".join(words)
+    assert tokenizer.encode(text) == list(tokenizer._backend.encode(text, add_special_tokens=False).ids)
+
+
+def of_words(tokenizer: FastTokenizer) -> st.SearchStrategy[list[str]]:
+    """Parts of texts in which added tokens stand between words, white space and pieces of themselves."""
+    added = sorted(tokenizer.added)
+    pieces = (
+        [token[:3] for token in added]
+        + [token[1:] for token in added]
+        + ["don't", " x", "  ", "\n\n", "12 3", "é", "<"]
+    )
+    return st.lists(st.sampled_from(added) | st.sampled_from(pieces), max_size=12)
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_text_is_cut_at_added_tokens_as_the_library_cuts_it(
+    pair: tuple[FastTokenizer, FastTokenizer], data: st.DataObject
+) -> None:
+    agrees(pair[0], data.draw(of_words(pair[0])))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL, reason="NOT CHECKED ON REAL TOKENIZERS: scripts/fetch_tokenizers.sh brings them")
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1"])
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_a_text_is_cut_at_added_tokens_as_real_tokenizers_cut_it(name: str, data: st.DataObject) -> None:
+    tokenizer = OPENED.get(name) or OPENED.setdefault(name, loaded(Path(REAL) / name)[0])
+    agrees(tokenizer, data.draw(of_words(tokenizer)))
+
+
+OPENED: dict[str, FastTokenizer] = {}
+
+
+def test_an_added_token_that_takes_white_space_is_left_to_the_library() -> None:
+    import transformers
+    from tokenizers import AddedToken, Tokenizer
+
+    tokenizer = Tokenizer.from_str(json.dumps(WITH_TOKENS))
+    tokenizer.add_special_tokens([AddedToken("<a>", lstrip=True), AddedToken("<b>"), AddedToken("<b>>")])
+    fast = FastTokenizer(transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    for text in ("x  <a> y", "x <b> y", "x <b>> y", "<b><b>>", "<a><b>", "  <a>"):
+        agrees(fast, [text])
+
+
+WITH_TOKENS: dict[str, Any] = {
+    "version": "1.0",
+    "added_tokens": [],
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "model": {"type": "BPE", "vocab": {character: at for at, character in enumerate("<>abxyĠ")}, "merges": []},
+}
+
+
 def test_a_conversation_has_the_ids_of_apply_chat_template(tiny_tokenizer_dir: Path) -> None:
     form = load_format(ModelSpec(path=str(tiny_tokenizer_dir), allow_special=True), Path())
     assert isinstance(form.fast.full, PlainTokenizer)
