@@ -14,7 +14,7 @@
     choosing.py       which reader parses a template's replies
     toolcalls/        tool calls that are written as text, one class per format
     tokenizer.py      a tokenizer, called directly (plain_tokenizer.py, byte_level.py), and text that only spells special tokens
-    jinja.py          templates compiled as transformers does; quoted_jinja.py, for quoted text
+    jinja.py          templates compiled as transformers does; jinja_source.py, for quoted text too
     vision.py         how images become tokens (vision_families.py, vision_processing.py, images.py)
     vision_sizes.py   tokens of an image from its size alone; pixels.py and pixel_pool.py scale images, in processes
     image_bank.py     the images of a run by digest

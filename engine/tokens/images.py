@@ -1,12 +1,18 @@
-"""A reference to an image -> its bytes, its size, and what the image processor makes of it."""
+"""A reference to an image -> its bytes, its size, and what the image processor makes of it.
+
+Only images of prompts are downloaded, once an episode, when it begins: their URLs are the spec's and its rows'. What a tool, an
+environment or a user says may repeat the policy's words, so its URLs are never requested.
+"""
 
 from __future__ import annotations
 
 import binascii
 import os
 import stat
+import time
 import warnings
 from base64 import b64decode
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +23,6 @@ import numpy as np
 
 from engine.errors import ImageError
 from engine.schemas.base import Struct
-from engine.tokens.download import download
 from engine.tokens.pixels import decode, open_file
 
 if TYPE_CHECKING:
@@ -181,3 +186,48 @@ def open_pixels(data: bytes) -> Any:
         return decode(data)
     except Exception as error:
         raise ImageError(f"an image cannot be decoded: {error}", kind="image_unreadable") from error
+
+
+_SECONDS = 30.0
+"""Time to connect, and time between two pieces of the body."""
+_ATTEMPTS = 3
+"""How often an image is requested, if the server fails (5xx, 429) or the connection breaks."""
+_REDIRECTS = 5
+
+
+def download(url: str, most: int) -> bytes:
+    """The body of a URL.
+
+    Args:
+        url: `http://` or `https://`.
+        most: Largest size, in bytes.
+
+    Raises:
+        ValueError: The server refuses, fails `_ATTEMPTS` times, or sends more.
+    """
+    import httpx
+
+    problem = ""
+    with httpx.Client(timeout=_SECONDS, follow_redirects=True, max_redirects=_REDIRECTS) as client:
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(0.25 * 2**attempt)
+            try:
+                with client.stream("GET", url) as reply:
+                    if reply.status_code == 200:
+                        return _body(reply.iter_bytes(), most)
+                    problem = f"the server replies {reply.status_code} {reply.reason_phrase}".rstrip()
+                    if reply.status_code < 500 and reply.status_code != 429:
+                        break
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                problem = f"{type(error).__name__}: {error}"
+    raise ValueError(problem)
+
+
+def _body(pieces: Iterator[bytes], most: int) -> bytes:
+    body = bytearray()
+    for piece in pieces:
+        body += piece
+        if len(body) > most:
+            raise ValueError(f"it is larger than {most >> 20} MiB")
+    return bytes(body)

@@ -2,6 +2,5 @@
 
 parser.py       a reply as text, or by token where its family has a reader
 readers.py      the parsers of the library `renderers`, by family; Qwen3's format without it
-arguments.py    arguments that are written between tags
 parts.py        the sampled tokens of a part of a reply
 """

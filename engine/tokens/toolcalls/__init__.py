@@ -1,7 +1,6 @@
 """Tool calls that are written as text: one class reads and writes each format.
 
-    base.py      ToolCallFormat: what a format declares; TaggedFormat: calls between two tags
-    hermes.py    JSON in <tool_call>
+    base.py      ToolCallFormat: what a format declares; TaggedFormat: calls between two tags; HermesFormat: JSON in <tool_call>
     plain.py     name(argument=value) in <call>
     pythonic.py  LFM2's list of calls
 
@@ -15,8 +14,15 @@ from pathlib import Path
 
 from engine.errors import RenderError
 from engine.storable import words_of
-from engine.tokens.toolcalls.base import Call, ParsedCalls, TaggedFormat, ToolCallFormat, UnreadableCall, parse_calls
-from engine.tokens.toolcalls.hermes import HermesFormat
+from engine.tokens.toolcalls.base import (
+    Call,
+    HermesFormat,
+    ParsedCalls,
+    TaggedFormat,
+    ToolCallFormat,
+    UnreadableCall,
+    parse_calls,
+)
 from engine.tokens.toolcalls.plain import PlainFormat
 from engine.tokens.toolcalls.pythonic import PythonicFormat
 

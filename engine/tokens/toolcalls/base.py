@@ -224,3 +224,41 @@ def as_json(value: Any) -> Any:
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {key: as_json(item) for key, item in value.items()}
     raise ValueError
+
+
+HERMES_FORM = 'Write {"name": "<tool>", "arguments": {...}}.'
+
+
+class HermesFormat(TaggedFormat):
+    """The format that large models know: one JSON object in each pair of tags.
+
+    <tool_call>
+    {"name": "calculate", "arguments": {"expression": "3 * (4 + 5)"}}
+    </tool_call>
+    """
+
+    name = "hermes"
+    marks = ("<tool_call>", "</tool_call>")
+    auto = True
+
+    def read_body(self, body: str, tools: Sequence[dict[str, Any]]) -> Call:
+        """See `TaggedFormat.read_body`."""
+        try:
+            value = json.loads(body)
+        except json.JSONDecodeError as error:
+            raise UnreadableCall(f"It is not valid JSON: {error.msg} at character {error.pos}. {HERMES_FORM}") from None
+        except RecursionError:
+            raise UnreadableCall(f"Its JSON is nested too deeply. {HERMES_FORM}") from None
+        except ValueError:
+            raise UnreadableCall(f"Its JSON holds a number of too many digits. {HERMES_FORM}") from None
+        if not isinstance(value, dict):
+            raise UnreadableCall(f"It is not a JSON object. {HERMES_FORM}")
+        name = value.get("name")
+        if not isinstance(name, str) or not name:
+            raise UnreadableCall(f'It has no "name". {HERMES_FORM}')
+        return name, as_arguments(value.get("arguments", value.get("parameters", {})), HERMES_FORM)
+
+    def write(self, text: str, calls: Sequence[Call]) -> str:
+        """See `ToolCallFormat.write`."""
+        written = (json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls)
+        return "\n".join([*([text] if text else []), *(f"<tool_call>\n{call}\n</tool_call>" for call in written)])

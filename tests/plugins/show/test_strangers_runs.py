@@ -18,7 +18,7 @@ from engine.cli.main import app
 
 MODULES = {
     "planted_credit": "def last(group, **more):\n    return [[0.0] * (e.ledger.turns - 1) + [7.0] for e in group]\n",
-    "planted_calls": "from engine.tokens.toolcalls.hermes import HermesFormat\nclass Calls(HermesFormat):\n    pass\n",
+    "planted_calls": "from engine.tokens.toolcalls import HermesFormat\nclass Calls(HermesFormat):\n    pass\n",
     "planted_scorer": "from engine.schemas.reward import RewardEvent\ndef score(view):\n    return [RewardEvent(value=1.0)]\n",
     "planted_tools": 'def add(a: int, b: int) -> int:\n    """Add.\n\n    Args:\n        a: One.\n        b: Other.\n    """\n    return a + b\n',
     "planted_tasks": "def rows():\n    return [{'id': 'a', 'question': 'Why?'}]\n",
