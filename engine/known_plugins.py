@@ -21,6 +21,10 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
         "backends": ("openai", "anthropic"),
         "old_options": ("run --max-cost",),
     },
+    "code_scanning": {
+        "install": ("pip install --force-reinstall --no-deps episode-engine",),
+        "findings_formats": ("sarif", "github"),
+    },
     "compare": {"install": ("pip install --force-reinstall --no-deps episode-engine",), "commands": ("compare",)},
     "condense": {
         "install": ("pip install --force-reinstall --no-deps episode-engine",),

@@ -121,6 +121,8 @@ class Plugin:
     """Name of a JSON Schema file of `engine schema`, without its ending -> data class."""
     old_options: Entries = field(default_factory=dict)
     """Option that a command had, as `train --plan` -> the command line that replaces it, for a message."""
+    findings_formats: Entries = field(default_factory=dict)
+    """Value of `engine validate --format` -> function that writes a list of `engine.cli.validate.report.Report`."""
     graph_formats: Entries = field(default_factory=dict)
     """Value of `engine graph --format`, also the suffix of its files -> function that draws a machine."""
     options: Entries = field(default_factory=dict)

@@ -86,6 +86,7 @@ def named_by(name: str, spec: str) -> list[list[str]]:
     """Command lines that name a plugin, without a spec that does."""
     lines = [command.split() for command in KNOWN[name].get("commands", ())]
     lines += [["export", "latest", "--format", kind] for kind in KNOWN[name].get("export_formats", ())]
+    lines += [["validate", spec, "--format", kind] for kind in KNOWN[name].get("findings_formats", ())]
     lines += [["graph", spec, "--format", kind] for kind in KNOWN[name].get("graph_formats", ())]
     return lines + [["validate", spec, "--trainer", trainer] for trainer in KNOWN[name].get("trainers", ())[:1]]
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from hostile_specs import BUSY, REFUSED, TASKS, WHOLE
 
-from engine.cli.validate.command import Format, written
+from engine import plugin
+from engine.cli.validate.command import FORMATS, written
 from engine.cli.validate.examine import Options, examine
 from engine.cli.validate.report import Report, as_text
 from engine.validate.registry import page_of
@@ -37,7 +38,10 @@ def examined(text: str) -> Report:
     """As the command would, written in every format."""
     Path("s.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
     report = examine(Path("s.yaml"), Options(cost=True, budget={"tokens": 1e9}))
-    said = [as_text([report], worst=True), *(written(form, [report]) for form in Format)]
+    said = [
+        as_text([report], worst=True),
+        *(written(form, [report]) for form in (*FORMATS, *plugin.entries("findings_formats"))),
+    ]
     assert max(len(line) for line in as_text([report], worst=True).splitlines()) < 12_000
     assert all(each.encode("utf-8") or not report.diagnostics for each in said)
     for item in report.diagnostics:

@@ -6,13 +6,13 @@ import gc
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from engine.cli.options import Overrides
+from engine import plugin
+from engine.cli.options import Overrides, one_of
 from engine.cli.validate.report import UNREADABLE, Report, as_json, as_text
 from engine.spec.access import Access
 from engine.terminal import echo
@@ -20,13 +20,8 @@ from engine.terminal import echo
 _SPEC_KEY = re.compile(r"^(?:spec|extends)[ \t]*:", re.MULTILINE)
 
 
-class Format(StrEnum):
-    """The format of findings."""
-
-    TEXT = "text"
-    JSON = "json"
-    SARIF = "sarif"
-    GITHUB = "github"
+FORMATS = ("text", "json")
+"""The core's formats of findings; plugins add others."""
 
 
 def find_specs(named: Sequence[Path], allowed: Sequence[Path] = ()) -> Iterator[Path]:
@@ -71,7 +66,7 @@ def _looks_like_spec(file: Path, allowed: Sequence[Path]) -> bool:
 
 def validate(
     specs: Annotated[list[Path], typer.Argument(metavar="SPEC…", help="Specs, or folders of specs.")],
-    format: Annotated[Format, typer.Option(help="Format of the findings.")] = Format.TEXT,
+    format: Annotated[str, one_of("findings_formats", FORMATS, "Format of the findings.")] = "text",
     overrides: Overrides = None,
     worst: Annotated[
         bool,
@@ -136,7 +131,7 @@ def validate(
     if not reports:
         echo(f"no specs under {', '.join(map(str, specs))}", err=True)
         raise typer.Exit(UNREADABLE)
-    if format is Format.TEXT:
+    if format == "text":
         typer.echo(as_text(reports, notes=notes, worst=worst))
     elif said := written(format, reports):
         typer.echo(said)
@@ -155,13 +150,11 @@ def _collections_paused() -> Iterator[None]:
             gc.enable()
 
 
-def written(format: Format, reports: Sequence[Report]) -> str:
+def written(format: str, reports: Sequence[Report]) -> str:
     """Reports in a format."""
-    if format in (Format.SARIF, Format.GITHUB):
-        from engine.cli.validate.sarif import as_github, as_sarif
-
-        return as_sarif(reports) if format == Format.SARIF else as_github(reports)
-    return as_json(reports) if format == Format.JSON else as_text(reports)
+    write = {"text": as_text, "json": as_json}.get(format) or plugin.load(plugin.entries("findings_formats")[format])
+    text: str = write(reports)
+    return text
 
 
 def explain(

@@ -18,7 +18,7 @@ from installed_plugins import needs_plugin
 from slow_cases import slow_but
 from strangers_place import Place, opened
 
-from engine.cli.validate.command import Format, written
+from engine.cli.validate.command import written
 from engine.cli.validate.examine import Options, examine_all
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -136,7 +136,7 @@ def test_nothing_can_be_forged(place: Place, forged: list[str], monkeypatch: pyt
 
 @pytest.mark.parametrize("format", slow_but(["json", "sarif", "github"], "json", "github"))
 def test_nothing_can_be_forged_in_other_formats(
-    place: Place, forged: list[str], format: Format, monkeypatch: pytest.MonkeyPatch
+    place: Place, forged: list[str], format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place.work)
     said = written(format, examine_all([Path(name) for name in forged], Options())[0])

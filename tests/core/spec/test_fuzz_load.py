@@ -11,7 +11,8 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.cli.validate.command import Format, written
+from engine import plugin
+from engine.cli.validate.command import FORMATS, written
 from engine.cli.validate.examine import Options, examine
 from engine.cli.validate.report import as_text, pack, unpack
 from engine.schemas.episode import EpisodeSpec
@@ -142,7 +143,10 @@ def check(text: str, folder: Path) -> None:
     assert all(item.origin is not None for item in report.diagnostics)
     if report.status == 0:
         assert read_spec(file)[0] is not None
-    for said in (as_text([report], worst=True), *(written(form, [report]) for form in Format)):
+    for said in (
+        as_text([report], worst=True),
+        *(written(form, [report]) for form in (*FORMATS, *plugin.entries("findings_formats"))),
+    ):
         said.encode("utf-8")
 
 
