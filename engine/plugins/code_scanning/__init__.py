@@ -6,7 +6,7 @@ PLUGIN = Plugin(
     name="code_scanning",
     about="Findings as SARIF for code scanning, and as annotations of GitHub",
     findings_formats={
-        "sarif": "engine.cli.validate.sarif:as_sarif",
-        "github": "engine.cli.validate.sarif:as_github",
+        "sarif": "engine.plugins.code_scanning.formats:as_sarif",
+        "github": "engine.plugins.code_scanning.formats:as_github",
     },
 )
