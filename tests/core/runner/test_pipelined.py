@@ -11,7 +11,7 @@ import pytest
 from slow_cases import slow_but
 
 from engine.errors import StoreError
-from engine.store.writer import Writer
+from engine.store.writer import Lane, Write, Writer
 
 ADD = {"tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
 
@@ -23,7 +23,7 @@ class SlowJournal:
         self.durable = 0
         self.handed: list[tuple[str, int, int]] = []
         """(kind, seq, entries that were durable by then)"""
-        commit, append = Writer._commit, Writer.append
+        commit, put = Writer._commit, Lane.put
 
         def slow(writer: Writer, writes: Any) -> None:
             rows = [write.row for write in writes if write.row is not None]
@@ -34,12 +34,13 @@ class SlowJournal:
             commit(writer, writes)
             self.durable += len(rows)
 
-        def noted(writer: Writer, track: Any, row: Any, size: int) -> Any:
-            self.handed.append((row[6], row[2], self.durable))
-            return append(writer, track, row, size)
+        def noted(lane: Lane, write: Write, *, at_once: bool = False) -> Write:
+            if write.row is not None:
+                self.handed.append((write.row[6], write.row[2], self.durable))
+            return put(lane, write, at_once=at_once)
 
         monkeypatch.setattr(Writer, "_commit", slow)
-        monkeypatch.setattr(Writer, "append", noted)
+        monkeypatch.setattr(Lane, "put", noted)
 
 
 @pytest.mark.parametrize(("effects", "before_the_tool"), [("pure", 1), ("replayable", 2), ("external", 2)])
