@@ -95,7 +95,7 @@ told = {
     "guard": [str(item) for item in guard_problems("steps.environment < limits.environment_steps")],
     "unbounded": found(load("null", "1 && task.q")),
     "constant": found(load("3", "3")),
-    "docs": next(line for line in spec_page().splitlines() if line.startswith("| `limits.environment_steps`")),
+    "docs": next(line for line in spec_page().splitlines() if line.startswith("| `limits.environment_steps` | steps")),
     "schema": "environment_steps" in json.loads(files["schemas/json/episode.schema.json"])["$defs"]["LimitsSpec"]["properties"],
 }
 loaded = load("3", "1 && task.q")
