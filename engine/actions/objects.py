@@ -90,7 +90,8 @@ class ObjectBuilder:
     """Builds and closes the objects of a run's episodes. `sampler`: see `EpisodeObjects`; `services` are asked to open each episode.
 
     Raises:
-        EngineError: the spec's code cannot be imported, or (kind `plugin_missing`) no plugin lets a model play a user or the scorer.
+        EngineError: the spec's code cannot be imported.
+        SpecCodeError: no plugin lets a model play a user or the scorer (kind `plugin_missing`).
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class SealedLedger(Struct, frozen=True, kw_only=True, eq=False):
 
 
 def frozen(values: Sequence[float]) -> npt.NDArray[np.float64]:
-    """The values as a read-only array."""
+    """The values as a read-only array of the same shape."""
     array = np.array(values, dtype=np.float64)
     array.flags.writeable = False
     return array

@@ -175,7 +175,7 @@ class ChatTemplate(ABC):
     def expanded(
         self, ids: Sequence[int] | IntVector, messages: Sequence[Message]
     ) -> tuple[IntVector, list[PlacedImage]]:
-        """Rendered ids in which markers are replaced by the messages' images."""
+        """Rendered ids [length] in which markers are replaced by the messages' images."""
         if self.vision is None:
             return np.asarray(ids, np.int32), []
         return self.vision.expand(ids, [image.image for message in messages for image in message.images])

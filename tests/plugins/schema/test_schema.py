@@ -246,10 +246,7 @@ def test_the_reference_has_a_row_for_every_key() -> None:
         in text.splitlines()
     )
     assert "| `with` | a mapping | `{}` | Keyword arguments for its constructor. |" in text.splitlines()
-    assert '| `machine` | a mapping or the name of a preset | `{"preset": "tools_and_user"}` | ' in text
-    assert (
-        "| `machine.no-default` | error | every transition of a (state, event) has a condition |" in text.splitlines()
-    )
+    assert '| `machine` | [a mapping](#machine) or the name of a preset | `{"preset": "tools_and_user"}` | ' in text
     for line in text.splitlines():
         assert "Union[" not in line
         assert "NoneType" not in line
