@@ -1,8 +1,9 @@
 """Bridges: the tokens between two turns, checked against the chat template.
 
 Invariant: `Bridges.between` gives the exact continuation of a tape, or the reason why there is none. What is checked on probes, and for
-which templates and messages that holds, is in check.py. Verdicts and wrappers depend on kinds of messages only, so all episodes of a
-run share them. Where probes cannot decide, the whole conversation is rendered and compared with the tape (`_compared_whole`).
+which templates and messages that holds, is in check.py; how a turn uses what they showed, in wrapper.py. Verdicts and wrappers depend
+on kinds of messages only, so all episodes of a run share them. Where probes cannot decide, the whole conversation is rendered and
+compared with the tape (`_compared_whole`).
 """
 
 from __future__ import annotations
@@ -15,19 +16,10 @@ import msgspec
 from pydantic_core import to_json
 
 from engine.errors import RenderError
-from engine.tokens.bridge.check import (
-    BridgeVerdict,
-    ReplyFrame,
-    Wrapper,
-    check_bridge,
-    make_reply_text,
-    make_wrapper,
-    parts_of,
-    remainder,
-    shape_of,
-)
+from engine.tokens.bridge.check import BridgeVerdict, ReplyFrame, check_bridge, make_reply_text, make_wrapper
 from engine.tokens.bridge.keys import TemplateKeys
 from engine.tokens.bridge.kinds import ODD_KINDS, MessageKinds, View, kind_of
+from engine.tokens.bridge.wrapper import Wrapper, parts_of, remainder, shape_of
 from engine.tokens.renderer import Bridge, Renderer
 from engine.tokens.tape_text import difference, end_in, pieces_of
 from engine.tokens.tokenizer import MARK, unquote

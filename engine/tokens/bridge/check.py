@@ -33,20 +33,14 @@ O(conversation) once for a signature and process, and a turn costs O(new message
 Two kinds of messages make only their own conversation be rendered whole, from then on: a reply with reasoning markers in odd places
 (several of them, unclosed, not at its beginning), and a message with a text that the template looks for.
 
-The reply's sampled tokens are kept as they are, canonical or not. White space in what was sampled may differ from what the
-template would write (it trims contents, and spaces its JSON); any other difference begins a branch.
-
-Once probes have shown it, what the template puts around texts is kept: a `Wrapper` gives what it writes around new messages, and a
-`ReplyText` what it writes for a reply. The template must copy texts (or trim and copy them) and write arguments as JSON, whatever is at
-their edges and inside them, and the result must equal what is rendered, for new messages id for id. A wrapper takes only contents
-without `<`, because a template could look for tags. Text beyond an added token is kept as ids, because a tokenizer splits text at the
-tokens that `borders` gives before it does anything else. A reply with a text that the template's source looks for has no `ReplyText`.
+Once probes have shown it, what the template puts around texts is kept (wrapper.py). The template must copy texts (or trim and copy
+them) and write arguments as JSON, whatever is at their edges and inside them, and the result must equal what is rendered, for new
+messages id for id.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,11 +48,11 @@ import msgspec
 
 from engine.errors import RenderError
 from engine.tokens.bridge.kinds import ASSISTANT, USER, View, has_mark, mark, probe
+from engine.tokens.bridge.wrapper import TRIMS, ReplyText, Wrapper, parts_of, remainder
 from engine.tokens.jinja import plain_json
-from engine.tokens.renderer import Bridge, Renderer
+from engine.tokens.renderer import Renderer
 
 STYLES: tuple[Callable[[str], str], ...] = (str, lambda mark: f"First 12 things.\n\n  then {mark}")
-_WORD = re.compile(r"\S+")
 _ASKED = 800
 """Index of the question at the beginning of a frame."""
 
@@ -93,38 +87,6 @@ class BridgeVerdict(msgspec.Struct, frozen=True):
     """(1) holds: messages before the reply are shown as before."""
     frame: ReplyFrame | None = None
     """In which an actual reply is rendered; None where only the whole conversation is possible."""
-
-
-def remainder(said: str, shown: str) -> str | None:
-    """What a template writes after the text that was sampled; None where it shows this text differently.
-
-    White space inside the sampled text may differ: it stays as it was sampled.
-
-    Args:
-        said: The sampled text, the token that ended it included.
-        shown: What the template writes for the reply, its end token included.
-    """
-    if shown.startswith(said):
-        return shown[len(said) :]
-    said_words, shown_words = "".join(said.split()), "".join(shown.split())
-    if said_words == shown_words:
-        rest = shown[len(shown.rstrip()) :]
-    elif shown_words.startswith(said_words):
-        rest = shown[_end_of(len(said_words), shown) :]
-    else:
-        return None
-    space = said[len(said.rstrip()) :]
-    written = rest[: len(rest) - len(rest.lstrip())]
-    return rest[len(space) :] if written.startswith(space) else rest.lstrip()
-
-
-def _end_of(characters: int, text: str) -> int:
-    """The index after so many characters that are not white space."""
-    for word in _WORD.finditer(text) if characters else ():
-        characters -= len(word[0])
-        if characters <= 0:
-            return word.end() + characters
-    return 0
 
 
 def check_bridge(template: Renderer, kinds: bytes, new: bytes, tools: list[View] | None) -> BridgeVerdict:
@@ -240,31 +202,6 @@ WRAPPER_STYLES: tuple[Callable[[str], str], ...] = (
 )
 
 
-class Wrapper(msgspec.Struct, frozen=True):
-    """Text around contents: pieces[0] + content 0 + pieces[1] + …"""
-
-    pieces: tuple[str, ...]
-    trims: tuple[Callable[[str], str], ...]
-    closing: int
-    """How many of the first ids close the reply."""
-    head: tuple[int, ...] = ()
-    """Ids of the text before `pieces`, up to an added token: text is split there before it is tokenised."""
-    tail: tuple[int, ...] = ()
-    """Ids of the text after `pieces`, from an added token on."""
-
-    def text(self, contents: Sequence[str]) -> str:
-        """The bridge's text for these contents."""
-        text = self.pieces[0]
-        for content, trim, piece in zip(contents, self.trims, self.pieces[1:], strict=True):
-            text += trim(content) + piece
-        return text
-
-    def bridge(self, template: Renderer, contents: Sequence[str]) -> Bridge:
-        """The bridge for these contents, none of which is blank or has a `<`."""
-        ids = [*self.head, *template.encode(self.text(contents)), *self.tail]
-        return Bridge(ids[: self.closing], ids[self.closing :])
-
-
 def make_wrapper(template: Renderer, reply: View, new: Sequence[View], tools: list[View] | None) -> Wrapper | None:
     """The wrapper of messages like `new`, whatever their contents; None where the template does more than copy them.
 
@@ -313,7 +250,7 @@ def _cut_at_contents(text: str, contents: Sequence[str], closing: int) -> Wrappe
     pieces: list[str] = []
     trims: list[Callable[[str], str]] = []
     for content in contents:
-        for trim in _TRIMS[:4]:
+        for trim in TRIMS[:4]:
             before, present, after = text.partition(trim(content))
             if present:
                 break
@@ -334,15 +271,6 @@ REPLY_STYLES: tuple[Callable[[str], str], ...] = (
     lambda mark: f"e\u0301 {mark} \ufb01\uff21\U00012000",
 )
 """The last one shows whether the format changes characters, as tokenizers that normalise texts do."""
-_TRIMS: tuple[Callable[[str], str], ...] = (
-    str,
-    str.strip,
-    str.rstrip,
-    str.lstrip,
-    lambda text: text.strip("\n"),
-    lambda text: text.rstrip("\n"),
-    lambda text: text.lstrip("\n"),
-)
 _VALUES: tuple[Any, ...] = (
     "é \"q\" 'r' <&> {{x}} [y] \\ 100%\n\t e\u0301\ufb01\U00012000",
     "",
@@ -354,55 +282,6 @@ _VALUES: tuple[Any, ...] = (
     None,
 )
 """What an argument is in the probes: each type of JSON, keys that are not sorted, characters that JSON or HTML escapes."""
-
-
-class ReplyText(msgspec.Struct, frozen=True):
-    """Text around parts: pieces[0] + part order[0] + pieces[1] + …"""
-
-    pieces: tuple[str, ...]
-    order: tuple[int, ...]
-    writers: tuple[Callable[[Any], str], ...]
-    """Of each part: what trims a text, or writes arguments."""
-
-    def write(self, parts: Sequence[Any]) -> str:
-        """What the template writes for a reply with these parts (`parts_of`)."""
-        written = self.pieces[0]
-        for at, piece in zip(self.order, self.pieces[1:], strict=True):
-            written += self.writers[at](parts[at]) + piece
-        return written
-
-
-def parts_of(reply: View) -> list[Any]:
-    """The parts of a reply that templates copy: its reasoning and content, where there are any, and the arguments of its calls."""
-    parts: list[Any] = []
-    for text in (reply.get("reasoning_content"), reply["content"]):
-        if text:
-            parts.append(text)
-    for call in reply.get("tool_calls", ()):
-        parts.append(call["function"]["arguments"])
-    return parts
-
-
-def shape_of(reply: View, is_inspected: Callable[[str], bool] | None) -> tuple[Any, ...] | None:
-    """What the replies that share one `ReplyText` have in common; None where a reply is to be rendered.
-
-    Args:
-        reply: The reply.
-        is_inspected: Whether a text has something that the template may look for; None where no text of this reply has.
-    """
-    reasoning, content = reply.get("reasoning_content"), reply["content"]
-    shape: tuple[Any, ...] = (bool(reasoning), bool(content))
-    for text in (reasoning, content):
-        if text and (text.isspace() or (is_inspected is not None and is_inspected(text))):
-            return None
-    for call in reply.get("tool_calls", ()):
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        if not (isinstance(arguments, dict) and arguments):
-            return None
-        if is_inspected is not None and any(map(is_inspected, _strings(arguments))):
-            return None
-        shape += ((name, len(call["id"]), *arguments),)
-    return None if shape == (False, False) else shape
 
 
 def make_reply_text(render: Render, reply: View) -> ReplyText | None:
@@ -437,7 +316,7 @@ def make_reply_text(render: Render, reply: View) -> ReplyText | None:
     for at in range(texts):
         trials = [[*plain[:at], styled[at], *plain[at + 1 :]] for styled in map(probes, REPLY_STYLES)]
         shown = [rendered(trial) for trial in trials]
-        for trim in _TRIMS:
+        for trim in TRIMS:
             trimmed = msgspec.structs.replace(made, writers=(*made.writers[:at], trim, *made.writers[at + 1 :]))
             if [trimmed.write(trial) for trial in trials] == shown:
                 made = trimmed
@@ -456,19 +335,6 @@ def _given(value: Any, _: str) -> Any:
 
 def _texts_of(reply: View) -> tuple[str, ...]:
     return tuple([key for key in ("reasoning_content", "content") if reply.get(key)])
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """All texts in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
 
 
 def _with_parts(reply: View, parts: Sequence[Any], ids: str) -> View:

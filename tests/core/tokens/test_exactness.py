@@ -18,7 +18,7 @@ from slow_cases import slow_but
 
 from engine.errors import RenderError
 from engine.schemas.message import Message, ToolCall
-from engine.tokens.bridge.check import remainder
+from engine.tokens.bridge.wrapper import remainder
 from engine.tokens.choosing import TOOL
 from engine.tokens.conversation import Conversation
 from engine.tokens.template import ChatTemplate

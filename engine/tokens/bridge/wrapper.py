@@ -1,0 +1,154 @@
+"""What a template writes around texts, kept: new messages or a reply -> what the template writes for them, without rendering them.
+
+A `Wrapper` gives what it writes around new messages, and a `ReplyText` what it writes for a reply. Both are made in check.py, once
+probes have shown that the template copies these texts.
+
+A wrapper takes only contents without `<`, because a template could look for tags. Text beyond an added token is kept as ids, because
+a tokenizer splits text at the tokens that `borders` gives before it does anything else. A reply with a text that the template's source
+looks for has no `ReplyText`.
+
+The reply's sampled tokens are kept as they are, canonical or not. White space in what was sampled may differ from what the
+template would write (it trims contents, and spaces its JSON); any other difference begins a branch (`remainder`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from engine.tokens.bridge.kinds import View
+from engine.tokens.renderer import Bridge, Renderer
+
+TRIMS: tuple[Callable[[str], str], ...] = (
+    str,
+    str.strip,
+    str.rstrip,
+    str.lstrip,
+    lambda text: text.strip("\n"),
+    lambda text: text.rstrip("\n"),
+    lambda text: text.lstrip("\n"),
+)
+"""How a template may trim a text that it copies; a wrapper trims in one of the first four ways."""
+_WORD = re.compile(r"\S+")
+
+
+class Wrapper(msgspec.Struct, frozen=True):
+    """Text around contents: pieces[0] + content 0 + pieces[1] + …"""
+
+    pieces: tuple[str, ...]
+    trims: tuple[Callable[[str], str], ...]
+    closing: int
+    """How many of the first ids close the reply."""
+    head: tuple[int, ...] = ()
+    """Ids of the text before `pieces`, up to an added token: text is split there before it is tokenised."""
+    tail: tuple[int, ...] = ()
+    """Ids of the text after `pieces`, from an added token on."""
+
+    def text(self, contents: Sequence[str]) -> str:
+        """The bridge's text for these contents."""
+        text = self.pieces[0]
+        for content, trim, piece in zip(contents, self.trims, self.pieces[1:], strict=True):
+            text += trim(content) + piece
+        return text
+
+    def bridge(self, template: Renderer, contents: Sequence[str]) -> Bridge:
+        """The bridge for these contents, none of which is blank or has a `<`."""
+        ids = [*self.head, *template.encode(self.text(contents)), *self.tail]
+        return Bridge(ids[: self.closing], ids[self.closing :])
+
+
+class ReplyText(msgspec.Struct, frozen=True):
+    """Text around parts: pieces[0] + part order[0] + pieces[1] + …"""
+
+    pieces: tuple[str, ...]
+    order: tuple[int, ...]
+    writers: tuple[Callable[[Any], str], ...]
+    """Of each part: what trims a text, or writes arguments."""
+
+    def write(self, parts: Sequence[Any]) -> str:
+        """What the template writes for a reply with these parts (`parts_of`)."""
+        written = self.pieces[0]
+        for at, piece in zip(self.order, self.pieces[1:], strict=True):
+            written += self.writers[at](parts[at]) + piece
+        return written
+
+
+def parts_of(reply: View) -> list[Any]:
+    """The parts of a reply that templates copy: its reasoning and content, where there are any, and the arguments of its calls."""
+    parts: list[Any] = []
+    for text in (reply.get("reasoning_content"), reply["content"]):
+        if text:
+            parts.append(text)
+    for call in reply.get("tool_calls", ()):
+        parts.append(call["function"]["arguments"])
+    return parts
+
+
+def shape_of(reply: View, is_inspected: Callable[[str], bool] | None) -> tuple[Any, ...] | None:
+    """What the replies that share one `ReplyText` have in common; None where a reply is to be rendered.
+
+    Args:
+        reply: The reply.
+        is_inspected: Whether a text has something that the template may look for; None where no text of this reply has.
+    """
+    reasoning, content = reply.get("reasoning_content"), reply["content"]
+    shape: tuple[Any, ...] = (bool(reasoning), bool(content))
+    for text in (reasoning, content):
+        if text and (text.isspace() or (is_inspected is not None and is_inspected(text))):
+            return None
+    for call in reply.get("tool_calls", ()):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if not (isinstance(arguments, dict) and arguments):
+            return None
+        if is_inspected is not None and any(map(is_inspected, _strings(arguments))):
+            return None
+        shape += ((name, len(call["id"]), *arguments),)
+    return None if shape == (False, False) else shape
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+
+
+def remainder(said: str, shown: str) -> str | None:
+    """What a template writes after the text that was sampled; None where it shows this text differently.
+
+    White space inside the sampled text may differ: it stays as it was sampled.
+
+    Args:
+        said: The sampled text, the token that ended it included.
+        shown: What the template writes for the reply, its end token included.
+    """
+    if shown.startswith(said):
+        return shown[len(said) :]
+    said_words, shown_words = "".join(said.split()), "".join(shown.split())
+    if said_words == shown_words:
+        rest = shown[len(shown.rstrip()) :]
+    elif shown_words.startswith(said_words):
+        rest = shown[_end_of(len(said_words), shown) :]
+    else:
+        return None
+    space = said[len(said.rstrip()) :]
+    written = rest[: len(rest) - len(rest.lstrip())]
+    return rest[len(space) :] if written.startswith(space) else rest.lstrip()
+
+
+def _end_of(characters: int, text: str) -> int:
+    """The index after so many characters that are not white space."""
+    for word in _WORD.finditer(text) if characters else ():
+        characters -= len(word[0])
+        if characters <= 0:
+            return word.end() + characters
+    return 0
