@@ -84,7 +84,8 @@ async def run_once(spec: Path, out: Path) -> Measured:
     """One run with Ray, also for one driver, so that all are measured alike."""
     from engine.plugins.drivers.run import Fleet, run_drivers
     from engine.plugins.drivers.spec import DriversSpec
-    from engine.runner.stats import RunCounters, RunSummary
+    from engine.runner.counters import RunCounters
+    from engine.runner.summary import RunSummary
     from engine.spec.load import load_spec
     from engine.spec.tasks import load_tasks
     from engine.store import RunHeader, RunStore

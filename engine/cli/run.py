@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.runner.runner import Runner
-    from engine.runner.stats import RunResult
+    from engine.runner.summary import RunResult
     from engine.schemas.trajectory import Blame
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from engine.runner.stats import RunCounters, RunSummary
+    from engine.runner.counters import RunCounters
+    from engine.runner.summary import RunSummary
     from engine.store.reader import RunReader
 
 _CAUSES = 3

@@ -16,7 +16,7 @@ from engine.terminal import echo
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from engine.runner.stats import RunCounters
+    from engine.runner.counters import RunCounters
     from engine.spec.load import LoadedSpec
     from engine.train.distributed import ProcessGroup
     from engine.train.step_source import TrainResult

@@ -17,7 +17,7 @@ from rich.text import Text
 from engine.cli.run_report import duration, endings, running, speed, ticking
 
 if TYPE_CHECKING:
-    from engine.runner.stats import RunCounters
+    from engine.runner.counters import RunCounters
 
 BARS = "▁▂▃▄▅▆▇█"
 _ETA_STEPS = 10

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.actions.action import Action, EpisodeObjects
 from engine.actions.calling.code_call import LoopReplacedError
-from engine.deadline import EpisodeDeadline, PausableClocks
+from engine.clocks import EpisodeDeadline, PausableClocks
 from engine.episode.episode import Episode
 from engine.errors import ContextOverflow, EngineError, ReplayError, SpecCodeError
 from engine.limits import CONTEXT, EPISODE_SECONDS, PROMPT_LIMITS

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.errors import TrainError
-from engine.runner.stats import RunSummary, label
+from engine.runner.summary import RunSummary, label
 from engine.schemas.base import Struct
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from engine.plugin import Hook
 from engine.schemas.sections import written
 
 if TYPE_CHECKING:
-    from engine.runner.stats import RunCounters, RunResult, RunSummary
+    from engine.runner.counters import RunCounters
+    from engine.runner.summary import RunResult, RunSummary
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.backends.weights import ServerWeights
-    from engine.runner.stats import RunCounters, RunResult, RunSummary
+    from engine.runner.counters import RunCounters
+    from engine.runner.summary import RunResult, RunSummary
     from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec

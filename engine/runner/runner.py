@@ -28,17 +28,18 @@ from engine.actions.record_filters import ImageStorer, record_filters
 from engine.actions.services import ServiceInputs, open_services
 from engine.backends.backend import SlotSampler
 from engine.backends.slots import Slots
-from engine.deadline import PausableClocks
+from engine.clocks import PausableClocks
 from engine.episode.compiled import compile_spec
 from engine.episode.executor import Executor, RestartNeededError
 from engine.errors import EngineError, ReplayError, StoreError
+from engine.runner.counters import RunCounters
 from engine.runner.crash_isolation import CrashIsolation
 from engine.runner.failure_causes import Causes, Verdict, places
 from engine.runner.guarded import EpisodeGuard
 from engine.runner.observers import episode_observers
 from engine.runner.processes import refuse_many
 from engine.runner.source import EpisodeSource, InOrder, rare_collections, run_workers, unfinished_episodes
-from engine.runner.stats import RunCounters, RunResult, RunSummary
+from engine.runner.summary import RunResult, RunSummary
 from engine.storable import words_of
 from engine.store.images import stored_images
 from engine.store.reading import never_built, until_end

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from engine.actions.services import Cost
     from engine.runner.batch import Batch
-    from engine.runner.stats import RunCounters
+    from engine.runner.counters import RunCounters
     from engine.schemas.generation import Generation
     from engine.schemas.journal import JournalEntry
     from engine.schemas.train import TrainSpec

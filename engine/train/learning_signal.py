@@ -17,7 +17,7 @@ import numpy as np
 from engine.rewards.credit import Member, credit, credit_tokens
 from engine.rewards.sealed import PartReward, SealedLedger, TurnPart
 from engine.runner.batch import ZERO_ADVANTAGE
-from engine.runner.stats import RunSummary
+from engine.runner.summary import RunSummary
 from engine.store.rows.build import member_of
 from engine.train.loss_columns import whitened_advantages
 

@@ -39,7 +39,7 @@ from engine.train.sync import LentMemory, open_memory, open_sync
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend
-    from engine.runner.stats import RunCounters
+    from engine.runner.counters import RunCounters
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
     from engine.train.learner import Learner

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.backends.registry import open_backend
 from engine.runner.runner import Runner
-from engine.runner.stats import RunResult
+from engine.runner.summary import RunResult
 from engine.schemas.environment import Task
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import LoadedSpec, load_spec

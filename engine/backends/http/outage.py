@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.deadline import PausableClocks
+from engine.clocks import PausableClocks
 from engine.errors import BackendError, OutageError
 
 if TYPE_CHECKING:

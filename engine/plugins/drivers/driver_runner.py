@@ -34,8 +34,9 @@ from engine.plugins.drivers.session import (
     prepare_process,
     report_of,
 )
+from engine.runner.counters import RunCounters
 from engine.runner.failure_causes import Causes, Verdict, places
-from engine.runner.stats import RunCounters, RunSummary
+from engine.runner.summary import RunSummary
 from engine.store.store import RunStore, episode_id_of
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from engine.backends.weights import ServerWeights
     from engine.plugins.drivers.driver_runner import DriverRunner
-    from engine.runner.stats import RunResult
+    from engine.runner.summary import RunResult
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
     from engine.spec.text.diagnostic import DataPath

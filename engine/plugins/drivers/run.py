@@ -19,8 +19,9 @@ from engine.plugins.drivers.cluster import cluster, nodes_of
 from engine.plugins.drivers.leases import FILE, Leases
 from engine.plugins.drivers.session import STORES, Done, Report, Setup
 from engine.plugins.drivers.spec import DriversSpec
+from engine.runner.counters import RunCounters
 from engine.runner.failure_causes import Causes, places
-from engine.runner.stats import RunCounters, RunResult, RunSummary
+from engine.runner.summary import RunResult, RunSummary
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec

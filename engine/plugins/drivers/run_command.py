@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from engine.plugins.drivers.run import Fleet, ManyResult
-    from engine.runner.stats import RunResult
+    from engine.runner.summary import RunResult
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList
     from engine.store.store import RunStore
@@ -95,9 +95,10 @@ async def drive_many(
     from engine.masking import mask_credentials
     from engine.plugins.drivers.run import Fleet, run_drivers
     from engine.plugins.drivers.spec import DriversSpec
+    from engine.runner.counters import RunCounters
     from engine.runner.observers import RunObservers
     from engine.runner.source import fitting_tasks
-    from engine.runner.stats import RunCounters, RunSummary
+    from engine.runner.summary import RunSummary
     from engine.store.private import private_file
     from engine.tokens.loading import load_format
 

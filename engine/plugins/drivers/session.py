@@ -24,8 +24,9 @@ from engine.schemas.base import Contract, Struct
 from engine.schemas.sections import SectionOwner
 
 if TYPE_CHECKING:
+    from engine.runner.counters import RunCounters
     from engine.runner.runner import Runner
-    from engine.runner.stats import RunCounters, RunResult, RunSummary
+    from engine.runner.summary import RunResult, RunSummary
     from engine.schemas.episode import EpisodeSpec
     from engine.spec.load import LoadedSpec
     from engine.spec.rows.mix import TaskList

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from engine.plugins.evaluation.measures import Estimate, Evaluation
-    from engine.runner.stats import RunResult
+    from engine.runner.summary import RunResult
 
 
 class EvalFormat(StrEnum):

@@ -24,7 +24,7 @@ from engine.plugins.evaluation.intervals import (
     proportion_interval,
     share_difference_interval,
 )
-from engine.runner.stats import label
+from engine.runner.summary import label
 from engine.schemas.base import Struct
 from engine.schemas.trajectory import Trajectory
 

@@ -10,7 +10,8 @@ from engine.plugins.notices.spec import NotifySpec
 from engine.plugins.notices.watch import Watch
 
 if TYPE_CHECKING:
-    from engine.runner.stats import RunCounters, RunResult, RunSummary
+    from engine.runner.counters import RunCounters
+    from engine.runner.summary import RunResult, RunSummary
     from engine.spec.load import LoadedSpec
     from engine.store.store import RunStore
 

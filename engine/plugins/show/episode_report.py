@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli.run_report import reasons_in_words
 from engine.plugins.show.ledger_report import ledger_table, moves, print_moves
-from engine.runner.stats import branch_reasons
+from engine.runner.summary import branch_reasons
 from engine.store.codec import json_of
 from engine.terminal import visible
 

@@ -17,7 +17,7 @@ from slow_cases import each_once, slow_after
 
 from engine.backends.http.outage import Outage
 from engine.backends.sglang.client import SGLangBackend
-from engine.deadline import PausableClocks
+from engine.clocks import PausableClocks
 from engine.errors import BackendError, OutageError
 from engine.plugin import entries
 from engine.schemas.backend import SGLangBackendSpec

@@ -14,8 +14,9 @@ from store_kit import make_trajectory
 
 from engine.cli.run_report import Panel, duration, endings, pauses, ticking
 from engine.cli.train_panel import TrainPanel
-from engine.runner import stats
-from engine.runner.stats import RunCounters, RunSummary
+from engine.runner import counters
+from engine.runner.counters import RunCounters
+from engine.runner.summary import RunSummary
 from engine.schemas.trajectory import Failure, Outcome, Trajectory
 
 
@@ -31,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(stats.time, "perf_counter", made)
+    monkeypatch.setattr(counters.time, "perf_counter", made)
     return made
 
 

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from engine.cli.run_report import print_summary
-from engine.runner.stats import RunSummary
+from engine.runner.summary import RunSummary
 from engine.schemas.trajectory import Outcome, Trajectory
 
 

@@ -8,7 +8,7 @@ import math
 from rich.console import Console
 
 from engine.cli.train_panel import TrainPanel, shown, spark
-from engine.runner.stats import RunCounters
+from engine.runner.counters import RunCounters
 
 VALUES = {
     "reward/mean": 0.5, "reward/turn/1": -0.25, "reward/turn/0": 0.75, "eval/reward": 0.625, "loss": 0.0123,

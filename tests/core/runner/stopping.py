@@ -21,7 +21,7 @@ from engine.backends.registry import open_backend
 from engine.errors import StoreError
 from engine.runner.replay import Replayer
 from engine.runner.runner import Runner
-from engine.runner.stats import RunResult
+from engine.runner.summary import RunResult
 from engine.schemas.trajectory import Trajectory
 from engine.spec.load import LoadedSpec, load_spec
 from engine.spec.tasks import load_tasks

@@ -13,7 +13,7 @@ from ended_runs import run_to_end
 from written_specs import save_spec
 
 from engine.runner.replay import Replayer
-from engine.runner.stats import RunResult
+from engine.runner.summary import RunResult
 from engine.spec.load import LoadedSpec
 from engine.store import RunStore
 from engine.tokens.template import ChatTemplate

@@ -12,7 +12,7 @@ from slow_cases import slow_but_each
 from stopping import Resumed, content
 from waiting import process_runs, until
 
-from engine.runner.stats import RunSummary
+from engine.runner.summary import RunSummary
 
 CALL = {"text": "Let me add.", "tool_calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}]}
 LOOP = """

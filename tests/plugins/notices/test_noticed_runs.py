@@ -14,7 +14,8 @@ from command_line import engine_here
 from written_specs import save_spec
 
 from engine.plugins.notices.run import RunNotices
-from engine.runner.stats import RunCounters, RunSummary
+from engine.runner.counters import RunCounters
+from engine.runner.summary import RunSummary
 from engine.spec.load import load_spec
 from engine.store.header import RunHeader
 from engine.store.store import RunStore

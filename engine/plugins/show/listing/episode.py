@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.plugins.show.listing.advantages import Advantages
 from engine.plugins.show.listing.unfinished import partial_episode
-from engine.runner.stats import branch_reasons
+from engine.runner.summary import branch_reasons
 from engine.schemas.journal import (
     FailureRecord,
     GenerationRecord,

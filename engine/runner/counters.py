@@ -1,0 +1,107 @@
+"""The episodes that run now -> how many are in which state, their turns and tokens, and the time that is left."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from engine.actions.facts import ACTIONS
+from engine.episode.episode import Episode
+from engine.schemas.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from engine.backends.http.outage import Outage
+
+_GENERATE = frozenset(ACTIONS["generate"].events or ())
+
+
+@dataclass(slots=True)
+class RunCounters:
+    """Counters of a running run."""
+
+    total: int
+    """Planned number of episodes."""
+    before: int = 0
+    """Number of episodes that were finished before this launch."""
+    states: Counter[str] = field(default_factory=Counter)
+    """Number of episodes in each state now."""
+    tokens: int = 0
+    """Tokens sampled since the run (or its resume) began."""
+    turns: int = 0
+    """Assistant turns since then, of finished and of running episodes."""
+    finished: int = 0
+    """Episodes finished since then."""
+    finished_turns: int = 0
+    """Assistant turns of these."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Number of these that failed, by kind and blame."""
+    limits: Counter[str] = field(default_factory=Counter)
+    """Number of these that a limit ended, by limit."""
+    began: float = field(default_factory=time.perf_counter)
+    outages: list[Outage] = field(default_factory=list)
+    """The outages of the run's backends."""
+
+    @property
+    def waits(self) -> str | None:
+        """Describe the server that the run waits for; None if it waits for none."""
+        return "; ".join(filter(None, (outage.told() for outage in self.outages))) or None
+
+    def enter(self, state: str) -> None:
+        """Count an episode that begins in `state`."""
+        self.states[state] += 1
+
+    def watch(self, episode: Episode, source: str, event: str) -> None:
+        """Count a transition of an episode, which is in its new state already."""
+        self.states[source] -= 1
+        self.states[episode.state] += 1
+        if event in _GENERATE:
+            self.turns += 1
+            self.tokens += episode.reply.tokens
+
+    def leave(self, state: str) -> None:
+        """Remove an episode that is done or was given up."""
+        self.states[state] -= 1
+
+    def end(self, trajectory: Trajectory) -> None:
+        """Count an episode that is finished."""
+        outcome = trajectory.outcome
+        self.finished += 1
+        self.finished_turns += len(trajectory.turns)
+        if outcome.failure is not None:
+            self.failures[f"{outcome.failure.kind} ({outcome.failure.blame})"] += 1
+        elif outcome.limit is not None:
+            self.limits[outcome.limit] += 1
+
+    @property
+    def seconds(self) -> float:
+        """Return the wall time so far."""
+        return max(time.perf_counter() - self.began, 1e-9)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the sampled tokens per second of wall time so far."""
+        return self.tokens / self.seconds
+
+    @property
+    def turns_per_second(self) -> float:
+        """Return the assistant turns per second of wall time so far."""
+        return self.turns / self.seconds
+
+    @property
+    def eta(self) -> float | None:
+        """Estimate the seconds until all episodes are finished; None before the first one is finished, and after the last.
+
+        The remaining turns are those of episodes of mean length, without the turns that running episodes have made; each
+        running episode has at least half a turn left. They take as long per turn as those so far.
+        """
+        left = self.total - self.before - self.finished
+        if left <= 0 or not self.finished:
+            return None
+        if not self.finished_turns or not self.turns:
+            return left * self.seconds / self.finished
+        running = max(0, sum(self.states.values()))
+        made = max(0, self.turns - self.finished_turns)
+        turns = max(left * self.finished_turns / self.finished - made, running / 2)
+        return turns / self.turns_per_second
