@@ -154,6 +154,7 @@ FILES: dict[str, Case] = {
         WHOLE + "backend: {kind: sglang, urls: ['http://127.0.0.1:{port}']}\nrollout: {samples_per_task: 2}\n"
         "train: {eval: {tasks: {source: jsonl, path: '{outside}/secret.txt'}}}\n",
         ("train.eval-tasks",),
+        plugin="evaluation",
     ),
     "Parquet of a path": tasks("source: parquet, path: '{outside}/secret.txt'", "tasks.unreadable"),
     "Parquet of links": tasks(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from command_line import ended, engine_here, engine_process
+from installed_plugins import needs_plugin
 from written_specs import save_spec
 
 from engine.store import RunStore, list_runs
@@ -181,6 +182,7 @@ def test_kill_9_many_times_loses_no_finished_turn(tmp_path: Path, tiny_tokenizer
     _kill_and_finish(tmp_path, tiny_tokenizer_dir, kills=6, rng=random.Random(seed))
 
 
+@needs_plugin("scaffold")
 def test_help_teaches(tmp_path: Path) -> None:
     code, out, _ = engine_here("--help", cwd=tmp_path)
     assert code == 0

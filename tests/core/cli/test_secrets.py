@@ -11,6 +11,7 @@ import pytest
 import yaml
 from click.testing import Result
 from installed_commands import installed
+from installed_plugins import needs_plugin
 from slow_cases import slow_but
 from typer.testing import CliRunner
 
@@ -65,6 +66,7 @@ def forms() -> list[bytes]:
     return [b"canary-3f9a", NUMBER.encode()]
 
 
+@needs_plugin("replay")
 def test_the_secret_is_in_no_file_and_no_output(spec: Path, tmp_path: Path) -> None:
     outputs = {"run": call("run", spec, "--quiet")}
     folder = find_run("latest", tmp_path / "runs")

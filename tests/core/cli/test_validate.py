@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import engine_output
+from installed_plugins import needs_plugin
 from typer.testing import CliRunner
 
 from engine.cli.main import app
@@ -212,6 +213,7 @@ def test_a_hundred_specs_are_quick(record_property: pytest.TestReport) -> None:
     record_property("seconds", time.perf_counter() - began)  # type: ignore[operator]
 
 
+@needs_plugin("code_scanning")
 def test_bytes_of_the_system_that_are_no_text_are_shown_as_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ODD", "a\udcff")
     Path("s.yaml").write_text(GOOD + "limits: {user_turns: '${ODD}'}\n")

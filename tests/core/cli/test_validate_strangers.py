@@ -134,6 +134,7 @@ def test_nothing_can_be_forged(place: Place, forged: list[str], monkeypatch: pyt
     assert sum("error[" in line for line in lines) == int(counted[1])
 
 
+@needs_plugin("code_scanning")
 @pytest.mark.parametrize("format", slow_but(["json", "sarif", "github"], "json", "github"))
 def test_nothing_can_be_forged_in_other_formats(
     place: Place, forged: list[str], format: str, monkeypatch: pytest.MonkeyPatch

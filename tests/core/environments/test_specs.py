@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from command_line import run_to_store
+from installed_plugins import needs_plugin
 
 from engine.machine.machine import resolve_machine
 from engine.schemas.trajectory import Trajectory
@@ -35,7 +36,18 @@ def scripted(*replies: Any) -> str:
     )
 
 
-@pytest.mark.parametrize("spec", [QUICKSTART, GSM8K, *VISION], ids=lambda spec: spec.stem)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        QUICKSTART,
+        GSM8K,
+        *(
+            pytest.param(spec, marks=[needs_plugin("credit_methods")] * (spec.stem == "geo3k_feedback"))
+            for spec in VISION
+        ),
+    ],
+    ids=lambda spec: spec.stem,
+)
 def test_it_opens_with_the_schema_and_has_no_findings(spec: Path) -> None:
     first = spec.read_text(encoding="utf-8").splitlines()[0]
     assert first == "# yaml-language-server: $schema=../schemas/json/episode.schema.json"

@@ -7,16 +7,21 @@ from pathlib import Path
 import pytest
 from installed_plugins import needs_plugin
 
-from engine.plugins.evaluation.spec import TrainEvalSpec
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.validate import check_spec
 
 SPECS = Path(__file__).parents[3] / "specs"
-NAMES = ["train_arithmetic", "train_color_square", "train_credit"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, pytest.param("train_critic", marks=needs_plugin("critic"))])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=needs_plugin("evaluation")) for name in ("train_arithmetic", "train_color_square")),
+        "train_credit",
+        pytest.param("train_critic", marks=needs_plugin("critic")),
+    ],
+)
 def test_it_opens_with_the_schema_and_has_no_findings_but_that_its_model_is_to_be_taught(name: str) -> None:
     path = SPECS / f"{name}.yaml"
     assert path.read_text().startswith("# yaml-language-server: $schema=../schemas/json/episode.schema.json\n")
@@ -28,7 +33,10 @@ def test_it_opens_with_the_schema_and_has_no_findings_but_that_its_model_is_to_b
     assert len({task.id for task in tasks}) == len(tasks) > loaded.spec.train.tasks_per_step
 
 
+@needs_plugin("evaluation")
 def test_what_is_evaluated_is_not_trained_on() -> None:
+    from engine.plugins.evaluation.spec import TrainEvalSpec
+
     spec = load_spec(SPECS / "train_arithmetic.yaml").spec
     assert spec.train is not None
     section = TrainEvalSpec.section_of(spec.train)

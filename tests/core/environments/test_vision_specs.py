@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 from command_line import run_to_store
+from installed_plugins import needs_plugin
 
 from engine.environments.color_square import COLORS, square
 from engine.environments.geo3k import SHIPPED
-from engine.plugins.credit_methods.spec import TurnDiscountCredit
 from engine.rewards.credit import credit
 from engine.rewards.ledger import Ledger
 from engine.schemas.message import ImagePart, Message, TextPart
@@ -112,6 +112,7 @@ def test_a_call_among_the_squares_is_answered_with_the_specs_parts(vlm: Path, tm
     assert episode.outcome.solved
 
 
+@needs_plugin("credit_methods")
 def test_feedback_goes_on_until_the_answer_is_right_and_credit_is_discounted_by_turns(
     vlm: Path, tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_feedback_goes_on_until_the_answer_is_right_and_credit_is_discounted_by_
     assert (episode.outcome.solved, episode.facts["tries"]) == (True, 2)
 
 
+@needs_plugin("credit_methods")
 def test_a_template_may_show_the_picture_again_and_it_is_stored_once(vlm: Path, tmp_path: Path) -> None:
     parts = 'recover.wrong=[{type: text, text: "{{answer}}? Look again."}, {type: image, image: "{{image}}"}]'
     with run(FEEDBACK, vlm, tmp_path, parts, scripted("\\boxed{12}", "\\boxed{5}")) as store:
@@ -153,6 +155,7 @@ def test_a_template_may_show_the_picture_again_and_it_is_stored_once(vlm: Path, 
     assert data == (SHIPPED.parent / FIRST["image"]).read_bytes()
 
 
+@needs_plugin("credit_methods")
 def test_feedback_ends_where_the_limits_do(vlm: Path, tmp_path: Path) -> None:
     with run(FEEDBACK, vlm, tmp_path, scripted(*["\\boxed{1}"] * 4)) as store:
         episode = only(store)
@@ -200,7 +203,10 @@ def test_answers_side_by_side_win_nothing(vlm: Path, tmp_path: Path) -> None:
     assert (episode.outcome.solved, episode.outcome.reward) == (False, 0.0)
 
 
+@needs_plugin("credit_methods")
 def test_the_feedback_spec_discounts_by_the_number_of_attempts() -> None:
+    from engine.plugins.credit_methods.spec import TurnDiscountCredit
+
     spec = load_spec(FEEDBACK).spec.rewards.credit
     assert isinstance(spec, TurnDiscountCredit)
     as_it_is = spec.model_copy(update={"baseline": "none", "scale": "none"})

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from installed_plugins import needs_plugin
 
 from engine.errors import GuardError
 from engine.rewards.state_key import StateKey, compile_state_key
@@ -57,6 +58,7 @@ def test_a_long_state_is_kept_by_its_digest() -> None:
     assert tell("long", {"long": "x" * 201}) != tell("long")
 
 
+@needs_plugin("credit_methods")
 def test_only_methods_that_compare_states_write_them_down() -> None:
     asked = {
         name: compile_state_key(read_credit({"method": name})) is not None

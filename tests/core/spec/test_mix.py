@@ -11,6 +11,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from installed_plugins import needs_plugin
 
 from engine.errors import SpecError
 from engine.runner.task_order import TaskOrder
@@ -184,6 +185,7 @@ def test_a_mix_that_is_not_valid_is_refused(tasks: dict[str, Any], message: str)
         loaded(tasks)
 
 
+@needs_plugin("evaluation")
 def test_an_evaluation_on_a_source_of_the_training_is_reported() -> None:
     a, b = write("a.jsonl", 2), write("b.jsonl", 2)
     for tasks, rules in ((a, ["train.eval-on-training-tasks"]), (write("c.jsonl", 2), [])):

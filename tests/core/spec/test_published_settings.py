@@ -17,6 +17,12 @@ from engine.validate import check_spec
 
 ROOT = Path(__file__).parents[3]
 NAMES = ["areal-vlm-grpo", "slime-geo3k-grpo", "verl-gsm8k-grpo"]
+READ = [
+    pytest.param("areal-vlm-grpo", marks=needs_plugin("evaluation")),
+    "slime-geo3k-grpo",
+    pytest.param("verl-gsm8k-grpo", marks=[needs_plugin("evaluation"), needs_plugin("preparing")]),
+]
+"""The same, each with the plugins whose keys it has."""
 OWN = """\
 spec: episode/v1
 name: own
@@ -36,7 +42,7 @@ def test_the_names() -> None:
     assert published_names() == NAMES
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", READ)
 def test_a_spec_that_extends_one_is_valid_also_for_a_stranger(name: str, tmp_path: Path) -> None:
     Path("s.yaml").write_text(f"extends: {name}\n{OWN}")
     loaded, problems = read_spec("s.yaml", access=Access.for_spec(tmp_path / "s.yaml"))
@@ -55,6 +61,8 @@ def test_the_examples_of_the_documentation_are_valid(number: int) -> None:
     assert [str(item) for item in check_spec(load_spec("s.yaml")) if item.severity == "error"] == []
 
 
+@needs_plugin("preparing")
+@needs_plugin("evaluation")
 def test_the_values_are_those_of_the_sources() -> None:
     found = {}
     for name in NAMES:
@@ -132,6 +140,8 @@ def test_the_own_keys_win() -> None:
     assert (spec.train.optimizer.lr, spec.train.optimizer.weight_decay) == (1e-5, 0.1)
 
 
+@needs_plugin("preparing")
+@needs_plugin("evaluation")
 def test_a_loss_of_another_kind_takes_no_keys_of_the_published_one() -> None:
     Path("s.yaml").write_text(f"extends: verl-gsm8k-grpo\n{OWN}train: {{loss: {{kind: reinforce}}}}\n")
     for overrides, kind in (((), "reinforce"), (("train.loss.kind=sapo",), "sapo")):
@@ -145,7 +155,7 @@ def test_the_files_are_package_data() -> None:
     assert PUBLISHED == ROOT / "engine/spec/published"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", READ)
 def test_a_resolved_spec_with_every_default_can_be_written_and_read_again(name: str) -> None:
     """Also pairs such as `train.optimizer.betas`: YAML has lists."""
     Path("s.yaml").write_text(f"extends: {name}\n{OWN}")
@@ -160,6 +170,8 @@ def told(text: str) -> list[str]:
     return [line for line in found if "`train.steps`" in line or "not comparable" in line]
 
 
+@needs_plugin("preparing")
+@needs_plugin("evaluation")
 @pytest.mark.parametrize(
     ("train", "messages"),
     [

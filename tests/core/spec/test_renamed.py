@@ -24,7 +24,7 @@ SPEC: dict[str, Any] = {
     "model": {"path": "some-model"},
     "tasks": {"source": "inline", "rows": [{"question": "1 + 1"}]},
     "backend": {"kind": "sglang", "urls": ["http://127.0.0.1:30000"]},
-    "train": {"lora": {}, "memory": {}, "weight_sync": {}},
+    "train": {"memory": {}, "weight_sync": {}},
 }
 PLACES: dict[type[BaseModel], tuple[str, ...]] = {
     SGLangBackendSpec: ("backend",),

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 from training_rows import row_of, with_branch
 
-from engine.plugins.critic.credits import GaeCredit
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.credit import TurnReturnCredit
@@ -169,6 +168,7 @@ def learner_of(process_group: ProcessGroup, folder: Path, kind: str) -> Learner:
     settings: dict[str, Any] = {"temperature": 1.0, "vocab": None, "vision": None, "process_group": process_group}
     policy = Policy.load(folder, spec, **settings, replay_experts=kind == "experts")
     if spec.critic is not None:
+        from engine.plugins.critic.credits import GaeCredit
         from engine.plugins.critic.critic import Critic
         from engine.plugins.critic.spec import ValueCritic
 

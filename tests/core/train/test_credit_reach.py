@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from installed_plugins import needs_plugin
 from structlog.testing import capture_logs
 from training_rows import row_of
 from trainings import begin_training, metric_lines
@@ -49,6 +50,7 @@ def reach(monkeypatch: pytest.MonkeyPatch, credit: dict[str, Any], *members: Mem
     return reach_of(read_credit(credit), [group], None)
 
 
+@needs_plugin("credit_methods")
 def test_rewards_that_a_method_drops(monkeypatch: pytest.MonkeyPatch) -> None:
     one = member({"turn": 1, "name": "right", "value": 1.0}, {"turn": 1, "name": "polite", "value": 0.5})
     found = reach(monkeypatch, {"method": "mt_grpo", "outcome": ["right"]}, one, member())
@@ -86,6 +88,7 @@ def test_a_method_without_group_places_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert found.unplaced() == "1 of `reward` in earlier turns"
 
 
+@needs_plugin("credit_methods")
 async def test_a_training_warns_of_rewards_that_reach_no_token(train_spec: Any, tmp_path: Path) -> None:
     spec = train_spec(
         train={"steps": 1, "tasks_per_step": 1, "dynamic_sampling": False},

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from installed_plugins import needs_plugin
 from training_rows import row_of, with_credit
 
 from engine.rewards.credit import Member
@@ -43,6 +44,7 @@ ONE = [-1, 0, 0, -1, 1]
 VALUES = np.array([0.5, 1.0, 2.0])
 
 
+@needs_plugin("critic")
 def test_token_gae_and_its_targets() -> None:
     (found,) = credited_columns(
         [row(ONE, LEDGER)], read_credit({"method": "gae", "gamma": 0.5, "lam": 0.5}), values=[VALUES], by_turn=False
@@ -55,6 +57,7 @@ def test_token_gae_and_its_targets() -> None:
     assert found.extra["has_value"].tolist() == [1.0, 1.0, 1.0]
 
 
+@needs_plugin("critic")
 def test_targets_may_have_a_lambda_of_their_own() -> None:
     """Advantages are those of the credit's lambda; with lambda 1 the targets are the discounted rewards, whatever the values are."""
     credit = read_credit({"method": "gae", "gamma": 0.5, "lam": 0.5})
@@ -69,6 +72,7 @@ def test_targets_may_have_a_lambda_of_their_own() -> None:
             assert found.row.on_tokens(found.advantages).tolist() == plain.row.on_tokens(plain.advantages).tolist()
 
 
+@needs_plugin("critic")
 def test_a_method_over_turns_trains_the_value_before_each_turn() -> None:
     credit = read_credit({"method": "turn_ppo", "gamma": 0.5, "lam": 1.0})
     (found,) = credited_columns([row(ONE, LEDGER)], credit, values=[VALUES], by_turn=True)
@@ -83,6 +87,7 @@ def test_a_method_over_turns_trains_the_value_before_each_turn() -> None:
     assert finer.extra["has_value"].tolist() == [1.0, 1.0, 1.0]
 
 
+@needs_plugin("critic")
 @pytest.mark.parametrize(
     ("credit", "expected"),
     [
@@ -109,6 +114,7 @@ def test_an_episode_that_was_cut_goes_on_with_the_value_of_its_last_state(
     assert with_last_state(row(ONE, LEDGER)).places.tolist() == [1, 2, 4]
 
 
+@needs_plugin("critic")
 def test_the_turns_of_an_episode_are_in_several_branches_and_rows_keep_their_order() -> None:
     """Turn 1 is in the first row and turn 0 in the second; rows of another episode lie between."""
     credit = read_credit({"method": "gae"})
@@ -135,6 +141,7 @@ def test_the_turns_of_an_episode_are_in_several_branches_and_rows_keep_their_ord
     assert [each.extra["has_value"].tolist() for each in found] == [[1], [1], [1, 1], [1]]
 
 
+@needs_plugin("critic")
 def test_bonuses_stay_in_the_advantages() -> None:
     bonus = np.array([0, 0.25, 0.25, 0, 0.25], np.float32)
     (found,) = credited_columns(
@@ -147,6 +154,7 @@ def test_bonuses_stay_in_the_advantages() -> None:
     assert bonus.tolist() == [0, 0.25, 0.25, 0, 0.25]
 
 
+@needs_plugin("critic")
 def test_the_targets_count_rewards_of_parts_whole() -> None:
     """A reward for the turn's second token moves that token's advantage, and the value before the turn."""
     ledger = replace(LEDGER, parts=(PartReward(turn=0, part=TurnPart(start=1, end=2), name="reward", value=1.0),))
@@ -222,6 +230,7 @@ def test_penalties_replace_the_credit_and_leave_the_bonuses() -> None:
     assert rows[0].advantages.tolist() == [99.25] * 3
 
 
+@needs_plugin("critic")
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 def test_targets_of_values_count_penalties(lam: float) -> None:
     """A value predicts what its tokens will cost too; with lambda 1 the targets are rewards less penalties to come."""

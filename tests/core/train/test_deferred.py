@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from installed_plugins import needs_plugin
 from safetensors.torch import load_file, save_file
 
 from engine.errors import TrainError
@@ -190,6 +191,7 @@ def test_8_bits_without_their_package_say_what_to_install(tmp_path: Path, monkey
         learner_of(tmp_path / "model", SingleProcessGroup(), optimizer={"kind": "adamw_8bit"})
 
 
+@needs_plugin("lora")
 def test_an_adapter_is_sent_without_its_base_model(
     sharding: ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from ended_runs import run_to_end
+from installed_plugins import needs_plugin
 from nets_for_tests import build, make_row, plain
 from slow_cases import slow_after
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -105,6 +106,7 @@ def test_frozen_parameters_stay(folder: Path) -> None:
     assert changed == names
 
 
+@needs_plugin("lora")
 def test_what_is_frozen_already_is_refused(folder: Path) -> None:
     with pytest.raises(
         TrainError, match=r"'embed' has no effect: with `train.lora` the weights that it matches are frozen already"
@@ -142,6 +144,7 @@ def test_checkpointing_gives_the_same_gradients(folder: Path) -> None:
 # --- reference ----------------------------------------------------------------------------------------------
 
 
+@needs_plugin("lora")
 @pytest.mark.parametrize("spec", [{"kl": {"coefficient": 0.1}}, {"lora": LORA}])
 def test_the_reference_stays_where_the_policy_began(folder: Path, spec: dict[str, Any]) -> None:
     policy = open_policy(folder, **spec)
@@ -164,6 +167,7 @@ def test_a_reference_that_nobody_asked_for(folder: Path) -> None:
 # --- LoRA ---------------------------------------------------------------------------------------------------
 
 
+@needs_plugin("lora")
 def test_lora_trains_its_matrices_alone(folder: Path) -> None:
     policy = open_policy(folder, lora=LORA)
     assert all(".lora_" in name for name, _ in policy.named_parameters())
@@ -175,6 +179,7 @@ def test_lora_trains_its_matrices_alone(folder: Path) -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+@needs_plugin("lora")
 def test_a_frozen_part_of_an_adapter_stays_frozen(folder: Path) -> None:
     policy = open_policy(folder, lora=LORA, freeze=[r"layers\.0\."])
     names = [name for name, _ in policy.named_parameters()]
@@ -186,6 +191,7 @@ def test_a_frozen_part_of_an_adapter_stays_frozen(folder: Path) -> None:
     assert all(parameter.grad is not None for parameter in policy.parameters())
 
 
+@needs_plugin("lora")
 def test_lora_begins_the_same_with_the_same_seed(folder: Path) -> None:
     states = [open_policy(folder, lora=LORA, seed=seed).state() for seed in (1, 1, 2)]
     name = next(name for name in states[0] if "lora_A" in name)
@@ -193,6 +199,7 @@ def test_lora_begins_the_same_with_the_same_seed(folder: Path) -> None:
     assert not torch.equal(states[0][name], states[2][name])
 
 
+@needs_plugin("lora")
 def test_merged_weights_give_the_same_log_probs_and_change_nothing(folder: Path, tmp_path: Path) -> None:
     policy = open_policy(folder, lora=LORA | {"target_modules": ["q_proj", "down_proj"]})
     step(policy)
@@ -202,6 +209,7 @@ def test_merged_weights_give_the_same_log_probs_and_change_nothing(folder: Path,
     assert torch.equal(logprobs(policy), wanted)
 
 
+@needs_plugin("lora")
 def test_an_adapter_is_saved_as_peft_reads_it(folder: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -215,6 +223,7 @@ def test_an_adapter_is_saved_as_peft_reads_it(folder: Path, tmp_path: Path) -> N
         open_policy(folder).save_adapter(tmp_path / "none")
 
 
+@needs_plugin("lora")
 def test_a_dropped_out_adapter_has_a_row_to_itself_and_drops_in_training_alone(folder: Path) -> None:
     policy = open_policy(folder, lora=LORA | {"dropout": 0.5})
     step(policy)
@@ -229,6 +238,7 @@ def test_a_dropped_out_adapter_has_a_row_to_itself_and_drops_in_training_alone(f
     torch.testing.assert_close(plain(model, ROWS)[0].detach(), logprobs(policy), rtol=0, atol=2e-5)
 
 
+@needs_plugin("lora")
 @pytest.mark.parametrize("targets", [["nowhere"], ["lm_head"]])
 def test_targets_that_cannot_be_adapted(folder: Path, targets: list[str]) -> None:
     with pytest.raises(TrainError, match=r"`train\.lora\.target_modules`"):
@@ -238,6 +248,7 @@ def test_targets_that_cannot_be_adapted(folder: Path, targets: list[str]) -> Non
 # --- weights and files --------------------------------------------------------------------------------------
 
 
+@needs_plugin("lora")
 def test_weights_have_the_names_of_the_files(tiny_model_dir: Path) -> None:
     from engine.train.files import tensor_files
 
@@ -278,6 +289,7 @@ def test_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
     assert caught.value.kind == "checkpoint"
 
 
+@needs_plugin("lora")
 @pytest.mark.parametrize("spec", slow_after(1, [{"lora": LORA}, {}, {"freeze": ["embed"]}]))
 def test_a_state_is_taken_back(folder: Path, spec: dict[str, Any], tmp_path: Path) -> None:
     policy, other = open_policy(folder, **spec), open_policy(folder, **spec)
@@ -287,6 +299,7 @@ def test_a_state_is_taken_back(folder: Path, spec: dict[str, Any], tmp_path: Pat
     assert torch.equal(logprobs(other), logprobs(policy))
 
 
+@needs_plugin("lora")
 def test_a_state_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     policy = open_policy(folder)
     write_tensors(open_policy(folder, lora=LORA).state(), tmp_path / "state", SingleProcessGroup())

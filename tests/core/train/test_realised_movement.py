@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from slow_cases import slow_but
 from training_rows import with_branch
 
-from engine.plugins.critic.credits import GaeCredit
 from engine.schemas.sections import read_stored
 from engine.schemas.train import OptimizerSpec, TrainSpec
 from engine.store.rows.row import TrainingRow
@@ -94,16 +93,16 @@ def realised(moved: torch.Tensor, intended: torch.Tensor) -> float:
     return float(moved @ intended / (intended @ intended))
 
 
-@pytest.mark.parametrize("lora", slow_but([None, LORA], None), ids=["all weights", "lora"])
+@pytest.mark.parametrize("trained", slow_but([{}, {"lora": LORA}], {}), ids=["all weights", "lora"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @torch.compiler.set_stance("force_eager")  # type: ignore[untyped-decorator]  # the same update, not compiled
 def test_weights_make_the_movement_that_the_optimizer_intends(
-    model: Path, precision: str, optimizer: str, lora: dict[str, Any] | None
+    model: Path, precision: str, optimizer: str, trained: dict[str, Any]
 ) -> None:
     if optimizer != "adamw":
         pytest.importorskip("torchao.optim")
-    learner = learner_of(model, precision=precision, optimizer={"kind": optimizer}, lora=lora)
+    learner = learner_of(model, precision=precision, optimizer={"kind": optimizer}, **trained)
     moved, intended = movement_of(learner)
     exact = optimizer == "adamw"  # moments of 8 bits are rounded
     assert realised(moved, intended) == pytest.approx(1.0, abs=0.01 if exact else 0.05)
@@ -122,6 +121,8 @@ def test_sharded_weights_and_those_on_the_cpu_make_it_too(model: Path, sharding:
 
 @needs_plugin("critic")
 def test_a_critic_of_its_own_makes_it_too(model: Path) -> None:
+    from engine.plugins.critic.credits import GaeCredit
+
     """Its output layer is frozen, so it has no copy."""
     from engine.plugins.critic.critic import Critic
     from engine.plugins.critic.spec import ValueCritic

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from generate_requests import generate_request
+from installed_plugins import needs_plugin
 from slow_cases import slow_after
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -95,6 +96,7 @@ async def open_backend(tiny_model_dir: Path) -> AsyncIterator[Callable[..., Any]
         await backend.close()
 
 
+@needs_plugin("lora")
 @pytest.mark.parametrize("lora", slow_after(1, [{"rank": 4, "target_modules": ["q_proj", "down_proj"]}, None]))
 async def test_the_next_reply_is_sampled_with_what_was_pushed(
     open_backend: Callable[..., Any], tiny_model_dir: Path, tmp_path: Path, lora: dict[str, Any] | None

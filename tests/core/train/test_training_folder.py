@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import yaml
+from installed_plugins import needs_plugin
 from msgspec.structs import force_setattr
 
 from engine.errors import TrainError
-from engine.plugins.evaluation.spec import TrainEvalSpec
-from engine.plugins.evaluation.training import evaluation_of
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.store import training as folders
@@ -44,7 +43,11 @@ def test_a_word_finds_a_training(train_spec: Any, tmp_path: Path) -> None:
         folders.read_header(one)
 
 
+@needs_plugin("evaluation")
 def test_an_evaluation_has_its_own_tasks_samples_and_sampling(train_spec: Any, tmp_path: Path) -> None:
+    from engine.plugins.evaluation.spec import TrainEvalSpec
+    from engine.plugins.evaluation.training import evaluation_of
+
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "held_out.jsonl").write_text('{"id": "x", "say": "this"}\n{"id": "y", "say": "that"}\n')
     base = train_spec("base")

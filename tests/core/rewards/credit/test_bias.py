@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 from credit_kit import advantages, sealed
+from installed_plugins import needs_plugin
 
 from engine.schemas.credit import RewardsSpec, read_credit
 from engine.schemas.limits import LimitsSpec
@@ -90,6 +91,7 @@ def test_after_a_first_update_a_ratio_corrects_for_the_tokens_own_probability(bi
     assert figures["right_later"] == pytest.approx((1 - old_stop) / (1 - stop), rel=1e-12)
 
 
+@needs_plugin("credit_methods")
 @pytest.mark.parametrize("method", ["outcome", "turn_return", "turn_discount", "mt_grpo", "gigpo", "score", "progress"])
 def test_equal_returns_without_a_baseline_are_not_divided_by_their_deviation_of_zero(method: str) -> None:
     from engine.rewards.credit import Member

@@ -9,6 +9,7 @@ import pytest
 from credit_kit import advantages, sealed
 from hypothesis import given
 from hypothesis import strategies as st
+from installed_plugins import needs_plugin
 
 from engine.rewards.credit import EPSILON, credit, returns_to_go
 from engine.rewards.sealed import SealedLedger
@@ -35,6 +36,7 @@ def test_without_a_baseline_the_return_stands() -> None:
     assert advantages(GROUP, scale="none", baseline="none") == [[3.0, 3.0], [1.0], [2.0, 2.0, 2.0]]
 
 
+@needs_plugin("credit_methods")
 @pytest.mark.parametrize(("baseline", "left"), [("mean", 0.0), ("leave_one_out", 3.0), ("none", 3.0)])
 @pytest.mark.parametrize("scale", ["std", "none"])
 @pytest.mark.parametrize(
@@ -44,6 +46,7 @@ def test_a_group_of_one(method: str, baseline: str, scale: str, left: float) -> 
     assert advantages([sealed(3.0)], method=method, baseline=baseline, scale=scale) == [[left]]
 
 
+@needs_plugin("credit_methods")
 @pytest.mark.parametrize(
     "method", ["outcome", "turn_return", "turn_discount", "mt_grpo", "score", "progress", "redistribute"]
 )

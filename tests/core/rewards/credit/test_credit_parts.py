@@ -9,6 +9,7 @@ import pytest
 from credit_kit import sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from installed_plugins import needs_plugin
 
 from engine.errors import LedgerError
 from engine.rewards.credit import Member, credit, credit_tokens
@@ -42,6 +43,7 @@ def tokens(credit: dict[str, Any], *ledgers: SealedLedger) -> list[list[list[flo
     return [[turn.tolist() for turn in member] for member in credit_tokens(read_credit(credit), members)]
 
 
+@needs_plugin("credit_methods")
 def test_two_parallel_calls_get_opposite_advantages() -> None:
     one = ledger({"turn": 0, "value": 1.0, "part": {"call": 0}}, {"turn": 0, "value": -1.0, "part": {"call": 1}})
     other = ledger()

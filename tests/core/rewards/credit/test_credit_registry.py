@@ -13,6 +13,7 @@ import pytest
 from credit_kit import sealed
 from hypothesis import given
 from hypothesis import strategies as st
+from installed_plugins import needs_plugin
 
 from engine.errors import LedgerError
 from engine.rewards.credit import Member, Values, credit, credit_tokens
@@ -60,6 +61,8 @@ def changed(spec: CreditMethod, moved: Sequence[float]) -> bool:
     return any(not np.allclose(old, new, atol=1e-12) for old, new in zip(before, after, strict=True))
 
 
+@needs_plugin("credit_methods")
+@needs_plugin("critic")
 def test_the_variants_are_all_methods() -> None:
     assert {str(variant["method"]) for variant in VARIANTS} | {"entry"} == set(METHODS)
 
@@ -73,6 +76,8 @@ def test_each_method_declares_every_fact_and_its_formula_is_there(method: str) -
     assert set(spec.reward_keys) <= set(spec.model_fields)
 
 
+@needs_plugin("credit_methods")
+@needs_plugin("critic")
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_moving_rewards_between_turns_changes_advantages_where_it_is_declared(variant: dict[str, object]) -> None:
     spec = read_credit(variant)
@@ -80,6 +85,8 @@ def test_moving_rewards_between_turns_changes_advantages_where_it_is_declared(va
     assert any(changed(spec, moved) for moved in moves) == spec.uses_turn_rewards
 
 
+@needs_plugin("credit_methods")
+@needs_plugin("critic")
 @given(st.sampled_from(VARIANTS), st.lists(st.floats(-5, 5), min_size=1, max_size=5))
 def test_a_group_of_one_has_no_advantage_where_it_is_declared(variant: dict[str, object], rewards: list[float]) -> None:
     spec = read_credit(variant)
@@ -87,6 +94,8 @@ def test_a_group_of_one_has_no_advantage_where_it_is_declared(variant: dict[str,
     assert spec.zero_without_group is False or np.abs(found).max() < 1e-9
 
 
+@needs_plugin("credit_methods")
+@needs_plugin("critic")
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_a_method_without_what_it_needs_says_so_and_no_other_method_asks(variant: dict[str, object]) -> None:
     spec = read_credit(variant)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from credit_kit import sealed
+from installed_plugins import needs_plugin
 
 from engine.errors import LedgerError
 from engine.rewards.credit import Member, credit, credit_tokens
@@ -63,6 +64,7 @@ BY_HAND: list[tuple[dict[str, Any], list[list[float]]]] = [
 ]
 
 
+@needs_plugin("credit_methods")
 @pytest.mark.parametrize(("method", "expected"), BY_HAND, ids=str)
 def test_where_a_turn_is_an_action_it_has_the_sum_of_its_tokens(
     method: dict[str, Any], expected: list[list[float]]
@@ -91,11 +93,13 @@ CRITIC_BY_HAND: list[tuple[dict[str, Any], Turns]] = [
 ]
 
 
+@needs_plugin("critic")
 @pytest.mark.parametrize(("method", "expected"), CRITIC_BY_HAND, ids=str)
 def test_where_a_token_is_an_action_it_has_its_own(method: dict[str, Any], expected: Turns) -> None:
     assert by_token(method, [VALUED]) == [expected]
 
 
+@needs_plugin("critic")
 @pytest.mark.parametrize("method", ["gae", "turn_ppo", "bilevel_gae"])
 def test_with_lambda_1_an_advantage_is_what_comes_less_the_value_also_over_turns_without_tokens(method: str) -> None:
     rng = np.random.default_rng(5)
@@ -183,6 +187,7 @@ FORMULAS: list[tuple[dict[str, Any], Callable[[list[list[float]]], list[list[flo
 ]
 
 
+@needs_plugin("critic")
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("method", "formula", "slope"), FORMULAS, ids=["grpo", "rloo", "reinforce++", "gae"])
 def test_advantages_are_those_of_penalties_in_token_rewards(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from credit_kit import sealed
+from installed_plugins import needs_plugin
 
 from engine.rewards.credit import Member, credit
 from engine.schemas.credit import CREDITS, CreditMethod, read_credit
@@ -45,6 +46,7 @@ def test_it_acts_between_turns_only(method: str, key: str) -> None:
     assert advantages(4, method) != advantages(4, method, **{key: OTHER[key]})
 
 
+@needs_plugin("credit_methods")
 def test_gamma_of_every_discounted_method_is_declared() -> None:
     assert [case for case in CASES if case[1] == "gamma"] == [
         (method, "gamma") for method in ("turn_return", "gigpo", "turn_discount", "score", "progress")
