@@ -122,7 +122,7 @@ class _Quoted:
         return "".join(units[start : start + len(kept)])
 
     def replaced(self, old: str, new: str, count: int = -1) -> str:
-        """`replace`. Tokens that only come about by it are quoted."""
+        """`replace`. Added tokens that the replacement forms are quoted."""
         pieces = self._pieces("split", old, count) if plain(old) else [self._text]
         return self._quoting.quote_new(new.join(pieces), self._text)
 

@@ -176,8 +176,8 @@ def redistribute(spec: RedistributeCredit, group: Sequence[Member]) -> list[Valu
 
     The sum of r' is the episode's return. RUDDER predicts g with an LSTM; here g is a mean over equal states: those of
     `state_key`, or by default (number of turns, sum of their rewards). An episode counts once in a state, however often it was
-    there. Penalties of tokens are no part of the states and are not redistributed: a turn has those of its own and of later tokens
-    subtracted from its r'. The advantage of a turn is its r' relative to the group's at the same turn, so g before the first turn cancels.
+    there. States do not contain the penalties of tokens, and these are not redistributed: those of a turn's own and of later
+    tokens are subtracted from its r'. The advantage of a turn is its r' relative to the group's at the same turn, so g before the first turn cancels.
 
     The result holds one array, float64 [turns], for each episode of the group.
 

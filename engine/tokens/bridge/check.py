@@ -34,8 +34,8 @@ Two kinds of messages make only their own conversation be rendered whole, from t
 (several of them, unclosed, not at its beginning), and a message with a text that the template looks for.
 
 Once probes have shown it, what the template puts around texts is kept (wrapper.py). The template must copy texts (or trim and copy
-them) and write arguments as JSON, whatever is at their edges and inside them, and the result must equal what is rendered, for new
-messages id for id.
+them) and write arguments as JSON, for any characters at their edges and inside them. The result must equal what is rendered; for
+new messages, id for id.
 """
 
 from __future__ import annotations
