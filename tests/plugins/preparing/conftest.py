@@ -1,5 +1,6 @@
 """Running specs on the scripted backend with a tiny real tokenizer."""
 
+from prepared_jobs import jobs_done
 from running_specs import fresh_spec_code, make_spec, run_spec, structs_checked
 
-__all__ = ["fresh_spec_code", "make_spec", "run_spec", "structs_checked"]
+__all__ = ["fresh_spec_code", "jobs_done", "make_spec", "run_spec", "structs_checked"]

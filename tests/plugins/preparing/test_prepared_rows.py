@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from written_specs import save_spec
 
-from engine.plugins.preparing import processes
 from engine.plugins.preparing.overlong import PromptLengths
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
@@ -25,17 +24,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EPISODE_ENGINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("engine.plugins.preparing.overlong.PART_BYTES", 1)
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def jobs_done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys of the jobs that are done in any process, and not read from disk."""
-    done: list[str] = []
-    put = processes.PreparedCache.put
-    monkeypatch.setattr(
-        processes.PreparedCache, "put", lambda self, key, value: (done.append(key), put(self, key, value))
-    )
-    return done
 
 
 def test_lengths_of_prompts(tmp_path: Path, tiny_tokenizer_dir: Path, cache: Path, jobs_done: list[str]) -> None:

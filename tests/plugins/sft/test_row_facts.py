@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from slow_cases import slow_but
 
-from engine.plugins.preparing import processes
 from engine.plugins.sft.row_facts import facts_of, open_rows
 
 
@@ -21,17 +20,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EPISODE_ENGINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("engine.plugins.sft.row_facts.PART_BYTES", 1)
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def jobs_done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys of the jobs that are done in any process, and not read from disk."""
-    done: list[str] = []
-    put = processes.PreparedCache.put
-    monkeypatch.setattr(
-        processes.PreparedCache, "put", lambda self, key, value: (done.append(key), put(self, key, value))
-    )
-    return done
 
 
 @pytest.mark.parametrize("suffix", slow_but([".jsonl", ".parquet"], ".parquet"))
