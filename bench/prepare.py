@@ -18,10 +18,10 @@ from typing import Any
 
 from engine.plugins.preparing.overlong import PromptLengths
 from engine.plugins.sft.row_facts import facts_of, open_rows
+from engine.processes.worker import default_processes
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
 from engine.tokens.loading import load_format
-from engine.worker import default_processes
 
 WORDS = "the quick brown fox jumps over a lazy dog while counting 17 apples and naïve 数字"
 

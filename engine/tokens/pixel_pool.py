@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 import structlog
 
-from engine.worker import default_processes, end_worker, killed_after, start_worker
+from engine.processes.worker import default_processes, end_worker, killed_after, start_worker
 
 if TYPE_CHECKING:
     from engine.tokens.pixels import Recipe

@@ -20,8 +20,8 @@ from typing import Any
 import structlog
 
 from engine.plugins.preparing.cache import PreparedCache
+from engine.processes.worker import default_processes, end_worker, killed_after, start_worker
 from engine.schemas.base import Struct
-from engine.worker import default_processes, end_worker, killed_after, start_worker
 
 log = structlog.get_logger(__name__)
 

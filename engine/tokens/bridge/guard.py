@@ -36,9 +36,9 @@ import msgspec
 import structlog
 from pydantic_core import to_json
 
+from engine.processes.worker import end_worker, killed_after, start_worker
 from engine.tokens.jinja_template import JinjaTemplate
 from engine.tokens.plain_tokenizer import PlainTokenizer
-from engine.worker import end_worker, killed_after, start_worker
 
 if TYPE_CHECKING:
     from engine.schemas.model import ModelSpec

@@ -1,7 +1,7 @@
 """The guard's own process: renders conversations with Jinja, and compares them with the tokens of their branches.
 
 It shares no code with what makes the tape (check.py, wrapper.py, bridge.py, tokenizer.py), so that one bug cannot hide itself, and
-imports only what it needs. `compare` is called by `engine.worker`.
+imports only what it needs. `compare` is called by `engine.processes.worker`.
 """
 
 from __future__ import annotations

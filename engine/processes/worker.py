@@ -47,7 +47,7 @@ def default_processes() -> int:
     return int(given)
 
 
-def start_worker(module: str = "engine.worker") -> subprocess.Popen[bytes]:
+def start_worker(module: str = "engine.processes.worker") -> subprocess.Popen[bytes]:
     """Start `python -m module` with this process's import path, and pipes to its standard input and output. The current folder comes
     to the import path only where this process has it there.
 
