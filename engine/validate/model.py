@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import EngineError, RenderError, SpecError
+from engine.processes.forked import ChildError
 from engine.schemas.backend import backend_classes
 from engine.schemas.limits import UNBOUNDED
 from engine.schemas.model import ModelSpec
@@ -19,7 +20,6 @@ from engine.spec.template import fill, texts_of
 from engine.spec.text.diagnostic import DataPath
 from engine.tokens.patches import patched, patches_of
 from engine.tokens.toolcalls import FORMATS
-from engine.validate.child import ChildError
 from engine.validate.context import CheckContext, each_source
 from engine.validate.model_files import ModelFiles, model_files, read_bytes
 from engine.validate.registry import Finding, rule

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from engine.errors import RenderError
-from engine.validate.child import Child, ChildError, can_fork
+from engine.processes.forked import Child, ChildError, can_fork
 
 SECONDS = 10.0
 """Deadline of the child for one template, in seconds."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.validate.child import Child, ChildError, refuse_outside
+from engine.processes.forked import Child, ChildError, refuse_outside
 
 SPACE = 4 * 2**30
 Doing = Callable[[str], None]

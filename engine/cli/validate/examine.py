@@ -16,6 +16,7 @@ from pathlib import Path
 from engine.cli.validate.report import Report, excerpts_of, one_line, pack, unpack
 from engine.moved_names import MovedNameWarning
 from engine.plugin import Hook, missing
+from engine.processes.forked import Child, ChildError, can_fork, refuse_outside
 from engine.schemas.sections import written
 from engine.spec.access import Access
 from engine.spec.load import UNREADABLE, LoadedSpec, read_spec
@@ -23,7 +24,6 @@ from engine.spec.references import mask, mask_all
 from engine.spec.text.diagnostic import Diagnostic, Origin, Severity
 from engine.validate import all_rules
 from engine.validate.check import check_rules, in_order
-from engine.validate.child import Child, ChildError, can_fork, refuse_outside
 from engine.validate.context import CheckContext
 from engine.validate.templates import close_child, set_deadline
 from engine.validate.trainers import trainer_of
