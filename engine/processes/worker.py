@@ -21,7 +21,7 @@ from engine.errors import EngineError
 
 PROCESSES = "EPISODE_ENGINE_PROCESSES"
 """Environment variable with the number of processes that prepare data."""
-_ENGINE = str(Path(__file__).parents[1])
+_ENGINE = str(Path(__file__).parents[2])
 
 
 class VariableError(EngineError):
