@@ -1,4 +1,4 @@
-"""What people copy from docs/ci.md works: the hooks, the jobs' commands, the formats."""
+"""What people copy from docs/testing.md works: the hooks, the jobs' commands, the formats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from engine.cli.main import app
 
 ROOT = Path(__file__).parents[1]
-GUIDE = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
 HOOKS: list[dict[str, Any]] = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
 BLOCKS: list[str] = re.findall(r"^```yaml\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
 

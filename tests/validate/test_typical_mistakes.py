@@ -1,4 +1,4 @@
-"""Each typical mistake is found, at its own line, by the rule that docs/ci.md names; the project without a mistake has no finding."""
+"""Each typical mistake is found, at its own line, by the rule that docs/testing.md names; the project without a mistake has no finding."""
 
 from __future__ import annotations
 
@@ -87,5 +87,5 @@ def test_there_are_five_of_each_kind() -> None:
 
 
 def test_the_page_lists_them() -> None:
-    text = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
     assert written(text) == text, "python tests/validate/typical_mistakes.py writes it anew"

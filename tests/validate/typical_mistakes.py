@@ -1,6 +1,6 @@
 """Typical mistakes in a spec and its code: each is one edit of a project that has none, and the rule that finds it.
 
-The test reads this list, and so does the table in docs/ci.md: `python tests/validate/typical_mistakes.py` writes it anew.
+The test reads this list, and so does the table in docs/testing.md: `python tests/validate/typical_mistakes.py` writes it anew.
 """
 
 from __future__ import annotations
@@ -519,7 +519,7 @@ def _edit(mistake: Mistake) -> str:
 
 
 def table() -> str:
-    """The table of docs/ci.md."""
+    """The table of docs/testing.md."""
     places = {"task.yaml": "spec", "kiosk.py": "code", "rows.jsonl": "rows"}
     head = ["| mistake | in | edit | found by | needs |", "|---|---|---|---|---|"]
     rows = [
@@ -530,12 +530,12 @@ def table() -> str:
 
 
 def written(text: str) -> str:
-    """docs/ci.md with the table of today."""
+    """docs/testing.md with the table of today."""
     before, _, rest = text.partition(BEGIN)
     return before + BEGIN + table() + END + rest.partition(END)[2]
 
 
 if __name__ == "__main__":
-    page = Path(__file__).parents[2] / "docs" / "ci.md"
+    page = Path(__file__).parents[2] / "docs" / "testing.md"
     page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
     sys.stdout.write(f"{len(MISTAKES)} mistakes\n")
