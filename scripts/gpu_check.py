@@ -413,7 +413,7 @@ def has_gpu() -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Checks on one GPU; see scripts/gpu_check.sh.")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/gpu.md", help="the page (default: docs/gpu.md)")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/gpu.md", help="the page (default: build/gpu.md)")
     parser.add_argument("--only", action="append", choices=SECTIONS, help="only this section; may be repeated")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU; writes nothing")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
@@ -436,6 +436,7 @@ def main() -> int:
             lines.append(text)
             print(text, flush=True)
     if not options.rehearse:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(f"\nWrote {options.out}")
     return int(failed)

@@ -33,7 +33,7 @@ these trainers.
     scripts/trainer_envs.sh test              # or: test trl, test skyrl areal
     scripts/trainer_envs.sh install && eval "$(scripts/trainer_envs.sh env)" && pytest -m slow tests/plugins/trainers
 
-The script makes an environment for each of SkyRL, AReaL, verl, the client and an object store ([scaling](drivers.md)) in the cache folder, with uv; CI runs the same tests. slime needs a checkout, which `SLIME_SOURCE` names.
+The script makes an environment for each of SkyRL, AReaL, verl, the client and an object store ([scaling](scale.md)) in the cache folder, with uv; CI runs the same tests. slime needs a checkout, which `SLIME_SOURCE` names.
 
 | trainer | part | | what | tests |
 |---|---|---|---|---|

@@ -118,7 +118,7 @@ class Story(NamedTuple):
 def story(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_dir: Path) -> Iterator[Story]:
     python = os.environ.get("S3_PYTHON")
     if python is None:
-        pytest.skip("NOT CHECKED: S3_PYTHON names no Python with s3fs, moto's server and Ray (see docs/drivers.md)")
+        pytest.skip("NOT CHECKED: S3_PYTHON names no Python with s3fs, moto's server and Ray (see docs/scale.md)")
     folder = tmp_path_factory.mktemp("stored")
     store = Store(python, folder)
     try:
