@@ -64,6 +64,20 @@ def wrong_usage(words: str) -> NoReturn:
     raise typer.Exit(USAGE)
 
 
+@contextlib.contextmanager
+def errors_exit(status: int) -> Iterator[None]:
+    """Set logging up for a command; an error of the engine inside the block is printed, and ends the command with this status."""
+    from engine.errors import EngineError
+    from engine.logs import configure_logging
+
+    configure_logging()
+    try:
+        yield
+    except EngineError as error:
+        echo(str(error), err=True)
+        raise typer.Exit(status) from None
+
+
 def interrupted() -> int:
     """Return the exit status of a command that was stopped: 143 after SIGTERM, else 130."""
     return SIGNALS[signal.SIGTERM] if signal.SIGTERM in _received else SIGNALS[signal.SIGINT]

@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.examine import Examined, Sampled
-from engine.plugins.audit.files.open import find_files, open_document
+from engine.plugins.audit.examine import Examined, Sampled, TemplateMarks
+from engine.plugins.audit.files import find_files, open_document
 from engine.plugins.audit.findings import Report
 from engine.plugins.audit.frameworks import FRAMEWORKS
 from engine.plugins.audit.rows import MAX_ROWS, Columns, ForeignRow, Vector, ids_of
 from engine.plugins.audit.rules import RULES, Evidence
-from engine.plugins.audit.template import TemplateMarks
 from engine.tokens.template import ChatTemplate
 
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.files.inert import Inert
+from engine.plugins.audit.pickles import Inert
 from engine.schemas.base import Struct
 
 Vector = np.ndarray

@@ -7,6 +7,6 @@ PLUGIN = Plugin(
     about="Checks torch, CUDA, SGLang, ports, shared memory and disk before a run",
     commands={
         "doctor": "engine.plugins.doctor.command:doctor",
-        "models": "engine.plugins.doctor.models_command:models",
+        "models": "engine.plugins.doctor.command:models",
     },
 )

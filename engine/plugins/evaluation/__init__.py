@@ -1,10 +1,9 @@
 """Evaluations: success by turn, pass@k and rewards, with intervals: `engine eval`, `train.eval`.
 
-spec.py        the section `train.eval`
+spec.py        the section `train.eval`, and what it means for other parts of a spec
 command.py     `engine eval`; trained_model.py: the model that a training produced, with an adapter merged in
 measures.py    the measures of finished episodes; intervals.py: their 95 % intervals
 training.py    evaluations during a training
-spec_facts.py  what the section means for other parts of a spec
 rules.py       its rules of `engine validate`
 """
 
@@ -20,6 +19,6 @@ PLUGIN = Plugin(
     rules=("engine.plugins.evaluation.rules",),
     hooks={
         "evaluate_training": "engine.plugins.evaluation.training:evaluator",
-        "spec_facts": "engine.plugins.evaluation.spec_facts:facts",
+        "spec_facts": "engine.plugins.evaluation.spec:facts",
     },
 )

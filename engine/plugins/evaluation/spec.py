@@ -1,13 +1,17 @@
-"""The key `train.eval`: evaluations during a training."""
+"""The key `train.eval`: evaluations during a training, and what it means for other parts of a spec."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from engine.schemas.base import Contract
 from engine.schemas.sections import SpecSection
+from engine.spec.added import SpecFacts
+
+if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
 
 
 class EvalSetSpec(Contract):
@@ -79,3 +83,12 @@ class TrainEvalSpec(SpecSection):
         """Name in `metrics.jsonl` of the metric that selects the best checkpoint."""
         name = self.best or next(iter(self.sets), None)
         return f"eval/{self.metric}" if name is None else f"eval/{name}/{self.metric}"
+
+
+def facts(spec: EpisodeSpec) -> SpecFacts:
+    """The hook `spec_facts`."""
+    section = None if spec.train is None else TrainEvalSpec.section_of(spec.train)
+    if section is None:
+        return SpecFacts()
+    tasks = [one.tasks for one in section.by_name().values() if one.tasks is not None]
+    return SpecFacts(samples_weights=True, tasks=tuple(tasks))

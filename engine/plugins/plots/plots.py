@@ -12,13 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine.errors import StoreError, TrainError
+from engine.errors import EngineError, StoreError, TrainError
+from engine.runner.observers import TrainingObserver
 from engine.train.metrics import read_metrics, series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.ticker import Locator
+
+    from engine.spec.load import LoadedSpec
+
 
 PHASES = ("rollout", "update", "sync", "eval", "checkpoint")
 """Parts of a step's time, in the order in which they are stacked; other parts follow."""
@@ -269,3 +273,30 @@ def _save(figure: Figure, out: Path) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, format="png")
     return out
+
+
+class DrawnTraining(TrainingObserver):
+    """Draws the metrics of the training in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._began = False
+
+    def began(self) -> None:
+        """See `TrainingObserver`."""
+        self._began = True
+
+    def close(self) -> str | None:
+        """Draw. Returns where the plots are."""
+        if not self._began:
+            return None
+        try:
+            files = draw(self._folder)
+        except EngineError as error:
+            return f"plots were not written: {error}"
+        return f"Plots: {files[0].parent}" if files else None
+
+
+def observe(loaded: LoadedSpec, folder: Path) -> DrawnTraining:
+    """The hook `observe_training`."""
+    return DrawnTraining(folder)

@@ -1,7 +1,8 @@
 """Stored episodes once more: `engine replay`, `engine rescore`. The core's `Replayer` feeds the records of journals to episodes.
 
-command.py           `engine replay`; fork.py: a run that shares another one's journals up to a turn
-rescore_command.py   `engine rescore`; rescore.py: other reward rules, applied to journals
+command.py   `engine replay` and `engine rescore`
+fork.py      a run that shares another one's journals up to a turn
+rescore.py   other reward rules, applied to journals
 """
 
 from engine.plugin import Plugin
@@ -11,6 +12,6 @@ PLUGIN = Plugin(
     about="Rebuilds stored episodes from their journals, and scores them with other rewards",
     commands={
         "replay": "engine.plugins.replay.command:replay",
-        "rescore": "engine.plugins.replay.rescore_command:rescore",
+        "rescore": "engine.plugins.replay.command:rescore",
     },
 )

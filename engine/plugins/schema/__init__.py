@@ -1,7 +1,7 @@
 """The JSON Schemas of specs, scenarios and stored records, for editors: `engine schema`.
 
 command.py       writes and compares the files
-json_schema.py   the documents, from the data classes; schema_words.py: descriptions and examples in them
+json_schema.py   the documents, from the data classes
 """
 
 from engine.plugin import Plugin

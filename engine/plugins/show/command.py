@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.cli.exits import wrong_usage
+from engine.cli.exits import USAGE, errors_exit, wrong_usage
 from engine.cli.options import Imports, Json, RunsFolder, only_looks
-from engine.terminal import echo, echo_json
+from engine.terminal import echo_json
 
 if TYPE_CHECKING:
     from engine.store.reader import RunReader
@@ -71,35 +71,26 @@ def show(
     Without EPISODE: every episode, how it ended, its turns, tokens and reward. With it: the task, the messages, the reward of
     each turn, who moved which reward between turns, when and why, the facts, and the path through the machine.
     """
-    from engine.errors import EngineError
-    from engine.logs import configure_logging
     from engine.plugins.show.listing.sources import find
+    from engine.plugins.show.show_list import Selection, show_list
 
-    configure_logging()
-    try:
+    with errors_exit(USAGE):
         folder = find(run, out)
         if episode is None:
             if tokens or attempt is not None:
                 wrong_usage("--tokens and --attempt need an EPISODE")
-            from engine.plugins.show.show_list import Selection, show_list
-
-            selection = Selection(filter, text, sort, limit, failed, score)
-            show_list(folder, selection, json=json)
-        else:
-            given = {"--filter": filter, "--text": text, "--sort": sort, "--failed": failed}
-            if named := [option for option, value in given.items() if value]:
-                wrong_usage(f"{named[0]} chooses episodes for the table; leave out EPISODE, or leave out {named[0]}")
-            _show_episode(folder, episode, score, tokens=tokens, attempt=attempt, json=json)
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(2) from None
+            show_list(folder, Selection(filter, text, sort, limit, failed, score), json=json)
+            return
+        for option, value in (("--filter", filter), ("--text", text), ("--sort", sort), ("--failed", failed)):
+            if value:
+                wrong_usage(f"{option} chooses episodes for the table; leave out EPISODE, or leave out {option}")
+        _show_episode(folder, episode, score, tokens=tokens, attempt=attempt, json=json)
 
 
 def _show_episode(folder: Path, name: str, score: str | None, *, tokens: bool, attempt: int | None, json: bool) -> None:
     from engine.cli.console import make_console
     from engine.errors import StoreError
-    from engine.plugins.show.episode_report import print_finished, print_unfinished
-    from engine.plugins.show.episode_tokens import print_tokens, token_documents
+    from engine.plugins.show.episode_report import print_finished, print_tokens, print_unfinished, token_documents
     from engine.plugins.show.listing.episode import episode_document
     from engine.plugins.show.listing.sources import episodes_of
     from engine.store.store import RunStore
@@ -125,7 +116,7 @@ def _show_episode(folder: Path, name: str, score: str | None, *, tokens: bool, a
             return
         console = make_console()
         if finished:
-            scored = row if score is None else next(each for each in store.episodes(score) if each.id == row.id)
+            scored = row if score is None else next(other for other in store.episodes(score) if other.id == row.id)
             print_finished(console, store, store.trajectory(row.id, score), scored)
         else:
             print_unfinished(console, store, row, store.journal(row.id, number), number if earlier else None)

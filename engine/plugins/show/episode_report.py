@@ -1,27 +1,48 @@
-"""Prints an episode on a terminal: its messages, its rewards, and who moved which reward."""
+"""An episode on a terminal: its messages, its rewards and who moved them, its tokens."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from rich import box
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
 from engine.cli.run_report import reasons_in_words
-from engine.plugins.show.ledger_report import ledger_table, moves, print_moves
+from engine.errors import StoreError
+from engine.plugins.show.listing.episode import moves, partial_episode, plain
+from engine.plugins.show.listing.rows import outcome_word, status_word
+from engine.plugins.show.listing.tokens import sampled_columns, token_columns
 from engine.runner.summary import branch_reasons
+from engine.schemas.journal import (
+    FailureRecord,
+    GenerationRecord,
+    LimitRecord,
+    RecordBase,
+    ResetRecord,
+    ScoreRecord,
+    StepRecord,
+    ToolsRecord,
+    UserRecord,
+)
 from engine.store.codec import json_of
+from engine.store.private import private_file, private_folder
 from engine.terminal import visible
+from engine.tokens.catalogue import cache_root
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from rich.console import Console
-    from rich.text import Text
 
     from engine.schemas.journal import JournalEntry
     from engine.schemas.message import Message
-    from engine.schemas.trajectory import Outcome, Trajectory, Turn
+    from engine.schemas.reward import Posting
+    from engine.schemas.trajectory import Trajectory, Turn
     from engine.store.reader import RunReader
     from engine.store.reading import EpisodeRow
 
@@ -33,26 +54,11 @@ _SHOWN = 100_000
 """Number of characters of a message that are printed."""
 
 
-def status(row: EpisodeRow, run: str) -> str:
-    """Return an episode's status, given its run's: an episode that was running when the run ended is interrupted."""
-    return "broken off" if row.status == "running" and run != "running" else row.status
-
-
-def ended(row: EpisodeRow) -> str:
-    """Return how a finished episode ended, in a word or two."""
-    if row.failure is not None:
-        return f"failed: {row.failure} ({row.blame})"
-    if row.limit is not None:
-        return f"limit: {row.limit}"
-    return "solved" if row.solved else row.event or ""
-
-
 def print_finished(console: Console, store: RunReader, trajectory: Trajectory, row: EpisodeRow) -> None:
     """Print a finished episode of a run."""
-    from rich.text import Text
-
     outcome = trajectory.outcome
-    console.print(Text.assemble((trajectory.episode_id, "bold"), f" · {ended(row)}", _rest(outcome, trajectory, row)))
+    word = outcome_word(row.failure, row.blame, row.limit, row.solved, row.event or "")
+    console.print(Text.assemble((trajectory.episode_id, "bold"), f" · {word}", _rest(trajectory, row)))
     _print_conversation(console, store, trajectory)
     if trajectory.postings:
         console.print()
@@ -60,7 +66,9 @@ def print_finished(console: Console, store: RunReader, trajectory: Trajectory, r
     _print_judge(console, store, trajectory)
     _print_values(console, "facts", trajectory.facts)
     console.print()
-    console.print(Text("Path: ", style="bold").append(_path(trajectory.path), style="none"))
+    path = trajectory.path[0][0] if trajectory.path else "(no transition was taken)"
+    path += "".join(f" –{event}→ {dest}" for _, event, dest in trajectory.path)
+    console.print(Text("Path: ", style="bold").append(path, style="none"))
     if outcome.failure is not None:
         failure = outcome.failure
         console.print()
@@ -76,7 +84,7 @@ def _print_conversation(console: Console, store: RunReader, trajectory: Trajecto
     files = image_files(store, trajectory)
     spoken = sum(message.role == "assistant" for message in trajectory.messages)
     before = max(0, spoken - len(trajectory.turns))  # assistant messages of few-shot examples are not turns
-    told = moves(trajectory.postings)
+    moved = move_lines(trajectory.postings)
     count = 0
     for message in trajectory.messages:
         turn = None
@@ -84,29 +92,22 @@ def _print_conversation(console: Console, store: RunReader, trajectory: Trajecto
             turn = trajectory.turns[count - before] if count >= before else None
             count += 1
             if turn is not None:
-                print_moves(console, told.pop(turn.index - 1, []))
+                _print_moves(console, moved.pop(turn.index - 1, []))
         _print_message(console, message, turn, files)
-    for at_turn in sorted(told):
-        print_moves(console, told[at_turn])
+    for at_turn in sorted(moved):
+        _print_moves(console, moved[at_turn])
 
 
-def _rest(outcome: Outcome, trajectory: Trajectory, row: EpisodeRow) -> str:
+def _rest(trajectory: Trajectory, row: EpisodeRow) -> str:
+    outcome, counts = trajectory.outcome, trajectory.counts
     sampled = sum(turn.end - turn.start for turn in trajectory.turns)
     words = [
         f"reward {outcome.reward:+.3f}",
         _count(len(trajectory.turns), "turn"),
         _count(sampled, "sampled token"),
-        *(
-            [_count(spoken, "token") + " of the user's model"]
-            if (spoken := trajectory.counts.get("user_tokens"))
-            else []
-        ),
+        *([_count(spoken, "token") + " of the user's model"] if (spoken := counts.get("user_tokens")) else []),
         _count(len(trajectory.branches), "training row") + reasons_in_words(branch_reasons(trajectory)),
-        *(
-            [f"{_count(lost, 'reply', 'replies')} not received"]
-            if (lost := trajectory.counts.get("unreceived_replies"))
-            else []
-        ),
+        *([f"{_count(lost, 'reply', 'replies')} not received"] if (lost := counts.get("unreceived_replies")) else []),
         "trainable" if outcome.trainable else "not trainable",
         f"seed {trajectory.seed}",
     ]
@@ -121,8 +122,6 @@ def _count(number: int, thing: str, things: str = "") -> str:
 
 def _print_values(console: Console, title: str, values: Mapping[str, Any]) -> None:
     """Print the fields of a task or the facts, one line each."""
-    from rich.text import Text
-
     if values:
         console.print(Text(f"\n{title}", style="bold"))
     for name, value in values.items():
@@ -134,11 +133,6 @@ def _print_values(console: Console, title: str, values: Mapping[str, Any]) -> No
 
 def _print_judge(console: Console, store: RunReader, trajectory: Trajectory) -> None:
     """Print what the judge said, and the marks that the judge, the scorer and the environment gave at the end."""
-    from rich.text import Text
-
-    from engine.errors import StoreError
-    from engine.schemas.journal import ScoreRecord
-
     try:
         journal = store.journal(trajectory.episode_id)
     except StoreError as error:  # the episode's result is whole without it
@@ -148,24 +142,20 @@ def _print_judge(console: Console, store: RunReader, trajectory: Trajectory) -> 
         record = entry.record
         if not isinstance(record, ScoreRecord):
             continue
-        for said in record.replies:
+        for reply in record.replies:
             console.print(Text("\njudge", style="bold magenta"))
-            console.print(Text(visible("\n".join(f"  {line}" for line in said.splitlines()))))
+            console.print(Text(visible("\n".join(f"  {line}" for line in reply.splitlines()))))
         for event in record.rewards:
-            given = "transfer" if event.value is None else f"{event.value:+.3f}"
-            mark = f"{event.source or 'score'}: {event.name or 'reward'} {given} on turn {event.turn}"
+            value = "transfer" if event.value is None else f"{event.value:+.3f}"
+            mark = f"{event.source or 'score'}: {event.name or 'reward'} {value} on turn {event.turn}"
             why = f" · {event.cause}" if event.cause else ""
             console.print(Text(visible(f"\n{mark}{why}"), style="magenta"))
 
 
 def image_files(store: RunReader, trajectory: Trajectory) -> dict[str, Path]:
     """Write the images of an episode's messages to files in the cache folder, and return the files by digest."""
-    from engine.errors import StoreError
-    from engine.store.private import private_file, private_folder
-    from engine.tokens.catalogue import cache_root
-
     folder = cache_root() / "view" / "images"
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for digest in {image.image for message in trajectory.messages for image in message.images}:
         try:
             image = store.image(digest)
@@ -176,15 +166,13 @@ def image_files(store: RunReader, trajectory: Trajectory) -> dict[str, Path]:
                 draft = private_file(file.with_name(f".{file.name}.{os.getpid()}"))
                 draft.write_bytes(image.data)
                 draft.replace(file)
-            found[digest] = file
+            files[digest] = file
         except (StoreError, OSError):  # the digest is printed without a file
             continue
-    return found
+    return files
 
 
 def _print_message(console: Console, message: Message, turn: Turn | None, files: Mapping[str, Path]) -> None:
-    from rich.padding import Padding
-    from rich.text import Text
 
     style = _STYLES[message.role]
     head = Text(f"\n{message.role}", style=f"bold {style}")
@@ -215,26 +203,15 @@ def _print_message(console: Console, message: Message, turn: Turn | None, files:
         console.print(Text(f"  [image {image.image} {size}]{place}", style="dim"), soft_wrap=True)
 
 
-def _path(path: Sequence[tuple[str, str, str]]) -> str:
-    if not path:
-        return "(no transition was taken)"
-    return path[0][0] + "".join(f" –{event}→ {dest}" for _, event, dest in path)
-
-
 def print_unfinished(
     console: Console, store: RunReader, row: EpisodeRow, journal: Sequence[JournalEntry], attempt: int | None = None
 ) -> None:
     """Print the messages and steps so far of an episode that is not done, or of an earlier attempt, from 0."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from engine.plugins.show.listing.unfinished import partial_episode
-
-    told = f"{status(row, store.status)} · {_count(len(journal), 'step')} so far"
+    steps = _count(len(journal), "step")
+    words = f"{status_word(row.status, store.status)} · {steps} so far"
     if attempt is not None:
-        told = f"attempt {attempt + 1} of {row.attempt + 1} · {_count(len(journal), 'step')}"
-    console.print(Text.assemble((row.id, "bold"), f" · {told}"))
+        words = f"attempt {attempt + 1} of {row.attempt + 1} · {steps}"
+    console.print(Text.assemble((row.id, "bold"), f" · {words}"))
     if not journal:
         return
     trajectory = partial_episode(store, row, journal)
@@ -244,54 +221,42 @@ def print_unfinished(
     table.columns[4].justify = "right"
     for entry in journal:
         table.add_row(
-            str(entry.seq), entry.state, entry.event, entry.dest, f"{entry.seconds:.2f}", what_happened(entry)
+            str(entry.seq),
+            entry.state,
+            entry.event,
+            entry.dest,
+            f"{entry.seconds:.2f}",
+            Text(visible(in_words(entry.record))),
         )
     console.print(table)
     _print_values(console, "facts", trajectory.facts)
 
 
-def what_happened(entry: JournalEntry) -> Text:
-    """Describe a journal entry in a few words."""
-    from rich.text import Text
-
-    from engine.schemas.journal import (
-        FailureRecord,
-        GenerationRecord,
-        LimitRecord,
-        ResetRecord,
-        ScoreRecord,
-        StepRecord,
-        ToolsRecord,
-        UserRecord,
-    )
-
-    record = entry.record
+def in_words(record: RecordBase) -> str:
+    """Describe a record of a journal in a few words."""
     match record:
         case GenerationRecord():
-            words = f"{_count(len(record.generation.output_ids), 'token')}, {record.generation.finish.type}"
+            return f"{_count(len(record.generation.output_ids), 'token')}, {record.generation.finish.type}"
         case ToolsRecord():
-            words = "; ".join(f"{result.name}: {result.error or _short(result.content)}" for result in record.results)
+            return "; ".join(f"{result.name}: {result.error or _short(result.content)}" for result in record.results)
         case UserRecord():
-            words = ("solved; " if record.turn.solved else "") + (
-                "satisfied" if record.turn.satisfied else _short(record.turn.content)
-            )
+            reply = "satisfied" if record.turn.satisfied else _short(record.turn.content)
+            return f"solved; {reply}" if record.turn.solved else reply
         case ResetRecord():
-            words = _count(len(record.reset.messages), "message")
+            return _count(len(record.reset.messages), "message")
         case StepRecord():
-            words = _count(len(record.step.messages), "message")
+            return _count(len(record.step.messages), "message")
         case LimitRecord(overflow=True, limit="images"):
-            words = f"{record.value:g} images: older ones are condensed"
+            return f"{record.value:g} images: older ones are condensed"
         case LimitRecord(overflow=True):
-            words = f"no room for a reply under {record.limit}: {record.value:g} tokens"
+            return f"no room for a reply under {record.limit}: {record.value:g} tokens"
         case LimitRecord():
-            words = f"{record.limit} reached {record.value:g}"
+            return f"{record.limit} reached {record.value:g}"
         case FailureRecord():
-            words = f"{record.failure.kind} ({record.failure.blame}): {record.failure.message}"
+            return f"{record.failure.kind} ({record.failure.blame}): {record.failure.message}"
         case ScoreRecord():
-            words = _count(len(record.rewards), "reward")
-        case _:
-            words = record.words()
-    return Text(visible(words))
+            return _count(len(record.rewards), "reward")
+    return record.words()
 
 
 def _beginning(text: str) -> str:
@@ -305,3 +270,135 @@ def _short(content: object, most: int = 60) -> str:
     text = content if isinstance(content, str) else f"[{len(content) if isinstance(content, list) else 1} parts]"
     line = " ".join(text.split())
     return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def move_lines(postings: Sequence[Posting]) -> dict[int, list[str]]:
+    """Describe who moved or wrote which reward and why, one line each, by the turn that was newest when it happened."""
+    lines: dict[int, list[str]] = {}
+    for parts in moves(postings):
+        first = parts[0]
+        if first.op == "transfer":
+            amount = sum(posting.delta for posting in parts if posting.delta > 0)
+            payers = _turns({posting.turn for posting in parts if posting.delta < 0})
+            receivers = _turns({posting.turn for posting in parts if posting.delta > 0})
+            names = ", ".join(dict.fromkeys(posting.name for posting in parts))
+            line = f"{names} {amount:.3f} moved from {payers} to {receivers}"
+        else:
+            value = f"set to {first.after:.3f}" if first.op == "set" else f"{first.delta:+.3f}"
+            line = f"{first.name} {value} on turn {first.turn}"
+        line += f" · {first.source}" + (f": {first.cause}" if first.cause else "")
+        lines.setdefault(first.at_turn, []).append(line)
+    return lines
+
+
+def _turns(turns: set[int]) -> str:
+    if not turns:
+        return "no turn"
+    return f"turn{'s' if len(turns) > 1 else ''} {', '.join(map(str, sorted(turns)))}"
+
+
+def _print_moves(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(Padding(Text(visible(f"⇄ {line}"), style="magenta"), (0, 0, 0, 2)))
+
+
+def ledger_table(postings: Sequence[Posting]) -> Table:
+    """Return a table of all postings of the ledger: who moved what, when and why."""
+    columns = ("#", "at turn", "turn", "reward", "did", "change", "holds", "by", "why")
+    table = Table(*columns, title="Rewards", title_justify="left", box=box.SIMPLE_HEAD)
+    for column in (table.columns[5], table.columns[6]):
+        column.justify = "right"
+    for posting in postings:
+        place = str(posting.turn)
+        if posting.start is not None:
+            part = f"tokens {posting.start} to {posting.end}" if posting.call is None else f"call {posting.call}"
+            place = f"{place}, {part}"
+        table.add_row(
+            str(posting.seq),
+            str(posting.at_turn),
+            place,
+            Text(visible(posting.name)),
+            posting.op,
+            Text(f"{posting.delta:+.3f}", style="green" if posting.delta > 0 else "red" if posting.delta < 0 else ""),
+            f"{posting.after:.3f}",
+            Text(visible(posting.source)),
+            Text(visible(posting.cause)),
+        )
+    return table
+
+
+def token_documents(store: RunReader, episode_id: str, *, finished: bool) -> list[dict[str, Any]]:
+    """Return the columns of each branch of an episode as JSON; of an unfinished one, its sampled tokens.
+
+    Raises:
+        StoreError: a record is damaged.
+    """
+
+    return [
+        {name: plain(value.tolist()) if hasattr(value, "tolist") else plain(value) for name, value in columns.items()}
+        for columns in _columns(store, episode_id, finished=finished)
+    ]
+
+
+def _columns(store: RunReader, episode_id: str, *, finished: bool) -> list[dict[str, Any]]:
+
+    if not finished:
+        return [sampled_columns(store, episode_id)]
+    return [token_columns(store, episode_id, branch.index) for branch in store.trajectory(episode_id).branches]
+
+
+def print_tokens(console: Console, store: RunReader, episode_id: str, *, finished: bool) -> None:
+    """Print a table for each branch: a line for each sampled token, and a line for each part that the model did not sample.
+
+    Raises:
+        StoreError: a record is damaged.
+    """
+    for columns in _columns(store, episode_id, finished=finished):
+        console.print()
+        _print_branch(console, columns)
+
+
+def _print_branch(console: Console, columns: dict[str, Any]) -> None:
+
+    name = "Sampled tokens" if columns["branch"] < 0 else f"Branch {columns['branch']}"
+    table = Table(
+        "#", "turn", "mask", "id", "token", "log-prob", "advantage", "version",
+        title=f"{name}: {len(columns['ids'])} tokens", title_justify="left", box=box.SIMPLE_HEAD,
+    )  # fmt: skip
+    for at in (0, 1, 2, 3, 5, 6, 7):
+        table.columns[at].justify = "right"
+    texts, advantages = columns["texts"], columns["advantages"]
+    kinds = {at: kind for kind, start, end in columns["kinds"] for at in range(start, end)}
+    for (mask, kind), group in groupby(
+        range(len(columns["ids"])), lambda at: (int(columns["mask"][at]), kinds.get(at, ""))
+    ):
+        places = list(group)
+        if not mask:
+            part = "".join(texts[at] for at in places) if texts is not None else ""
+            shown = f"{kind}: {_quoted(part)}" if part else kind
+            span = "–".join(map(str, dict.fromkeys((places[0], places[-1]))))
+            table.add_row(span, "", "0", "", Text(shown, style="dim"))
+            continue
+        for at in places:
+            table.add_row(
+                str(at),
+                str(columns["turns"][at]),
+                "1",
+                str(columns["ids"][at]),
+                Text(_quoted(texts[at]) if texts is not None else ""),
+                f"{columns['logprobs'][at]:.4f}",
+                "" if advantages is None else f"{advantages[at]:+.4f}",
+                str(columns["versions"][at]),
+            )
+    console.print(table)
+    if columns["problem"]:
+        console.print(f"no texts: {columns['problem']}", style="yellow")
+    if columns["missing"]:
+        console.print(f"no advantages: {columns['missing']}", style="yellow")
+
+
+def _quoted(text: str, most: int = 60) -> str:
+    """A text on one line, in quotes; a long one with its middle left out."""
+    if len(text) > most:
+        text = f"{text[: most // 2]} … {text[-most // 2 :]}"
+    return visible(f"'{text}'".replace("\n", "\\n").replace("\t", "\\t"), newlines=False)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from engine.cli.console import make_console
 from engine.cli.exits import wrong_usage
+from engine.cli.run_report import dropped_words
+from engine.plugins.show.listing.listing import Listing
+from engine.plugins.show.listing.rows import Totals, outcome_word, status_word
+from engine.plugins.show.listing.sources import is_training
+from engine.plugins.show.listing.training import Training
 from engine.terminal import echo_json
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
-    from engine.plugins.show.listing.listing import Listing
-    from engine.plugins.show.listing.rows import Page, Row, Totals
+    from engine.plugins.show.listing.rows import Page, Row
 
 _NAMES = 3
 """Maximum number of rewards that have a column of their own."""
@@ -47,18 +55,14 @@ def show_list(folder: Path, chosen: Selection, *, json: bool) -> None:
     Raises:
         StoreError: it cannot be read, or the filter or the sort key is not valid.
     """
-    from engine.cli.console import make_console
-    from engine.plugins.show.listing.listing import Listing
-    from engine.plugins.show.listing.sources import is_training
-
     if chosen.score is not None and (chosen.filter or chosen.sort or json):
         wrong_usage("--filter, --sort and --json use the run's own rewards; leave out --score")
     training = is_training(folder)
     console = make_console()
     with Listing.open([folder]) as listing:
         expression = chosen.expression
-        own = training and "run." not in (expression or "")
-        if own:  # else evaluations would stand among the episodes of the training
+        only_training = training and "run." not in (expression or "")
+        if only_training:  # else evaluations would stand among the episodes of the training
             expression = f"!run.evaluation && ({expression})" if expression else "!run.evaluation"
         sort = chosen.sort or ("-step" if training else "order")
         most = 2**31 if chosen.score is not None else chosen.limit
@@ -80,16 +84,14 @@ def show_list(folder: Path, chosen: Selection, *, json: bool) -> None:
             return
         _head(console, folder, listing, chosen)
         if page.rows:
-            console.print(_table(page.rows[: chosen.limit], listing, many=training and not own))
+            console.print(_table(page.rows[: chosen.limit], listing, many=training and not only_training))
         _foot(console, folder, listing, page, totals, chosen, expression)
 
 
 def _rescored(listing: Listing, page: Page, chosen: Selection) -> tuple[Page, Totals]:
     """The same episodes with the results of a score; those that the score does not have are left out."""
-    from engine.plugins.show.listing.rows import Totals, outcome_word
-
     (source, *_) = listing.sources
-    results = {each.id: each for each in listing.store(source.key).episodes(chosen.score)}
+    results = {row.id: row for row in listing.store(source.key).episodes(chosen.score)}
     rows = [
         replace(
             row,
@@ -114,10 +116,6 @@ def _rescored(listing: Listing, page: Page, chosen: Selection) -> tuple[Page, To
 
 
 def _head(console: Console, folder: Path, listing: Listing, chosen: Selection) -> None:
-    from rich.text import Text
-
-    from engine.plugins.show.listing.sources import is_training
-    from engine.plugins.show.listing.training import Training
 
     source = listing.sources[0]
     place = f" · {source.status} · {listing.store(source.key).shards_only or folder}" + (
@@ -127,33 +125,27 @@ def _head(console: Console, folder: Path, listing: Listing, chosen: Selection) -
         console.print(Text.assemble((listing.store(source.key).run_id, "bold"), place), soft_wrap=True)
         return
     training = Training(folder)
-    told = training.overview()
-    planned = f" of {told.planned}" if told.planned else ""
+    newest = training.lines[-1] if training.lines else {}
+    planned = f" of {training.planned}" if training.planned else ""
     console.print(Text.assemble((folder.name, "bold"), f" · training{place}"), soft_wrap=True)
-    newest = training.step(told.done).metrics if told.done else {}
-    parts = [f"step {told.done}{planned}"]
+    parts = [f"step {newest.get('step', 0)}{planned}"]
     parts += [
         f"{words} {newest[name]:.3f}"
         for words, name in (("reward", "reward/mean"), ("loss", "loss"))
         if newest.get(name) is not None
     ]
     console.print(" · ".join(parts), soft_wrap=True)
-    for each in training.evaluations():
+    for evaluation in training.evaluations():
         values = [
             f"{name.removeprefix('eval/')} {value:.3f}"
-            for name, value in list(each.metrics.items())[:4]
+            for name, value in list(evaluation.metrics.items())[:4]
             if value is not None
         ]
-        console.print(
-            f"evaluation after step {each.step}: {' · '.join(values) or 'no metrics yet'} · {each.run}", soft_wrap=True
-        )
+        words = " · ".join(values) or "no metrics yet"
+        console.print(f"evaluation after step {evaluation.step}: {words} · {evaluation.run}", soft_wrap=True)
 
 
 def _table(rows: Sequence[Row], listing: Listing, *, many: bool) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     names = sorted({name for row in rows for name in row.rewards})
     names = names if 1 < len(names) <= _NAMES else []
     steps = any(row.step is not None for row in rows)
@@ -184,7 +176,7 @@ def _table(rows: Sequence[Row], listing: Listing, *, many: bool) -> Table:
             *([row.run.partition("/")[2] or row.run] if many else []),  # the head names the training
             row.episode,
             *(["" if row.step is None else str(row.step)] if steps else []),
-            *([_status(row, statuses)] if unfinished else []),
+            *([status_word(row.status, statuses[row.run])] if unfinished else []),
             row.outcome if done else row.state or "",
             str(row.turns["assistant"]) if row.turns.get("assistant") is not None else "",
             str(row.tokens["sampled"]) if row.tokens.get("sampled") is not None else "",
@@ -195,11 +187,6 @@ def _table(rows: Sequence[Row], listing: Listing, *, many: bool) -> Table:
         ]
         table.add_row(*map(Text, cells), style=_style(row))
     return table
-
-
-def _status(row: Row, statuses: Mapping[str, str]) -> str:
-    """An episode that was running when its run ended is broken off."""
-    return "broken off" if row.status == "running" and statuses[row.run] != "running" else row.status
 
 
 def _signed(value: float | None) -> str:
@@ -223,8 +210,6 @@ def _foot(
     chosen: Selection,
     expression: str | None,
 ) -> None:
-    from engine.cli.run_report import dropped_words
-
     if page.total > chosen.limit:
         console.print(f"… and {page.total - chosen.limit} more: --limit {page.total} shows them")
     line = f"{totals.done} of {totals.episodes} episodes done"
@@ -239,7 +224,7 @@ def _foot(
             soft_wrap=True,
         )
     if chosen.score is None:
-        for cause in [each for each in listing.causes(expression, chosen.text) if each.failure][:5]:
+        for cause in [cause for cause in listing.causes(expression, chosen.text) if cause.failure][:5]:
             message = " ".join((cause.message or "").split())
             shown = message if len(message) <= 160 else f"{message[:159]}…"
             console.print(f"{cause.count} × {cause.failure} ({cause.blame}): {shown}", style="red", soft_wrap=True)
@@ -252,13 +237,10 @@ def _foot(
     done = [row for row in page.rows if row.status == "done"]
     if done:
         first = next((row for row in done if row.failure), done[0])
+        # the store of a training's episodes is named by the training
+        run = first.run.removesuffix("/rollouts") if "/" in first.run else folder.name
         console.print(
-            f"To show one: engine show {store.shards_only or _run(folder, first)} {first.episode}",
+            f"To show one: engine show {store.shards_only or run} {first.episode}",
             style="dim",
             soft_wrap=True,
         )
-
-
-def _run(folder: Path, row: Row) -> str:
-    """What to write for the run of an episode; the store of a training's episodes is named by the training."""
-    return row.run.removesuffix("/rollouts") if "/" in row.run else folder.name

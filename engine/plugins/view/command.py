@@ -72,7 +72,7 @@ def _serve(listing: object, port: int, browser: bool) -> None:
 
     assert isinstance(listing, Listing)
     try:
-        from engine.plugins.view.serve import serve
+        from engine.plugins.view.web import serve
     except ModuleNotFoundError as error:
         echo(f"`engine view` needs the package {error.name}: pip install 'episode-engine[view]'", err=True)
         raise typer.Exit(2) from None

@@ -38,7 +38,7 @@ READERS = {
 """Files that read a training row, or what they call `columns`, by names of columns."""
 OTHERS = {
     "engine/backends/sglang/checks.py": "workers of a router",
-    "engine/plugins/show/episode_tokens.py": "columns of a table of tokens",
+    "engine/plugins/show/episode_report.py": "columns of a table of tokens",
     "engine/plugins/datasets/contents.py": "columns of a data set",
     "engine/plugins/adapters/reasoning_gym.py": "problems of a data set",
     "engine/plugins/adapters/verl/interactions.py": "messages of a prompt",

@@ -23,10 +23,9 @@ from slow_cases import slow_but
 
 from engine.errors import AuditError
 from engine.plugins.audit.audit import read_rows, read_sampled
-from engine.plugins.audit.files.inert import Inert, named, read_pickle
-from engine.plugins.audit.files.open import find_files, open_document
-from engine.plugins.audit.files.tensors import plain, read_torch
+from engine.plugins.audit.files import find_files, open_document
 from engine.plugins.audit.frameworks import FRAMEWORKS
+from engine.plugins.audit.pickles import Inert, named, plain, read_pickle, read_torch
 
 
 class Calls:

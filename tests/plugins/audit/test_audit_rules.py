@@ -15,9 +15,9 @@ from slow_cases import slow_but
 
 from engine.errors import AuditError, RenderError
 from engine.plugins.audit.audit import audit
+from engine.plugins.audit.examine import TemplateMarks
 from engine.plugins.audit.findings import Finding, Report
 from engine.plugins.audit.rows import ForeignRow
-from engine.plugins.audit.template import TemplateMarks
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import Message
 from engine.tokens.conversation import Conversation

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from engine.plugins.doctor.models_command import models
+from engine.plugins.doctor.command import models
 from engine.tokens.catalogue import MANIFEST
 
 app = typer.Typer()

@@ -18,7 +18,7 @@ from written_specs import save_spec, scripted_spec
 from engine.cli.export import export
 from engine.cli.main import app
 from engine.plugins.evaluation.command import evaluate
-from engine.plugins.replay.rescore_command import rescore
+from engine.plugins.replay.command import rescore
 from engine.store import RunStore, list_runs
 
 SPEC_CODE = Path(__file__).parents[2] / "core" / "runner"

@@ -160,7 +160,7 @@ async def test_a_spec_opens_it(tmp_path: Path, tiny_model_dir: Path) -> None:
 
 
 def test_opening_imports_no_torch() -> None:
-    code = "import sys, engine.backends.backend, engine.plugins.local, engine.plugins.doctor.models_command; print('torch' in sys.modules)"
+    code = "import sys, engine.backends.backend, engine.plugins.local, engine.plugins.doctor.command; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -17,8 +17,7 @@ from installed_plugins import needs_plugin
 from spec_page import spec_page
 
 from engine.plugin import entries
-from engine.plugins.schema.json_schema import CONTRACTS, documents
-from engine.plugins.schema.schema_words import EXAMPLES
+from engine.plugins.schema.json_schema import CONTRACTS, EXAMPLES, documents
 from engine.schemas.episode import EpisodeSpec
 from engine.spec.load import read_spec
 from engine.spec.text.places import fields_by_key

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from journals import write_entries, write_result
 from store_kit import make_entry, make_header, make_task, make_trajectory
 
-from engine.plugins.show.listing.episode import branch_heads, episode_document, moves, plain
+from engine.plugins.show.listing.episode import branch_heads, episode_document, move_document, moves, plain
 from engine.plugins.show.listing.tokens import sampled_columns, token_columns
 from engine.schemas.journal import ScoreRecord
 from engine.schemas.reward import Posting, RewardEvent
@@ -28,7 +28,7 @@ def posting(seq: int, turn: int, delta: float, op: str = "transfer", name: str =
 
 
 def test_the_postings_of_a_transfer_are_one_move_from_turns_to_turns() -> None:
-    found = moves(
+    postings = moves(
         [
             posting(0, 2, 1.0, "add"),
             posting(1, 2, -0.3),
@@ -38,7 +38,8 @@ def test_the_postings_of_a_transfer_are_one_move_from_turns_to_turns() -> None:
             posting(5, 1, 0.5, "set"),
         ]
     )
-    assert [(each["op"], each["from"], each["to"], each["amount"], each["postings"]) for each in found] == [
+    documents = [move_document(moved) for moved in postings]
+    assert [(move["op"], move["from"], move["to"], move["amount"], move["postings"]) for move in documents] == [
         ("add", [], [2], 1.0, [0]),
         ("transfer", [2], [0], 0.3, [1, 2]),
         ("transfer", [2], [1], 0.1, [3, 4]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from pathlib import Path
 
@@ -24,22 +23,14 @@ def training(tmp_path: Path) -> Path:
     return asyncio.run(make_training(tmp_path / "runs"))
 
 
-def test_curves_have_a_value_for_each_step(training: Path) -> None:
-    found = Training(training).curves()
-    assert found.steps == [1, 2]
-    assert found.series == {"eval/reward": [None, 0.1], "loss": [None, None], "reward/mean": [0.5, 0.75]}
-    assert Training(training).curves(["reward/mean"]).series == {"reward/mean": [0.5, 0.75]}
-    json.dumps(found.plain())
+def test_curves_have_the_steps_with_a_value(training: Path) -> None:
+    assert [line["step"] for line in Training(training).lines] == [1, 2]
+    assert Training(training).curves() == {"eval/reward": [(2, 0.1)], "reward/mean": [(1, 0.5), (2, 0.75)]}
 
 
-def test_a_step_leads_to_its_episodes(training: Path) -> None:
-    step = Training(training).step(1)
-    assert [(group.number, group.task, group.use) for group in step.groups] == [
-        (0, "t0", "used"), (2, "t2", "used"), (1, "t1", "left_out"),
-    ]  # fmt: skip
-    assert (step.version, step.metrics["reward/mean"], step.run) == (1, 0.5, f"{TRAINING}/rollouts")
+def test_episodes_have_the_step_that_sampled_them(training: Path) -> None:
     with Listing.open([training]) as listing:
-        assert [row.episode for row in listing.page(step.filter).rows] == [
+        assert [row.episode for row in listing.page("run.step == 1 && !run.evaluation").rows] == [
             "t0/0",
             "t0/1",
             "t1/0",
@@ -47,13 +38,12 @@ def test_a_step_leads_to_its_episodes(training: Path) -> None:
             "t2/0",
             "t2/1",
         ]
-        assert [row.step for row in listing.group(step.run, "t5")] == [None, None]
+        run = f"{TRAINING}/rollouts"
+        assert [row.step for row in listing.group(run, "t5")] == [None, None]
         log = BatchLog(training)
         log.read()  # as a resumed training: it removes the incomplete line
         log.append(batch_record(3, [5], []))
-        assert [row.step for row in listing.group(step.run, "t5")] == [3, 3]
-    with pytest.raises(StoreError, match="has no step 9; its newest is 2"):
-        Training(training).step(9)
+        assert [row.step for row in listing.group(run, "t5")] == [3, 3]
 
 
 def test_an_evaluation_leads_to_its_episodes(training: Path) -> None:
@@ -67,20 +57,12 @@ def test_an_evaluation_leads_to_its_episodes(training: Path) -> None:
         assert listing.sources[0].key == f"{TRAINING}/rollouts"
 
 
-def test_the_overview_says_how_far_it_is(training: Path) -> None:
-    found = Training(training).overview()
-    assert (found.kind, found.planned, found.done, found.name) == ("rl", 5, 2, "run")
-    assert found.metrics == ["eval/reward", "loss", "reward/mean"]
-    assert [source.step for source in found.sources] == [None, 2]
-
-
 def test_reading_changes_no_file_of_the_training(training: Path) -> None:
     def content() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in training.iterdir() if path.is_file()}
 
     before = content()
-    Training(training).overview()
-    Training(training).step(1)
+    assert (Training(training).planned, len(Training(training).evaluations())) == (5, 1)
     with Listing.open([training]) as listing:
         listing.page("run.step == 1")
     assert content() == before

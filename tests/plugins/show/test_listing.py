@@ -193,7 +193,6 @@ def test_neighbours_and_groups_follow_the_list(run: Path) -> None:
         assert found.plain() == {"previous": [run.name, "t2/1"], "next": None, "position": 3, "total": 4}
         assert listing.neighbours(run.name, "t0/0", "outcome.solved").position == -1
         assert [row.sample for row in listing.group(run.name, "t4")] == [0, 1]
-        assert listing.reward_names() == ["answer", "format"]
         with pytest.raises(StoreError, match="has no task `t9`"):
             listing.group(run.name, "t9")
         with pytest.raises(StoreError, match="there is no run `x`"):

@@ -11,7 +11,7 @@ from journals import write_entries, write_result
 from typer.testing import CliRunner, Result
 
 from engine.plugins.show.command import show
-from engine.plugins.show.ledger_report import moves
+from engine.plugins.show.episode_report import move_lines
 from engine.rewards.ledger import Ledger
 from engine.schemas.environment import Reset, Task, UserTurn
 from engine.schemas.generation import FinishReason, Generation
@@ -219,7 +219,7 @@ def test_what_moved_is_told_where_it_moved() -> None:
     ledger.post(RewardEvent(name="correct", value=2.0, source="user", cause="right"), 2)
     ledger.post(RewardEvent(turn="last", op="transfer", to="all", share=0.5, source="rule:0", cause="shared"), 2)
     ledger.post(RewardEvent(turn=0, op="set", value=0.25, source="score"), 2)
-    assert moves(ledger.seal(3).postings) == {
+    assert move_lines(ledger.seal(3).postings) == {
         0: ["reward +1.000 on turn 0 · tool:add: used"],
         2: [
             "correct +2.000 on turn 2 · user: right",

@@ -105,7 +105,7 @@ def test_a_missing_package_is_named_with_the_extra(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     imported = (
-        "engine.plugins.view.serve",
+        "engine.plugins.view.web",
         "engine.plugins.view.web",
         f"{package}.",
     )  # also the package's parts: an import finds them first

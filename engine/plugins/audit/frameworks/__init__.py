@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from engine.plugins.audit.files.open import Document
+from engine.plugins.audit.files import Document
 from engine.plugins.audit.frameworks import areal, skyrl, slime, trl, verl
 from engine.plugins.audit.rows import ForeignRow
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.files.open import Document
+from engine.plugins.audit.files import Document
 from engine.plugins.audit.rows import Columns, ForeignRow, Vector, aligned, batch_of, ids_of, number, text_of
 
 

@@ -11,9 +11,8 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.files.inert import Inert, named
-from engine.plugins.audit.files.open import Document
-from engine.plugins.audit.files.tensors import array_of, plain, read_torch
+from engine.plugins.audit.files import Document
+from engine.plugins.audit.pickles import Inert, array_of, named, plain, read_torch
 from engine.plugins.audit.rows import Columns, ForeignRow, Vector, aligned, batch_of, ids_of, number, size_of
 
 _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.files.open import Document
+from engine.plugins.audit.files import Document
 from engine.plugins.audit.rows import Columns, ForeignRow, aligned, ids_of, messages_of, number, text_of
 
 _FINISH: dict[str, Literal["stop", "length", "abort"]] = {

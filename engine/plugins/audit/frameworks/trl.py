@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.files.open import Document
+from engine.plugins.audit.files import Document
 from engine.plugins.audit.rows import (
     Columns,
     ForeignRow,

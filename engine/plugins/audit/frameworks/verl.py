@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.files.inert import Inert, named
-from engine.plugins.audit.files.open import Document
-from engine.plugins.audit.files.tensors import array_of, read_torch
+from engine.plugins.audit.files import Document
+from engine.plugins.audit.pickles import Inert, array_of, named, read_torch
 from engine.plugins.audit.rows import (
     Columns,
     ForeignRow,
@@ -80,7 +79,7 @@ def _proto(document: Document) -> list[ForeignRow]:
     state = document.value.state
     if not isinstance(state, list | tuple) or len(state) != 3:
         raise AuditError(f"{path}: the DataProto has no state of (batch, non_tensor_batch, meta_info)")
-    from engine.plugins.audit.files.tensors import plain
+    from engine.plugins.audit.pickles import plain
 
     batch, others, meta = state[0], plain(state[1]), plain(state[2])
     tensors = Columns(_tensors(batch, str(path)), str(path))

@@ -7,7 +7,9 @@
 Invariants:
 - A document holds only JSON values, and no integer that JavaScript would round: such integers are texts.
 - It is built from the store alone. No code of the spec is imported, so a run of a stranger can be looked at.
-- An episode that is still running has the same document, built from its journal; what is not known yet is null or empty.
+- An episode that is still running has the same document, built from its journal (`partial_episode`); what is not known yet is null or empty. Its
+  replies are decoded text as it was sampled: tool calls and reasoning are not taken out of it, and rewards are not known, because both need the
+  spec's code.
 """
 
 from __future__ import annotations
@@ -17,28 +19,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from engine.plugins.show.listing.advantages import Advantages
-from engine.plugins.show.listing.unfinished import partial_episode
+from engine.errors import EngineError
+from engine.plugins.show.listing.rows import status_word
+from engine.plugins.show.listing.tokens import UNFINISHED, Advantages, texts_of
 from engine.runner.summary import branch_reasons
 from engine.schemas.journal import (
     FailureRecord,
     GenerationRecord,
     JournalEntry,
     LimitRecord,
+    RecordBase,
     ResetRecord,
     ScoreRecord,
     StepRecord,
     ToolsRecord,
     UserRecord,
 )
-from engine.schemas.message import ImagePart, Message
+from engine.schemas.message import ImagePart, Message, ToolCall
+from engine.schemas.trajectory import Outcome, Trajectory, Turn
+from engine.spec.conversation import conversation_of
+from engine.spec.template import fill
 from engine.store.shown_messages import reply_numbers, shown_messages
 
 if TYPE_CHECKING:
-    from engine.schemas.reward import Posting, RewardEvent
+    from engine.schemas.generation import Generation
+    from engine.schemas.reward import Posting
     from engine.schemas.trajectory import Branch, Trajectory, Turn
     from engine.store.reader import RunReader
     from engine.store.reading import EpisodeRow
+
 
 Document = dict[str, Any]
 _SAFE_INTEGER = 2**53
@@ -77,7 +86,7 @@ def episode_document(store: RunReader, episode_id: str, attempt: int | None = No
     task = store.task(row.task_id)
     finished = row.status == "done" and attempt in (None, row.attempt)
     trajectory = store.trajectory(episode_id) if finished else partial_episode(store, row, journal)
-    advantages = Advantages.of_group(store, row.task_id) if finished else Advantages.none("the episode is not finished")
+    advantages = Advantages.of_group(store, row.task_id) if finished else Advantages(missing=UNFINISHED)
     begin = journal[0].at if journal else row.started or 0.0
     return {
         "run": store.run_id,
@@ -85,7 +94,7 @@ def episode_document(store: RunReader, episode_id: str, attempt: int | None = No
         "task": {"id": task.id, "index": task.index, "fields": plain(task.fields)},
         "sample": row.sample_index,
         "seed": str(row.seed if row.seed is not None else trajectory.seed),
-        "status": _status(store, row),
+        "status": status_word(row.status, store.status),
         "finished": finished,
         "attempt": row.attempt if attempt is None else attempt,
         "attempts": row.attempt + 1,
@@ -97,10 +106,10 @@ def episode_document(store: RunReader, episode_id: str, attempt: int | None = No
         "messages": list(_messages(trajectory, journal)),
         "turns": [_turn(trajectory, turn, advantages) for turn in trajectory.turns],
         "credit": {"method": advantages.method, "missing": advantages.missing},
-        "postings": [_posting(each) for each in trajectory.postings],
-        "moves": moves(trajectory.postings),
+        "postings": [plain(posting.plain()) for posting in trajectory.postings],
+        "moves": [move_document(postings) for postings in moves(trajectory.postings)],
         "facts": plain(trajectory.facts),
-        "path": [_step(entry, begin, turn) for entry, turn in _with_turns(journal)],
+        "path": _path(journal, begin),
         "branches": branch_heads(trajectory.branches),
         "branch_reasons": branch_reasons(trajectory),
         "condensations": [
@@ -108,11 +117,6 @@ def episode_document(store: RunReader, episode_id: str, attempt: int | None = No
             for each in trajectory.condensations
         ],
     }
-
-
-def _status(store: RunReader, row: EpisodeRow) -> str:
-    """`running` only while its run is: an episode of a run that has ended was broken off."""
-    return "broken off" if row.status == "running" and store.status != "running" else row.status
 
 
 def message_document(message: Message) -> Document:
@@ -183,38 +187,31 @@ def _turn(trajectory: Trajectory, turn: Turn, advantages: Advantages) -> Documen
     }
 
 
-def _posting(posting: Posting) -> Document:
-    return plain(posting.plain())  # type: ignore[no-any-return]
-
-
-def moves(postings: Sequence[Posting]) -> list[Document]:
-    """Return who wrote or moved which reward, when and why: one entry for each `add` and `set`, and one for each transfer.
-
-    The postings of a transfer are adjacent in the ledger, and sum to zero.
-    """
-    found: list[Document] = []
+def moves(postings: Sequence[Posting]) -> Iterator[list[Posting]]:
+    """Yield the postings of each `add` and `set`, and those of each transfer: they are adjacent in the ledger, and sum to zero."""
     moving: list[Posting] = []
     for posting in postings:
         if posting.op != "transfer":
-            found.append(_move([posting], posting.delta))
+            yield [posting]
             continue
         moving.append(posting)
         if abs(math.fsum(each.delta for each in moving)) < 1e-9:
-            found.append(_move(moving, math.fsum(each.delta for each in moving if each.delta > 0)))
+            yield moving
             moving = []
     if moving:
-        found.append(_move(moving, math.fsum(each.delta for each in moving if each.delta > 0)))
-    return found
+        yield moving
 
 
-def _move(postings: Sequence[Posting], amount: float) -> Document:
+def move_document(postings: Sequence[Posting]) -> Document:
+    """Who wrote or moved which reward, when and why."""
     first = postings[0]
+    transfer = first.op == "transfer"
     return {
         "op": first.op,
         "names": list(dict.fromkeys(each.name for each in postings)),
-        "amount": plain(amount),
-        "from": sorted({each.turn for each in postings if each.delta < 0}) if first.op == "transfer" else [],
-        "to": sorted({each.turn for each in postings if each.delta > 0 or first.op != "transfer"}),
+        "amount": plain(math.fsum(each.delta for each in postings if each.delta > 0) if transfer else first.delta),
+        "from": sorted({each.turn for each in postings if each.delta < 0}) if transfer else [],
+        "to": sorted({each.turn for each in postings if each.delta > 0 or not transfer}),
         "at_turn": first.at_turn,
         "source": first.source,
         "cause": first.cause,
@@ -222,34 +219,30 @@ def _move(postings: Sequence[Posting], amount: float) -> Document:
     }
 
 
-def _with_turns(journal: Sequence[JournalEntry]) -> Iterator[tuple[JournalEntry, int]]:
-    """Yield each journal entry with the newest assistant turn after it."""
-    turn = -1
+def _path(journal: Sequence[JournalEntry], begin: float) -> list[Document]:
+    """The steps of an episode. `turn` is the newest assistant turn after a step, `at` the seconds since the episode began."""
+    steps, turn = [], -1
     for entry in journal:
         turn += isinstance(entry.record, GenerationRecord)
-        yield entry, turn
+        step = {
+            "seq": entry.seq,
+            "state": entry.state,
+            "event": entry.event,
+            "dest": entry.dest,
+            "kind": entry.record.kind,
+            "turn": turn,
+            "at": max(0.0, entry.at - begin),
+            "seconds": entry.seconds,
+        }
+        steps.append(step | plain(_details(entry.record)))
+    return steps
 
 
-def _step(entry: JournalEntry, begin: float, turn: int) -> Document:
-    return {
-        "seq": entry.seq,
-        "state": entry.state,
-        "event": entry.event,
-        "dest": entry.dest,
-        "kind": entry.record.kind,
-        "turn": turn,
-        "at": max(0.0, entry.at - begin),
-        "seconds": entry.seconds,
-        **_details(entry),
-    }
-
-
-def _details(entry: JournalEntry) -> Document:
+def _details(record: RecordBase) -> Document:
     """Return what a record says besides its messages: facts, marks, rewards, causes of an end."""
-    record = entry.record
     match record:
         case ResetRecord():
-            return {"facts": plain(record.reset.facts)}
+            return {"facts": record.reset.facts}
         case GenerationRecord():
             generation = record.generation
             return {
@@ -262,52 +255,39 @@ def _details(entry: JournalEntry) -> Document:
                 "problem": generation.finish.message,
             }
         case ToolsRecord():
-            facts = {name: value for result in record.results for name, value in result.facts.items()}
             return {
-                "facts": plain(facts),
+                "facts": {name: value for result in record.results for name, value in result.facts.items()},
                 "tools": [
                     {"name": result.name, "call": result.call_id, "error": result.error, "seconds": result.seconds}
                     for result in record.results
                 ],
             }
         case UserRecord():
-            said = record.turn
+            turn = record.turn
             return {
-                "facts": plain(said.facts),
-                "satisfied": said.satisfied,
-                "solved": said.solved,
-                "recover": said.recover,
+                "facts": turn.facts,
+                "satisfied": turn.satisfied,
+                "solved": turn.solved,
+                "recover": turn.recover,
                 "canned": record.canned,
-                "tokens": said.tokens,
+                "tokens": turn.tokens,
             }
         case StepRecord():
-            return {"facts": plain(record.step.facts)}
-        case ScoreRecord():
-            return _score(record)
+            return {"facts": record.step.facts}
+        case ScoreRecord():  # the judge's marks are the last ones, one for each of its replies
+            marks = [
+                {name: getattr(event, name) for name in ("turn", "name", "value", "source", "cause")}
+                for event in record.rewards
+            ]
+            others = max(0, len(marks) - len(record.replies))
+            judge = [{"text": text, "mark": mark} for text, mark in zip_longest(record.replies, marks[others:])]
+            return {"marks": marks[:others], "judge": judge}
         case LimitRecord():
             return {"limit": record.limit, "value": record.value}
         case FailureRecord():
-            return {"failure": plain(record.failure.plain())}
+            return {"failure": record.failure.plain()}
         case _:
             return record.summary()
-
-
-def _score(record: ScoreRecord) -> Document:
-    """Return the marks, and the judge's replies each with its mark. The judge's marks are the last ones, one for each reply."""
-    marks = [_mark(event) for event in record.rewards]
-    own = max(0, len(marks) - len(record.replies))
-    judge = [{"text": text, "mark": mark} for text, mark in zip_longest(record.replies, marks[own:])]
-    return {"marks": marks[:own], "judge": judge}
-
-
-def _mark(event: RewardEvent) -> Document:
-    return {
-        "turn": event.turn,
-        "name": event.name,
-        "value": event.value,
-        "source": event.source,
-        "cause": event.cause,
-    }
 
 
 def branch_heads(branches: Sequence[Branch]) -> list[Document]:
@@ -337,3 +317,85 @@ def common_start(first: Any, second: Any) -> int:
     length = min(len(first), len(second))
     different = (first[:length] != second[:length]).nonzero()[0]
     return int(different[0]) if len(different) else length
+
+
+def partial_episode(store: RunReader, row: EpisodeRow, journal: Sequence[JournalEntry]) -> Trajectory:
+    """Return the messages and turns that the journal holds, without branches and rewards."""
+    messages: list[Message] = []
+    turns: list[Turn] = []
+    for entry in journal:
+        record = entry.record
+        match record:
+            case ResetRecord():
+                prompt = record.prompt if record.prompt is not None else _prompt(store, row.task_id)
+                messages += [*prompt, *record.reset.messages]
+            case GenerationRecord():
+                messages.append(_reply(store, record.generation))
+                turns.append(_sampled_turn(len(turns), entry, record.generation))
+            case ToolsRecord():
+                messages += [
+                    Message(role="tool", content=result.content, tool_call_id=result.call_id, name=result.name)
+                    for result in record.results
+                ]
+            case UserRecord() if record.turn.content:
+                messages.append(Message(role="user", content=record.turn.content))
+            case StepRecord():
+                messages += record.step.messages
+            case _:
+                messages += record.said()
+    last = journal[-1] if journal else None
+    return Trajectory(
+        run_id=store.run_id,
+        episode_id=row.id,
+        task_id=row.task_id,
+        sample_index=row.sample_index,
+        seed=row.seed or 0,
+        history="branch",
+        outcome=Outcome(state=last.dest if last else "", event=last.event if last else "", trainable=False),
+        messages=messages,
+        turns=turns,
+        branches=[],
+        facts={name: value for entry in journal for name, value in _details(entry.record).get("facts", {}).items()},
+        path=[(entry.state, entry.event, entry.dest) for entry in journal],
+    )
+
+
+def _prompt(store: RunReader, task_id: str) -> list[Message]:
+    """The spec's prompt, filled in with the task's fields; empty if it cannot be read."""
+    try:
+        spec, fields = store.loaded_spec().spec, store.task(task_id).fields
+        if spec.conversation is not None:
+            return list(conversation_of(fields, spec.conversation))
+        return [
+            Message(role=message.role, content=fill(message.content, fields))
+            for message in spec.messages
+            if isinstance(message.content, str)
+        ]
+    except EngineError:
+        return []
+
+
+def _reply(store: RunReader, generation: Generation) -> Message:
+    if generation.text is not None:
+        calls = [call for call in generation.calls if isinstance(call, ToolCall)]
+        return Message(role="assistant", content=generation.text, reasoning=generation.reasoning, tool_calls=calls)
+    texts = texts_of(store)
+    ids = generation.output_ids.tolist()
+    return Message(role="assistant", content=texts.decode(ids) or f"({len(ids)} tokens: {texts.problem})")
+
+
+def _sampled_turn(index: int, entry: JournalEntry, generation: Generation) -> Turn:
+    return Turn(
+        index=index,
+        branch=-1,
+        start=0,
+        end=len(generation.output_ids),
+        finish=generation.finish,
+        event=entry.event,
+        seconds=generation.seconds,
+        queue_seconds=generation.queue_seconds,
+        prompt_tokens=generation.prompt_tokens,
+        cached_tokens=generation.cached_tokens,
+        reply_tokens=generation.sampled_tokens,
+        cost=generation.cost,
+    )

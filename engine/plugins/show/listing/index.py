@@ -23,8 +23,8 @@ import structlog
 
 from engine.errors import StoreError
 from engine.plugins.show.listing.heads import read_head
-from engine.plugins.show.listing.logs import sampled_tasks
 from engine.plugins.show.listing.sources import Source
+from engine.plugins.show.listing.training import sampled_tasks
 from engine.store import codec
 from engine.store.episode_filter import END_VALUES
 from engine.store.private import private_file, private_folder

@@ -143,8 +143,9 @@ class Listing:
             query = f"SELECT e.source, {EPISODE} {self._from(chosen)} ORDER BY {order} LIMIT ? OFFSET ?"
             rows = self._rows(query, (*parameters, limit, offset))
             total = self._index.connection.execute(f"SELECT count(*) {self._from(chosen)}").fetchone()[0]
-            skipped = (chosen.skipped, chosen.because) if chosen is not None else (0, None)
-            return Page(rows=rows, total=total, skipped=skipped[0], skipped_because=skipped[1])
+            if chosen is None:
+                return Page(rows=rows, total=total)
+            return Page(rows=rows, total=total, skipped=chosen.skipped, skipped_because=chosen.because)
 
     def causes(self, filter: str | None = None, text: str | None = None) -> list[Cause]:
         """Return the failures of the list by kind and blame, and the episodes that limits ended, the largest count first.
@@ -192,13 +193,6 @@ class Listing:
             episodes, *sums, reward = counted
             done, solved, failed, limited = (each or 0 for each in sums)
             return Totals(episodes=episodes, done=done, solved=solved, failed=failed, limited=limited, reward=reward)
-
-    def reward_names(self) -> list[str]:
-        """Return the names of the rewards of all finished episodes, sorted."""
-        with self._lock:
-            self._choose(None, None, details=True)
-            query = f"SELECT DISTINCT key {self._from(None, ', json_each(e.rewards)')} AND e.rewards IS NOT NULL ORDER BY key"
-            return [row[0] for row in self._index.connection.execute(query)]
 
     def group(self, run: str, task: str) -> list[Row]:
         """Return the samples of a task, in order.
@@ -321,11 +315,11 @@ class Listing:
             self._matched = (wanted, found)
         return self._matched[1]
 
-    def _from(self, chosen: Matching | None, others: str = "") -> str:
+    def _from(self, chosen: Matching | None) -> str:
         """The tables and the condition of a query over the list; `AND …` may follow."""
         if chosen is not None:
-            return f"FROM matching JOIN episodes e USING (source, number){others} WHERE TRUE"
-        return f"FROM episodes e{others} WHERE e.source IN ({', '.join(map(str, self._stores))})"
+            return "FROM matching JOIN episodes e USING (source, number) WHERE TRUE"
+        return f"FROM episodes e WHERE e.source IN ({', '.join(map(str, self._stores))})"
 
     def _listed(self, number: int, episodes: Sequence[int]) -> list[Row]:
         query = f"SELECT source, {EPISODE} FROM episodes WHERE source = {number} AND number IN ({', '.join('?' * len(episodes))})"

@@ -132,6 +132,11 @@ class Totals(Struct, frozen=True, kw_only=True):
     """Mean over the finished ones."""
 
 
+def status_word(status: str, run: str) -> str:
+    """An episode's status, given its run's: an episode that was running when its run ended was broken off."""
+    return "broken off" if status == "running" and run != "running" else status
+
+
 def outcome_word(failure: str | None, blame: str | None, limit: str | None, solved: bool | None, event: str) -> str:
     """How a finished episode ended, in a word or two."""
     if failure is not None:

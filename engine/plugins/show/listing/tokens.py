@@ -2,19 +2,151 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
-from engine.errors import StoreError
-from engine.plugins.show.listing.advantages import Advantages
-from engine.plugins.show.listing.texts import texts_of
+from engine.errors import EngineError, StoreError
+from engine.schemas.base import Struct
 from engine.schemas.journal import GenerationRecord
+from engine.schemas.model import ModelSpec
+from engine.store.rows.build import RowBuilder
 
 if TYPE_CHECKING:
-    from engine.schemas.trajectory import Branch
+    from engine.schemas.trajectory import Trajectory
     from engine.store.reader import RunReader
+    from engine.store.rows.row import TrainingRow
+    from engine.tokens.tokenizer import FastTokenizer
+
+
+_LONGEST = 8
+"""Maximum number of tokens that are decoded together: no character has more bytes than that many tokens."""
+_PARTIAL = "\ufffd"
+UNFINISHED = "the episode is not finished"
+"""Why the episode has no advantages."""
+
+
+class TokenTexts:
+    """Decodes ids one by one.
+
+    Args:
+        tokenizer: The tokenizer; None if it cannot be loaded.
+        problem: Why it cannot be loaded.
+    """
+
+    def __init__(self, tokenizer: FastTokenizer | None, problem: str = "") -> None:
+        self._tokenizer = tokenizer
+        self.problem = problem
+        self._pieces: dict[int, str] = {}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, int [tokens]; empty without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(list(ids))
+
+    def each(self, ids: Sequence[int]) -> list[str] | None:
+        """Return a text for each of the ids, int [tokens]; None without a tokenizer.
+
+        A character whose bytes are split over several tokens is the text of the first of them; the others have an empty text.
+        """
+        if self._tokenizer is None:
+            return None
+        texts: list[str] = []
+        while len(texts) < len(ids):
+            at = len(texts)
+            text, count = self._one(ids[at]), 1
+            while _PARTIAL in text and count < _LONGEST and at + count < len(ids):
+                joined = self.decode(ids[at : at + count + 1])
+                count += 1
+                if _PARTIAL not in joined:
+                    text = joined
+                    break
+            else:
+                count = 1  # no following token completes it
+            texts += [text, *[""] * (count - 1)]
+        return texts
+
+    def _one(self, id_: int) -> str:
+        assert self._tokenizer is not None
+        if id_ not in self._pieces:
+            in_range = 0 <= id_ < self._tokenizer.size
+            self._pieces[id_] = self._tokenizer.piece(id_) if in_range else f"<{id_}>"
+        return self._pieces[id_]
+
+
+@lru_cache(maxsize=8)
+def _load(model: str, base: str) -> TokenTexts:
+    from engine.tokens.loading import load_tokenizer
+
+    try:
+        return TokenTexts(load_tokenizer(ModelSpec.model_validate_json(model), Path(base)))
+    except EngineError as error:
+        return TokenTexts(None, str(error))
+    except (OSError, ValueError) as error:
+        return TokenTexts(None, f"the tokenizer cannot be loaded: {error}")
+
+
+_LOADING = Lock()
+
+
+def texts_of(store: RunReader) -> TokenTexts:
+    """Return the texts of the tokens of a run's model. The tokenizer is loaded once; a failure is kept too."""
+    try:
+        model = store.header.model.model_dump_json(by_alias=True)
+    except (ValueError, KeyError) as error:
+        return TokenTexts(None, f"the run's `model` cannot be read: {error}")
+    with _LOADING:
+        return _load(model, str(store.header.base))
+
+
+class Advantages(Struct, frozen=True, kw_only=True, eq=False):
+    """The training rows of a group, by episode and branch."""
+
+    method: str = ""
+    """The credit method."""
+    missing: str = ""
+    """Why there are no advantages; empty where there are."""
+    rows: dict[tuple[str, int], TrainingRow] = msgspec.field(default_factory=dict)
+
+    @classmethod
+    def of_group(cls, store: RunReader, task_id: str) -> Advantages:
+        """Compute the advantages of a task's finished episodes with the credit method of the run's spec."""
+        return _of_done(store, tuple(row.id for row in store.samples(task_id) if row.status == "done"))
+
+    @classmethod
+    def of(cls, store: RunReader, group: list[Trajectory]) -> Advantages:
+        """Compute the advantages of a group's finished episodes. Methods that need a critic's values have none."""
+        try:
+            builder = RowBuilder.of_run(store)
+            rows = {(row.episode.episode_id, row.branch.index): row for row in builder.rows(group)}
+        except EngineError as error:
+            return cls(missing=str(error))
+        missing = "evaluations have none" if builder.evaluation else ""
+        return cls(method=builder.credit.method, missing=missing, rows=rows)
+
+    def of_turn(self, episode_id: str, turn: int) -> float | None:
+        """Return the mean advantage of a turn's sampled tokens; None if it is not trained on."""
+        for (episode, _), row in self.rows.items():
+            if episode == episode_id and len(row.advantages):
+                of_turn = row.advantages[row.branch.turn_ids[row.places] == turn]
+                if len(of_turn):
+                    mean = float(of_turn.mean(dtype="float64"))
+                    return mean if math.isfinite(mean) else None
+        return None
+
+
+@lru_cache(maxsize=4)
+def _of_done(store: RunReader, episodes: tuple[str, ...]) -> Advantages:
+    """Advantages of finished episodes, which do not change any more."""
+    return Advantages.of(store, [store.trajectory(episode) for episode in episodes])
 
 
 def token_columns(store: RunReader, episode_id: str, branch: int) -> dict[str, Any]:
@@ -27,31 +159,26 @@ def token_columns(store: RunReader, episode_id: str, branch: int) -> dict[str, A
         StoreError: the run has no such episode or branch, or the episode is not done.
     """
     trajectory = store.trajectory(episode_id)
-    found = next((candidate for candidate in trajectory.branches if candidate.index == branch), None)
-    if found is None:
+    shown = next((candidate for candidate in trajectory.branches if candidate.index == branch), None)
+    if shown is None:
         raise StoreError(f"{episode_id} has {len(trajectory.branches)} branches, and no branch {branch}")
     advantages = Advantages.of_group(store, trajectory.task_id)
     row = advantages.rows.get((episode_id, branch))
-    return _columns(store, found) | {
-        "advantages": advantages.of_branch(episode_id, branch),
+    texts = texts_of(store)
+    return {
+        "branch": shown.index,
+        "ids": shown.input_ids,
+        "texts": texts.each(shown.input_ids.tolist()),
+        "problem": texts.problem,
+        "mask": shown.loss_mask,
+        "logprobs": shown.logprobs,
+        "versions": shown.weight_versions,
+        "turns": shown.turn_ids,
+        "kinds": [(span.kind, span.start, span.end) for span in shown.spans],
+        "advantages": None if row is None or not len(row.advantages) else row.on_tokens(row.advantages),
         "token_rewards": None if row is None else row.token_rewards(),
         "trainable": row is not None and row.trainable,
         "missing": advantages.missing,
-    }
-
-
-def _columns(store: RunReader, branch: Branch) -> dict[str, Any]:
-    texts = texts_of(store)
-    return {
-        "branch": branch.index,
-        "ids": branch.input_ids,
-        "texts": texts.each(branch.input_ids.tolist()),
-        "problem": texts.problem,
-        "mask": branch.loss_mask,
-        "logprobs": branch.logprobs,
-        "versions": branch.weight_versions,
-        "turns": branch.turn_ids,
-        "kinds": [(span.kind, span.start, span.end) for span in branch.spans],
     }
 
 
@@ -62,9 +189,12 @@ def sampled_columns(store: RunReader, episode_id: str) -> dict[str, Any]:
     ]
     texts = texts_of(store)
     ids = _joined([generation.output_ids for generation in generations], np.int32)
-    versions = _joined([_versions(generation) for generation in generations], np.int32)
-    turns = _joined([np.full(len(generation.output_ids), at) for at, generation in enumerate(generations)], np.int32)
     ends = np.cumsum([0, *(len(generation.output_ids) for generation in generations)])
+    versions = np.zeros(len(ids), np.int32)
+    for begin, generation in zip(ends, generations, strict=False):
+        for span in generation.versions:
+            versions[begin + span.start : begin + span.end] = span.version
+    turns = _joined([np.full(len(generation.output_ids), at) for at, generation in enumerate(generations)], np.int32)
     return {
         "branch": -1,
         "ids": ids,
@@ -78,15 +208,8 @@ def sampled_columns(store: RunReader, episode_id: str) -> dict[str, Any]:
         "advantages": None,
         "token_rewards": None,
         "trainable": False,
-        "missing": "the episode is not finished",
+        "missing": UNFINISHED,
     }
-
-
-def _versions(generation: Any) -> np.ndarray:
-    versions = np.zeros(len(generation.output_ids), np.int32)
-    for span in generation.versions:
-        versions[span.start : span.end] = span.version
-    return versions
 
 
 def _joined(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from engine.errors import AuditError
-from engine.plugins.audit.files.inert import read_pickle
-from engine.plugins.audit.files.tensors import plain, read_torch
+from engine.plugins.audit.pickles import plain, read_pickle, read_torch
 
 MAX_BYTES = 2 << 30
 """Maximum size of a file."""

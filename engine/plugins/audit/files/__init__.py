@@ -1,1 +1,0 @@
-"""Files of rows from strangers, opened without executing anything in them."""
