@@ -91,7 +91,7 @@ The rows of such an episode are stored with `trainable: false`, and the failure 
 untrainable already is kept. `bridge_differs` does not count towards the first episodes that all fail with one cause, because its cause is gone.
 
 Not guarded: rows without exact ids (`openai`, `anthropic`), which are never trainable; episodes with `history: keep`, whose rows are what was
-sampled, whatever the template would write; and rows of other frameworks, which [audits](audit.md) check. Replays and `rescore` keep the
+sampled, whatever the template would write; and rows of other frameworks, which [audits](rows.md#auditing-rows-of-other-frameworks) check. Replays and `rescore` keep the
 stored verdict. Families of the library `renderers` (`model.renderer`) have no template; their guard renders with that library.
 
 ## Templates

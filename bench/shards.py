@@ -186,7 +186,7 @@ def trained(folder: Path) -> Any:
 
 
 def _once(folder: Path) -> str:
-    """The summaries of the episodes, each once, as docs/exports.md says."""
+    """The summaries of the episodes, each once, as docs/rows.md says."""
     return (
         f"(SELECT * FROM read_parquet('{folder}/shards/episodes-*.parquet', filename = true) "
         "QUALIFY row_number() OVER (PARTITION BY id ORDER BY attempt DESC, filename) = 1)"

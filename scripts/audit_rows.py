@@ -1,4 +1,4 @@
-"""Make rows with the code of verl, TRL, slime, SkyRL and AReaL, audit them, and write the table of docs/audit.md.
+"""Make rows with the code of verl, TRL, slime, SkyRL and AReaL, audit them, and write the table of docs/rows.md.
 
     python scripts/audit_rows.py make --tokenizers FOLDER --out ROWS --python verl=…/python --python trl=…/python
     python scripts/audit_rows.py page --out ROWS
@@ -7,7 +7,7 @@
 sampling, by a script whose replies are the same for every framework (`scripted.py`), and writes rows in the framework's own files. slime is read from a checkout:
 `SLIME_SOURCE=CHECKOUT`. FOLDER has tokenizers with their chat templates (`scripts/fetch_tokenizers.sh`).
 
-`page` audits the rows, with the sampler's record, and replaces the part of docs/audit.md between its two marks.
+`page` audits the rows, with the sampler's record, and replaces the part of scripts/docs/rows.md between its two marks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MAKERS = ROOT / "scripts" / "audit_frameworks"
-PAGE = ROOT / "docs" / "audit.md"
+PAGE = ROOT / "scripts" / "docs" / "rows.md"
 FRAMEWORKS = ("verl", "trl", "slime", "skyrl", "areal")
 TEMPLATES = ("qwen2_5", "qwen3", "llama3_1", "gemma3")
 NAMES = {"qwen2_5": "Qwen2.5", "qwen3": "Qwen3", "llama3_1": "Llama 3.1", "gemma3": "Gemma 3"}
@@ -44,13 +44,11 @@ def make(options: argparse.Namespace) -> None:
 def page(options: argparse.Namespace) -> None:
     """Audit the rows and write the table."""
     from engine.plugins.audit.audit import audit, read_rows, read_sampled
-    from engine.plugins.audit.rules import RULES
     from engine.schemas.model import ModelSpec
     from engine.tokens.loading import load_format
 
     out = Path(options.out)
     results: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
-    details: dict[str, dict[str, str]] = defaultdict(dict)
     versions: dict[str, str] = {}
     for template in TEMPLATES:
         forms: dict[str, Any] = {}
@@ -61,10 +59,7 @@ def page(options: argparse.Namespace) -> None:
             about = json.loads(about_file.read_text(encoding="utf-8"))
             versions[framework] = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
             for told in about["failed"].values():
-                title, _, why = told.partition("|")
-                results[framework, title][template] = "does not run"
-                short = why if len(why) <= 160 else f"{why[:160]}…"
-                details[f"{TITLES[framework]}, {title}: does not run"].setdefault(short, template)
+                results[framework, told.partition("|")[0]][template] = "does not run"
             for setting, told in about["settings"].items():
                 title, name, *more = told.split("|")
                 kwargs = more[0] if more else "{}"
@@ -78,19 +73,10 @@ def page(options: argparse.Namespace) -> None:
                 sampled = read_sampled(record) if record.exists() else None
                 report, _ = audit(read_rows(framework, [about_file.parent / name]), framework, form, sampled=sampled)
                 results[framework, title][template] = _cell(report)
-                for finding in report.findings:
-                    if finding.severity != "info":
-                        key = f"{TITLES[framework]}, {title}: `{finding.rule}`"
-                        details[key].setdefault(template, _example(finding))
-    text = _text(results, details, versions, [(rule.name, rule.title) for rule in RULES])
+    text = _text(results, versions)
     whole = PAGE.read_text(encoding="utf-8")
     start, stop = whole.index(BEGIN) + len(BEGIN), whole.index(END)
     PAGE.write_text(f"{whole[:start]}\n{text}\n{whole[stop:]}", encoding="utf-8")
-
-
-def _example(finding: Any) -> str:
-    where = finding.place if finding.token is None else f"{finding.place}, token {finding.token}"
-    return f"{finding.message} ({where})"
 
 
 def _cell(report: Any) -> str:
@@ -104,12 +90,7 @@ def _cell(report: Any) -> str:
     return "; ".join(told) or ("texts: tokens not judged" if texts else "no finding")
 
 
-def _text(
-    results: dict[tuple[str, str], dict[str, str]],
-    details: dict[str, dict[str, str]],
-    versions: dict[str, str],
-    rules: list[tuple[str, str]],
-) -> str:
+def _text(results: dict[tuple[str, str], dict[str, str]], versions: dict[str, str]) -> str:
     lines = [
         "| rows of | " + " | ".join(NAMES[template] for template in TEMPLATES) + " |",
         "|---|" + "---|" * len(TEMPLATES),
@@ -120,15 +101,7 @@ def _text(
     lines += [
         "",
         "Versions: " + "; ".join(versions[framework] for framework in FRAMEWORKS if framework in versions) + ".",
-        "",
     ]
-    lines += ["What the findings are, one example each:", ""]
-    for what, examples in sorted(
-        details.items(), key=lambda item: list(TITLES.values()).index(item[0].partition(",")[0])
-    ):
-        template, words = next(iter(examples.items()))
-        names = f"{NAMES[template]}: {words}" if template in NAMES else f"{NAMES[words]}: {template}"
-        lines.append(f"- {what}. {names}")
     return "\n".join(lines)
 
 

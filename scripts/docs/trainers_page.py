@@ -17,7 +17,7 @@ history makes several rows of one episode.
 
 The table was read in each trainer's source in the version that is named. *ran*: the hand-over of the advantages by token was also executed, on a
 CPU, with that version. Adapters of the engine are in `engine.plugins.trainers`; the section of a trainer names its adapter, if there is one. Where there is none,
-[data sets](exports.md) for TRL and verl hold messages, and `engine train` carries all of it. The adapters for TRL, verl, SkyRL and AReaL override methods of these
+[data sets](rows.md) for TRL and verl hold messages, and `engine train` carries all of it. The adapters for TRL, verl, SkyRL and AReaL override methods of these
 trainers. At their import they compare names and parameters of these methods with those of the version in the table: a difference is an error that names both versions, another version
 without a difference is a warning.
 
@@ -26,7 +26,7 @@ _RAN = """
 ## What ran, and what was read
 
 *ran*: the trainer's own code with the engine's, on a CPU. *scripted*: the same, but a script replies in place of the trainer's model servers. *read*: only the source was read.
-The trainers without a line were only read. The client of [`engine serve`](serve.md) ran alone, in an environment without the engine (`tests/plugins/serve/test_groups.py`), and inside none of
+The trainers without a line were only read. The client of [`engine serve`](rows.md) ran alone, in an environment without the engine (`tests/plugins/serve/test_groups.py`), and inside none of
 these trainers.
 
     pip install -c constraints.txt -e '.[dev,train]'

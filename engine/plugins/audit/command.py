@@ -67,7 +67,7 @@ def audit(
 ) -> None:
     """Judge training rows of verl, TRL, slime, SkyRL or AReaL: ids, masks, prompts, rewards, groups and versions.
 
-    Each finding names the row, the token and the rule; docs/audit.md describes the rules and the files that are read. The exit status is 0
+    Each finding names the row, the token and the rule; docs/rows.md describes the rules and the files that are read. The exit status is 0
     without errors, 1 with an error (--strict: or a warning), 2 if a file could not be read. Files may come from strangers: nothing
     in them is executed.
     """

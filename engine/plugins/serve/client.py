@@ -2,7 +2,7 @@
 
     with GroupClient("http://127.0.0.1:8700", token_file="token") as client:
         for group in client.groups("step-1", count=8, version=0):
-            train(group.batch)                       # columns: docs/serve.md
+            train(group.batch)                       # columns: docs/rows.md
 
 A lost or restarted service is waited for, and each group arrives exactly once. The three sums of a group are compared with what arrived.
 This file may be copied alone.

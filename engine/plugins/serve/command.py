@@ -50,7 +50,7 @@ def serve(
 ) -> None:
     """Run episodes for programs in other processes.
 
-    Without --api: `POST /groups` runs groups of episodes for a trainer, and sends their training rows (docs/serve.md). The token is that of
+    Without --api: `POST /groups` runs groups of episodes for a trainer, and sends their training rows (docs/rows.md). The token is that of
     EPISODE_ENGINE_TOKEN or --token-file; without both, one is made and written to the file `token` of the run's folder.
 
     With --api, programs that run elsewhere open episodes, talk to the model, post rewards, and end them: `POST /episodes` with the token of EPISODE_ENGINE_TOKEN (without it, one is made and printed) opens an episode and returns its

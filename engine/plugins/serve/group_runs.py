@@ -48,7 +48,7 @@ class ReadyGroup(Struct, frozen=True):
     """A group that can be sent."""
 
     note: Mapping[str, Any]
-    """What is said about it (docs/serve.md)."""
+    """What is said about it (docs/rows.md)."""
     rows: Sequence[TrainingRow] = ()
     images: Mapping[str, tuple[str, bytes]] = msgspec.field(default_factory=dict)
     """Media type and bytes by digest."""

@@ -1,4 +1,4 @@
-"""Groups of episodes for trainers in other processes: `engine serve SPEC`. docs/serve.md has the interface.
+"""Groups of episodes for trainers in other processes: `engine serve SPEC`. docs/rows.md has the interface.
 
 Invariants:
 - A request is known by its id. Repeated, it gets the same groups: finished episodes come from the store, the others continue from

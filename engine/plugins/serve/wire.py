@@ -1,4 +1,4 @@
-"""Groups on the wire: an Arrow IPC stream, or JSON lines. docs/serve.md has the format.
+"""Groups on the wire: an Arrow IPC stream, or JSON lines. docs/rows.md has the format.
 
 Invariant: both forms have the same rows; each group comes with its three sums, which the reader compares with what it has read.
 """

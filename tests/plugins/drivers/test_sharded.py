@@ -228,7 +228,7 @@ async def test_what_is_wrong_with_shards_is_said_with_the_place(tmp_path: Path) 
 
 
 async def test_the_query_of_the_docs_takes_each_row_once(tmp_path: Path) -> None:
-    docs = (Path(__file__).parents[3] / "docs" / "exports.md").read_text(encoding="utf-8")
+    docs = (Path(__file__).parents[3] / "docs" / "rows.md").read_text(encoding="utf-8")
     query = docs.rpartition("```sql")[2].partition("```")[0]
     run = make_run(tmp_path)
     for name, attempt in (("1", 0), ("0", 1), ("2", 0)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from engine.errors import StoreError, TrainError
 from engine.plugins.serve.client import ServeError, Sums
 from engine.plugins.serve.groups import refuse_unserved
 from engine.plugins.serve.http import Call
-from engine.plugins.serve.wire import wire_schema
 from engine.spec.load import load_spec
 from engine.store import RunStore, list_runs
 from engine.store.rows.export import export_rows
@@ -248,14 +246,6 @@ def test_sums_that_differ_are_refused() -> None:
     for other in (Sums(9, 4, 1.5), Sums(10, 3, 1.5), Sums(10, 4, 1.4)):
         with pytest.raises(ServeError, match="do not train on these rows"):
             Sums(10, 4, 1.5).check(other)
-
-
-def test_the_documented_columns_are_those_of_the_wire() -> None:
-    page = (ROOT / "docs/serve.md").read_text()
-    table = dict(
-        re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", page.split("### Columns")[1].split("\n## ")[0], re.MULTILINE)
-    )
-    assert table == {column.name: str(column.type).split("<")[0] for column in wire_schema()}
 
 
 async def test_a_store_that_fills_up_ends_the_stream_with_the_error_and_loses_no_group(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`engine serve SPEC` as a process: the client of docs/serve.md beside a service that is killed, a full disk, tokens and notices."""
+"""`engine serve SPEC` as a process: the client of docs/rows.md beside a service that is killed, a full disk, tokens and notices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ exec(compile(open(sys.argv[1]).read(), sys.argv[1], 'exec'))
 
 
 def example(folder: Path, url: str) -> subprocess.Popen[str]:
-    section = (ROOT / "docs/serve.md").read_text().split("## A client")[1].split("\n## ")[0]
+    section = (ROOT / "docs/rows.md").read_text().split("## A client")[1].split("\n## ")[0]
     found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
     assert found is not None
     assert len(found[1].splitlines()) <= 20
