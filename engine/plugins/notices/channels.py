@@ -136,7 +136,7 @@ def service(variable: str, environ: Mapping[str, str], seconds: float) -> Channe
     if target is None:
         raise NoticeError(
             f"the environment variable {variable} (notify.services_env) does not hold a URL that apprise knows: "
-            "write it as in the table of services in docs/notices.md"
+            "write it as in the table of services in docs/looking.md"
         )
 
     def notify(event: Event) -> None:

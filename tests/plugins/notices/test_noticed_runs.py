@@ -130,7 +130,7 @@ def test_a_run_without_running_episodes_does_not_stall(noticed: Noticed) -> None
 
 
 def test_the_examples_of_the_page_are_valid(noticed: Noticed) -> None:
-    blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / "notices.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / "looking.md").read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
         whole = yaml.safe_load(noticed.write().read_text())
