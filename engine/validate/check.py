@@ -42,7 +42,6 @@ def all_rules() -> list[Rule]:
         limits,
         machine,
         model,
-        no_effect,
         prompts,
         rewards,
         tasks,

@@ -11,8 +11,6 @@ from engine.actions.facts import owns_conversation
 from engine.errors import SpecError
 from engine.schemas.model import Words
 from engine.spec.access import OUTSIDE_FIX
-from engine.spec.rows.row_sources import row_files
-from engine.spec.tasks import task_of
 from engine.spec.template import fields_of, has_field, is_reference, texts_of
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import short
@@ -159,20 +157,6 @@ def prompt_empty(ctx: CheckContext) -> Iterator[Finding]:
     ):
         fix = 'add `prompt: [{role: user, content: "{{question}}"}]`, or an `environment` that begins'
         yield Finding("the model gets no message: the spec has neither a prompt nor an environment", (), fix)
-
-
-@rule("tasks.unreadable", "error", "the task source does not exist, or its first rows cannot become tasks")
-@for_each_source
-def tasks_unreadable(ctx: CheckContext) -> Iterator[Finding]:
-    """The file exists; inline rows, and the first of a file, have what `map` and `id` name."""
-    try:
-        if ctx.spec.tasks.source in ("jsonl", "csv", "parquet"):
-            row_files(ctx.loaded)
-        for index, row in enumerate(ctx.first_rows()):
-            task_of(row, index, ctx.spec.tasks, ctx.loaded)
-    except SpecError as error:
-        for item in error.diagnostics:
-            yield Finding(item.message, item.path, item.fix, origin=item.origin)
 
 
 @rule("spec.outside", "error", "a file is outside the folders that may be read")

@@ -275,6 +275,8 @@ def turns_in_sum(ctx: CheckContext) -> Iterator[Finding]:
 
 def several_turns(ctx: CheckContext) -> bool:
     """Whether an episode may have more than one turn of the model."""
+    if ctx.spec.limits.assistant_turns == 1:
+        return False
     if not ctx.graph.exact:  # its counters only tell whether a limit is reached
         most = count_bound(ctx, "assistant_turns").most
         return most is None or most > 1
@@ -476,3 +478,31 @@ def _number(node: ast.expr) -> float | None:
         sign, node = -1.0, node.operand
     is_number = isinstance(node, ast.Constant) and type(node.value) in (int, float)
     return sign * float(node.value) if is_number else None  # type: ignore[attr-defined]
+
+
+@rule("rewards.no-effect", "warning", "an option of `rewards` has no effect in this combination")
+def no_effect(ctx: CheckContext) -> Iterator[Finding]:
+    """Keys of the credit method, and keys and amounts of reward rules, that change nothing."""
+    rewards = ctx.spec.rewards
+    useless = rewards.credit.keys_without_effect
+    for key, why in useless.items():
+        path: DataPath = ("rewards", "credit", key)
+        if ctx.written(*path):
+            yield Finding(f"`{key}` has no effect: {why}", path, "remove it", key=True)
+    for key in rewards.credit.turn_keys:
+        path = ("rewards", "credit", key)
+        if key not in useless and ctx.written(*path) and not several_turns(ctx):
+            message = f"`{key}` has no effect: an episode has one turn of the model, and it acts between turns"
+            yield Finding(message, path, "remove it, or allow more turns", key=True)
+    alone = ctx.spec.train is not None and ctx.spec.train.samples_episodes and ctx.spec.rollout.samples_per_task == 1
+    if alone and not rewards.credit.needs_state_key and getattr(rewards.credit, "scale", "none") != "none":
+        message = "`scale` has no effect: a group of one episode (`rollout.samples_per_task`) has no standard deviation"
+        yield Finding(message, ("rewards", "credit", "scale"), "set `rollout.samples_per_task` to 4 or more")
+    for index, item in enumerate(rewards.reassign):
+        path = ("rewards", "reassign", index)
+        if ctx.written(*path, "discount") and "each" not in (item.from_, item.to):
+            message = "`discount` has no effect: it belongs to the address `each`"
+            yield Finding(message, (*path, "discount"), "remove it, or use `to: each`", key=True)
+        for key in ("share", "value"):
+            if getattr(item, key) == 0 and item.op != "set":
+                yield Finding(f"`{key}: 0` has no effect: nothing is moved or added", (*path, key), "remove the rule")

@@ -1,4 +1,4 @@
-"""Rules about the rows of task files after the first one: each must become a task."""
+"""Rules about `tasks`: the source can be read, each row becomes a task, and each key is read with this source."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.errors import SpecError
+from engine.schemas.tasks import PLUGIN_KEYS, all_sources
 from engine.spec.load import LoadedSpec
 from engine.spec.rows.row_sources import row_files
 from engine.spec.tasks import rows_of, task_of
-from engine.spec.text.diagnostic import Diagnostic
-from engine.validate.context import CheckContext, for_each_source, nearest
+from engine.spec.text.diagnostic import DataPath, Diagnostic
+from engine.validate.context import TASKS, CheckContext, each_source, for_each_source, nearest
 from engine.validate.registry import Finding, rule
 
 MAX_ROWS = 20_000
@@ -40,6 +41,20 @@ class _Known(NamedTuple):
 
     def __hash__(self) -> int:
         return 0
+
+
+@rule("tasks.unreadable", "error", "the task source does not exist, or its first rows cannot become tasks")
+@for_each_source
+def tasks_unreadable(ctx: CheckContext) -> Iterator[Finding]:
+    """The file exists; inline rows, and the first of a file, have what `map` and `id` name."""
+    try:
+        if ctx.spec.tasks.source in ("jsonl", "csv", "parquet"):
+            row_files(ctx.loaded)
+        for index, row in enumerate(ctx.first_rows()):
+            task_of(row, index, ctx.spec.tasks, ctx.loaded)
+    except SpecError as error:
+        for item in error.diagnostics:
+            yield Finding(item.message, item.path, item.fix, origin=item.origin)
 
 
 @rule("tasks.row", "error", "a row of the task file cannot become a task")
@@ -166,3 +181,29 @@ def _columns(ctx: CheckContext, files: list[Path]) -> Iterator[Finding]:
             yield Finding(f"the file has no column `{column}`", ("tasks", "map", name), nearest(column, names))
     if tasks.id is not None and tasks.id not in names and tasks.id.partition(".")[0] not in names:
         yield Finding(f"the file has no column `{tasks.id}`", ("tasks", "id"), nearest(tasks.id, names))
+
+
+@rule("tasks.no-effect", "warning", "a key of `tasks` is not read with this source")
+def no_effect(ctx: CheckContext) -> Iterator[Finding]:
+    """Keys that belong to another `source`."""
+    for at, source in (*([(TASKS, ctx)] if ctx.spec.tasks.mixed() else []), *each_source(ctx)):
+        yield from _of_other_sources(source, at)
+    spec = ctx.spec
+    shown = spec.messages or spec.conversation or spec.opening_environment
+    if spec.tasks.overlong is not None and spec.environment is not None and not shown:
+        message = "`overlong` counts no prompt: what the environment's `reset` shows is not counted"
+        fix = "write `prompt: {field: …}`, or give an environment without state `effects: pure`"
+        yield Finding(message, (*TASKS, "overlong"), fix)
+
+
+def _of_other_sources(ctx: CheckContext, at: DataPath) -> Iterator[Finding]:
+    tasks = ctx.spec.tasks
+    kinds = all_sources()
+    for key in dict.fromkeys([*(name for facts in kinds.values() for name in facts.keys), *PLUGIN_KEYS]):
+        path: DataPath = ("tasks", key)
+        if key not in tasks.facts.keys and ctx.written(*path):
+            readers = ", ".join(f"`{source}`" for source, facts in kinds.items() if key in facts.keys)
+            message = f"`{key}` has no effect with `source: {tasks.source}`" + (
+                f": it belongs to {readers}" if readers else ""
+            )
+            yield Finding(message, (*at, key), "remove it, or change `source`", key=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import yaml
 from engine.errors import SpecError
 from engine.schemas.backend import kinds_that_train
 from engine.schemas.train import OverlongPenalty, TrainSpec
-from engine.spec.added import missing_sync, trains_backend
+from engine.spec.added import missing_sync, spec_facts, trains_backend
 from engine.spec.resolve import published_file, published_names
 from engine.spec.tasks import count_tasks
 from engine.spec.text.diagnostic import DataPath
@@ -206,46 +206,47 @@ def freeze(ctx: CheckContext) -> Iterator[Finding]:
 @rule("train.overlong", "warning", "every reply of the model has the penalty for long replies")
 def overlong(ctx: CheckContext) -> Iterator[Finding]:
     """`train.overlong.margin` is not below `limits.turn_tokens`."""
-    train, most = ctx.spec.train, ctx.spec.limits.turn_tokens
-    if (
-        train is not None
-        and train.samples_episodes
-        and isinstance(train.overlong, OverlongPenalty)
-        and train.overlong.margin >= most
-    ):
-        message = (
-            f"replies are penalized in the last {train.overlong.margin} tokens before the limit, which is "
-            f"{most}: all of them are"
-        )
-        yield Finding(message, ("train", "overlong", "margin"), "set it to a part of `limits.turn_tokens`")
+    most = ctx.spec.limits.turn_tokens
+    for train in _sampling(ctx):
+        if isinstance(train.overlong, OverlongPenalty) and train.overlong.margin >= most:
+            message = (
+                f"replies are penalized in the last {train.overlong.margin} tokens before the limit, which is "
+                f"{most}: all of them are"
+            )
+            yield Finding(message, ("train", "overlong", "margin"), "set it to a part of `limits.turn_tokens`")
 
 
 @rule("train.published-steps", "warning", "the training has another length than the published settings that it extends")
 def published_steps(ctx: CheckContext) -> Iterator[Finding]:
     """`steps`, `epochs` or `tasks_per_step` of the spec's own, beside `steps` or `epochs` of published settings."""
-    train = ctx.spec.train
-    if train is None or not train.samples_episodes:
+    for train in _sampling(ctx):
+        for name, published in _published(ctx):
+            yield from _of_another_length(ctx, train, name, published)
+
+
+def _of_another_length(
+    ctx: CheckContext, train: TrainSpec, name: str, published: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """What is wrong with the length of a training beside that of the published settings `name`."""
+    settings: dict[str, Any] = {
+        key: published[key] for key in ("steps", "epochs", "tasks_per_step") if key in published
+    }
+    if not {"epochs", "steps"} & set(settings):
         return
-    for name, published in _published(ctx):
-        given: dict[str, Any] = {
-            key: published[key] for key in ("steps", "epochs", "tasks_per_step") if key in published
-        }
-        length = next((key for key in ("epochs", "steps") if key in given), None)
-        if length is None:
-            continue
-        changed_to: dict[str, Any] = {key: getattr(train, key) for key in given}
-        if train.epochs is not None and length == "steps":
+    changed_to: dict[str, Any] = {key: getattr(train, key) for key in settings}
+    if train.epochs is not None:
+        changed_to["epochs"] = train.epochs
+        if "epochs" not in settings:
             changed_to["steps"] = _steps(ctx, train)
-        changed = [key for key, value in changed_to.items() if value != given[key]]
-        if not changed and (train.epochs is None or length == "epochs"):
-            continue
-        path: DataPath = ("train", next((key for key in ("epochs", *changed) if ctx.written("train", key)), "steps"))
-        message = (
-            f"`{name}` trains for {_told(given)}, and this spec for {_told(changed_to | _epochs(train))}: results "
-            "are not comparable"
-        )
-        fix = f"leave out `train.{path[-1]}` to reproduce the published training, or keep it for another length"
-        yield Finding(message, path, fix, key=True)
+    changed = [key for key, value in changed_to.items() if value != settings.get(key)]
+    if not changed:
+        return
+    path: DataPath = ("train", next((key for key in ("epochs", *changed) if ctx.written("train", key)), "steps"))
+    message = (
+        f"`{name}` trains for {_length(settings)}, and this spec for {_length(changed_to)}: results are not comparable"
+    )
+    fix = f"leave out `train.{path[-1]}` to reproduce the published training, or keep it for another length"
+    yield Finding(message, path, fix, key=True)
 
 
 def _published(ctx: CheckContext) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -266,11 +267,7 @@ def _steps(ctx: CheckContext, train: TrainSpec) -> int | None:
     return None if tasks is None or train.epochs is None else math.ceil(train.epochs * tasks / train.tasks_per_step)
 
 
-def _epochs(train: TrainSpec) -> dict[str, float]:
-    return {} if train.epochs is None else {"epochs": train.epochs}
-
-
-def _told(values: dict[str, Any]) -> str:
+def _length(values: Mapping[str, Any]) -> str:
     parts = []
     if values.get("epochs") is not None:
         parts.append(f"{values['epochs']:g} epochs")
@@ -278,3 +275,182 @@ def _told(values: dict[str, Any]) -> str:
         parts.append(f"{values['steps']} steps")
     length = " = ".join(parts)
     return f"{length} of {values['tasks_per_step']} groups" if values.get("tasks_per_step") is not None else length
+
+
+Option = tuple[bool, str, str]
+"""Whether an option has no effect, its key in `train` (or a path with dots), and why."""
+
+
+@rule("train.no-effect", "warning", "an option of `train` has no effect in this combination")
+def no_effect(ctx: CheckContext) -> Iterator[Finding]:
+    """Options that are set, and that another option or its default makes ineffective."""
+    for train in _train(ctx):
+        options = _of_updates(ctx, train)
+        if trains_backend(ctx.spec):
+            options += _of_weight_sync(ctx, train)
+        if train.samples_episodes:
+            options += _of_objective(train)
+        for useless, name, why in options:
+            path: DataPath = tuple(int(key) if key.isdecimal() else key for key in name.split("."))
+            if useless and ctx.written(*path):
+                fix = "remove it, or change what the message names"
+                yield Finding(f"`{name}` has no effect: {why}", path, fix, key=True)
+
+
+def _of_updates(ctx: CheckContext, train: TrainSpec) -> list[Option]:
+    """Options of the number of steps, the learning rate, the seed and the memory."""
+    warmup, dropout = train.optimizer.warmup_steps, train.adapter is not None and train.adapter.dropout > 0
+    late = train.epochs is None and warmup >= train.steps and train.optimizer.schedule != "constant"
+    effective = train.effective()
+    seeded = any(facts.reads_seed for facts in spec_facts(ctx.spec))
+    random = seeded or effective.shuffle or effective.critic or effective.minibatches > 1
+    return [
+        (
+            train.epochs is not None and not _is_replaced(ctx, ("train", "steps"), ("train", "epochs")),
+            "train.steps",
+            "`train.epochs` sets the number of steps",
+        ),
+        (
+            late,
+            "train.optimizer.schedule",
+            f"the warm-up of {warmup} steps does not end before the {train.steps} steps of the training",
+        ),
+        (
+            train.device == "cpu" and train.memory.offload != "none",
+            "train.memory.offload",
+            "the training is on the CPU already (`train.device: cpu`)",
+        ),
+        (
+            not random,
+            "train.seed",
+            "`train.shuffle` is false, and there are neither mini-batches nor new weights to draw",
+        ),
+        (
+            dropout,
+            "train.memory.share_prefixes",
+            "with `train.lora.dropout` each row has its own dropout, so no prefix is shared",
+        ),
+    ]
+
+
+def _is_replaced(ctx: CheckContext, path: DataPath, by: DataPath) -> bool:
+    """Whether a key of an extended spec is replaced on purpose by another key of the extending one."""
+    first_file = next(iter(ctx.loaded.sources), "")
+    file = ctx.loaded.origin(path).file
+    return file in ctx.loaded.sources and file not in (first_file, ctx.loaded.origin(by).file)
+
+
+def _of_weight_sync(ctx: CheckContext, train: TrainSpec) -> list[Option]:
+    """Options of how new weights are sent."""
+    backend = ctx.spec.backend
+    method = backend.sync_method(train.weight_sync.method, lora=train.adapter is not None)
+    in_memory = not backend.weights_in_servers
+    alone = "only `method: collective` makes a process group with the servers"
+    pause, folder, address, port = (
+        f"train.weight_sync.{key}" for key in ("pause_generation", "folder", "address", "port")
+    )
+    return [
+        (in_memory, pause, f"the `{backend.kind}` backend takes weights in memory"),
+        (not in_memory and method == "adapter", pause, "sending an adapter pauses nothing"),
+        (method in ("tensors", "collective"), folder, "the weights are sent in memory"),
+        (method != "collective", address, alone),
+        (method != "collective", port, alone),
+    ]
+
+
+_ONE_UPDATE = "set `train.minibatches` or `train.update_epochs`"
+
+
+def _of_objective(train: TrainSpec) -> list[Option]:
+    """Options of the batch, the loss, the rollout correction, the KL penalty and the rewards."""
+    dropout = train.adapter is not None and train.adapter.dropout > 0
+    recomputed = train.proximal_logprobs == "recompute"
+    one_update = train.update_epochs * train.minibatches == 1 and not (recomputed and dropout)
+    by_sampler = train.proximal_logprobs == "sampler"
+    loss, correction, kl = train.loss, train.rollout_correction.kind, train.kl
+    groups, oversample = train.tasks_per_step, train.asynchrony.oversample
+    return [
+        *(
+            (
+                one_update and not by_sampler and getattr(loss, key) is not None,
+                f"train.loss.{key}",
+                f"with one update per batch every probability ratio is 1; {_ONE_UPDATE}",
+            )
+            for key in loss.ratio_keys
+        ),
+        (
+            recomputed and one_update,
+            "train.proximal_logprobs",
+            f"with one update per batch the current log-probs are already those before it; {_ONE_UPDATE}",
+        ),
+        (
+            not (recomputed and one_update) and loss.ratio_level is None and correction == "none",
+            "train.proximal_logprobs",
+            f"the loss `{loss.kind}` has no ratio, and `train.rollout_correction.kind` is `none`",
+        ),
+        *(
+            (correction == "none", f"train.rollout_correction.{key}", "`train.rollout_correction.kind` is `none`")
+            for key in ("level", "low", "high")
+        ),
+        *(
+            (
+                correction != "none" and by_sampler,
+                f"train.rollout_correction.{key}",
+                "with `train.proximal_logprobs: sampler` every correction weight is 1",
+            )
+            for key in ("kind", "level", "low", "high")
+        ),
+        (kl.coefficient == 0, "train.kl.estimator", "`train.kl.coefficient` is 0"),
+        (kl.coefficient == 0, "train.kl.in", "`train.kl.coefficient` is 0"),
+        (kl.in_reward, "train.kl.estimator", "the penalty in the reward (`train.kl.in: reward`) is always `k1`"),
+        *(
+            (
+                bonus.coefficient == 0,
+                f"train.advantage_bonuses.{index}.coefficient",
+                "the function's values are multiplied by 0",
+            )
+            for index, bonus in enumerate(train.advantage_bonuses)
+        ),
+        (
+            train.minibatches > groups,
+            "train.minibatches",
+            f"of {train.minibatches}, {train.minibatches - groups} are empty: a batch of {groups} groups has at most "
+            f"{groups} mini-batches (`train.tasks_per_step`)",
+        ),
+        (
+            oversample > 1 and round((oversample - 1) * groups) == 0,
+            "train.asynchrony.oversample",
+            f"{oversample:g} × {groups} groups (`train.tasks_per_step`) is less than half a group more",
+        ),
+        (
+            not train.advantage_bonuses,
+            "rewards.placement",
+            "training reads `advantages`; `placement` changes only the column `token_rewards` of exported rows",
+        ),
+    ]
+
+
+@rule("train.kl-estimator", "warning", "the KL penalty in the loss has an expected gradient of 0")
+def kl_estimator(ctx: CheckContext) -> Iterator[Finding]:
+    """`train.kl.estimator: k1` with a coefficient."""
+    for train in _sampling(ctx):
+        if train.kl.in_loss and train.kl.estimator == "k1":
+            message = (
+                "the expected gradient of `k1` is 0: in the loss it adds noise and does not keep the policy "
+                "near the reference"
+            )
+            fix = "use `k2` or `k3`, or `in: reward`; `k1` estimates the value of the KL divergence"
+            yield Finding(message, ("train", "kl", "estimator"), fix)
+
+
+@rule("train.delta", "warning", "`train.loss.delta` is below the upper clip bound")
+def delta(ctx: CheckContext) -> Iterator[Finding]:
+    """`delta` below `1 + clip_high`."""
+    for train in _sampling(ctx):
+        if (delta := train.loss.too_small_delta) is not None:
+            bound = 1 + getattr(train.loss, "clip_high", 0.0)
+            message = (
+                f"`delta: {delta:g}` is below `1 + clip_high` = {bound:g}: negative advantages are cut earlier than "
+                "positive ones, inside of the range that the clip allows"
+            )
+            yield Finding(message, ("train", "loss", "delta"), f"set it above {bound:g}, such as 4.0, or remove it")

@@ -18,9 +18,9 @@ from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known, short
 from engine.validate.code.source import NotImported
 from engine.validate.context import CheckContext, each_source
-from engine.validate.prompts import prompt_field, tasks_unreadable
+from engine.validate.prompts import prompt_field
 from engine.validate.registry import Finding, rule
-from engine.validate.tasks import task_rows
+from engine.validate.tasks import task_rows, tasks_unreadable
 
 EVAL: DataPath = ("train", "eval")
 MEASURE = re.compile(r"success|reward|turns|tokens|reward:.+|success@turn:[0-9]+|pass@[1-9][0-9]*")
