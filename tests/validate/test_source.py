@@ -10,7 +10,7 @@ import pytest
 
 from engine.spec.access import Access
 from engine.spec.code.entry import EntryError, load_entry
-from engine.validate.code.source import declared_events, read_entry
+from engine.validate.code.source import Sources, declared_events
 
 pytestmark = pytest.mark.usefixtures("in_folder")
 
@@ -23,7 +23,8 @@ def write(name: str, text: str) -> None:
 
 
 def read(use: str) -> ast.AST | None:
-    return read_entry(use, Path(), Access.for_spec(Path("s.yaml"))).node
+    definition = Sources(Path(), Access.for_spec(Path("s.yaml"))).entry(use).definition
+    return None if definition is None else definition.node
 
 
 BINDINGS = {
@@ -138,6 +139,7 @@ def test_a_module_beside_the_spec_comes_before_others_of_its_name(
     write("specs/namesake_text.py", "class Own: ...\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "other"), *sys.path])
     access = Access.for_spec(Path("specs/s.yaml"))
-    assert isinstance(read_entry("namesake_text:Own", Path("specs"), access).node, ast.ClassDef)
+    own = Sources(Path("specs"), access).entry("namesake_text:Own").definition
+    assert own is not None and isinstance(own.node, ast.ClassDef)
     with pytest.raises(EntryError, match="has no `Other`"):
-        read_entry("namesake_text:Other", Path("specs"), access)
+        Sources(Path("specs"), access).entry("namesake_text:Other")

@@ -15,8 +15,7 @@ from slow_cases import slow_but
 import engine
 from engine.spec.access import Access
 from engine.spec.code.entry import EntryError
-from engine.validate.code.code_context import read_code
-from engine.validate.code.code_facts import ImportedCode, Method
+from engine.validate.code.code_facts import ImportedCode, Method, read_code
 from engine.validate.code.source import Sources
 
 QUICK = ["enum", "queue", "random", "statistics"]

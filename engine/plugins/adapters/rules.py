@@ -10,7 +10,7 @@ from engine import plugin
 from engine.schemas.entry import AdapterFacts, ToolAdapterFacts
 from engine.spec.code.entry import EntryError
 from engine.spec.text.diagnostic import DataPath
-from engine.validate.code.source import read_entry
+from engine.validate.code.source import Sources
 from engine.validate.context import CheckContext
 from engine.validate.registry import Finding, rule
 
@@ -43,7 +43,7 @@ def adapter_target(ctx: CheckContext) -> Iterator[Finding]:
             yield Finding(f"there is no file `{place}`", path, "the path is relative to the spec's folder")
     else:
         try:
-            read_entry(environment.use, ctx.loaded.base, ctx.loaded.access)
+            Sources(ctx.loaded.base, ctx.loaded.access).entry(environment.use)
         except EntryError as error:
             message, _, fix = str(error).partition("; ")
             yield Finding(message, path, fix or None)

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.schemas.base import Struct
-from engine.validate.code.lineage import lineage
-from engine.validate.code.source import Alias, Definition, External, Module, Sources, last_name
+from engine.validate.code.source import Alias, Definition, External, Module, Sources, last_name, lineage
 
 MAX_STEPS = 12
 """Maximum nesting of an annotation."""

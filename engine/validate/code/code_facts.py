@@ -11,12 +11,22 @@ import ast
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from engine.spec.code.signature import read_docstring, shape_of
 from engine.validate.code.annotations import heads, scope_of
-from engine.validate.code.lineage import lineage, member
-from engine.validate.code.source import Definition, Sources, class_attribute, declared_events, last_name
+from engine.validate.code.source import (
+    FUNCTION_EVENTS,
+    Definition,
+    Sources,
+    class_attribute,
+    declared_events,
+    has_yield,
+    is_function_environment,
+    last_name,
+    lineage,
+    member,
+)
 
 Kind = Literal["class", "function", "value", "unknown"]
 Missing = Literal["missing", "unknown"]
@@ -45,37 +55,6 @@ class ToolFacts:
     """Parameters that the docstring describes."""
 
 
-class CodeFacts(Protocol):
-    """What an entry point names."""
-
-    kind: Kind
-    what: str
-    """Of a value: `an int`."""
-
-    @property
-    def signature(self) -> inspect.Signature | None:
-        """How it is called; None if that is not known."""
-
-    def method(self, name: str) -> Method | Missing:
-        """A method of a class."""
-
-    def tool_problem(self, name: str | None) -> str | None:
-        """Why a function, or the objects of a class, cannot be a tool; None if they can, or if that is not known."""
-
-    def tool(self, name: str | None) -> ToolFacts | None:
-        """What it tells the model as a tool; None if it is no tool, or if that is not known."""
-
-    def events(self) -> Sequence[str] | Missing:
-        """The events that it declares."""
-
-    def attribute(self, name: str) -> Any:
-        """The value of a class attribute; None if it has none, or if that is not known."""
-
-    @property
-    def awaited(self) -> bool | None:
-        """Whether a call gives a coroutine; None if that is not known."""
-
-
 class ImportedCode:
     """An object that was imported.
 
@@ -84,7 +63,7 @@ class ImportedCode:
         text: Its text, if it can be read: it shows methods that a constructor sets.
     """
 
-    def __init__(self, thing: Any, text: CodeFacts | None = None) -> None:
+    def __init__(self, thing: Any, text: ReadCode | None = None) -> None:
         self._thing = thing
         self._text = text
         self.kind: Kind = "class" if inspect.isclass(thing) else "function" if callable(thing) else "value"
@@ -93,11 +72,11 @@ class ImportedCode:
 
     @property
     def signature(self) -> inspect.Signature | None:
-        """See `CodeFacts.signature`."""
+        """How it is called; None if that is not known."""
         return _signature(self._thing)
 
     def method(self, name: str) -> Method | Missing:
-        """See `CodeFacts.method`."""
+        """A method of a class."""
         value = getattr(self._thing, name, None) if name != "__call__" or "__call__" in dir(self._thing) else None
         if not callable(value):
             computed = isinstance(inspect.getattr_static(self._thing, name, None), property)
@@ -113,7 +92,7 @@ class ImportedCode:
         return Method(signature.replace(parameters=parameters))
 
     def tool_problem(self, name: str | None) -> str | None:
-        """See `CodeFacts.tool_problem`."""
+        """Why a function, or the objects of a class, cannot be a tool; None if they can, or if that is not known."""
         target = inspect.getattr_static(self._thing, "__call__", None) if self.kind == "class" else self._thing
         if self.kind == "class" and not inspect.isfunction(target):
             return None
@@ -124,7 +103,7 @@ class ImportedCode:
         return None
 
     def tool(self, name: str | None) -> ToolFacts | None:
-        """See `CodeFacts.tool`."""
+        """What it tells the model as a tool; None if it is no tool, or if that is not known."""
         from pydantic import PydanticUserError
         from pydantic.errors import PydanticSchemaGenerationError
 
@@ -144,19 +123,19 @@ class ImportedCode:
         return ToolFacts(shape.name, function["description"], untyped, [*schemas, shape.view or ""], documented)
 
     def events(self) -> Sequence[str] | Missing:
-        """See `CodeFacts.events`."""
+        """The events that it declares."""
         events = getattr(self._thing, "events", None)
         if isinstance(events, list | tuple) and events and all(isinstance(event, str) for event in events):
             return tuple(events)
         return "missing"
 
     def attribute(self, name: str) -> Any:
-        """See `CodeFacts.attribute`."""
+        """The value of a class attribute; None if it has none, or if that is not known."""
         return getattr(self._thing, name, None)
 
     @property
     def awaited(self) -> bool | None:
-        """See `CodeFacts.awaited`."""
+        """Whether a call gives a coroutine; None if that is not known."""
         called = getattr(self._thing, "__call__", None)  # noqa: B004  (an object's own)
         return inspect.iscoroutinefunction(self._thing) or inspect.iscoroutinefunction(called)
 
@@ -205,7 +184,7 @@ class ReadCode:
 
     @property
     def signature(self) -> inspect.Signature | None:
-        """See `CodeFacts.signature`."""
+        """How it is called; None if that is not known."""
         if self.kind == "function":
             return read_signature(self.definition)
         init = self._init
@@ -216,7 +195,7 @@ class ReadCode:
         )
 
     def method(self, name: str) -> Method | Missing:
-        """See `CodeFacts.method`."""
+        """A method of a class."""
         if self.kind != "class":
             return "unknown"
         definition = member(self.definition, name, self.sources)
@@ -231,7 +210,7 @@ class ReadCode:
         return Method(read_signature(definition, bound="staticmethod" not in names), definition)
 
     def tool_problem(self, name: str | None) -> str | None:
-        """See `CodeFacts.tool_problem`."""
+        """Why a function, or the objects of a class, cannot be a tool; None if they can, or if that is not known."""
         target = self._tool_function()
         return None if target is None else _tool_problem(target, name or self._node.name)
 
@@ -243,7 +222,7 @@ class ReadCode:
         return self.definition if self.kind == "function" else None
 
     def tool(self, name: str | None) -> ToolFacts | None:
-        """See `CodeFacts.tool`."""
+        """What it tells the model as a tool; None if it is no tool, or if that is not known."""
         target = self._tool_function()
         if target is None or isinstance(target.node, ast.ClassDef) or _tool_problem(target, ""):
             return None
@@ -261,7 +240,7 @@ class ReadCode:
         )
 
     def events(self) -> Sequence[str] | Missing:
-        """See `CodeFacts.events`."""
+        """The events that it declares."""
         if self.kind != "class":
             events = declared_events(self._node)
             return (
@@ -280,7 +259,7 @@ class ReadCode:
         )
 
     def attribute(self, name: str) -> Any:
-        """See `CodeFacts.attribute`."""
+        """The value of a class attribute; None if it has none, or if that is not known."""
         for item in self._bases() if self.kind == "class" else ():
             value = class_attribute(item.node, name) if isinstance(item.node, ast.ClassDef) else None
             if value is not None:
@@ -292,10 +271,81 @@ class ReadCode:
 
     @property
     def awaited(self) -> bool | None:
-        """See `CodeFacts.awaited`."""
+        """Whether a call gives a coroutine; None if that is not known."""
         if self.kind != "function" or self._node.decorator_list:
             return None
         return isinstance(self._node, ast.AsyncFunctionDef)
+
+
+CodeFacts = ImportedCode | ReadCode
+"""What an entry point names, imported or read."""
+
+
+_GIVEN = frozenset({"task", "seed", "view"})
+"""Parameters that the engine gives."""
+
+
+class ReadFunctionEnvironment(ReadCode):
+    """A function with `@environment` whose text was read."""
+
+    def __init__(self, definition: Definition, sources: Sources) -> None:
+        super().__init__(definition, sources)
+        self.kind = "class"
+
+    @property
+    def constructor(self) -> Definition | None:
+        """The function: `with` gives its parameters."""
+        return self.definition
+
+    @property
+    def signature(self) -> inspect.Signature | None:
+        """Its parameters without those that the engine gives."""
+        arguments = [
+            item if item.kind is item.VAR_KEYWORD else item.replace(kind=item.KEYWORD_ONLY)
+            for item in read_signature(self.definition).parameters.values()
+            if item.name not in _GIVEN and item.kind is not item.VAR_POSITIONAL
+        ]
+        return inspect.Signature(arguments)
+
+    def method(self, name: str) -> Method | Missing:
+        """A method of a class."""
+        call = self.definition.node.decorator_list[0]
+        named = {item.arg for item in call.keywords} if isinstance(call, ast.Call) else set()
+        if name in ("reset", "step") or (name == "tools" and "tools" in named):
+            return Method(None)
+        return "missing" if name in ("score", "tools") else "unknown"
+
+    def events(self) -> Sequence[str] | Missing:
+        """The events that it declares."""
+        return FUNCTION_EVENTS
+
+    def attribute(self, name: str) -> Any:
+        """The value of a class attribute; None if it has none, or if that is not known."""
+        node = self.definition.node
+        return has_yield(node) if name == "keeps_state" and not isinstance(node, ast.ClassDef) else None
+
+
+def read_code(definition: Definition, sources: Sources) -> ReadCode:
+    """Return what rules ask of a definition."""
+    if is_function_environment(definition.node) and _is_ours(definition):
+        return ReadFunctionEnvironment(definition, sources)
+    return ReadCode(definition, sources)
+
+
+def _is_ours(definition: Definition) -> bool:
+    """Whether its decorator comes from `engine.environments`; others may have the same name."""
+    mark: ast.expr = definition.node.decorator_list[0]
+    while not isinstance(mark, ast.Name):
+        inner = mark.func if isinstance(mark, ast.Call) else getattr(mark, "value", None)
+        if not isinstance(inner, ast.expr):
+            return False
+        mark = inner
+    for item in definition.module.text.bindings.get(mark.id, ()):
+        names = [alias.name for alias in item.names] if isinstance(item, ast.Import) else []
+        names += [item.module or ""] if isinstance(item, ast.ImportFrom) else []
+        if any(name.startswith("engine.environments") for name in names):
+            return True
+    return False
 
 
 def _signature(function: Any) -> inspect.Signature | None:

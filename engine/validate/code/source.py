@@ -6,8 +6,10 @@ code does. What the text leaves open (a base class that cannot be read, a decora
 `None`, and never a mistake.
 
     sources = Sources(base, access)
-    found = sources.entry("engine.environments.arithmetic:Arithmetic")
-    found.node                                    # ast.ClassDef, or None where the name is bound in another way
+    entry = sources.entry("engine.environments.arithmetic:Arithmetic").definition
+    entry.node                               # ast.ClassDef
+    lineage(entry, sources).classes          # the class and its bases, in the order of Python's MRO
+    member(entry, "step", sources)           # the method's definition, "missing" or "unknown"
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ from __future__ import annotations
 import ast
 import builtins
 import sys
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from engine.schemas.base import Struct
 from engine.spec.access import Access
 from engine.spec.code.entry import EntryError, ModuleFiles, has_submodule, nearest_attribute, parse_entry
-from engine.validate.code.module_text import ModuleText, bound_names, is_closed, read_module
 
+LARGEST = 2 * 2**20
+"""Maximum size of a module that is read, in bytes."""
 MAX_MODULES = 60
 """Maximum number of modules that are read for one spec."""
 LARGEST_FOLLOWED = 400_000
@@ -34,6 +39,22 @@ FUNCTION_EVENTS = ("continue", "done")
 """The events of every environment that is a function."""
 _IMPLICIT = frozenset({"__name__", "__doc__", "__file__", "__package__", "__spec__", "__dict__", "__loader__"})
 Def = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_OPENING = frozenset({"globals", "locals", "vars", "exec", "eval", "setattr", "__getattr__", "modules"})
+"""Names that let a module have attributes that its text does not bind."""
+
+
+class ModuleText(Struct, frozen=True, kw_only=True, eq=False):
+    """What the text of a module says."""
+
+    tree: ast.Module
+    names: frozenset[str]
+    """Names that its text binds."""
+    closed: bool
+    """It has no other names."""
+    bindings: Mapping[str, Sequence[ast.stmt]]
+    """The top-level statements that bind each name; those under `if TYPE_CHECKING:` count as top-level."""
+    changed: frozenset[str]
+    """Names that functions bind with `global`, and names whose attributes the module sets."""
 
 
 class Module(Struct, frozen=True, kw_only=True, eq=False):
@@ -92,24 +113,6 @@ class NotImported(EntryError):
         super().__init__(f"`{use}` is not imported here; add `--import`")
         self.definition = definition
         """The class or function; None where the name is bound in another way, or the text could not be read."""
-        self.node = None if definition is None else definition.node
-        """Its syntax tree."""
-        self.file = None if definition is None else definition.module.file
-        """The file that defines it."""
-
-
-def read_entry(use: str, base: Path | None, access: Access) -> NotImported:
-    """Find what `use` names, as `load_entry` would, and import nothing.
-
-    Args:
-        use: `package.module:Name`.
-        base: The spec's folder.
-        access: Which files may be opened; modules on the import path may, too.
-
-    Raises:
-        EntryError: it is not of that form, there is no such module, its text is no Python, or it binds no such name.
-    """
-    return Sources(base, access).entry(use)
 
 
 class Sources:
@@ -124,14 +127,14 @@ class Sources:
         self._base = base
         self._files = ModuleFiles(base, access)
         self._modules: dict[str, Module | None] = {}
-        self.lineages: dict[ast.AST, Any] = {}
-        """Cache of `engine.validate.code.lineage`."""
+        self.lineages: dict[ast.AST, Lineage] = {}
+        """Cache of `lineage`."""
 
     def entry(self, use: str) -> NotImported:
-        """See `read_entry`.
+        """Find what `use` (`package.module:Name`) names, as `load_entry` would, and import nothing.
 
         Raises:
-            EntryError: the module has no such name.
+            EntryError: it is not of that form, there is no such module, its text is no Python, or it binds no such name.
         """
         name, parts = parse_entry(use)
         file = self._files.find(name, use)
@@ -147,7 +150,9 @@ class Sources:
         for index, part in enumerate(parts[1:], start=1):
             if not isinstance(definition, Definition) or not isinstance(definition.node, ast.ClassDef):
                 return NotImported(use)
-            bound, closed = _class_names(definition.node)
+            bound = frozenset(bound_names(definition.node.body))
+            plain = not (definition.node.bases or definition.node.keywords or definition.node.decorator_list)
+            closed = plain and is_closed(ast.Module(body=definition.node.body, type_ignores=[]))
             if closed and part not in bound and not hasattr(object, part):
                 owner = ".".join([name, *parts[:index]])
                 raise EntryError(f"`{owner}` has no `{part}`{nearest_attribute(part, sorted(bound))}")
@@ -203,10 +208,9 @@ class Sources:
 
     def _alias(self, statement: ast.stmt, module: Module, steps: int) -> Found:
         """What `X = Y` or `type X = Y` binds."""
-        plain = isinstance(statement, ast.Assign) and len(statement.targets) == 1
-        target = (
-            statement.targets[0] if isinstance(statement, ast.Assign) and plain else getattr(statement, "target", None)
-        )
+        target = getattr(statement, "target", None)
+        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            target = statement.targets[0]
         value = getattr(statement, "value", None)
         if type(statement).__name__ == "TypeAlias" and isinstance(value, ast.expr):
             return None if getattr(statement, "type_params", None) else Alias(expression=value, module=module)
@@ -285,14 +289,6 @@ def _absolute(module: Module, statement: ast.ImportFrom) -> str | None:
     return ".".join([*package_parts, *([statement.module] if statement.module else [])]) if package_parts else None
 
 
-def _class_names(node: ast.ClassDef) -> tuple[frozenset[str], bool]:
-    """Names that the body of a class binds, and whether it has no others."""
-    names = frozenset(bound_names(node.body))
-    return names, not (node.bases or node.keywords or node.decorator_list) and is_closed(
-        ast.Module(body=node.body, type_ignores=[])
-    )
-
-
 def inside(owner: Definition, name: str) -> Definition | None:
     """The one class or function of this name in the body of a class, where nothing else binds it."""
     assert isinstance(owner.node, ast.ClassDef)
@@ -300,6 +296,210 @@ def inside(owner: Definition, name: str) -> Definition | None:
     if len(binding) == 1 and isinstance(binding[0], Def):
         return Definition(node=binding[0], module=owner.module, owner=owner.node)
     return None
+
+
+# ---- the text of a module
+
+
+def read_module(file: Path, module: str) -> ModuleText | None:
+    """The module's text; None where it is too large to be read, or cannot be.
+
+    Raises:
+        EntryError: it is no Python.
+    """
+    try:
+        status = file.stat()
+        text = _parse(str(file), status.st_mtime_ns, status.st_size)
+    except OSError:
+        return None
+    if isinstance(text, SyntaxError):
+        raise EntryError(f"importing `{module}` failed at {text.filename}:{text.lineno}: SyntaxError: {text}")
+    return text
+
+
+@lru_cache(maxsize=256)
+def _parse(file: str, changed: int, size: int) -> ModuleText | SyntaxError | None:
+    data = Access(roots=(Path(file).resolve().parent,)).read(Path(file), LARGEST) if size <= LARGEST else None
+    if data is None:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # warnings quote the line
+            tree = ast.parse(data, filename=file)
+    except SyntaxError as error:
+        return error
+    except (ValueError, RecursionError, MemoryError):
+        return None
+    nodes = list(ast.walk(tree))
+    declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+    patched = {
+        node.value.id
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name)
+    }
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    given = [node.args[0] for node in calls if node.args and getattr(node.func, "id", "") == "setattr"]
+    patched |= {item.id for item in given if isinstance(item, ast.Name)}
+    bindings: dict[str, list[ast.stmt]] = {}
+    for statement in _statements(tree.body):
+        for name in dict.fromkeys(bound_names([statement])):
+            bindings.setdefault(name, []).append(statement)
+    names = frozenset(bindings) | declared
+    return ModuleText(
+        tree=tree, names=names, closed=is_closed(tree), bindings=bindings, changed=frozenset(declared | patched)
+    )
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    for statement in body:
+        test = statement.test if isinstance(statement, ast.If) and not statement.orelse else None
+        named = test.id if isinstance(test, ast.Name) else test.attr if isinstance(test, ast.Attribute) else None
+        if isinstance(statement, ast.If) and named == "TYPE_CHECKING":
+            yield from statement.body
+        else:
+            yield statement
+
+
+def is_closed(tree: ast.Module) -> bool:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any(item.name == "*" for item in node.names):
+            return False
+        if isinstance(node, ast.Name) and node.id in _OPENING:
+            return False
+        if isinstance(node, ast.Attribute) and node.attr in _OPENING:
+            return False
+        if isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
+            return False
+    return True
+
+
+def bound_names(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that statements bind, those of nested blocks too; not those of functions and classes."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield statement.name
+            continue
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            yield from (item.asname or item.name.partition(".")[0] for item in statement.names)
+            continue
+        for node in _shallow(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
+                yield node.id
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                yield from (item.asname or item.name.partition(".")[0] for item in node.names)
+            elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
+                yield node.name
+            elif isinstance(node, ast.MatchMapping) and node.rest:
+                yield node.rest
+
+
+def _shallow(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The nodes of a statement, without what is inside of functions and classes."""
+    waiting: list[ast.AST] = [statement]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+
+
+# ---- bases
+
+_KNOWN_BASES = frozenset(
+    {
+        "builtins.object",
+        "abc.ABC",
+        *(f"{module}.{name}" for module in ("typing", "typing_extensions") for name in ("Generic", "Protocol")),
+    }
+)
+"""Bases that add no method which the engine calls."""
+_KNOWN_DECORATORS = frozenset({"dataclass", "final", "runtime_checkable"})
+"""Decorators of classes that remove no method."""
+
+
+class Lineage(Struct, frozen=True, kw_only=True, eq=False):
+    """A class with its bases."""
+
+    classes: Sequence[Definition]
+    """In the order of Python's MRO, the class first."""
+    complete: bool
+    """Whether these are all, and nothing else adds members to them."""
+
+
+def lineage(definition: Definition, sources: Sources) -> Lineage:
+    """Return a class with its bases."""
+    cached = sources.lineages.get(definition.node)
+    if cached is None:
+        types: dict[ast.AST, type] = {}
+        try:
+            top, complete = _type_of(definition, sources, types, 0)
+            classes = [vars(item)["definition"] for item in top.__mro__ if "definition" in vars(item)]
+        except TypeError:  # bases that Python refuses
+            classes, complete = [definition], False
+        cached = sources.lineages[definition.node] = Lineage(classes=classes, complete=complete)
+    return cached
+
+
+def _type_of(definition: Definition, sources: Sources, types: dict[ast.AST, type], steps: int) -> tuple[type, bool]:
+    """Return an empty class with the same bases, so that Python orders them, and whether all of them are known."""
+    node = definition.node
+    assert isinstance(node, ast.ClassDef)
+    complete = steps <= MAX_STEPS and node.name not in definition.module.text.changed and _is_plain(node)
+    bases: list[type] = []
+    for item in node.bases if steps <= MAX_STEPS else ():
+        base = sources.resolve(item.value if isinstance(item, ast.Subscript) else item, definition.module)
+        if isinstance(base, Definition) and isinstance(base.node, ast.ClassDef):
+            if base.node not in types:
+                types[base.node], base_complete = _type_of(base, sources, types, steps + 1)
+                complete = complete and base_complete
+            bases.append(types[base.node])
+        elif not (isinstance(base, External) and base.name in _KNOWN_BASES):
+            complete = False
+    return type(node.name, tuple(bases), {"definition": definition}), complete
+
+
+def _is_plain(node: ast.ClassDef) -> bool:
+    """Whether the body of a class shows all its own members."""
+    body = ast.Module(body=node.body, type_ignores=[])
+    hooks = {"__getattribute__", "__init_subclass__", "__class_getitem__"} & set(bound_names(node.body))
+    metaclass = [item for item in node.keywords if item.arg != "metaclass" or last_name(item.value) != "ABCMeta"]
+    decorated = [item for item in node.decorator_list if last_name(item) not in _KNOWN_DECORATORS]
+    return is_closed(body) and not hooks and not metaclass and not decorated
+
+
+def member(definition: Definition, name: str, sources: Sources) -> Definition | Literal["missing", "unknown"]:
+    """Return the method of a class; `unknown` where the text leaves open what it is, or whether there is one."""
+    family = lineage(definition, sources)
+    for item in family.classes:
+        assert isinstance(item.node, ast.ClassDef)
+        if any(
+            isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name)
+            for node in ast.walk(item.node)
+            if getattr(node, "attr", "") == name
+        ):
+            return "unknown"  # a method sets it on its object
+        if name in bound_names(item.node.body):
+            method = inside(item, name)
+            if _is_stub(item, method):
+                continue
+            certain = family.complete or item.node is definition.node
+            if method is None or not certain or isinstance(method.node, ast.ClassDef):
+                return "unknown"
+            return method
+    return "missing" if family.complete else "unknown"
+
+
+def _is_stub(owner: Definition, method: Definition | None) -> bool:
+    """Whether a member is only declared, by a `Protocol`."""
+    assert isinstance(owner.node, ast.ClassDef)
+    if method is None or not any(last_name(item) == "Protocol" for item in owner.node.bases):
+        return False
+    return all(
+        isinstance(item, ast.Pass) or (isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant))
+        for item in method.node.body
+    )
 
 
 # ---- what a definition says

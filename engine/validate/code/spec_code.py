@@ -42,7 +42,7 @@ def entry_imports(ctx: CheckContext) -> Iterator[Finding]:
     for path, use in _named(ctx):
         thing = ctx.described(use)
         if isinstance(thing, NotImported):
-            if thing.node is None:
+            if thing.definition is None:
                 ctx.skip()
         elif isinstance(thing, EntryError):
             message, _, fix = str(thing).partition("; ")

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.actions.facts import ACTIONS
 from engine.schemas.base import Struct
-from engine.validate.code.lineage import lineage
-from engine.validate.code.module_text import ModuleText
-from engine.validate.code.source import Module, last_name
+from engine.validate.code.source import Module, ModuleText, last_name, lineage
 
 if TYPE_CHECKING:
     from engine.validate.context import CheckContext
