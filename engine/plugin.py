@@ -143,7 +143,7 @@ class Plugin:
     """Part of an episode that a model may play, `user` or `scorer` -> function `(path, spec)` that describes it, as a
     `engine.spec.added.PlayedRole`. A service of the plugin lets the model play it."""
     trainers: Entries = field(default_factory=dict)
-    """Trainer of `--trainer` -> object with `findings(loaded)`: see `engine.validate.trainers.TrainerFacts`."""
+    """Trainer of `--trainer` -> object with `findings(loaded)`: see `engine.validate.check.TrainerFacts`."""
     trackers: Entries = field(default_factory=dict)
     """Value of `train.report_to` -> class of a tracker: see `engine.plugins.report.trackers.Tracker`."""
     rules: tuple[str, ...] = ()

@@ -92,7 +92,7 @@ def validate(document: Document, model: type[Model]) -> tuple[Model | None, list
         attach(value, sections)
         return value, []
     if not as_text:
-        return None, _one_for_each_plugin(sorted(problems, key=_place))
+        return None, _one_for_each_plugin(sorted(problems, key=lambda problem: problem.place))
     for path in as_text:
         owner = document.data
         for key in path[:-1]:
@@ -110,10 +110,6 @@ def _part(
         return _validated(model, body), [], []
     except ValidationError as error:
         return None, *diagnose(error, model, document, at, root)
-
-
-def _place(problem: Diagnostic) -> tuple[str, int, int]:
-    return (problem.origin.file, problem.origin.line, problem.origin.column) if problem.origin else ("", 0, 0)
 
 
 def _one_for_each_plugin(problems: Sequence[Diagnostic]) -> list[Diagnostic]:

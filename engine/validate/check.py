@@ -1,15 +1,16 @@
-"""Applying all rules to a spec."""
+"""Applying all rules to a spec; the findings of other trainers, which plugins add (`engine validate --trainer`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from engine import plugin
-from engine.errors import SpecError
+from engine.errors import EngineError, SpecError
 from engine.schemas.sections import used_plugins
 from engine.spec.references import mask_all
 from engine.spec.text.diagnostic import Diagnostic, Severity
+from engine.spec.text.near import near_or_known
 from engine.validate.context import CheckContext
 from engine.validate.machine_context import MAX_WORK
 from engine.validate.registry import PLUGIN_OF, RULES, Rule, import_plugin_rules
@@ -104,7 +105,9 @@ def check_rules(
     if unfinished:
         diagnostics.append(_unfinished(ctx, unfinished))
     diagnostics += _broken_plugins(ctx)
-    return sorted(mask_all(dict.fromkeys(diagnostics), loaded.variables), key=in_order), list(ctx.skipped)
+    return sorted(mask_all(dict.fromkeys(diagnostics), loaded.variables), key=lambda item: item.place), list(
+        ctx.skipped
+    )
 
 
 def refuse_errors(loaded: LoadedSpec) -> list[Diagnostic]:
@@ -167,8 +170,28 @@ def _broken_plugins(ctx: CheckContext, used: Collection[str] | None = None) -> l
     ]
 
 
-def in_order(problem: Diagnostic) -> tuple[str, int, int, bool]:
-    """The sorting key of findings: position, then errors first."""
-    origin = problem.origin
-    place = (origin.file, origin.line, origin.column) if origin else ("", 0, 0)
-    return (*place, problem.severity != "error")
+class TrainerFacts(Protocol):
+    """What an entry of the point `trainers` names."""
+
+    def findings(self, loaded: LoadedSpec) -> list[Diagnostic]:
+        """Return a finding for each thing that the spec uses and the trainer does not carry exactly."""
+
+
+class TrainerError(EngineError):
+    """A trainer that does not exist."""
+
+    kind = "trainer_error"
+    blame = "spec"
+
+
+def trainer_of(name: str) -> TrainerFacts:
+    """Return a trainer by its name.
+
+    Raises:
+        TrainerError: there is no such trainer, or its plugin is not installed.
+    """
+    trainers: dict[str, TrainerFacts] = plugin.loaded("trainers")
+    if name not in trainers:
+        hint = plugin.missing("trainers", name) or near_or_known(name, list(trainers))
+        raise TrainerError(f"there is no trainer `{name}`; {hint}")
+    return trainers[name]

@@ -11,12 +11,11 @@ from engine.machine.guards import MAX_CHARACTERS, guard_problems
 from engine.machine.inference import Kind
 from engine.machine.variables import VARIABLES
 from engine.rewards.state_key import is_fact_name
-from engine.spec.template import has_field
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import nearest_name
 from engine.validate.code.written_names import ANY_NAME, code_names
-from engine.validate.context import CheckContext, nearest
-from engine.validate.prompts import known_fields
+from engine.validate.context import CheckContext
+from engine.validate.prompts import known_rows, no_field
 from engine.validate.registry import Finding, rule
 
 STATE_KEY: DataPath = ("rewards", "credit", "state_key")
@@ -62,19 +61,17 @@ for _kind, _about in ABOUT.items():
 @lru_cache(maxsize=256)
 def _reads(expression: str) -> list[tuple[str, str, int]]:
     """The fields that an expression reads: (variable, field, index of the field in the text)."""
-    return list(_fields_read(expression))
-
-
-def _fields_read(expression: str) -> Iterator[tuple[str, str, int]]:
     try:
-        tree = parse(expression)
+        nodes = list(parse(expression).walk())
     except ExpressionError:
-        return  # `guard.parse` reports it
-    for node in tree.walk():
+        return []  # `guard.parse` reports it
+    reads: list[tuple[str, str, int]] = []
+    for node in nodes:
         if isinstance(node, Select) and isinstance(node.of, Name):
-            yield node.of.name, node.field, node.end - len(node.field)
+            reads.append((node.of.name, node.field, node.end - len(node.field)))
         elif isinstance(node, Index) and isinstance(node.of, Name) and isinstance(node.key, Constant):
-            yield node.of.name, str(node.key.value), node.key.start
+            reads.append((node.of.name, str(node.key.value), node.key.start))
+    return reads
 
 
 @rule("guard.unknown-fact", "warning", "a guard or `state_key` reads a fact that nothing writes")
@@ -113,11 +110,7 @@ def unknown_field(ctx: CheckContext) -> Iterator[Finding]:
         for variable, field, at in _reads(expression)
         if variable == "task" and f"has(task.{field})" not in expression.replace(" ", "")
     ]
-    rows = list(known_fields(ctx)) if read else []
+    rows = known_rows(ctx) if read else []
     for path, field, offset in read:
-        ctx.work.spend(1 + len(rows))
-        for number, fields in rows:
-            if not has_field(field, fields):
-                where = f"row {number} has" if number else "tasks have"
-                yield Finding(f"{where} no field `{field}`", path, nearest(field, fields), offset=offset)
-                break
+        ctx.work.spend(1)
+        yield from no_field(ctx, rows, field, path, offset)

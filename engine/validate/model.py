@@ -15,6 +15,7 @@ from engine.processes.forked import ChildError
 from engine.schemas.backend import backend_classes
 from engine.schemas.limits import UNBOUNDED
 from engine.schemas.model import ModelSpec
+from engine.schemas.role import RoleSpec
 from engine.spec.tasks import rows_of, task_of
 from engine.spec.template import fill, texts_of
 from engine.spec.text.diagnostic import DataPath
@@ -65,12 +66,19 @@ def _template(ctx: CheckContext, files: ModelFiles) -> str | None:
         return source
 
 
-def _render(ctx: CheckContext, files: ModelFiles) -> Shown | None:
-    """What the template does, with the spec's patches; None without a template."""
-    source = _template(ctx, files)
-    if source is None:
+def _render(ctx: CheckContext) -> Shown | None:
+    """What the chat template does, with the spec's patches; None without files or without a template."""
+    files = _files(ctx)
+    source = None if files is None else _template(ctx, files)
+    if files is None or source is None:
         return None
     return shown(source, _variables(ctx, files), trusted=files.trusted)
+
+
+def _shown(ctx: CheckContext) -> Shown | None:
+    """The same; None also where it cannot be rendered, which `model.template` reports."""
+    shown = _render(ctx)
+    return None if shown is None or shown.problem is not None else shown
 
 
 def _variables(ctx: CheckContext, files: ModelFiles) -> dict[str, Any]:
@@ -87,7 +95,7 @@ def template_renders(ctx: CheckContext) -> Iterator[Finding]:
         return
     is_replaced = ctx.spec.model.chat_template is not None
     path: DataPath = ("model", "chat_template" if is_replaced else "path")
-    shown = _render(ctx, files)
+    shown = _render(ctx)
     if files.template is None:
         if not is_replaced and ctx.spec.model.renderer in ("auto", "template"):
             message = "this model's tokenizer has no chat template"
@@ -127,9 +135,8 @@ def template_patch(ctx: CheckContext) -> Iterator[Finding]:
 @rule("model.no-tools", "warning", "the chat template does not show tools, and the spec has some")
 def no_tools(ctx: CheckContext) -> Iterator[Finding]:
     """The model does not see their schemas, so it does not know them unless the prompt describes them."""
-    files, shown = _with_template(ctx)
-    at = tools_at(ctx)
-    if files is None or shown is None or at is None or shown.tools:
+    shown, at = _shown(ctx), tools_at(ctx)
+    if shown is None or at is None or shown.tools:
         return
     if ctx.spec.model.tool_calls == "auto":  # another way of writing calls is described in the prompt
         message = (
@@ -146,11 +153,10 @@ def no_tools(ctx: CheckContext) -> Iterator[Finding]:
 @rule("model.no-tool-role", "error", "the chat template does not show tools' results")
 def no_tool_role(ctx: CheckContext) -> Iterator[Finding]:
     """It drops or rejects messages of role `tool`."""
-    files, shown = _with_template(ctx)
-    calls = any(True for _ in ctx.speaking("tool"))
-    if files is None or shown is None or shown.results or ctx.spec.model.tool_role == "user":
+    shown = _shown(ctx)
+    if shown is None or shown.results or ctx.spec.model.tool_role == "user":
         return
-    if calls and (ctx.spec.tools or ctx.spec.environment):
+    if ctx.speaking("tool") and (ctx.spec.tools or ctx.spec.environment):
         message = f"the chat template of `{ctx.spec.model.path}` does not show messages of role `tool`"
         yield Finding(
             message, ("model", "tool_role"), "set `model.tool_role: user`: results are shown as a user's words"
@@ -161,11 +167,9 @@ def no_tool_role(ctx: CheckContext) -> Iterator[Finding]:
 def hidden_roles(ctx: CheckContext) -> Iterator[Finding]:
     """The key has no effect: it permits that messages are left out, and none is."""
     model = ctx.spec.model
-    if not model.hidden_roles:
+    if not model.hidden_roles or model.renderer not in ("auto", "template"):
         return
-    if model.renderer not in ("auto", "template"):
-        return
-    _, shown = _with_template(ctx)
+    shown = _shown(ctx)
     for index, role in enumerate(model.hidden_roles):
         path: DataPath = ("model", "hidden_roles", index)
         path = path if ctx.written(*path) else ("model", "hidden_roles")
@@ -180,8 +184,7 @@ def hidden_roles(ctx: CheckContext) -> Iterator[Finding]:
 @rule("model.calls-not-read", "error", "nothing reads the tool calls that the chat template writes")
 def calls_not_read(ctx: CheckContext) -> Iterator[Finding]:
     """Every call would be treated as an answer. The parser is tested on the template, and the result is cached."""
-    files, shown = _with_template(ctx)
-    model = ctx.spec.model
+    files, shown, model = _files(ctx), _shown(ctx), ctx.spec.model
     proved = model.tool_calls == "auto" and model.renderer in ("auto", "template")
     if files is None or shown is None or not proved or not shown.tools or tools_at(ctx) is None:
         return
@@ -211,7 +214,7 @@ def _unread(model: str, base: str) -> str:
 @rule("model.rewrites-history", "info", "the chat template rewrites earlier messages, which starts new branches")
 def rewrites_history(ctx: CheckContext) -> Iterator[Finding]:
     """The maximum number of branches of one episode."""
-    _, shown = _with_template(ctx)
+    shown = _shown(ctx)
     if shown is None or shown.rewrites is None or ctx.spec.model.history == "keep":
         return
     turns = count_bound(ctx, "user_turns").most
@@ -229,17 +232,9 @@ def rewrites_history(ctx: CheckContext) -> Iterator[Finding]:
 @rule("model.special-text", "warning", "text from tasks, tools or users may become special tokens")
 def special_text(ctx: CheckContext) -> Iterator[Finding]:
     """`model.allow_special: true`: a text that contains `<|im_end|>` ends a message."""
-    played: list[tuple[DataPath, Any]] = [
-        (("user",), ctx.spec.user),
-        *((("users", name), user) for name, user in ctx.spec.users.items()),
-    ]
-    played.append((("rewards", "scorer"), ctx.spec.rewards.scorer))
+    parts: list[tuple[DataPath, RoleSpec | None]] = [*ctx.users, (("rewards", "scorer"), ctx.spec.rewards.scorer)]
     paths: list[DataPath] = [("model",)] if ctx.spec.model.allow_special else []
-    paths += [
-        (*path, "model")
-        for path, part in played
-        if part is not None and part.model is not None and part.model.allow_special
-    ]
+    paths += [(*path, "model") for path, part in parts if part and part.model and part.model.allow_special]
     for path in paths:
         message = (
             "text from users, tools, environments, task fields and replies that spells a special token "
@@ -250,12 +245,6 @@ def special_text(ctx: CheckContext) -> Iterator[Finding]:
             (*path, "allow_special"),
             "leave `allow_special` out, unless your own code writes such text on purpose",
         )
-
-
-def _with_template(ctx: CheckContext) -> tuple[ModelFiles | None, Shown | None]:
-    files = _files(ctx)
-    shown = None if files is None else _render(ctx, files)
-    return files, None if shown is None or shown.problem is not None else shown
 
 
 @rule("model.stop-in-token", "warning", "a stop string is part of a template token or of a tool-call marker")
@@ -310,12 +299,10 @@ def _shown_images(ctx: CheckContext) -> Iterator[DataPath]:
     words: list[tuple[DataPath, Any]] = [
         (("prompt", index, "content"), message.content) for index, message in enumerate(ctx.spec.messages)
     ]
-    words += [(("recover", key), value) for key, value in ctx.spec.recover]
-    for path, value in words:
-        if isinstance(value, list):
-            for below, _ in texts_of(value):
-                if below and below[-1] == "image":
-                    yield (*path, *below)
+    for path, value in (*words, *((("recover", key), value) for key, value in ctx.spec.recover if value is not None)):
+        for below, _ in texts_of(value):
+            if below and below[-1] == "image":
+                yield (*path, *below)
 
 
 @rule("model.context", "warning", "the spec's context is larger than the model's")

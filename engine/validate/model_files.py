@@ -113,21 +113,16 @@ def model_files(loaded: LoadedSpec) -> ModelFiles | None:
         return None
     source = folder
     if spec.tokenizer is not None:
-        found = _at_hand(loaded, spec.tokenizer, ("model", "tokenizer"), None)
-        if found is None:
+        source = _at_hand(loaded, spec.tokenizer, ("model", "tokenizer"), None)
+        if source is None:
             return None
-        source = found
     template = None if spec.chat_template is None else loaded.resolve(spec.chat_template, ("model", "chat_template"))
     trusted = loaded.access.roots is None or (template is None and _in_catalogue(source.name) == source)
     access = loaded.access.below(_whole(folder), _whole(source))
     return _files(folder, source, template, access, loaded.access, trusted)
 
 
-@lru_cache(maxsize=64)
-def _files(
-    folder: Path, source: Path, template: Path | None, access: Access, template_access: Access, trusted: bool
-) -> ModelFiles:
-    return ModelFiles(folder, source, template, access, template_access, trusted)
+_files = lru_cache(maxsize=64)(ModelFiles)
 
 
 def _whole(folder: Path) -> Path:

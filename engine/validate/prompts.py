@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from engine.actions.facts import owns_conversation
@@ -21,89 +21,71 @@ RECOVER_FIELDS = ("problem", "raw")
 """The fields of `recover.malformed`."""
 
 
-def known_fields(ctx: CheckContext) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """(row number, fields) of tasks; if only `map` is known, one row of empty fields."""
+Rows = list[tuple[int, Mapping[str, Any]]]
+"""(number, fields) of rows of tasks. Where only the names of `tasks.map` are known, the number is 0."""
+
+
+def known_rows(ctx: CheckContext) -> Rows:
+    """The first rows of the tasks, as far as their fields are known."""
     if ctx.read_tasks is not None:
-        yield from ((task.index + 1, task.fields) for task in ctx.read_tasks)
-        return
+        return [(task.index + 1, task.fields) for task in ctx.read_tasks]
+    rows: Rows = []
     for _, source in each_source(ctx):
-        tasks = source.spec.tasks
-        if tasks.map:
-            yield 0, dict.fromkeys(tasks.map)
+        if source.spec.tasks.map:
+            rows.append((0, dict.fromkeys(source.spec.tasks.map)))
             continue
-        try:
-            for row in source.first_rows():
-                if isinstance(row.fields, Mapping):
-                    yield row.number, row.fields
-        except SpecError:
-            continue  # `tasks.unreadable` reports it
+        with suppress(SpecError):  # `tasks.unreadable` reports it
+            rows += [(row.number, row.fields) for row in source.first_rows() if isinstance(row.fields, Mapping)]
+    return rows
+
+
+def no_field(ctx: CheckContext, rows: Rows, name: str, path: DataPath, offset: int | None = None) -> Iterator[Finding]:
+    """Report the first row without the field `name`. Of a name with dots, `tasks.map` tells only the first part."""
+    ctx.work.spend(len(rows))
+    for number, fields in rows:
+        if not has_field(name, fields) and (number or not has_field(name.partition(".")[0], fields)):
+            where = f"row {number} has" if number else "tasks have"
+            yield Finding(f"{where} no field `{name}`", path, nearest(name, fields), offset=offset)
+            return
 
 
 @rule("prompt.unknown-field", "error", "a prompt names a field that tasks do not have")
 @for_each_source
 def prompt_field(ctx: CheckContext) -> Iterator[Finding]:
     """Every `{{field}}` of `prompt` and `recover.malformed`, compared with `tasks.map` or the rows."""
-    rows = list(known_fields(ctx))
-    source = ctx.spec.conversation
-    for number, fields in rows if source is not None and ctx.spec.tasks.map else ():
-        assert source is not None
-        if not number and not has_field(source.field.partition(".")[0], fields):
-            yield Finding(f"tasks have no field `{source.field}`", ("prompt", "field"), nearest(source.field, fields))
-    templates = [
-        (("prompt", index, "content", *below), template)
-        for index, message in enumerate(ctx.spec.messages)
-        for below, template in texts_of(message.content)
-    ]
-    for path, template in templates:
-        ctx.work.spend(1 + len(template) / 50)
-        for name in fields_of(template):
-            ctx.work.spend(len(rows))
-            for number, fields in rows:
-                lookup = name if number else name.partition(".")[0]
-                if not has_field(name, fields) and not has_field(lookup, fields):
-                    where = f"row {number} has" if number else "tasks have"
-                    fix = nearest(name, fields)
-                    yield Finding(f"{where} no field `{name}`", path, fix, offset=offset_of(template, name))
-                    break
-    yield from _recover_fields(ctx, rows)
-
-
-def _recover_fields(ctx: CheckContext, rows: list[tuple[int, Mapping[str, Any]]]) -> Iterator[Finding]:
-    """Every `{{field}}` of `recover`, compared with the fields of its template."""
-    for key, words in _recover(ctx):
-        known = _recover_known(ctx, key)
-        for below, template in texts_of(words):
-            path: DataPath = ("recover", key, *below)
+    rows = known_rows(ctx)
+    if (source := ctx.spec.conversation) is not None and ctx.spec.tasks.map:
+        yield from no_field(ctx, [row for row in rows if not row[0]], source.field, ("prompt", "field"))
+    for index, message in enumerate(ctx.spec.messages):
+        for below, template in texts_of(message.content):
+            ctx.work.spend(1 + len(template) / 50)
             for name in fields_of(template):
-                offset = offset_of(template, name)
-                root, _, field = name.partition(".")
-                if root == "task" and field:
-                    ctx.work.spend(len(rows))
-                    for number, fields in rows:
-                        if not has_field(field if number else field.partition(".")[0], fields):
-                            where = f"row {number} has" if number else "tasks have"
-                            yield Finding(f"{where} no field `{field}`", path, nearest(field, fields), offset=offset)
-                            break
-                elif known is not None and name not in known:
-                    fix = nearest(name, [*known, "task.<field>"])
-                    yield Finding(f"there is no field `{name}` here", path, fix, offset=offset)
+                path = ("prompt", index, "content", *below)
+                yield from no_field(ctx, rows, name, path, offset_of(template, name))
+    users_fields = _user_fields(ctx)
+    for key, words in _recover(ctx):
+        known = RECOVER_FIELDS if key == "malformed" else None if users_fields is None else users_fields.get(key, ())
+        for below, template in texts_of(words):
+            yield from _recover_fields(ctx, rows, known, template, ("recover", key, *below))
 
 
-def _recover(ctx: CheckContext) -> Iterator[tuple[str, Words]]:
-    """The templates that the spec has, by key."""
-    recover = ctx.spec.recover
-    for key in type(recover).model_fields:
-        words = getattr(recover, key)
-        if words is not None:
-            yield key, words
+def _recover_fields(
+    ctx: CheckContext, rows: Rows, known: Sequence[str] | None, template: str, path: DataPath
+) -> Iterator[Finding]:
+    """Every `{{field}}` of a text of `recover`, compared with the fields of this text; None: they are not known."""
+    for name in fields_of(template):
+        offset = offset_of(template, name)
+        root, _, field = name.partition(".")
+        if root == "task" and field:
+            yield from no_field(ctx, rows, field, path, offset)
+        elif known is not None and name not in known:
+            fix = nearest(name, [*known, "task.<field>"])
+            yield Finding(f"there is no field `{name}` here", path, fix, offset=offset)
 
 
-def _recover_known(ctx: CheckContext, key: str) -> Sequence[str] | None:
-    """The fields of a template, other than the task's; None if they are not known."""
-    if key == "malformed":
-        return RECOVER_FIELDS
-    fields = _user_fields(ctx)
-    return None if fields is None else tuple(fields.get(key, ()))
+def _recover(ctx: CheckContext) -> list[tuple[str, Words]]:
+    """The texts that the spec has, by key."""
+    return [(key, words) for key, words in ctx.spec.recover if words is not None]
 
 
 def _user_fields(ctx: CheckContext) -> Mapping[str, Sequence[str]] | None:
@@ -131,14 +113,6 @@ def recover_unused(ctx: CheckContext) -> Iterator[Finding]:
         if not ctx.users:
             who = "it is said for a user, and the spec has none"
         yield Finding(f"`recover.{key}` has no effect: {who}", ("recover", key), "remove it", key=True)
-
-
-def is_file(path: Path) -> bool:
-    """Whether a file exists; False for names that no file can have."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def offset_of(template: str, name: str) -> int:
@@ -173,7 +147,7 @@ def missing_file(ctx: CheckContext) -> Iterator[Finding]:
     """`model.chat_template`, a scripted backend's `replies`, and images of `prompt` and `recover`."""
     for path, name in _named_files(ctx):
         full = ctx.loaded.resolve(name, path)
-        if ctx.loaded.access.allows(full) and not is_file(full):
+        if ctx.loaded.access.allows(full) and not ctx.loaded.access.is_file(full):
             yield Finding(f"the file `{short(name)}` does not exist", path, f"looked for {full}")
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.errors import SpecError
 from engine.schemas.tasks import PLUGIN_KEYS, all_sources
@@ -20,27 +19,64 @@ MAX_ROWS = 20_000
 """Number of rows of a file that are checked; `engine run` reads all."""
 LARGEST = 32 * 1024 * 1024
 """Maximum size of a file that is checked, in bytes."""
+MAX_SCANS = 256
+"""Sources whose results a process keeps."""
 
 
-class _State(NamedTuple):
-    """The state of the files, and the fields that their rows need."""
+class _Scan(NamedTuple):
+    """What reading the rows of a source gives."""
 
-    files: tuple[tuple[str, int], ...]
-    """Their paths, and when they changed."""
-    size: int
-    fields: str
+    bad: Diagnostic | None
+    """The problem of the first bad row. The very first row is left to `tasks.unreadable`."""
+    checked: str
+    """Which rows are checked, if not all of them, with their verb."""
 
 
-class _Known(NamedTuple):
-    """An argument that is not part of a cache's key."""
+_scans: dict[tuple[Any, ...], _Scan] = {}
+"""By the state of the files, and by what their rows need: a process may check the same files for several specs."""
 
-    loaded: LoadedSpec
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Known)
+def _scan(ctx: CheckContext) -> _Scan:
+    """Read the rows of a source, as far as they are checked.
 
-    def __hash__(self) -> int:
-        return 0
+    Raises:
+        SpecError: a file is not there.
+        OSError: as it is read.
+    """
+    spec = ctx.spec
+    if spec.tasks.source == "inline":
+        return _scan_rows(ctx.loaded)
+    files = [(str(file), file.stat()) for file in row_files(ctx.loaded)]
+    if sum(status.st_size for _, status in files) > LARGEST:
+        return _Scan(None, "the first row is")
+    needs = repr((spec.tasks, spec.prompt, sorted(spec.users), spec.environment is None))
+    key = (needs, *((file, status.st_mtime_ns, status.st_size) for file, status in files))
+    if key not in _scans:
+        if len(_scans) == MAX_SCANS:
+            _scans.clear()
+        _scans[key] = _scan_rows(ctx.loaded)
+    return _scans[key]
+
+
+def _scan_rows(loaded: LoadedSpec) -> _Scan:
+    spec = loaded.spec.tasks
+    most = min(MAX_ROWS, spec.limit or MAX_ROWS)
+    seen: dict[str, int] = {}
+    try:
+        for index, row in enumerate(rows_of(loaded, most if spec.limit == most else most + 1)):
+            if index == most:
+                return _Scan(None, f"the first {MAX_ROWS:,} rows are")
+            task = task_of(row, index, spec, loaded)
+            if task.id in seen:
+                message = f"rows {seen[task.id]} and {row.number} share the id `{task.id}`"
+                fix = "name a field of unique values under `tasks.id`, or leave it out"
+                origin = row.origin or loaded.origin(("tasks", "id"))
+                return _Scan(Diagnostic("tasks.row", "error", message, fix, origin, ("tasks", "id")), "")
+            seen[task.id] = row.number
+    except SpecError as error:
+        is_first = spec.source == "inline" or not seen
+        return _Scan(None if is_first else error.diagnostics[0], "")
+    return _Scan(None, "")
 
 
 @rule("tasks.unreadable", "error", "the task source does not exist, or its first rows cannot become tasks")
@@ -65,13 +101,10 @@ def task_rows(ctx: CheckContext) -> Iterator[Finding]:
     if tasks.source not in ("jsonl", "csv", "parquet", "inline"):
         return
     try:
-        if tasks.source == "inline":
-            diagnostic = _first_bad(ctx.loaded, MAX_ROWS)
-        else:
-            if tasks.source == "parquet":
-                yield from _columns(ctx, row_files(ctx.loaded))
-                return
-            diagnostic = _first_bad_of_files(_state(ctx), _Known(ctx.loaded))
+        if tasks.source == "parquet":
+            yield from _columns(ctx, row_files(ctx.loaded))
+            return
+        diagnostic = _scan(ctx).bad
     except (SpecError, OSError):
         return  # `tasks.unreadable` reports it
     if diagnostic is not None:
@@ -110,59 +143,12 @@ def not_read(ctx: CheckContext) -> Iterator[Finding]:
     if tasks.source not in ("jsonl", "csv", "inline") or (tasks.limit or LARGEST) <= MAX_ROWS:
         return
     try:
-        if tasks.source == "inline":
-            checked_rows = f"the first {MAX_ROWS:,} rows are" if len(tasks.rows or []) > MAX_ROWS else ""
-        else:
-            checked_rows = _left_out(_state(ctx), _Known(ctx.loaded))
+        checked = _scan(ctx).checked
     except (SpecError, OSError):
         return  # `tasks.unreadable` reports it
-    if checked_rows:
+    if checked:
         path = ("tasks", "rows" if tasks.source == "inline" else "path")
-        yield Finding(f"only {checked_rows} checked: a later row may lack a field or share its id", path)
-
-
-@lru_cache(maxsize=256)
-def _left_out(state: _State, known: _Known) -> str:
-    if state.size > LARGEST:
-        return "the first row is"
-    rows = sum(1 for _ in rows_of(known.loaded, MAX_ROWS + 1))
-    return f"the first {MAX_ROWS:,} rows are" if rows > MAX_ROWS else ""
-
-
-def _state(ctx: CheckContext) -> _State:
-    files = [(file, file.stat()) for file in row_files(ctx.loaded)]
-    tasks = ctx.spec.tasks
-    return _State(
-        tuple((str(file), status.st_mtime_ns) for file, status in files),
-        sum(status.st_size for _, status in files),
-        repr((tasks, ctx.spec.prompt)),
-    )
-
-
-@lru_cache(maxsize=256)
-def _first_bad_of_files(state: _State, known: _Known) -> Diagnostic | None:
-    return None if state.size > LARGEST else _first_bad(known.loaded, MAX_ROWS)
-
-
-def _first_bad(loaded: LoadedSpec, most: int) -> Diagnostic | None:
-    """The problem of the first bad row; the very first row is left to `tasks.unreadable`."""
-    spec = loaded.spec.tasks
-    seen: dict[str, int] = {}
-    number = 0
-    try:
-        for index, row in enumerate(rows_of(loaded, min(most, spec.limit or most))):
-            task = task_of(row, index, spec, loaded)
-            number = index + 1
-            if task.id in seen:
-                message = f"rows {seen[task.id]} and {row.number} share the id `{task.id}`"
-                fix = "name a field of unique values under `tasks.id`, or leave it out"
-                origin = row.origin or loaded.origin(("tasks", "id"))
-                return Diagnostic("tasks.row", "error", message, fix, origin, ("tasks", "id"))
-            seen[task.id] = row.number
-    except SpecError as error:
-        first = loaded.spec.tasks.source == "inline" or number == 0
-        return None if first else error.diagnostics[0]
-    return None
+        yield Finding(f"only {checked} checked: a later row may lack a field or share its id", path)
 
 
 def _columns(ctx: CheckContext, files: list[Path]) -> Iterator[Finding]:

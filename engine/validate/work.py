@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import inf
 from types import FrameType
 
@@ -22,13 +23,11 @@ class WorkLimitError(EngineError):
         super().__init__(message)
 
 
+@dataclass(slots=True)
 class Work:
     """The remaining budget. One unit is one step of a loop, about one or two microseconds."""
 
-    __slots__ = ("left",)
-
-    def __init__(self, left: float = inf) -> None:
-        self.left = left
+    left: float = inf
 
     def spend(self, units: float = 1) -> None:
         """Take some units from the budget.

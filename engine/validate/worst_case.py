@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import inf
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from engine.schemas.limits import UNBOUNDED
 from engine.spec.load import LoadedSpec
 from engine.spec.tasks import count_tasks
 from engine.spec.text.diagnostic import DataPath, Diagnostic
+from engine.spec.text.near import near_or_known
 from engine.validate.context import CheckContext
 from engine.validate.explore import TURNS, Graph, Place, explore
 from engine.validate.model_files import model_files
@@ -270,9 +270,7 @@ def read_budget(given: Sequence[str]) -> dict[str, float]:
         name, _, value = item.partition("=")
         name = name.strip()
         if name not in COSTS:
-            near = get_close_matches(name, COSTS, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"the budgets are {', '.join(COSTS)}"
-            raise BudgetError(f"there is no budget `{name}`; {hint}")
+            raise BudgetError(f"there is no budget `{name}`; {near_or_known(name, list(COSTS), what='budgets')}")
         try:
             most = float(value.replace("_", ""))
         except ValueError:

@@ -140,6 +140,7 @@ def test_a_module_beside_the_spec_comes_before_others_of_its_name(
     monkeypatch.setattr(sys, "path", [str(tmp_path / "other"), *sys.path])
     access = Access.for_spec(Path("specs/s.yaml"))
     own = Sources(Path("specs"), access).entry("namesake_text:Own").definition
-    assert own is not None and isinstance(own.node, ast.ClassDef)
+    assert own is not None
+    assert isinstance(own.node, ast.ClassDef)
     with pytest.raises(EntryError, match="has no `Other`"):
         Sources(Path("specs"), access).entry("namesake_text:Other")

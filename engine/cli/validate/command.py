@@ -116,7 +116,7 @@ def validate(
             most = read_budget(budget or ())
         except BudgetError as error:
             raise typer.BadParameter(str(error), param_hint="--budget") from error
-        from engine.validate.trainers import TrainerError, trainer_of
+        from engine.validate.check import TrainerError, trainer_of
 
         try:
             if trainer is not None:

@@ -23,10 +23,9 @@ from engine.spec.load import UNREADABLE, LoadedSpec, read_spec
 from engine.spec.references import mask, mask_all
 from engine.spec.text.diagnostic import Diagnostic, Origin, Severity
 from engine.validate import all_rules
-from engine.validate.check import check_rules, in_order
+from engine.validate.check import check_rules, trainer_of
 from engine.validate.context import CheckContext
 from engine.validate.templates import close_child, set_deadline
-from engine.validate.trainers import trainer_of
 from engine.validate.worst_case import over_budget, worst_case
 
 SECONDS = 60.0
@@ -235,7 +234,7 @@ def _both(static: Report, found: Report) -> Report:
         and (item.rule, item.origin, item.path) not in known
         and item.rule != "budget.exceeded"
     ]
-    pairs = sorted([*zip(found.diagnostics, found.excerpts, strict=True), *extra], key=lambda pair: in_order(pair[0]))
+    pairs = sorted([*zip(found.diagnostics, found.excerpts, strict=True), *extra], key=lambda pair: pair[0].place)
     return replace(found, diagnostics=[item for item, _ in pairs], excerpts=[excerpt for _, excerpt in pairs])
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from engine.plugins.roles.weights import frozen_refusal, role_section, role_weights
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.added import played_roles
-from engine.spec.template import fields_of, has_field
+from engine.spec.template import fields_of
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import short
 from engine.validate.context import CheckContext, nearest
-from engine.validate.prompts import is_file, known_fields, offset_of
+from engine.validate.prompts import known_rows, no_field, offset_of
 from engine.validate.registry import Finding, rule
 
 
@@ -20,30 +19,19 @@ from engine.validate.registry import Finding, rule
 def role_field(ctx: CheckContext) -> Iterator[Finding]:
     """`{{reply}}`, `{{dialogue}}`, … and `{{task.<field>}}` in the prompts of model-played users and judges."""
     roles = played_roles(ctx.spec)
-    rows = list(known_fields(ctx)) if roles else []
+    rows = known_rows(ctx) if roles else []
     for path, role in roles.items():
         for index, message in enumerate(role.spec.prompt):
             at = (*path, "prompt", index, "content")
             for name in fields_of(message.content):
-                ctx.work.spend(10 + len(rows))
-                yield from _field(name, message.content, role.fields, rows, at)
-
-
-def _field(
-    name: str, template: str, known: Sequence[str], rows: list[tuple[int, Mapping[str, Any]]], at: DataPath
-) -> Iterator[Finding]:
-    offset = offset_of(template, name)
-    root, _, below = name.partition(".")
-    if root != "task":
-        if name not in known:
-            fix = nearest(name, [*(item for item in known if item != "task"), "task.<field>"])
-            yield Finding(f"there is no field `{name}` here", at, fix, offset=offset)
-        return
-    for number, fields in rows if below else ():
-        if not has_field(below if number else below.partition(".")[0], fields):
-            where = f"row {number} has" if number else "tasks have"
-            yield Finding(f"{where} no field `{below}`", at, nearest(below, fields), offset=offset)
-            return
+                ctx.work.spend(10)
+                offset = offset_of(message.content, name)
+                root, _, below = name.partition(".")
+                if root == "task" and below:
+                    yield from no_field(ctx, rows, below, at, offset)
+                elif root != "task" and name not in role.fields:
+                    fix = nearest(name, [*(item for item in role.fields if item != "task"), "task.<field>"])
+                    yield Finding(f"there is no field `{name}` here", at, fix, offset=offset)
 
 
 @rule("role.no-file", "error", "a file that the model of a user or judge needs does not exist")
@@ -61,7 +49,7 @@ def role_file(ctx: CheckContext) -> Iterator[Finding]:
             if not ctx.loaded.access.allows(full):
                 message = f"the file `{short(name)}` is outside the folders that may be read"
                 yield Finding(message, (*path, *below), OUTSIDE_FIX)
-            elif not is_file(full):
+            elif not ctx.loaded.access.is_file(full):
                 yield Finding(f"the file `{name}` does not exist", (*path, *below), f"looked for {full}")
 
 

@@ -25,7 +25,7 @@ from engine.schemas.sections import written
 from engine.schemas.train import TrainSpec
 from engine.storable import words_of
 from engine.validate import check_spec
-from engine.validate.trainers import TrainerError, trainer_of
+from engine.validate.check import TrainerError, trainer_of
 
 if TYPE_CHECKING:
     from engine.backends.backend import Backend

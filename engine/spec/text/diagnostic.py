@@ -62,6 +62,12 @@ class Diagnostic:
         object.__setattr__(self, "message", brief(self.message))
         object.__setattr__(self, "fix", None if self.fix is None else brief(self.fix))
 
+    @property
+    def place(self) -> tuple[str, int, int, bool]:
+        """The key by which findings are sorted: their position, errors first."""
+        origin = self.origin or Origin("", 0, 0)
+        return origin.file, origin.line, origin.column, self.severity != "error"
+
     def __str__(self) -> str:
         where = f"{self.origin}: " if self.origin else ""
         fix = f"; {self.fix}" if self.fix else ""

@@ -19,6 +19,7 @@ from engine.schemas.base import Bytes, Seconds, Struct
 from engine.schemas.descriptions import description_of
 from engine.schemas.sections import open_name, open_union, sections_of
 from engine.schemas.train import MemorySpec, TrainSpec, WeightSyncSpec
+from engine.spec.references import MISSING, value_at
 from engine.spec.text.diagnostic import DataPath, Diagnostic, show_path
 from engine.spec.text.near import nearest_name, short
 from engine.spec.text.places import (
@@ -35,8 +36,6 @@ from engine.spec.text.places import (
 )
 
 if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
     from engine.spec.document import Document
 
 
@@ -52,9 +51,16 @@ _TYPES = frozenset(
         *("model_type", "tuple_type", "model_attributes_type", "int_parsing", "float_parsing", "bool_parsing"),
     )
 )
+_WANTED = {
+    "string": "a string",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "list": "a list",
+}
+"""What an error of a type asks for, where the contract says no more."""
 _YES = frozenset({"yes", "on", "y", "True", "TRUE"})
 _NO = frozenset({"no", "off", "n", "False", "FALSE"})
-_MISSING: Any = object()
 
 MAX_ERRORS = 200
 """Errors that are explained; of the others only the number is told."""
@@ -85,38 +91,30 @@ def diagnose(
     grouped: dict[DataPath, list[_Fault]] = {}
     errors = error.errors(include_url=False)
     for item in errors[:MAX_ERRORS]:
-        fault = _fault(model, item, at)
-        grouped.setdefault(fault.spot.path, []).append(fault)
+        spot = locate(model, item["loc"])
+        words = item["msg"].removeprefix("Value error, ")
+        path = (*at, *spot.path)
+        fault = _Fault(kind=item["type"], spot=replace(spot, path=path), context=item.get("ctx") or {}, words=words)
+        grouped.setdefault(path, []).append(fault)
     as_text = [
         path
         for path, faults in grouped.items()
         if path in document.rereads and any(fault.kind == "string_type" for fault in faults)
     ]
     findings = [
-        _explain(root or model, faults, document) for path, faults in grouped.items() if not _superseded(path, grouped)
+        _explain(root or model, faults, document)
+        for path, faults in grouped.items()
+        # of the branches of a union, the one that got further says more
+        if not (
+            all(fault.spot.branch for fault in faults)
+            and any(len(other) > len(path) and other[: len(path)] == path for other in grouped)
+        )
     ]
-    findings.sort(
-        key=lambda item: (item.origin.file, item.origin.line, item.origin.column) if item.origin else ("", 0, 0)
-    )
+    findings.sort(key=lambda item: item.place)
     if len(errors) > MAX_ERRORS:
         more = f"and {len(errors) - MAX_ERRORS:,} more errors of form"
         findings.append(Diagnostic("spec.more", "error", more, "correct these first", document.origin(())))
     return findings, as_text
-
-
-def _fault(model: type[BaseModel], item: ErrorDetails, at: DataPath) -> _Fault:
-    spot = locate(model, item["loc"])
-    spot = replace(spot, path=(*at, *spot.path))
-    return _Fault(
-        kind=item["type"], spot=spot, context=item.get("ctx") or {}, words=item["msg"].removeprefix("Value error, ")
-    )
-
-
-def _superseded(path: DataPath, grouped: Mapping[DataPath, list[_Fault]]) -> bool:
-    """Of a union's branches, the one that got further says more: the others are left out."""
-    if not all(fault.spot.branch for fault in grouped[path]):
-        return False
-    return any(len(other) > len(path) and other[: len(path)] == path for other in grouped)
 
 
 def _explain(model: type[BaseModel], faults: list[_Fault], document: Document) -> Diagnostic:
@@ -183,7 +181,7 @@ def _tag(model: type[BaseModel], fault: _Fault, document: Document) -> Diagnosti
         )
     place = (*path, key)
     value = str(fault.context["tag"])
-    message = f"`{show_path(place)}` must be one of {listed}; it is {_show(_value(document, place))}"
+    message = f"`{show_path(place)}` must be one of {listed}; it is {_show(value_at(document.data, place))}"
     opened = open_union(fault.spot.wanted)
     fix = (missing(opened.point, value) if opened else None) or _nearest(value, tags)
     return Diagnostic("spec.bad-value", "error", message, fix, document.origin(place), place)
@@ -192,7 +190,7 @@ def _tag(model: type[BaseModel], fault: _Fault, document: Document) -> Diagnosti
 def _value_error(fault: _Fault, document: Document) -> Diagnostic:
     """A rule of the contract's own. Its words name keys in backticks: the first that is there gives the position."""
     path = fault.spot.path
-    value = _value(document, path)
+    value = value_at(document.data, path)
     if isinstance(value, dict):
         named = [word.partition(":")[0] for word in fault.words.split("`")[1::2]]
         present = next((word for word in named if word in value), None)
@@ -208,8 +206,8 @@ def _value_error(fault: _Fault, document: Document) -> Diagnostic:
 
 def _wrong(faults: list[_Fault], document: Document) -> Diagnostic:
     path = faults[0].spot.path
-    value = _value(document, path)
-    if value is _MISSING and isinstance(short := _value(document, path[:-1]), str):
+    value = value_at(document.data, path)
+    if value is MISSING and isinstance(short := value_at(document.data, path[:-1]), str):
         path, value = path[:-1], short  # `isolation: process` for `isolation: {mode: process}`
     only_types = all(fault.kind in _TYPES for fault in faults)
     expected = list(dict.fromkeys(_expected(fault) for fault in faults))
@@ -219,15 +217,12 @@ def _wrong(faults: list[_Fault], document: Document) -> Diagnostic:
     if faults[0].spot.key:
         shown = f"the key {shown}"
     message = f"{shown} must be {', or '.join(expected)}; it is {_show(value)}"
-    named = options or open_name(faults[0].spot.wanted) is not None  # without its plugins an open set may have no name
-    fix = _name_fix(faults[0].spot.wanted, value, options) if named and isinstance(value, str) else None
+    name = open_name(faults[0].spot.wanted)  # without its plugins an open set may have no name
+    fix: str | None = None
+    if isinstance(value, str) and (options or name is not None):
+        fix = (missing(name.point, value) if name is not None else None) or _nearest(value, options)
     fix = fix or _type_fix(faults, value, str(path[-1]) if path else "")
     return Diagnostic(rule, "error", message, fix, document.origin(path, key=faults[0].spot.key), path)
-
-
-def _name_fix(wanted: Any, value: str, options: list[str]) -> str | None:
-    name = open_name(wanted)
-    return (missing(name.point, value) if name is not None else None) or _nearest(value, options)
 
 
 def _expected(fault: _Fault) -> str:
@@ -248,20 +243,8 @@ def _expected(fault: _Fault) -> str:
     if fault.kind == "too_short":
         return f"a list of at least {context['min_length']}"
     if fault.kind in _TYPES:
-        return _type_words(fault)
+        return describe(fault.spot.wanted) or _WANTED.get(fault.kind.partition("_")[0], "a mapping")
     return f"valid ({fault.words[:1].lower()}{fault.words[1:]})"
-
-
-def _type_words(fault: _Fault) -> str:
-    fallback = {
-        "string": "a string",
-        "int": "a whole number",
-        "float": "a number",
-        "bool": "true or false",
-        "list": "a list",
-    }
-    words = describe(fault.spot.wanted)
-    return words or fallback.get(fault.kind.partition("_")[0], "a mapping")
 
 
 def describe(annotation: Any, *, plural: bool = False) -> str:
@@ -341,23 +324,13 @@ def _nearest(value: str, options: list[str]) -> str | None:
     return f"did you mean `{near}`?" if near else None
 
 
-def _value(document: Document, path: DataPath) -> Any:
-    value = document.data
-    for key in path:
-        try:
-            value = value[key]
-        except (KeyError, IndexError, TypeError):
-            return _MISSING
-    return value
-
-
 def _number(value: Any) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _show(value: Any) -> str:
     """A value as it would be written, kept short."""
-    if value is _MISSING:
+    if value is MISSING:
         return "missing"
     if value is None:
         return "null"

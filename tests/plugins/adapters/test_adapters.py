@@ -17,7 +17,7 @@ from engine.spec.access import Access
 from engine.spec.code.entry import load_entry
 from engine.spec.load import LoadedSpec, load_spec
 from engine.validate import check_spec
-from engine.validate.code.source import declared_events, read_entry
+from engine.validate.code.source import Definition, Sources, declared_events
 
 GAME = "def build_env(sample=None, args=None): ...\n"
 
@@ -109,7 +109,9 @@ def test_its_class_says_what_the_table_says(name: str) -> None:
     adapter = load_entry(facts.runs, None)
     assert callable(adapter.reset)
     if callable(getattr(adapter, "step", None)):
-        assert declared_events(read_entry(facts.runs, None, Access()).node) == adapter.events
+        definition = Sources(None, Access()).entry(facts.runs).definition
+        assert isinstance(definition, Definition)
+        assert declared_events(definition.node) == adapter.events
     assert EnvironmentSpec(adapter=facts.name, use="x").effects == facts.effects
 
 
