@@ -109,13 +109,11 @@ def model_files(loaded: LoadedSpec) -> ModelFiles | None:
     """Return the files of a spec's model; None if they are not on this computer."""
     spec = loaded.spec.model
     folder = _at_hand(loaded, spec.path, ("model", "path"), spec.revision)
-    if folder is None:
-        return None
     source = folder
     if spec.tokenizer is not None:
         source = _at_hand(loaded, spec.tokenizer, ("model", "tokenizer"), None)
-        if source is None:
-            return None
+    if folder is None or source is None:
+        return None
     template = None if spec.chat_template is None else loaded.resolve(spec.chat_template, ("model", "chat_template"))
     trusted = loaded.access.roots is None or (template is None and _in_catalogue(source.name) == source)
     access = loaded.access.below(_whole(folder), _whole(source))

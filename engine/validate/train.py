@@ -289,7 +289,7 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
         if trains_backend(ctx.spec):
             options += _of_weight_sync(ctx, train)
         if train.samples_episodes:
-            options += _of_objective(train)
+            options += _of_loss(train) + _of_batch(train)
         for useless, name, why in options:
             path: DataPath = tuple(int(key) if key.isdecimal() else key for key in name.split("."))
             if useless and ctx.written(*path):
@@ -361,14 +361,13 @@ def _of_weight_sync(ctx: CheckContext, train: TrainSpec) -> list[Option]:
 _ONE_UPDATE = "set `train.minibatches` or `train.update_epochs`"
 
 
-def _of_objective(train: TrainSpec) -> list[Option]:
-    """Options of the batch, the loss, the rollout correction, the KL penalty and the rewards."""
+def _of_loss(train: TrainSpec) -> list[Option]:
+    """Options of the loss, the rollout correction and the KL penalty."""
     dropout = train.adapter is not None and train.adapter.dropout > 0
     recomputed = train.proximal_logprobs == "recompute"
     one_update = train.update_epochs * train.minibatches == 1 and not (recomputed and dropout)
     by_sampler = train.proximal_logprobs == "sampler"
     loss, correction, kl = train.loss, train.rollout_correction.kind, train.kl
-    groups, oversample = train.tasks_per_step, train.asynchrony.oversample
     return [
         *(
             (
@@ -403,6 +402,13 @@ def _of_objective(train: TrainSpec) -> list[Option]:
         (kl.coefficient == 0, "train.kl.estimator", "`train.kl.coefficient` is 0"),
         (kl.coefficient == 0, "train.kl.in", "`train.kl.coefficient` is 0"),
         (kl.in_reward, "train.kl.estimator", "the penalty in the reward (`train.kl.in: reward`) is always `k1`"),
+    ]
+
+
+def _of_batch(train: TrainSpec) -> list[Option]:
+    """Options of the batch, its advantages and its rewards."""
+    groups, oversample = train.tasks_per_step, train.asynchrony.oversample
+    return [
         *(
             (
                 bonus.coefficient == 0,
