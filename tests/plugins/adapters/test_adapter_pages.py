@@ -1,4 +1,4 @@
-"""The specs that docs/adapters.md prints for other libraries run as they are printed, with the real library.
+"""The specs that docs/data.md prints for other libraries run as they are printed, with the real library.
 
 A test gives its own rows, tokenizer and replies; each episode is compared with the library's own loop.
 """
@@ -24,7 +24,7 @@ from command_line import run_to_store
 from engine.schemas.trajectory import Trajectory
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[2] / "docs" / "adapters.md"
+PAGE = HERE.parents[2] / "docs" / "data.md"
 MAX_LINES = 15
 
 

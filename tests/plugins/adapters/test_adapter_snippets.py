@@ -1,4 +1,4 @@
-"""Every YAML block of docs/adapters.md with an adapter is valid, and runs where its library is installed.
+"""Every YAML block of docs/data.md with an adapter is valid, and runs where its library is installed.
 
 Blocks that show only the keys of an adapter are completed with a model, tasks and a prompt.
 """
@@ -28,7 +28,7 @@ from engine.cli.main import app
 from engine.schemas.entry import ADAPTERS, TOOL_ADAPTERS
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[2] / "docs" / "adapters.md"
+PAGE = HERE.parents[2] / "docs" / "data.md"
 SERVER = """\
 import os
 

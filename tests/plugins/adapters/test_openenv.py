@@ -1,4 +1,4 @@
-"""The function of docs/adapters.md plays an environment of OpenEnv, whose server runs with version 2 of `mcp`."""
+"""The function of docs/data.md plays an environment of OpenEnv, whose server runs with version 2 of `mcp`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adapters_kit import earned, run_spec, spec_of
 
 pytestmark = pytest.mark.adapters
 
-PAGE = Path(__file__).parents[3] / "docs" / "adapters.md"
+PAGE = Path(__file__).parents[3] / "docs" / "data.md"
 WORLD = """
 from openenv.core.env_server import Action, Environment, Observation, State
 
