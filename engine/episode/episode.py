@@ -238,14 +238,14 @@ class Episode:
         conversation = self.conversation
         before, ids = conversation.sampled(turn)
         if part.text is not None:
-            found, what, call = text_tokens(conversation.template, ids, part.text), f"text {part.text[:80]!r}", None
+            span, what, call = text_tokens(conversation.template, ids, part.text), f"text {part.text[:80]!r}", None
         else:
             call = _call_number(part.call, turn)
-            found = call_tokens(conversation.template, ids, before, conversation.tools or (), call)
+            span = call_tokens(conversation.template, ids, before, conversation.tools or (), call)
             what = f"call {part.call!r}"
-        if found is None:
+        if span is None:
             raise LedgerError(f"turn {turn} has no {what}; address the turn as a whole, or a part that it has")
-        return TurnPart(start=found[0], end=found[1], call=call)
+        return TurnPart(start=span[0], end=span[1], call=call)
 
     def _rewards(self) -> dict[str, float]:
         totals = self.ledger.totals(self.turn + 1)

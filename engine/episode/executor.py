@@ -331,10 +331,10 @@ def _lost_in(episode: Episode, action: Action | None) -> SpecCodeError:
 
 def _comparable(record: Record) -> Any:
     """A record's content for comparison, without durations, tracebacks and what is never equal again."""
-    told = record.plain()
-    for result in told.get("results", ()):
+    content = record.plain()
+    for result in content.get("results", ()):
         result.pop("seconds", None)
-    told.get("failure", {}).pop("trace", None)
+    content.get("failure", {}).pop("trace", None)
     for name in record.unrepeated:
-        told.pop(name, None)
-    return told
+        content.pop(name, None)
+    return content

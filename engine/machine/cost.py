@@ -125,15 +125,15 @@ def _loop(node: Comprehension, sizes: Sizes, variables: Mapping[str, _Bound], le
     over = _bound(node.over, sizes, variables, level)
     if level == _MAX_NESTED_LOOPS:
         return _Bound(work=_MAX_BOUND, length=over.length, nodes=over.nodes)
-    scalar, whole = (
+    scalar, everything = (
         [_bound(body, sizes, {**variables, node.variable: element}, level + 1) for body in node.bodies]
         for element in (_Bound(work=1, length=0, nodes=1), _Bound(work=1, length=over.nodes, nodes=over.nodes))
     )
-    each, largest = (1 + sum(body.work for body in bodies) for bodies in (scalar, whole))
-    work = 1 + over.work + over.length * each + largest
+    usual, largest = (1 + sum(body.work for body in bodies) for bodies in (scalar, everything))
+    work = 1 + over.work + over.length * usual + largest
     if node.name == "map":
-        nodes = 1 + over.length * scalar[-1].nodes + whole[-1].nodes
-        length = max(over.length, whole[-1].length)
+        nodes = 1 + over.length * scalar[-1].nodes + everything[-1].nodes
+        length = max(over.length, everything[-1].length)
     elif node.name == "filter":
         nodes, length = over.nodes, over.length
     else:

@@ -148,8 +148,8 @@ class _Compiler:
         """The error for a field or key that a value does not have, with the test to write before it."""
         if not isinstance(value, Mapping):
             return EvaluationError(f"`{self.source(of)}` is {type_name(value)}; `{self.source(node)}` does not exist")
-        whole = self.source(self.condition_around(node))
-        return EvaluationError(f"`{self.source(node)}` does not exist; write `{test} && {whole}`")
+        condition = self.source(self.condition_around(node))
+        return EvaluationError(f"`{self.source(node)}` does not exist; write `{test} && {condition}`")
 
     def condition_around(self, part: Node) -> Node:
         """The largest subtree around a node that is one condition: no `&&`, `||`, `!` or `?:` stands between them."""
@@ -278,7 +278,7 @@ class _Compiler:
 
         if test is None or result is not None:
             assert result is not None
-            return lambda scope: [result(each) for each in scopes(scope) if test is None or test(each)]
+            return lambda scope: [result(inner) for inner in scopes(scope) if test is None or test(inner)]
         match name:
             case "all":
                 return lambda scope: all(map(test, scopes(scope)))
@@ -286,7 +286,7 @@ class _Compiler:
                 return lambda scope: any(map(test, scopes(scope)))
             case "exists_one":
                 return lambda scope: sum(map(test, scopes(scope))) == 1
-        return lambda scope: [each[variable] for each in scopes(scope) if test(each)]
+        return lambda scope: [inner[variable] for inner in scopes(scope) if test(inner)]
 
     def map_of(self, items: tuple[Node, ...]) -> Evaluate:
         keys = [(node, self.compile(node)) for node in items[::2]]

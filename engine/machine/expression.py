@@ -163,7 +163,7 @@ class _Token(Struct, frozen=True, kw_only=True):
 
 
 def _tokens(text: str) -> list[_Token]:
-    found = []
+    tokens = []
     at = 0
     while at < len(text):
         match = _TOKEN.match(text, at)
@@ -171,10 +171,10 @@ def _tokens(text: str) -> list[_Token]:
             raise ExpressionError(f"`{text[at]}` cannot be read", at, _replacement(text[at]))
         kind = str(match.lastgroup)
         if kind != "blank":
-            found.append(_Token(kind="sign" if match[0] in ("in", *_WORDS) else kind, text=match[0], start=at))
+            tokens.append(_Token(kind="sign" if match[0] in ("in", *_WORDS) else kind, text=match[0], start=at))
         at = match.end()
-    found.append(_Token(kind="end", text="", start=len(text)))
-    return found
+    tokens.append(_Token(kind="end", text="", start=len(text)))
+    return tokens
 
 
 def _replacement(word: str) -> str | None:
@@ -204,8 +204,8 @@ def _number(token: _Token) -> int | float:
     if token.kind == "double":
         if isfinite(double := float(token.text)):
             return double
-    elif -(2**63) <= (whole := int(token.text, 16 if "x" in token.text else 10)) < 2**63:
-        return whole
+    elif -(2**63) <= (integer := int(token.text, 16 if "x" in token.text else 10)) < 2**63:
+        return integer
     raise ExpressionError(f"`{token.text}` does not fit into 64 bits", token.start)
 
 
@@ -357,12 +357,12 @@ class _Parser:
                 type=token.kind,
                 value=_string(token) if token.kind == "string" else _number(token),
             )
-        if found := self.take(*_WORDS):
+        if word := self.take(*_WORDS):
             return Constant(
-                start=found.start,
-                end=found.end,
-                type="null" if found.text == "null" else "bool",
-                value=_WORDS[found.text],
+                start=word.start,
+                end=word.end,
+                type="null" if word.text == "null" else "bool",
+                value=_WORDS[word.text],
             )
         if self.take("("):
             inner = self.expression()

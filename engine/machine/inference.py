@@ -119,8 +119,8 @@ class TypeInference:
         return frozenset({node.type})
 
     def select(self, node: Select) -> Types:
-        found = self._field(node.of, node.field, node.end - len(node.field))
-        return BOOL if node.test else found
+        types = self._field(node.of, node.field, node.end - len(node.field))
+        return BOOL if node.test else types
 
     def index(self, node: Index) -> Types:
         if isinstance(node.key, Constant) and node.key.type == "string":
@@ -181,8 +181,8 @@ class TypeInference:
         operator = node.operator
         if operator in ("&&", "||", "!", "?:"):
             conditions = node.args[:1] if operator == "?:" else node.args
-            for arg, found in zip(conditions, types, strict=False):
-                self._needs_bool("?" if operator == "?:" else operator, arg, found)
+            for arg, arg_types in zip(conditions, types, strict=False):
+                self._needs_bool("?" if operator == "?:" else operator, arg, arg_types)
             return self._either(node, types[1], types[2]) if operator == "?:" else BOOL
         place = node.args[0].end + len(self.text[node.args[0].end : node.args[-1].start].split(operator)[0])
         if len(node.args) == 1:
@@ -211,7 +211,7 @@ class TypeInference:
 
     def _equal(self, node: Operation, types: list[Types], place: int) -> Types:
         """Any two values can be compared; if their types can never be equal, the result is constant."""
-        left, right = (found | NUMBERS if found & NUMBERS else found for found in types)
+        left, right = (side | NUMBERS if side & NUMBERS else side for side in types)
         if left.isdisjoint(right) and not (left | right) & (DYN | {"null"}):
             result = "false" if node.operator == "==" else "true"
             both = f"{self.typed(node.args[0], types[0])}, {self.typed(node.args[1], types[1])}"
@@ -224,11 +224,11 @@ class TypeInference:
             result
             for wanted, result in overloads.items()
             if len(wanted) == len(types)
-            and all(want in found or found & DYN for want, found in zip(wanted, types, strict=True))
+            and all(want in arg_types or arg_types & DYN for want, arg_types in zip(wanted, types, strict=True))
         }
         if fits:
             return frozenset(fits)
-        kinds = (" or ".join(sorted(found)) for found in types)
+        kinds = (" or ".join(sorted(arg_types)) for arg_types in types)
         message, fix = cannot_apply(name, zip(map(self.source, args), kinds, strict=True))
         return self.report(message, place, fix)
 
@@ -240,8 +240,8 @@ class TypeInference:
         bodies = [self.types(body) for body in node.bodies]
         self._loop_variables.pop()
         conditions = node.bodies[:-1] if node.name == "map" else node.bodies
-        for body, found in zip(conditions, bodies, strict=False):
-            self._needs_bool(node.name, body, found)
+        for body, body_types in zip(conditions, bodies, strict=False):
+            self._needs_bool(node.name, body, body_types)
         return LIST if node.name in ("map", "filter") else BOOL
 
     def list_of(self, node: ListOf) -> Types:

@@ -143,7 +143,7 @@ def _each(names: Iterable[str], result: str) -> Overloads:
 
 def _same(types: Iterable[str]) -> Overloads:
     """Overloads for two operands of the same type."""
-    return {(each, each): each for each in types}
+    return {(name, name): name for name in types}
 
 
 _TWO_STRINGS: Overloads = {("string", "string"): "bool"}

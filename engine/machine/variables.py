@@ -69,15 +69,15 @@ def _limits() -> dict[str, VariableField]:
 
 def _with_counts(variables: Mapping[str, Variable]) -> dict[str, Variable]:
     """Add the counts of the limits to the other variables."""
-    found = dict(variables)
+    counted = dict(variables)
     for limit in LIMITS:
         if limit.variable is not None:
             name, _, field = limit.variable.partition(".")
-            variable = found.get(name, Variable(doc="Counts so far."))
-            found[name] = replace(
+            variable = counted.get(name, Variable(doc="Counts so far."))
+            counted[name] = replace(
                 variable, fields={**variable.fields, field: VariableField(types=INT, doc=limit.counted)}
             )
-    return found
+    return counted
 
 
 VARIABLES: Mapping[str, Variable] = _with_counts(

@@ -154,25 +154,25 @@ def places(loaded: LoadedSpec, tasks: Sequence[Task]) -> Callable[[Trajectory, F
 
 def _path(loaded: LoadedSpec, failure: Failure, user: str | None, action: str | None) -> DataPath | None:
     spec = loaded.spec
-    found: DataPath
+    entry: DataPath
     match failure.blame:
         case "backend":
             return ("backend",)
         case "user":
-            found = ("users", user) if spec.users and user else ("user",)
+            entry = ("users", user) if spec.users and user else ("user",)
         case "environment" if action in ("score", "judge") and spec.rewards.scorer is not None:
-            found = ("rewards", "scorer")
+            entry = ("rewards", "scorer")
         case "environment":
-            found = ("environment",)
+            entry = ("environment",)
         case "tool":
             named = _TOOL.match(failure.message)
             at = _tool(loaded, named[1]) if named else None
-            found = ("tools",) if at is None else ("tools", at)
+            entry = ("tools",) if at is None else ("tools", at)
         case "spec":
             return ("machine", "states", failure.state) if failure.state in spec.machine.states else ("machine",)
         case _:
             return None
-    return (*found, "use")
+    return (*entry, "use")
 
 
 def _tool(loaded: LoadedSpec, name: str) -> int | None:

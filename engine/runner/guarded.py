@@ -92,7 +92,7 @@ class EpisodeGuard:
             )
         turn = max((turn.index for turn in trajectory.turns if turn.branch == finding.branch), default=-1)
         asked = sorted(episode.conversation.asked.items())[finding.branch][1]
-        kind = PROMPT if finding.turns == 1 or asked.whole or finding.spelled else BRIDGE
+        kind = PROMPT if finding.turns == 1 or asked.rendered_whole or finding.spelled else BRIDGE
         place = f"branch {finding.branch}, token {finding.token} (id {finding.id})"
         if finding.spelled:
             advice = (

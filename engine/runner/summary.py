@@ -142,9 +142,9 @@ class RunSummary:
         for counted in _COUNTERS:
             getattr(self, counted).update(getattr(other, counted))
         for added in _BY_NAME:
-            own = getattr(self, added)
+            totals = getattr(self, added)
             for name, value in getattr(other, added).items():
-                own[name] += value
+                totals[name] += value
         for index, (total, reached) in enumerate(other.turn_rewards):
             if index == len(self.turn_rewards):
                 self.turn_rewards.append([0.0, 0.0])

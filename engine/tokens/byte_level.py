@@ -84,14 +84,14 @@ class ByteDecoder:
         Raises:
             OverflowError: An id is negative.
         """
-        known = self._known
+        bytes_by_id = self._known
         if len(ids) > 1 and min(ids) >= 0:
             try:  # `itemgetter` looks all of them up in one call, which costs less than `map`
-                return b"".join(itemgetter(*ids)(known)).decode("utf-8", "replace")
+                return b"".join(itemgetter(*ids)(bytes_by_id)).decode("utf-8", "replace")
             except (TypeError, IndexError):  # an id occurs for the first time, or is not in the vocabulary
                 for id_ in ids:
-                    if id_ < len(known):
-                        known[id_] = self._bytes_of[id_]
+                    if id_ < len(bytes_by_id):
+                        bytes_by_id[id_] = self._bytes_of[id_]
         return b"".join(map(self._bytes_of.__getitem__, ids)).decode("utf-8", "replace")
 
 
@@ -167,9 +167,9 @@ def _cuts(step: dict[str, Any]) -> list[Cut] | None:
     steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
     if not steps or [step["type"] == "ByteLevel" for step in steps] != [False] * (len(steps) - 1) + [True]:
         return None
-    found = [_cut(step) for step in steps]
-    known = [cut for cut in found if cut is not None]
-    return None if len(known) < len(found) else [cut for cut in known if cut is not _whole]
+    cuts = [_cut(step) for step in steps]
+    usable = [cut for cut in cuts if cut is not None]
+    return None if len(usable) < len(cuts) else [cut for cut in usable if cut is not _whole]
 
 
 def _whole(text: str) -> list[str]:

@@ -346,14 +346,14 @@ def _from_hub(hub_id: str, revision: str | None) -> Path:
     if online:
         _say(f"{hub_id}: fetching from the hub")
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             hub_id, revision=revision, local_files_only=not online, allow_patterns=_HUB_FILES, etag_timeout=5.0
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         offline = "looking at a run downloads nothing" if is_looking() else "the hub does not answer"
         why = str(error).splitlines()[0] if online else f"{offline}, and there is no local copy"
         raise ModelError(f"{hub_id}: {why}.") from error
-    return Path(found)
+    return Path(snapshot)
 
 
 def _say(message: str) -> None:

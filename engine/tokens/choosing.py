@@ -84,8 +84,8 @@ CONTENTS = ("Yes.", "So:\n\n1.", "\n\nIt is.", "It is. \n", "It is:\n\n")
 
 def _calls(arguments: list[dict[str, Any]]) -> list[View]:
     return [
-        {"type": "function", "id": f"call_0_{number}", "function": {"name": _NAME, "arguments": each}}
-        for number, each in enumerate(arguments)
+        {"type": "function", "id": f"call_0_{number}", "function": {"name": _NAME, "arguments": values}}
+        for number, values in enumerate(arguments)
     ]
 
 
@@ -124,24 +124,24 @@ def _written(template: ChatTemplate, reply: View, results: list[View]) -> tuple[
     try:
         before = template.text([ASKED], [TOOL])
         after = template.unchecked_bridge(reply, results, None)
-        whole = template.text([ASKED, reply, *results], [TOOL])
+        conversation = template.text([ASKED, reply, *results], [TOOL])
     except RenderError:
         return None
     if after is None:
         return None
     tail = template.decode([*after.closing, *after.bridge])
-    if not whole.startswith(before):
+    if not conversation.startswith(before):
         opened = before.rfind("<think>")
-        if opened < 0 or not whole.startswith(before[:opened]):
+        if opened < 0 or not conversation.startswith(before[:opened]):
             return None
         before = before[:opened]
-    text = whole[len(before) : -len(tail)]
-    return (before, text) if whole.endswith(tail) and _RESULT not in text else None
+    text = conversation[len(before) : -len(tail)]
+    return (before, text) if conversation.endswith(tail) and _RESULT not in text else None
 
 
 def failures(template: ChatTemplate) -> dict[str, str]:
     """What a format does not read back as its template was given it: case -> an example. Empty: it reads everything back."""
-    found: dict[str, str] = {}
+    problems: dict[str, str] = {}
     called = False
     close = template.stop_token_ids[:1]
     for name, reply in _cases(template):
@@ -158,15 +158,15 @@ def failures(template: ChatTemplate) -> dict[str, str]:
                 ids, before=np.array(template.encode(before), np.int32), turn=0, tools=[TOOL]
             )
         except RenderError as error:
-            found.setdefault(name, str(error))
+            problems.setdefault(name, str(error))
             continue
         if problem := _differs(template, parsed, reply, text):
             malformed = any(isinstance(attempt, MalformedCall) for attempt in parsed.attempts)
             awkward = malformed and name.removeprefix(_CALLS) in AWKWARD
-            found.setdefault(f"{_MALFORMED}{name}" if awkward else name, problem)
+            problems.setdefault(f"{_MALFORMED}{name}" if awkward else name, problem)
     if not called:
-        found["calls"] = "the template shows no calls, so nothing tells how this model writes them"
-    return found
+        problems["calls"] = "the template shows no calls, so nothing tells how this model writes them"
+    return problems
 
 
 def _exactly(calls: list[Any]) -> str:
@@ -218,15 +218,15 @@ def chosen_reader(template: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
     try:
         return msgspec.json.decode(file.read_bytes(), type=ChosenReader)
     except (OSError, msgspec.DecodeError):
-        found = _choose(template, spec)
+        chosen = _choose(template, spec)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_name(f"{file.name}.{os.getpid()}")
-        beside.write_bytes(msgspec.json.encode(found))
+        beside.write_bytes(msgspec.json.encode(chosen))
         beside.replace(file)
     except OSError:  # a cache that cannot be written only costs time
         pass
-    return found
+    return chosen
 
 
 @cache
@@ -252,10 +252,10 @@ def _choose(template: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
     tried: dict[str, str] = {}
     for name in _candidates(template):
         problem = _set_reader(template, name, spec)
-        found = {"it": problem} if problem else failures(template)
-        wanting = next((text for case, text in found.items() if not case.startswith(_MALFORMED)), "")
+        problems = {"it": problem} if problem else failures(template)
+        wanting = next((text for case, text in problems.items() if not case.startswith(_MALFORMED)), "")
         if not wanting:
-            return ChosenReader(name, tried, list(found))
+            return ChosenReader(name, tried, list(problems))
         tried[name] = wanting
     return ChosenReader(None, tried, [])
 

@@ -68,7 +68,7 @@ class ConversationMark(msgspec.Struct, frozen=True, eq=False):
     kinds: MessageKinds
     reply_end: ReplyEnd
     tools: list[dict[str, Any]] | None
-    whole: bool
+    rendered_whole: bool
     """`Conversation.whole`, of the reply's prompt."""
     made: float
     """When the prompt was made, in Unix time."""

@@ -31,12 +31,14 @@ def expert_layout(config: Mapping[str, Any]) -> ExpertLayout | None:
         config: The content of `config.json`.
     """
     text = config.get("text_config")
-    found = {**config, **text} if isinstance(text, Mapping) else config
-    experts = next((found[key] for key in _EXPERTS if isinstance(found.get(key), int) and found[key] > 1), None)
-    layers, top_k = found.get("num_hidden_layers"), found.get("num_experts_per_tok")
+    settings = {**config, **text} if isinstance(text, Mapping) else config
+    experts = next(
+        (settings[key] for key in _EXPERTS if isinstance(settings.get(key), int) and settings[key] > 1), None
+    )
+    layers, top_k = settings.get("num_hidden_layers"), settings.get("num_experts_per_tok")
     if experts is None or not isinstance(layers, int) or not isinstance(top_k, int):
         return None
-    dense = set(found.get("mlp_only_layers") or ())
-    first, step = found.get("first_k_dense_replace") or 0, found.get("decoder_sparse_step") or 1
+    dense = set(settings.get("mlp_only_layers") or ())
+    first, step = settings.get("first_k_dense_replace") or 0, settings.get("decoder_sparse_step") or 1
     sparse = (layer for layer in range(layers) if layer not in dense and layer >= first and (layer + 1) % step == 0)
     return ExpertLayout(layers=layers, top_k=top_k, experts=experts, sparse=tuple(sparse))

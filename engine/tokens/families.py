@@ -95,9 +95,9 @@ def family_format(
     Raises:
         RenderError: The family does not exist, or does not fit the tokenizer or `template_kwargs`.
     """
-    known = sorted(set(_registry()) - {"default"})
-    if spec.renderer not in known:
-        raise RenderError(f"model.renderer: {spec.renderer!r} is unknown; write auto, template or {', '.join(known)}")
+    names = sorted(set(_registry()) - {"default"})
+    if spec.renderer not in names:
+        raise RenderError(f"model.renderer: {spec.renderer!r} is unknown; write auto, template or {', '.join(names)}")
     try:
         return FamilyTemplate(spec.renderer, tokenizer, spec, base, vocab_size=vocab_size, context=context)
     except Exception as error:

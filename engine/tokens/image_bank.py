@@ -101,13 +101,13 @@ class ImageBank:
             ImageError: It is neither in memory nor in the store (kind `image_missing`).
         """
         with self._lock:
-            found = self._sources.get(digest)
-        if found is None and self._fetch is not None:
-            found = self._fetch(digest)
-        if found is None:
+            source = self._sources.get(digest)
+        if source is None and self._fetch is not None:
+            source = self._fetch(digest)
+        if source is None:
             raise ImageError(f"the image {digest} is not in the run store", kind="image_missing", blame="engine")
-        self.put(digest, found.data, found.mime)
-        return found
+        self.put(digest, source.data, source.mime)
+        return source
 
     def data_uri(self, digest: str) -> str:
         """An image as a `data:` URI; encoded once.
@@ -116,13 +116,13 @@ class ImageBank:
             ImageError: As in `source`.
         """
         with self._lock:
-            found = self._uris.get(digest)
-        if found is None:
+            uri = self._uris.get(digest)
+        if uri is None:
             source = self.source(digest)
-            found = f"data:{source.mime};base64,{b64encode(source.data).decode()}"
+            uri = f"data:{source.mime};base64,{b64encode(source.data).decode()}"
             with self._lock:
-                self._uris.put(digest, found, len(found))
-        return found
+                self._uris.put(digest, uri, len(uri))
+        return uri
 
     def scaled_uri(self, digest: str) -> str:
         """An image as the processor scales it, as a PNG `data:` URI; encoded once. See `ImageProcessing.scaled`.
@@ -131,12 +131,12 @@ class ImageBank:
             ImageError: The processor refuses the image or its scaled copy, or the image is missing.
         """
         with self._lock:
-            found = self._scaled.get(digest)
-        if found is None:
-            found = f"data:image/png;base64,{b64encode(self._processing.scaled(self.source(digest).data)).decode()}"
+            uri = self._scaled.get(digest)
+        if uri is None:
+            uri = f"data:image/png;base64,{b64encode(self._processing.scaled(self.source(digest).data)).decode()}"
             with self._lock:
-                self._scaled.put(digest, found, len(found))
-        return found
+                self._scaled.put(digest, uri, len(uri))
+        return uri
 
     def is_scaled(self, digest: str) -> bool:
         """Whether `scaled_uri` has the result in memory."""
@@ -149,19 +149,19 @@ class ImageBank:
         Raises:
             ImageError: It cannot be decoded, the processor refuses it, or it is missing.
         """
-        found = self._pictures.get(digest)
-        if found is not None:
-            return found
+        picture = self._pictures.get(digest)
+        if picture is not None:
+            return picture
         with self._own(digest):
-            found = self._pictures.get(digest)
-            if found is None:
-                found, prepared = self._processing.look(digest, self.source(digest).data)
+            picture = self._pictures.get(digest)
+            if picture is None:
+                picture, prepared = self._processing.look(digest, self.source(digest).data)
                 self.looked += 1
                 if prepared is not None:
                     self._keep(digest, prepared)
                     self.processed += 1
-                self._pictures[digest] = found
-        return found
+                self._pictures[digest] = picture
+        return picture
 
     def tensors(self, digest: str) -> Tensors:
         """Inputs of the model's forward pass for an image, by name; made of its scaled pixels at each call.
@@ -176,16 +176,16 @@ class ImageBank:
     def prepared(self, digest: str) -> PreparedImage:
         """An image's scaled pixels; raises as `picture` does."""
         with self._lock:
-            found = self._prepared.get(digest)
-        if found is not None:
-            return found
+            prepared = self._prepared.get(digest)
+        if prepared is not None:
+            return prepared
         with self._own(digest):
             with self._lock:
-                found = self._prepared.get(digest)
-            if found is None:
-                found = self._read(digest) or self._made_ahead(digest) or self._make(digest)
-                self._keep(digest, found)
-        return found
+                prepared = self._prepared.get(digest)
+            if prepared is None:
+                prepared = self._read(digest) or self._made_ahead(digest) or self._make(digest)
+                self._keep(digest, prepared)
+        return prepared
 
     def _read(self, digest: str) -> PreparedImage | None:
         made = None if self._made is None else self._made(digest)
@@ -200,10 +200,10 @@ class ImageBank:
 
     def _make(self, digest: str) -> PreparedImage:
         began = time.perf_counter()
-        found = self._processing.make(digest, self.source(digest).data)
+        prepared = self._processing.make(digest, self.source(digest).data)
         self._seconds += time.perf_counter() - began
         self.processed += 1
-        return found
+        return prepared
 
     def _keep(self, digest: str, prepared: PreparedImage) -> None:
         with self._lock:
@@ -213,8 +213,8 @@ class ImageBank:
     def _own(self, digest: str) -> Iterator[None]:
         """Others that need the same image wait until this block ends."""
         with self._lock:
-            own = self._busy.setdefault(digest, threading.RLock())
-        with own:
+            lock = self._busy.setdefault(digest, threading.RLock())
+        with lock:
             try:
                 yield
             finally:
@@ -273,11 +273,11 @@ class RecentlyUsed(Generic[T]):
         self._values: OrderedDict[str, tuple[T, int]] = OrderedDict()
 
     def get(self, key: str) -> T | None:
-        found = self._values.get(key)
-        if found is None:
+        entry = self._values.get(key)
+        if entry is None:
             return None
         self._values.move_to_end(key)
-        return found[0]
+        return entry[0]
 
     def put(self, key: str, value: T, size: int) -> None:
         if key in self._values:

@@ -32,7 +32,7 @@ def rendering_digest(model: ModelSpec, base: Path) -> str:
     """
     folder, source = model_folders(model, base)
     files = sorted(
-        file for each in dict.fromkeys((folder, source)) for file in each.iterdir() if file.suffix in _SUFFIXES
+        file for parent in dict.fromkeys((folder, source)) for file in parent.iterdir() if file.suffix in _SUFFIXES
     )
     if model.chat_template is not None:
         files.append(base / model.chat_template)

@@ -74,8 +74,8 @@ def truncate(
     text, leeway = plain(value), 5 if leeway is None else leeway
     if len(text) <= length + leeway:
         return value
-    kept = text[: length - len(end)]
-    return cut(value, None, len(kept if killwords else kept.rsplit(" ", 1)[0])) + end
+    shown = text[: length - len(end)]
+    return cut(value, None, len(shown if killwords else shown.rsplit(" ", 1)[0])) + end
 
 
 def characters(value: Any) -> Any:
@@ -101,25 +101,25 @@ class _Quoted:
 
     def _pieces(self, name: str, *args: Any, **kwargs: Any) -> Any:
         text, units = unquote(self._text), _units(self._text)
-        found, at = [], 0
+        quoted, at = [], 0
         pieces = getattr(text, name)(*map(plain, args), **kwargs)
         for piece in pieces:
             at = text.index(piece, at)
-            found.append("".join(units[at : at + len(piece)]))
+            quoted.append("".join(units[at : at + len(piece)]))
             at += len(piece)
-        return type(pieces)(found)
+        return type(pieces)(quoted)
 
     def _trimmed(self, name: str, *args: Any) -> str:
         text, units = unquote(self._text), _units(self._text)
         left = name in ("strip", "lstrip", "removeprefix")
         rest = getattr(text, {"strip": "lstrip"}.get(name, name))(*map(plain, args)) if left else text
         start = len(text) - len(rest)
-        kept = (
+        trimmed = (
             getattr(rest, {"strip": "rstrip"}.get(name, name))(*map(plain, args))
             if name not in ("lstrip", "removeprefix")
             else rest
         )
-        return "".join(units[start : start + len(kept)])
+        return "".join(units[start : start + len(trimmed)])
 
     def replaced(self, old: str, new: str, count: int = -1) -> str:
         """`replace`. Added tokens that the replacement forms are quoted."""

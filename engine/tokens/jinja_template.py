@@ -98,10 +98,10 @@ class JinjaTemplate(ChatTemplate):
         written = self._source.text([_QUESTION, stand_in, *new], tools)
         after = written.find(end)
         ends = {*self._ends.tokens, *self.stops}
-        found = [at for token in ends if (at := written.find(token, after + len(end))) >= 0]
-        if after < 0 or not found:
+        starts = [at for token in ends if (at := written.find(token, after + len(end))) >= 0]
+        if after < 0 or not starts:
             return None
-        ids = self.fast.encode(written[min(found) :])
+        ids = self.fast.encode(written[min(starts) :])
         if not ids or self.decode(ids[:1]) not in ends:
             return None
         return Bridge([], ids) if self.close_id is None else Bridge(ids[:1], ids[1:])
@@ -125,7 +125,7 @@ def find_ends(template: ChatTemplate) -> Ends:
         RenderError: The template refuses a conversation that a user begins.
     """
     asked, reply = probe(USER, 1, str), probe(ASSISTANT, _STAND_IN, str)
-    found: dict[str, None] = {}
+    after_replies: dict[str, None] = {}
     rests: list[str] = []
     for new in ([], [asked], [probe(TOOL, 1, str)], [probe(SYSTEM, 1, str)]):
         try:
@@ -134,9 +134,11 @@ def find_ends(template: ChatTemplate) -> Ends:
             continue
         rests.append(rest)
         if rest := rest.lstrip():
-            found[max((token for token in template.fast.added if rest.startswith(token)), key=len, default="")] = None
-    tokens = [token for token in found if token]
-    if len(found) == 1 and tokens:
+            after_replies[
+                max((token for token in template.fast.added if rest.startswith(token)), key=len, default="")
+            ] = None
+    tokens = [token for token in after_replies if token]
+    if len(after_replies) == 1 and tokens:
         return Ends(close=template.fast.added[tokens[0]], openers=[], tokens=tokens)
     endless = rests[:1] == [template.text([asked], None).partition(mark(1))[2]]
     return Ends(close=None, openers=[template.fast.added[token] for token in tokens] if endless else [], tokens=tokens)

@@ -43,24 +43,24 @@ def load_format(model: ModelSpec, base: Path) -> ChatTemplate:
     ends = _json(folder / "generation_config.json").get("eos_token_id")
     eos = [int(id_) for id_ in ([ends] if isinstance(ends, int) else ends or [])]
     vision = load_vision(folder, config, fast, model)
-    found: ChatTemplate
+    chat_format: ChatTemplate
     if model.renderer in ("auto", "template"):
         template = _load_template(fast, model)
-        found = JinjaTemplate(fast, template, model, vocab_size=size, context=context, eos=eos)
-        choose_reader(found, model, base)
+        chat_format = JinjaTemplate(fast, template, model, vocab_size=size, context=context, eos=eos)
+        choose_reader(chat_format, model, base)
     else:
         if model.template_patches:
             raise RenderError(
                 f"model.template_patches has no effect with `renderer: {model.renderer}`, which renders without the chat template; leave one out"
             )
-        found = family_format(fast, model, base, vocab_size=size, context=context)
-    found.vision = vision
+        chat_format = family_format(fast, model, base, vocab_size=size, context=context)
+    chat_format.vision = vision
     if vision is None and config.get("vision_config"):
-        found.no_vision_fix = (
+        chat_format.no_vision_fix = (
             f"images of `{config.get('model_type')}` models are not supported: take one of {', '.join(FAMILIES)}, or show "
             "this model text alone"
         )
-    return found
+    return chat_format
 
 
 def load_tokenizer(model: ModelSpec, base: Path) -> FastTokenizer:
@@ -94,12 +94,12 @@ def _patched(source: str, with_tools: str, model: ModelSpec) -> tuple[str, str]:
     Raises:
         RenderError: There is no such patch for this template.
     """
-    found, names = patched(source, model.template_patches)
+    patched_source, names = patched(source, model.template_patches)
     if not names:
         raise RenderError(
             f"model.template_patches: no patch is known for the chat template of {model.path!r} (hash {template_hash(source)}); leave it out"
         )
-    return found, found if with_tools == source else with_tools
+    return patched_source, patched_source if with_tools == source else with_tools
 
 
 def model_folders(model: ModelSpec, base: Path) -> tuple[Path, Path]:
@@ -144,5 +144,5 @@ def _ask_transformers(source: Path) -> Any:
 def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}

@@ -110,8 +110,8 @@ def template_hash(source: str) -> str:
 
 def patches_of(source: str) -> list[Patch]:
     """The patches that are known for a template."""
-    own = template_hash(source)
-    return [patch for patch in PATCHES if own in patch.hashes]
+    digest = template_hash(source)
+    return [patch for patch in PATCHES if digest in patch.hashes]
 
 
 def patched(source: str, wanted: bool | Sequence[str]) -> tuple[str, list[str]]:
@@ -129,8 +129,8 @@ def patched(source: str, wanted: bool | Sequence[str]) -> tuple[str, list[str]]:
     """
     if wanted is False:
         return source, []
-    known = patches_of(source)
-    names = [patch.name for patch in known]
+    patches = patches_of(source)
+    names = [patch.name for patch in patches]
     for name in () if isinstance(wanted, bool) else wanted:
         if name not in names:
             others = sorted({patch.name for patch in PATCHES})
@@ -141,7 +141,7 @@ def patched(source: str, wanted: bool | Sequence[str]) -> tuple[str, list[str]]:
             )
             of = f"; those of this template: {', '.join(names)}" if names else "; there is none for this template"
             raise RenderError(f"model.template_patches: `{name}` {why} (hash {template_hash(source)}){of}")
-    chosen = [patch for patch in known if wanted is True or patch.name in wanted]
+    chosen = [patch for patch in patches if wanted is True or patch.name in wanted]
     for patch in chosen:
         for edit in patch.edits:
             if source.count(edit.find) != edit.times:

@@ -63,7 +63,7 @@ class PixelsAhead:
         """
         with self._lock:
             self._waiting = OrderedDict((digest, job) for digest in digests)
-            for digest in [each for each in self._begun if each not in self._waiting]:
+            for digest in [begun for begun in self._begun if begun not in self._waiting]:
                 self._begun.pop(digest).cancel()
             for digest in self._begun:
                 del self._waiting[digest]

@@ -69,8 +69,8 @@ def to_rgb(image: Any) -> Any:
     if image.mode == "RGB" and image.info.get("transparency") is None:
         return image
     if "A" in image.getbands() or image.info.get("transparency") is not None:
-        whole = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", whole.size, (255, 255, 255, 255)), whole).convert("RGB")
+        rgba = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", rgba.size, (255, 255, 255, 255)), rgba).convert("RGB")
     return image.convert("RGB")
 
 

@@ -119,10 +119,10 @@ def read_plain(folder: Path) -> PlainTokenizer | None:
 
 
 def _object(path: Path) -> Json:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object")
-    return found
+    return content
 
 
 def _special_tokens(folder: Path, config: Json, written: Json, defaults: dict[str, str]) -> dict[str, str] | None:

@@ -113,7 +113,7 @@ def refuses_later_system(write: Writer) -> bool:
 def hidden_roles(write: Writer) -> list[str]:
     """Roles whose messages the template leaves out somewhere, and `system` where it refuses a later system message."""
     caller = [ASSISTANT + CALLS, TOOL]
-    found = {"system"} if refuses_later_system(write) else set()
+    roles = {"system"} if refuses_later_system(write) else set()
     for kinds in (
         [USER, *caller, *caller, ASSISTANT, USER] * 3,
         [SYSTEM, USER, ASSISTANT, SYSTEM, USER, ASSISTANT, USER],
@@ -124,8 +124,8 @@ def hidden_roles(write: Writer) -> list[str]:
                 shown = write(views[:end], None)
             except RenderError:
                 continue
-            found |= {view["role"] for index, view in enumerate(views[:end]) if mark(index) not in shown}
-    return sorted(found - {"assistant"})
+            roles |= {view["role"] for index, view in enumerate(views[:end]) if mark(index) not in shown}
+    return sorted(roles - {"assistant"})
 
 
 def _shows(write: Writer, kinds: Iterable[int], *texts: str, tools: list[View] | None = None) -> bool:

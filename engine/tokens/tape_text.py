@@ -77,6 +77,6 @@ def _spaced_ends(piece: str, text: str, start: int) -> list[int]:
     last = end
     while last < len(text) and text[last].isspace():
         last += 1
-    own = piece[len(piece.rstrip()) :]
-    first = end + len(own) if text.startswith(own, end) else last
+    space = piece[len(piece.rstrip()) :]
+    first = end + len(space) if text.startswith(space, end) else last
     return list(dict.fromkeys([first, *range(end, last + 1)]))

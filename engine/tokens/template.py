@@ -221,15 +221,15 @@ class ChatTemplate(ABC):
         if self.bridges.timed:
             return np.array(self.render(messages, tools), np.int32)
         key = to_json((messages, tools, date.today()))
-        known = self._openings.pop(key, None)
-        if known is None:
-            known = np.array(self.render(messages, tools), np.int32)
-            known.flags.writeable = False
+        ids = self._openings.pop(key, None)
+        if ids is None:
+            ids = np.array(self.render(messages, tools), np.int32)
+            ids.flags.writeable = False
         # Long texts are rendered in another thread, so the entry may be gone by now: put it in again, do not move it.
-        self._openings[key] = known
+        self._openings[key] = ids
         if len(self._openings) > _MAX_OPENINGS:
             self._openings.popitem(last=False)
-        return known
+        return ids
 
     @abstractmethod
     def render_views(self, views: Sequence[View], tools: list[View] | None) -> list[int]:
@@ -274,12 +274,12 @@ class ChatTemplate(ABC):
     # --- what the template can show -----------------------------------------------------------------------
 
     def _find_abilities(self) -> None:
-        found = abilities_of(self.text)
-        self.knows_tools = found.tools
-        self.knows_tool_results = found.tool_results
-        self.knows_reasoning = found.reasoning
-        self.calls_shown = found.calls
-        self.alternates = found.alternates
+        abilities = abilities_of(self.text)
+        self.knows_tools = abilities.tools
+        self.knows_tool_results = abilities.tool_results
+        self.knows_reasoning = abilities.reasoning
+        self.calls_shown = abilities.calls
+        self.alternates = abilities.alternates
         self.skips_system = "system" in self.hidden_roles and refuses_later_system(self.text)
 
     def dropped(self, kinds: bytes, tools: list[View] | None) -> str:

@@ -129,8 +129,8 @@ class LiteralEncoder:
         def encode(text: str) -> list[int]:
             return list(plain.encode(text, add_special_tokens=False).ids)
 
-        whole = self._backend.encode(f"{self._probe}to be, or", add_special_tokens=False).ids
-        if whole[1:] != encode("to be, or"):
+        with_token = self._backend.encode(f"{self._probe}to be, or", add_special_tokens=False).ids
+        if with_token[1:] != encode("to be, or"):
             raise self._refusal("it encodes a text after an added token differently from the text alone")
         return encode
 
@@ -232,18 +232,18 @@ class FastTokenizer:
         return [token for token in self.added if token and token in text and self._is_border(token)]
 
     def _is_border(self, token: str) -> bool:
-        known = self._borders.get(token)
-        if known is None:
+        is_border = self._borders.get(token)
+        if is_border is None:
             flags = ("lstrip", "rstrip", "single_word", "normalized")
             made = next(made for made in self.full.added_tokens_decoder.values() if str(made) == token)
             sizes = range(1, len(token))
-            known = not any(getattr(made, flag, True) for flag in flags) and not any(
+            is_border = not any(getattr(made, flag, True) for flag in flags) and not any(
                 (token in other and token != other)
                 or any(other.endswith(token[:size]) or other.startswith(token[size:]) for size in sizes)
                 for other in self.added
             )
-            self._borders[token] = known
-        return known
+            self._borders[token] = is_border
+        return is_border
 
     def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
         """Text -> ids, with no token added; quoted parts as plain text (see above)."""
@@ -251,12 +251,12 @@ class FastTokenizer:
             return self._literal.encode(text)
         if len(text) > _SHORT:
             return self._encode(text)
-        known = self._memory.get(text)
-        if known is None:
-            known = self._encode(text)
+        ids = self._memory.get(text)
+        if ids is None:
+            ids = self._encode(text)
             if len(self._memory) < _REMEMBERED:
-                self._memory[text] = known
-        return known.copy()
+                self._memory[text] = ids
+        return ids.copy()
 
     def _encode(self, text: str) -> list[int]:
         if self._ascii is not None and len(text) <= _LONG and text.isascii():

@@ -117,12 +117,14 @@ class MessageViews:
         texts = [part if isinstance(part, str) else part.text for part in parts if not isinstance(part, ImagePart)]
         spans = [*intended, *([()] * (len(texts) - len(intended)))]
         if template.vision is not None and message.role != "assistant":  # a reply's own text stays as it was sampled
-            for text, own in zip(texts, spans, strict=True):
-                template.vision.check_text(text if template.allow_special else "\n".join(text[a:b] for a, b in own))
+            for text, text_spans in zip(texts, spans, strict=True):
+                template.vision.check_text(
+                    text if template.allow_special else "\n".join(text[a:b] for a, b in text_spans)
+                )
         if len(texts) > 1:
             quoted = self._quoted_together(texts, spans)
         else:
-            quoted = [self._quoted(text, own) for text, own in zip(texts, spans, strict=True)]
+            quoted = [self._quoted(text, text_spans) for text, text_spans in zip(texts, spans, strict=True)]
         if not message.images:
             return "".join(quoted)
         if template.vision is None:
@@ -140,8 +142,8 @@ class MessageViews:
         ends = list(accumulate(map(len, texts)))
         intended = [
             (end - len(text) + first, end - len(text) + last)
-            for text, own, end in zip(texts, spans, ends, strict=True)
-            for first, last in own
+            for text, text_spans, end in zip(texts, spans, ends, strict=True)
+            for first, last in text_spans
         ]
         quoted = self._quoted("".join(texts), intended)
         cuts = [0, *(quoted_index(quoted, end) for end in ends[:-1]), len(quoted)]

@@ -164,8 +164,8 @@ class Vision:
         Raises:
             ImageError: An image is missing, or the processor refuses it.
         """
-        found = [[self.bank.tensors(digest) for digest in digests] for digests in rows]
-        return self.family.stack(found) if any(found) else {}
+        tensors = [[self.bank.tensors(digest) for digest in digests] for digests in rows]
+        return self.family.stack(tensors) if any(tensors) else {}
 
     def grids(self, digests: Sequence[str]) -> np.ndarray:
         """The grids of images, int64 [images, sides]; no tensor is made.

@@ -74,8 +74,8 @@ class QwenFamily:
         """See `Family.processor`."""
 
         def begin(self: Any, image_processor: Any, tokenizer: Any) -> None:
-            whole: Any = super(type(self), self)
-            whole.__init__(image_processor, tokenizer, None)
+            parent: Any = super(type(self), self)
+            parent.__init__(image_processor, tokenizer, None)
 
         return _image_only(self.kind, _QWEN[self.kind], begin)(_image_processor(folder), tokenizer)
 
@@ -83,13 +83,13 @@ class QwenFamily:
         """See `Family.process`. Grid: (t, h, w) in patches; placeholders t * h * w / merge_size**2."""
         if image.mode in MODES:
             image = to_rgb(image)  # transparent pixels on white, which transformers 5.3 leaves out
-        found = processor.image_processor(images=[image], return_tensors="np")
-        grid = tuple(int(side) for side in found["image_grid_thw"][0])
+        outputs = processor.image_processor(images=[image], return_tensors="np")
+        grid = tuple(int(side) for side in outputs["image_grid_thw"][0])
         merge = int(processor.image_processor.merge_size)
         count = grid[0] * grid[1] * grid[2]
-        if len(found["image_grid_thw"]) != 1 or len(found["pixel_values"]) != count or count % merge**2:
-            raise ValueError(f"{len(found['pixel_values'])} patches for a grid of {grid}")
-        tensors = {name: np.ascontiguousarray(found[name]) for name in self.names}
+        if len(outputs["image_grid_thw"]) != 1 or len(outputs["pixel_values"]) != count or count % merge**2:
+            raise ValueError(f"{len(outputs['pixel_values'])} patches for a grid of {grid}")
+        tensors = {name: np.ascontiguousarray(outputs[name]) for name in self.names}
         return tensors, str(processor.image_token) * (count // merge**2), grid, count // merge**2
 
     def sized(self, processor: Any) -> SizedImages:
@@ -101,10 +101,10 @@ class QwenFamily:
         from PIL import Image
 
         settings = processor.image_processor
-        found = settings(images=[image], return_tensors="np", do_rescale=False, do_normalize=False)
+        outputs = settings(images=[image], return_tensors="np", do_rescale=False, do_normalize=False)
         side, merge, frames = int(settings.patch_size), int(settings.merge_size), int(settings.temporal_patch_size)
         rows, columns = grid[1] // merge, grid[2] // merge
-        patches = found["pixel_values"].reshape(rows, columns, merge, merge, 3, frames, side, side)[:, :, :, :, :, 0]
+        patches = outputs["pixel_values"].reshape(rows, columns, merge, merge, 3, frames, side, side)[:, :, :, :, :, 0]
         pixels = patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(grid[1] * side, grid[2] * side, 3)
         return Image.fromarray(pixels.astype(np.uint8))
 
@@ -147,13 +147,13 @@ class TiledFamily:
 
     def process(self, processor: Any, image: Any) -> tuple[Tensors, str, tuple[int, ...], int]:
         """See `Family.process`. Grid: (rows, columns); (0, 0) where the image is one tile."""
-        found = processor.image_processor(images=[[image]], return_tensors="np", return_row_col_info=True)
-        grid = (int(found["rows"][0][0]), int(found["cols"][0][0]))
+        outputs = processor.image_processor(images=[[image]], return_tensors="np", return_row_col_info=True)
+        grid = (int(outputs["rows"][0][0]), int(outputs["cols"][0][0]))
         tiles = grid[0] * grid[1] + 1
-        if found["pixel_values"].shape[:2] != (1, tiles):
-            raise ValueError(f"tiles of shape {found['pixel_values'].shape} for a grid of {grid}")
-        tensors = {name: np.ascontiguousarray(found[name][0]) for name in self.names}
-        return tensors, processor.replace_image_token(found, 0), grid, tiles * self.slots
+        if outputs["pixel_values"].shape[:2] != (1, tiles):
+            raise ValueError(f"tiles of shape {outputs['pixel_values'].shape} for a grid of {grid}")
+        tensors = {name: np.ascontiguousarray(outputs[name][0]) for name in self.names}
+        return tensors, processor.replace_image_token(outputs, 0), grid, tiles * self.slots
 
     def sized(self, processor: Any) -> SizedImages:
         """See `Family.sized`."""
@@ -173,9 +173,9 @@ class TiledFamily:
         most = max(len(row["pixel_values"]) for row in joined if row is not None)
         stacked = {}
         for name in self.names:
-            whole = np.zeros((len(rows), most, *some[name].shape[1:]), some[name].dtype)
+            padded = np.zeros((len(rows), most, *some[name].shape[1:]), some[name].dtype)
             for index, row in enumerate(joined):
                 if row is not None:
-                    whole[index, : len(row[name])] = row[name]
-            stacked[name] = whole
+                    padded[index, : len(row[name])] = row[name]
+            stacked[name] = padded
         return stacked

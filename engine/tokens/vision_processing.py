@@ -200,14 +200,14 @@ class ImageProcessing:
             ids = np.asarray(self._tokenizer.encode(text), np.int32)
             ids.flags.writeable = False
             self._ids[grid] = ids
-        found = int(np.count_nonzero(ids == self._placeholder))
-        if found != wanted:
+        placeholders = int(np.count_nonzero(ids == self._placeholder))
+        if placeholders != wanted:
             raise ImageError(
-                f"an image with the grid {grid} needs {wanted} placeholders; its tokens have {found}",
+                f"an image with the grid {grid} needs {wanted} placeholders; its tokens have {placeholders}",
                 kind="image_mismatch",
                 blame="engine",
             )
-        return ProcessedImage(digest=digest, ids=ids, placeholders=found, grid=grid)
+        return ProcessedImage(digest=digest, ids=ids, placeholders=placeholders, grid=grid)
 
     def scaled(self, data: bytes) -> bytes:
         """An image at the size of its grid, as an RGB PNG, which is sent to servers in its place.
@@ -253,8 +253,8 @@ class ImageProcessing:
         """Raises: ValueError: the copy's tensors are not the image's."""
         tensors, _, wanted, _ = self.family.process(self.processor, image)
         copy = self.family.scale(self.processor, image, wanted)
-        found, _, grid, _ = self.family.process(self.processor, copy)
-        if grid != wanted or any(not np.array_equal(found[name], tensors[name]) for name in found):
+        copied, _, grid, _ = self.family.process(self.processor, copy)
+        if grid != wanted or any(not np.array_equal(copied[name], tensors[name]) for name in copied):
             raise ValueError(f"a copy of {copy.size[0]} x {copy.size[1]} pixels is scaled again, to the grid {grid}")
         return copy
 

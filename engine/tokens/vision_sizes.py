@@ -100,10 +100,10 @@ def _sizes_only(processor: Any) -> Any:
             self.sizes.append((int(size.width), int(size.height)))
             return _empty(int(size.width), int(size.height))
 
-    found = copy.copy(processor)
+    sizes_only = copy.copy(processor)
     # Behind the processor's own class, whose `super().resize` this is.
-    found.__class__ = type("SizesOnly", (type(processor), _SizesOnly), {})
-    return found
+    sizes_only.__class__ = type("SizesOnly", (type(processor), _SizesOnly), {})
+    return sizes_only
 
 
 def _empty(width: int, height: int) -> np.ndarray:
@@ -176,13 +176,13 @@ class QwenSizes:
 
     def tensors(self, values: np.ndarray, grid: tuple[int, ...]) -> Tensors:
         """See `SizedImages.tensors`: `pixel_values` float32 [patches, values], `image_grid_thw` int64 [1, 3]."""
-        found = np.empty((len(values), 3, self._frames, values.shape[2]), np.float32)
+        pixel_values = np.empty((len(values), 3, self._frames, values.shape[2]), np.float32)
         for start in range(0, len(values), _BLOCK):  # in blocks that stay in the CPU's cache: half of the time
             block = values[start : start + _BLOCK]
             for channel in range(3):
                 floats = self._table[channel].take(block[:, channel], mode="clip")
-                found[start : start + _BLOCK, channel] = floats[:, None]
-        return {"pixel_values": found.reshape(len(values), -1), "image_grid_thw": np.array([grid], np.int64)}
+                pixel_values[start : start + _BLOCK, channel] = floats[:, None]
+        return {"pixel_values": pixel_values.reshape(len(values), -1), "image_grid_thw": np.array([grid], np.int64)}
 
 
 class TiledSizes:
@@ -219,8 +219,8 @@ class TiledSizes:
             del sizes[count:]  # the whole image as one tile, which `Recipe.tile` stands for
         else:
             processor.resize(image=image, size=SizeDict(height=self._side, width=self._side), **how)
-        told = {"rows": [[rows]], "cols": [[columns]]}
-        text = str(self._processor.replace_image_token(told, 0))
+        outputs = {"rows": [[rows]], "cols": [[columns]]}
+        text = str(self._processor.replace_image_token(outputs, 0))
         recipe = Recipe(sizes=tuple(sizes), tile=self._side if self._split else 0, resample=self._resample)
         return Plan(grid=(rows, columns), text=text, placeholders=(rows * columns + 1) * self._slots, recipe=recipe)
 
@@ -231,12 +231,12 @@ class TiledSizes:
 
     def tensors(self, values: np.ndarray, grid: tuple[int, ...]) -> Tensors:
         """See `SizedImages.tensors`: `pixel_values` float32 [tiles, 3, side, side], `pixel_attention_mask` int64 [tiles, side, side]."""
-        found = np.empty(values.shape, np.float32)
+        pixel_values = np.empty(values.shape, np.float32)
         for channel in range(3):
-            found[:, channel] = self._table[channel].take(values[:, channel], mode="clip")
+            pixel_values[:, channel] = self._table[channel].take(values[:, channel], mode="clip")
         shape = (len(values), self._side, self._side)
         return {
-            "pixel_values": found.reshape(len(values), 3, *shape[1:]),
+            "pixel_values": pixel_values.reshape(len(values), 3, *shape[1:]),
             "pixel_attention_mask": np.ones(shape, np.int64),
         }
 
@@ -254,13 +254,13 @@ def checked(make: Callable[[], SizedImages], process: Callable[[Any], Any], name
         for image in _samples():
             plan = sized.plan(*image.size)
             tensors, text, grid, placeholders = process(image)
-            found = sized.tensors(sized.arrange(scaled_pixels(image, plan.recipe)), plan.grid)
+            by_size = sized.tensors(sized.arrange(scaled_pixels(image, plan.recipe)), plan.grid)
             same = (plan.grid, plan.text, plan.placeholders) == (
                 grid,
                 text,
                 placeholders,
-            ) and found.keys() == tensors.keys()
-            if not same or any(not _equal(found[key], tensors[key]) for key in found):
+            ) and by_size.keys() == tensors.keys()
+            if not same or any(not _equal(by_size[key], tensors[key]) for key in by_size):
                 raise ValueError(f"an image of {image.size[0]} x {image.size[1]} pixels differs")
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, ImportError) as error:
         log.info("the image processor is asked for each image", reason=f"{name}: {error}")

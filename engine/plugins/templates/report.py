@@ -104,11 +104,13 @@ def how_prompts_are_made(template: ChatTemplate) -> tuple[str, str]:
         return "library", "the library `renderers` writes them; bridges are checked on probes"
     keys = template.keys
     dated = "; it shows the date: a conversation that goes on after midnight is rendered whole" if keys.dated else ""
-    if keys.whole:
-        more = f" (and {len(keys.whole) - _MOST_REASONS} more)" if len(keys.whole) > _MOST_REASONS else ""
+    if keys.whole_because:
+        more = (
+            f" (and {len(keys.whole_because) - _MOST_REASONS} more)" if len(keys.whole_because) > _MOST_REASONS else ""
+        )
         return (
             "rendered",
-            f"every conversation is rendered whole at each turn: {'; '.join(keys.whole[:_MOST_REASONS])}{more}",
+            f"every conversation is rendered whole at each turn: {'; '.join(keys.whole_because[:_MOST_REASONS])}{more}",
         )
     texts = ", ".join(repr(text) for text in (*keys.literals, *keys.equals))
     if texts:

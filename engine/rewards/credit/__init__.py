@@ -42,10 +42,10 @@ def credit(spec: CreditMethod, group: Sequence[SealedLedger | Member], *, base: 
             fails or returns something other than one finite number for each turn.
         EntryError: there is no such function.
     """
-    members = [each if isinstance(each, Member) else Member(ledger=each) for each in group]
+    members = [episode if isinstance(episode, Member) else Member(ledger=episode) for episode in group]
     folder = (base,) if spec.takes_folder else ()
-    found: list[Values] = resolve_name(spec.formula)(spec, members, *folder)
-    return found
+    advantages: list[Values] = resolve_name(spec.formula)(spec, members, *folder)
+    return advantages
 
 
 def credit_tokens(spec: CreditMethod, group: Sequence[Member], *, base: Path | None = None) -> list[list[Values]]:
@@ -71,8 +71,8 @@ def credit_tokens(spec: CreditMethod, group: Sequence[Member], *, base: Path | N
         if spec.token_formula is not None:
             by_token: list[list[Values]] = resolve_name(spec.token_formula)(spec, members)
             return by_token
-        found = credit(spec, members, base=base)
-        return [member.broadcast(advantages) for member, advantages in zip(members, found, strict=True)]
+        by_turn = credit(spec, members, base=base)
+        return [member.broadcast(advantages) for member, advantages in zip(members, by_turn, strict=True)]
 
     if any(member.ledger.parts for member in group):
         return credit_parts(spec, group, tokens_of)

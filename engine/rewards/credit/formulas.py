@@ -66,7 +66,7 @@ def gigpo(spec: GigpoCredit, group: Sequence[Member]) -> list[Values]:
     by_episode = compare_episodes(spec, [member.total() for member in group])
     returns = [returns_to_go(member.rewards(), spec.gamma) for member in group]
     by_state = same_state(group, returns, spec)
-    return [whole + spec.weight * turns for whole, turns in zip(by_episode.tolist(), by_state, strict=True)]
+    return [of_episode + spec.weight * turns for of_episode, turns in zip(by_episode.tolist(), by_state, strict=True)]
 
 
 def same_state(group: Sequence[Member], returns: Sequence[Values], spec: GigpoCredit) -> list[Values]:
@@ -92,7 +92,7 @@ def keys_of(group: Sequence[Member], method: str) -> list[Sequence[str]]:
     Raises:
         LedgerError: a member has no states, or not one for each turn.
     """
-    found: list[Sequence[str]] = []
+    keys_by_member: list[Sequence[str]] = []
     for member in group:
         turns = member.ledger.turns
         if member.state_keys is not None and len(member.state_keys) != turns:
@@ -103,8 +103,8 @@ def keys_of(group: Sequence[Member], method: str) -> list[Sequence[str]]:
                 f"`method: {method}` needs the state in which each turn began, and these episodes were run without states; "
                 "`engine rescore` with a spec of this method adds them"
             )
-        found.append(keys)
-    return found
+        keys_by_member.append(keys)
+    return keys_by_member
 
 
 def entry(spec: EntryCredit, group: Sequence[Member], base: Path | None = None) -> list[Values]:
@@ -121,15 +121,15 @@ def entry(spec: EntryCredit, group: Sequence[Member], base: Path | None = None) 
     function = load_entry(spec.use, base)
     try:
         answer = function(list(group), **spec.with_)
-        found = [np.asarray(values, np.float64) for values in answer]
+        advantages = [np.asarray(values, np.float64) for values in answer]
     except Exception as error:  # the user's code
         raise LedgerError(f"`{spec.use}` failed: {type(error).__name__}: {error}") from error
-    if len(found) != len(group):
-        raise LedgerError(f"`{spec.use}` returned arrays for {len(found)} episodes; the group has {len(group)}")
-    for number, (member, values) in enumerate(zip(group, found, strict=True)):
+    if len(advantages) != len(group):
+        raise LedgerError(f"`{spec.use}` returned arrays for {len(advantages)} episodes; the group has {len(group)}")
+    for number, (member, values) in enumerate(zip(group, advantages, strict=True)):
         if values.shape != (member.ledger.turns,) or not np.isfinite(values).all():
             raise LedgerError(
                 f"`{spec.use}` must return {member.ledger.turns} finite numbers for episode {number} of the group, "
                 f"one for each turn; it returned {values.tolist()}"
             )
-    return found
+    return advantages

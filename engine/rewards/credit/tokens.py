@@ -65,11 +65,13 @@ def place(
             f"branch {branch.index} holds turn {turns.max()}, but there are values for {len(values)} turns",
             blame="engine",
         )
-    for each in parts:
-        own = tokens[turns == each.turn][each.part.start : each.part.end]
-        if len(own):
-            values[each.turn] -= each.value
-            placed[own if where == "spread" else own[-1:]] += each.value / (len(own) if where == "spread" else 1)
+    for reward in parts:
+        part_tokens = tokens[turns == reward.turn][reward.part.start : reward.part.end]
+        if len(part_tokens):
+            values[reward.turn] -= reward.value
+            placed[part_tokens if where == "spread" else part_tokens[-1:]] += reward.value / (
+                len(part_tokens) if where == "spread" else 1
+            )
     if where == "spread":
         placed[tokens] += (values / np.maximum(np.bincount(turns, minlength=len(values)), 1))[turns]
     else:

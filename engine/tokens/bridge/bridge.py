@@ -74,7 +74,7 @@ class Bridges:
 
     def follow(self, keys: TemplateKeys) -> None:
         """Rely on the checks of probes as far as what the template tests allows it."""
-        self.whole = next(iter(keys.whole), None)
+        self.whole = next(iter(keys.whole_because), None)
         self.timed, self._dated = keys.timed, keys.dated
         self._copies, self._reads_tools = keys.copies, keys.tests_tools
 

@@ -114,7 +114,7 @@ class BranchGuard:
     def _told(self) -> bytes:
         """What the child needs of the chat format, as JSON."""
         template = self._template
-        told: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "tool_role": template.tool_role,
             "alternates": template.alternates,
             "skips_system": template.skips_system,
@@ -124,13 +124,13 @@ class BranchGuard:
         backend = getattr(template.fast.full, "backend_tokenizer", None)
         plain = isinstance(template.fast.full, PlainTokenizer)
         if isinstance(template, JinjaTemplate) and backend is not None and (plain or sys.platform == "linux"):
-            told |= template.facts
+            facts |= template.facts
             file = Path(template.fast.full.name_or_path, "tokenizer.json").absolute() if plain else _saved(backend)
-            told["tokenizer"] = str(file)
+            facts["tokenizer"] = str(file)
         else:
-            told |= {"model": self._model.model_dump(mode="json", by_alias=True), "base": str(self._base.absolute())}
-        told["key"] = blake2b(to_json(told), digest_size=16).hexdigest()
-        return to_json(told)
+            facts |= {"model": self._model.model_dump(mode="json", by_alias=True), "base": str(self._base.absolute())}
+        facts["key"] = blake2b(to_json(facts), digest_size=16).hexdigest()
+        return to_json(facts)
 
 
 class _Job:
@@ -217,11 +217,11 @@ class _Asking:
 
     def _answer(self, jobs: Sequence[_Job]) -> None:
         try:
-            found = self._ask(jobs)
+            answers = self._ask(jobs)
         except _LostError as error:
-            found = [{"error": str(error)}] * len(jobs)
+            answers = [{"error": str(error)}] * len(jobs)
         again: list[_Job] = []
-        for job, answer in zip(jobs, found, strict=True):
+        for job, answer in zip(jobs, answers, strict=True):
             job.tries += 1
             if "error" not in answer:
                 job.answer.set_result(Difference(**answer) if answer else None)
@@ -255,8 +255,8 @@ class _Asking:
             raise _LostError(reason) from error
         if "error" in answer:
             raise _LostError(answer["error"])
-        found: list[dict[str, Any]] = answer["result"]
-        return found
+        answers: list[dict[str, Any]] = answer["result"]
+        return answers
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self.child is None:

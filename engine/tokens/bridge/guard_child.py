@@ -125,13 +125,13 @@ class _Form:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, special tokens that it spells included."""
-        known = self._known.get(text)
-        if known is None:
+        ids = self._known.get(text)
+        if ids is None:
             plain = "sources" in self._told
-            known = self._backend.encode(text, add_special_tokens=False).ids if plain else self._format.encode(text)
+            ids = self._backend.encode(text, add_special_tokens=False).ids if plain else self._format.encode(text)
             if len(self._known) < _REMEMBERED:
-                self._known[text] = known
-        return known
+                self._known[text] = ids
+        return ids
 
     @cached_property
     def tells_time(self) -> bool:
@@ -155,16 +155,16 @@ class _Form:
 
     def views(self, messages: Iterable[Json], verbatim: dict[str, Json], *, quoted: bool = False) -> list[Json]:
         """Messages as `apply_chat_template` gets them; quoted where there are marks (see `unmarked`), or all of them with `quoted`."""
-        told, marks = self._told, quoted or bool(verbatim)
+        facts, marks = self._told, quoted or bool(verbatim)
         views: list[Json] = []
         for number, message in enumerate(messages):
-            if number and told["skips_system"] and message["role"] == "system":
+            if number and facts["skips_system"] and message["role"] == "system":
                 continue
             view = verbatim.get(str(number))
             if view is None:
-                view = _view(message, told["tool_role"])
+                view = _view(message, facts["tool_role"])
                 view = self._quoted(view) if quoted else _doubled(view) if marks and self.hides else view
-            if told["alternates"] and views and views[-1]["role"] == view["role"] == "user":
+            if facts["alternates"] and views and views[-1]["role"] == view["role"] == "user":
                 view = {**view, "content": _joined(views.pop()["content"], view["content"])}
             views.append(view)
         return views
@@ -188,18 +188,18 @@ class _Form:
 
     def render(self, views: list[Json], tools: list[Json] | None, now: float) -> str:
         """What the template wrote at a time (Unix), generation prompt included."""
-        told = self._told
-        if "sources" not in told:
+        facts = self._told
+        if "sources" not in facts:
             return str(self._format.text(views, tools))
         shown = views
-        if told["in_parts"]:
+        if facts["in_parts"]:
             shown = [
                 {**view, "content": [{"type": "text", "text": view["content"]}]}
                 if isinstance(view["content"], str)
                 else view
                 for view in shown
             ]
-        key = told["reasoning_key"]
+        key = facts["reasoning_key"]
         if key != "reasoning_content":
             shown = [
                 {**view, key: view["reasoning_content"]} if view.get("reasoning_content") else view for view in shown
@@ -212,20 +212,20 @@ class _Form:
                 documents=None,
                 add_generation_prompt=True,
                 strftime_now=datetime.fromtimestamp(now).strftime,
-                **told["variables"],
+                **facts["variables"],
             )
         )
 
     def piece(self, ids: list[int], run: _Run, images: Sequence[Sequence[int]]) -> _Piece:
         """One run of a branch."""
         sampled, start, end = run.sampled, run.start, run.end
-        own = ids[start:end]
+        run_ids = ids[start:end]
         markers: list[tuple[int, int]] = []
         for begin, stop in reversed(images):
             if start <= begin < end:
-                own[begin - start : stop - start] = [self._told["marker"]]
+                run_ids[begin - start : stop - start] = [self._told["marker"]]
                 markers = [(begin - start, stop - begin), *((at - stop + begin + 1, count) for at, count in markers)]
-        return _Piece(sampled, start, own, self.normal(self.decode(own)), markers)
+        return _Piece(sampled, start, run_ids, self.normal(self.decode(run_ids)), markers)
 
     def misread(self, piece: _Piece) -> int | None:
         """The index of the first token of a piece that its text is not tokenised to; None where there is none."""
@@ -245,8 +245,8 @@ class _Form:
             return ids  # other tokenizers do not give such texts apart
         again: list[int] = []
         for added, run in groupby(ids, self._added.__contains__):
-            own = list(run)
-            again += own if added else self._plain.encode(self.decode(own), add_special_tokens=False).ids
+            run_ids = list(run)
+            again += run_ids if added else self._plain.encode(self.decode(run_ids), add_special_tokens=False).ids
         return again
 
     @cached_property
@@ -279,13 +279,13 @@ def compare(_: Any, asked: Json) -> list[Json]:
     Returns:
         For each episode {}, or its first difference: `branch`, `token`, `id`, `turns` and `message`; or {"error": why there is no answer}.
     """
-    told = asked["form"]
-    form = _forms.get(told["key"])
+    facts = asked["form"]
+    form = _forms.get(facts["key"])
     if form is None:
         _prepare()
         if len(_forms) == _MOST_FORMS:
             _forms.clear()
-        form = _forms[told["key"]] = _Form(told)
+        form = _forms[facts["key"]] = _Form(facts)
     return [_checked(form, episode) for episode in asked["episodes"]]
 
 
@@ -300,9 +300,9 @@ def _checked(form: _Form, episode: Json) -> Json:
     try:
         messages = episode["episode"]["messages"]
         for number, ((spans, data), place) in enumerate(zip(episode["branches"], episode["shown"], strict=True)):
-            found = _difference(form, messages, spans, data, place)
-            if found is not None:
-                return {"branch": number, **found}
+            difference = _difference(form, messages, spans, data, place)
+            if difference is not None:
+                return {"branch": number, **difference}
     except Exception as error:  # noqa: BLE001 - the one who asked decides what an episode without an answer is
         return {"error": f"{type(error).__name__}: {error}"}
     return {}
@@ -313,7 +313,7 @@ def _difference(form: _Form, messages: list[Json], spans: Any, data: str, place:
     shown = (
         messages[:thread]
         if isinstance(thread, int)
-        else [messages[each] if isinstance(each, int) else each for each in thread]
+        else [messages[item] if isinstance(item, int) else item for item in thread]
     )
     buffer = array("i")
     buffer.frombytes(b64decode(data))
@@ -324,8 +324,8 @@ def _difference(form: _Form, messages: list[Json], spans: Any, data: str, place:
     views = form.views(shown, verbatim)
 
     def difference(token: int, message: str) -> Json:
-        found = {"token": token, "id": ids[token] if token < len(ids) else -1, "turns": turns, "message": message}
-        return found | {"spelled": _is_spelled(form, shown, verbatim, tools, now, pieces)}
+        answer = {"token": token, "id": ids[token] if token < len(ids) else -1, "turns": turns, "message": message}
+        return answer | {"spelled": _is_spelled(form, shown, verbatim, tools, now, pieces)}
 
     pieces: list[_Piece] = []
     try:
@@ -346,7 +346,7 @@ def _difference(form: _Form, messages: list[Json], spans: Any, data: str, place:
             apart = _apart(pieces, text)
         if apart is not None:
             piece, offset, at = apart
-            row = "".join([each.text for each in pieces if each.start >= piece.start])
+            row = "".join([item.text for item in pieces if item.start >= piece.start])
             return difference(
                 piece.token(_token_at(form, piece, offset)),
                 f"{_where(views, text, at)}, the chat template writes {_quote(text[max(at - _BEFORE, 0) :])}, "
@@ -379,10 +379,10 @@ def _is_spelled(
 
 def _runs(spans: list[Any], inherited: Sequence[Sequence[int]]) -> tuple[list[_Run], list[list[int]], int]:
     """The runs of a branch up to its last reply, in order, its images, and how many replies it has."""
-    told = [span for span in spans if span[0] not in ("image", "experts")]
-    replies = [at for at, span in enumerate(told) if span[0] in _SAMPLED]
+    token_spans = [span for span in spans if span[0] not in ("image", "experts")]
+    replies = [at for at, span in enumerate(token_spans) if span[0] in _SAMPLED]
     runs: list[_Run] = []
-    for kind, start, end, *_ in told[: replies[-1]]:
+    for kind, start, end, *_ in token_spans[: replies[-1]]:
         cuts = [start, *(edge for run in inherited for edge in run), end] if kind == "prompt" else [start, end]
         runs += [_Run(kind in _SAMPLED or number % 2 == 1, *run) for number, run in enumerate(pairwise(cuts))]
     return runs, [span[1:3] for span in spans if span[0] == "image"], len(replies)
@@ -444,7 +444,7 @@ def _token_at(form: _Form, piece: _Piece, offset: int) -> int:
 
 def _where(views: Sequence[Json], text: str, at: int) -> str:
     """The message in which, or after which, a character of the rendered text stands."""
-    found, cursor = "before the first message", 0
+    place, cursor = "before the first message", 0
     for number, view in enumerate(views):
         content = view["content"]
         parts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
@@ -457,8 +457,8 @@ def _where(views: Sequence[Json], text: str, at: int) -> str:
         same = _same(words, text, start)
         cursor = start + same
         inside = at < cursor or (at == cursor and same < len(words))
-        found = f"{'in' if inside else 'after'} message {number} (`{view['role']}`)"
-    return found
+        place = f"{'in' if inside else 'after'} message {number} (`{view['role']}`)"
+    return place
 
 
 def _quote(text: str) -> str:
@@ -510,5 +510,7 @@ def _joined(first: Any, second: Any) -> Any:
     """Two contents of neighbouring user messages as one, for a template that refuses two of them."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
-    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)]
+    parts = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else content for content in (first, second)
+    ]
     return [*parts[0], {"type": "text", "text": "\n\n"}, *parts[1]]

@@ -108,13 +108,13 @@ class TemplateKeys(msgspec.Struct, frozen=True):
     """It shows the date."""
     timed: bool = False
     """It shows the time: no two renderings are alike."""
-    whole: tuple[str, ...] = ()
+    whole_because: tuple[str, ...] = ()
     """Why every conversation is rendered whole at each turn; empty where that is not needed."""
 
     @property
     def reads(self) -> bool:
         """Whether it does anything to contents but write them."""
-        return bool(self.literals or self.equals or self.replaces or self.whole or not self.copies)
+        return bool(self.literals or self.equals or self.replaces or self.whole_because or not self.copies)
 
 
 @dataclass
@@ -140,18 +140,18 @@ class _Slot:
 @lru_cache(maxsize=64)
 def _read(sources: tuple[str, ...], variables: tuple[tuple[str, Any], ...], in_parts: bool) -> TemplateKeys:
     readings = [_Reading(parse_template(source), dict(variables), in_parts) for source in sources]
-    found = [reading.keys() for reading in readings]
+    by_source = [reading.keys() for reading in readings]
     return TemplateKeys(
-        tuple(dict.fromkeys(text for keys in found for text in keys.literals)),
-        tuple(dict.fromkeys(text for keys in found for text in keys.equals)),
-        any(keys.in_calls for keys in found),
-        any(keys.replaces for keys in found),
-        all(keys.copies for keys in found),
-        any(keys.tests_blank for keys in found),
-        any(keys.tests_tools for keys in found),
-        any(keys.dated for keys in found),
-        any(keys.timed for keys in found),
-        tuple(dict.fromkeys(why for keys in found for why in keys.whole)),
+        tuple(dict.fromkeys(text for keys in by_source for text in keys.literals)),
+        tuple(dict.fromkeys(text for keys in by_source for text in keys.equals)),
+        any(keys.in_calls for keys in by_source),
+        any(keys.replaces for keys in by_source),
+        all(keys.copies for keys in by_source),
+        any(keys.tests_blank for keys in by_source),
+        any(keys.tests_tools for keys in by_source),
+        any(keys.dated for keys in by_source),
+        any(keys.timed for keys in by_source),
+        tuple(dict.fromkeys(why for keys in by_source for why in keys.whole_because)),
     )
 
 
@@ -461,8 +461,8 @@ class _Reading:
             return
         number = self._number(value)
         if number is not None or labels & Of.PLACE:
-            known = self._numbers.get(key, number)
-            self._numbers[key] = number if known == number else None
+            earlier = self._numbers.get(key, number)
+            self._numbers[key] = number if earlier == number else None
         self._join(target.name, labels)
 
     def _in_messages(self) -> bool:
@@ -564,22 +564,22 @@ class _Reading:
                 return Of.NUMBER
 
     def _joined(self, parts: Sequence[nodes.Expr]) -> Of:
-        each = [self._value(part) for part in parts]
-        found = _union(each)
-        if found & _COUNTED:
-            return found | Of.NUMBER
-        if self._writing or not found & _TEXT:
-            return found
+        part_labels = [self._value(part) for part in parts]
+        joined = _union(part_labels)
+        if joined & _COUNTED:
+            return joined | Of.NUMBER
+        if self._writing or not joined & _TEXT:
+            return joined
         in_parts = bool(self._loops) and bool(self._loops[-1][0] & Of.CONTENT)  # an image's text is between two texts
-        if sum(bool(labels & _TEXT) for labels in each) > 1 and not in_parts:
-            return found & ~Of.CONTENT | Of.CHANGED
-        for part, labels in zip(parts, each, strict=True):
+        if sum(bool(labels & _TEXT) for labels in part_labels) > 1 and not in_parts:
+            return joined & ~Of.CONTENT | Of.CHANGED
+        for part, labels in zip(parts, part_labels, strict=True):
             if not labels & _TEXT and (texts := self._texts_of(part)) != [""]:
                 if texts is None:
-                    return found & ~Of.CONTENT | Of.CHANGED
+                    return joined & ~Of.CONTENT | Of.CHANGED
                 self._around.update(dict.fromkeys(filter(None, texts)))
-                found |= Of.JOINED
-        return found
+                joined |= Of.JOINED
+        return joined
 
     def _texts_of(self, node: nodes.Expr) -> list[str] | None:
         """The texts that an expression may write; None where they are not known."""
@@ -597,10 +597,10 @@ class _Reading:
             return Of.LOOP
         scope = self._scope(node.name)
         given = {"messages": Of.MESSAGES, "tools": Of.TOOLS}.get(node.name, Of.NOTHING)
-        known = self._names.get((scope, node.name))
-        if known is None:
+        assigned = self._names.get((scope, node.name))
+        if assigned is None:
             return given
-        return known if scope else known | given & Of.MESSAGES
+        return assigned if scope else assigned | given & Of.MESSAGES
 
     def _item(self, of: nodes.Expr, key: Any, node: nodes.Expr) -> Of:
         """`of.key`"""
@@ -608,8 +608,8 @@ class _Reading:
             return self._loop_value(key, node)
         labels = self._value(of)
         if labels & Of.NAMESPACE and isinstance(key, str):
-            known = self._attributes.get(key, Of.NOTHING)
-            return known | self._slots[key].label if key in self._slots else known
+            assigned = self._attributes.get(key, Of.NOTHING)
+            return assigned | self._slots[key].label if key in self._slots else assigned
         if labels & Of.MESSAGE:
             read = Of.CONTENT if key in _TEXT_KEYS else Of.CALL if key in _CALL_KEYS else Of.NOTHING
             return read | labels & _CARRIED
@@ -653,8 +653,8 @@ class _Reading:
     def _slice(self, part: nodes.Slice, labels: Of, node: nodes.Getitem) -> Of:
         ends = [part.start, part.stop, part.step]
         if labels & Of.MESSAGES:
-            known = [None if end is None else _constant(end) for end in ends]
-            if not (known[0] in (None, 0, 1) and known[1] in (None, -1) and known[2] in (None, 1, -1)):
+            constants = [None if end is None else _constant(end) for end in ends]
+            if not (constants[0] in (None, 0, 1) and constants[1] in (None, -1) and constants[2] in (None, 1, -1)):
                 self._refuse("it takes some of the messages by their number", node)
             return Of.MESSAGES
         numbers = self._all(end for end in ends if end is not None)
@@ -688,8 +688,8 @@ class _Reading:
                 over, backwards = self._loops[-1] if self._loops else (Of.NOTHING, False)
                 if backwards and node.attr in ("index", "index0"):
                     return "back", int(node.attr == "index")
-                known = {"index0": ("place", 0), "index": ("place", 1), "length": ("count", 0)}
-                return known.get(node.attr) if over & Of.MESSAGES else None
+                numbers = {"index0": ("place", 0), "index": ("place", 1), "length": ("count", 0)}
+                return numbers.get(node.attr) if over & Of.MESSAGES else None
             case nodes.Getattr() if self._value(node.node) & Of.NAMESPACE and node.attr in self._slots:
                 return ("kept", 0) if self._slots[node.attr].label & Of.PLACE else None
             case nodes.Filter() if (
@@ -721,8 +721,8 @@ class _Reading:
                 value = self._variables.get(node.name)
                 return None if value is ... else bool(value)
             case nodes.Not():
-                known = self._known(node.node)
-                return None if known is None else not known
+                outcome = self._known(node.node)
+                return None if outcome is None else not outcome
             case nodes.And() | nodes.Or():
                 sides, decisive = (self._known(node.left), self._known(node.right)), isinstance(node, nodes.Or)
                 return decisive if decisive in sides else None if None in sides else not decisive
@@ -895,13 +895,13 @@ class _Reading:
             return self._value(node.expr1 if outcome else node.expr2)
         labels = self._test(node.test)
         with self._under(node.test, True, labels):
-            found = self._value(node.expr1)
+            chosen = self._value(node.expr1)
         with self._under(node.test, False, labels):
-            found |= self._value(node.expr2)
+            chosen |= self._value(node.expr2)
         if labels & Of.STATE:
             self._refuse("what it writes for a message depends on a state that earlier messages left", node)
         self._latched_output |= bool(labels & Of.LATCH)
-        return found | labels
+        return chosen | labels
 
     def _filter(self, node: nodes.Filter) -> Of:
         if node.node is None:
@@ -997,8 +997,8 @@ class _Reading:
             key = arguments[0].value if isinstance(arguments[0], nodes.Const) else ...
             if labels & Of.MESSAGE and key is ...:
                 self._refuse("it reads a key of a message that it has worked out", node)
-            found = self._item(called.node, key, node) if key is not ... else labels
-            return found | self._all(arguments[1:])
+            read = self._item(called.node, key, node) if key is not ... else labels
+            return read | self._all(arguments[1:])
         if not labels & ~(Of.TOOLS | _CARRIED) and not given & ~Of.TOOLS:
             return labels
         if labels & (Of.MESSAGE | Of.MESSAGES | _COUNTED):
@@ -1015,7 +1015,7 @@ class _Reading:
     def _text_method(self, node: nodes.Call, name: str, arguments: list[nodes.Expr], labels: Of, given: Of) -> Of:
         texts = [self._literals_of(part) for part in arguments]
         if name in _TRIMS:
-            characters = "".join(text for found in texts for text in found or ())
+            characters = "".join(text for literals in texts for text in literals or ())
             if None in texts or characters.strip():
                 return self._cut(labels)
             return labels

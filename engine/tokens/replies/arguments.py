@@ -52,7 +52,7 @@ def restored(
             raise UnreadableCall("It holds None both as a text and as no value: write null for no value.")
         return _each(arguments, lambda text: None if text == "None" else text), True
     schema = _properties(name, tools)
-    found = dict(arguments)
+    values = dict(arguments)
     permitted = True
     for key, value in arguments.items():
         if not isinstance(value, str):
@@ -60,12 +60,12 @@ def restored(
         text, types = written.get(key, value), schema.get(key)
         word, kind = _PYTHON.get(value, (None, ""))
         if key in written and kind and _permits(types, kind):  # as the library reads JSON, where text is permitted too
-            found[key] = word
+            values[key] = word
             continue
         if text.strip() == value:
-            found[key] = text
+            values[key] = text
         permitted = permitted and _permits(types, "string")
-    return found, permitted
+    return values, permitted
 
 
 def _each(value: Any, change: Callable[[str], Any]) -> Any:

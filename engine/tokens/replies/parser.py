@@ -45,7 +45,7 @@ class ParsedReply(msgspec.Struct, frozen=True):
     """It ended inside its reasoning."""
     as_calls: bool
     """A template can show the calls as calls: all were read, and no text follows them."""
-    whole: bool = False
+    only_content: bool = False
     """`content` is all that was sampled, except white space at its edges and the token that ended it."""
     sampled: str | None = None
     """All that was sampled, as text, where that was decoded at once."""
@@ -119,13 +119,15 @@ class ReplyParser:
     def _in_writing(self, attempt: ToolCall | MalformedCall) -> str:
         if isinstance(attempt, MalformedCall):
             return attempt.raw
-        own = self._template.call_format
-        writer = own if own is not None and own.name else HermesFormat()  # a format of the spec's own may raise
+        call_format = self._template.call_format
+        writer = (
+            call_format if call_format is not None and call_format.name else HermesFormat()
+        )  # a format of the spec's own may raise
         return writer.write("", [(attempt.name, attempt.arguments)])
 
     def is_plain(self, parsed: ParsedReply) -> bool:
         """Whether a reply is text in which the template looks for nothing, so that the checks of probes hold for it."""
-        if not parsed.whole:
+        if not parsed.only_content:
             return False
         special, body = self._template.inspected, parsed.body
         return (special is None or special.search(body) is None) and bool(body) and not body.isspace()
@@ -135,7 +137,9 @@ class ReplyParser:
     ) -> ParsedReply:
         parse = reader.read(ids, before, f"call_{turn}", tools, self._template.knows_reasoning)
         if not parse.attempts:
-            return ParsedReply(parse.content, parse.reasoning, [], parse.content, parse.thinking, True, parse.whole)
+            return ParsedReply(
+                parse.content, parse.reasoning, [], parse.content, parse.thinking, True, parse.only_content
+            )
         read = MalformedCall not in map(type, parse.attempts)
         as_calls = read and self._can_show(len(parse.attempts)) and parse.calls_end_it
         body = parse.content if as_calls else parse.after
@@ -150,17 +154,17 @@ class ReplyParser:
         """`opened`: the prompt ended inside a reasoning block."""
         call_format = self._template.call_format
         reasoning, body, thinking = self._split_reasoning(text, opened)
-        whole = reasoning is None
+        only_content = reasoning is None
         if thinking or call_format is None:
-            return ParsedReply(body, reasoning, [], body, thinking, True, whole)
+            return ParsedReply(body, reasoning, [], body, thinking, True, only_content)
         parsed = parse_calls(call_format, body, tools, f"call_{turn}")
         content, attempts = parsed.content, parsed.attempts
         if not attempts:
-            return ParsedReply(body, reasoning, [], body, False, True, whole)
+            return ParsedReply(body, reasoning, [], body, False, True, only_content)
         read = all(isinstance(attempt, ToolCall) for attempt in attempts)
         as_calls = read and self._can_show(len(attempts)) and body.startswith(content)
         return ParsedReply(
-            content if read else body, reasoning, attempts, body, False, as_calls, whole and not as_calls
+            content if read else body, reasoning, attempts, body, False, as_calls, only_content and not as_calls
         )
 
     def _can_show(self, calls: int) -> bool:

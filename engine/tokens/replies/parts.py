@@ -38,12 +38,12 @@ def call_tokens(
     def attempts(tokens: int) -> Attempts:
         return template.replies.parse(ids[:tokens], before=before, turn=0, tools=tools).attempts
 
-    whole = attempts(len(ids))
-    if not 0 <= call < len(whole):
+    all_attempts = attempts(len(ids))
+    if not 0 <= call < len(all_attempts):
         return None
 
     def read(tokens: int) -> bool:
-        return list(attempts(tokens)[: call + 1]) == list(whole[: call + 1])
+        return list(attempts(tokens)[: call + 1]) == list(all_attempts[: call + 1])
 
     def opened(tokens: int) -> bool:
         return len(attempts(tokens)) > call

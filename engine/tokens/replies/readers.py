@@ -223,7 +223,7 @@ class TokenParse(msgspec.Struct, eq=False):
     attempts: list[ToolCall | MalformedCall]
     thinking: bool = False
     """It ended inside its reasoning."""
-    whole: bool = False
+    only_content: bool = False
     """`content` is the whole reply."""
     calls_end_it: bool = True
     """There is no text between the calls or after them."""
@@ -259,9 +259,9 @@ class Harmony:
         """See the library's `Renderer.parse_response`. The prompt has begun the first message."""
         from renderers.parsing import parse_gpt_oss
 
-        whole = [*self._opening, *ids]
-        read = parse_gpt_oss(self._tokenizer, whole, **self._ids)
-        read.content = self._content(whole)
+        with_opening = [*self._opening, *ids]
+        read = parse_gpt_oss(self._tokenizer, with_opening, **self._ids)
+        read.content = self._content(with_opening)
         for call in read.tool_calls:
             if call.token_span is not None:
                 start, end = (max(0, at - len(self._opening)) for at in call.token_span)
@@ -340,23 +340,23 @@ class FamilyReader:
             if reasoning is not None:
                 after = _CLOSING.split(after, 1)[1].lstrip("\n")
             return TokenParse(read.content, reasoning, attempts, after=after, sampled=read.sampled, texts=read.texts)
-        found = TokenParse(read.content, read.reasoning_content, attempts)
+        parse = TokenParse(read.content, read.reasoning_content, attempts)
         if read.reasoning_complete is False:
-            found.thinking, found.reasoning = True, (found.reasoning or "").strip("\n")
+            parse.thinking, parse.reasoning = True, (parse.reasoning or "").strip("\n")
         if not attempts and type(read) is QwenReply:
-            found.whole = True
-            return found
+            parse.only_content = True
+            return parse
         said: list[int] = ids.tolist()
         if said and said[-1] in self._stops:
             said.pop()
-        self._account(found, said, [call.token_span or (0, len(said)) for call in read.tool_calls], reasons)
-        return found
+        self._account(parse, said, [call.token_span or (0, len(said)) for call in read.tool_calls], reasons)
+        return parse
 
-    def _account(self, found: TokenParse, said: list[int], spans: list[tuple[int, int]], reasons: bool) -> None:
+    def _account(self, parse: TokenParse, said: list[int], spans: list[tuple[int, int]], reasons: bool) -> None:
         """Add to a reply what the library leaves out: words beside its calls, and markers where they mark nothing.
 
         Args:
-            found: The reply as the library read it.
+            parse: The reply as the library read it.
             said: The sampled ids, without the one that ended it.
             spans: The tokens [start, end) of each attempt at a call; several may share them.
             reasons: The template shows reasoning; else it is left in the content.
@@ -367,32 +367,32 @@ class FamilyReader:
                 parts.append(self._decode(said[at:start]) if at < start else "")
                 at = end
         before, *others = parts
-        found.calls_end_it = not "".join(others).strip()
+        parse.calls_end_it = not "".join(others).strip()
         if self._has_channels:
             if not reasons:
-                found.content, found.reasoning, found.thinking = self._decode(said).strip(), None, False
+                parse.content, parse.reasoning, parse.thinking = self._decode(said).strip(), None, False
             calls = [self._decode(said[start:end]) for start, end in dict.fromkeys(spans)]
-            found.after = "\n".join([*([found.content] if found.content else []), *calls])
+            parse.after = "\n".join([*([parse.content] if parse.content else []), *calls])
             return
         head = self._section.sub("", before) if spans else before
         section = before[len(head) :] if before.startswith(head) else ""
-        if reasons or (spans and found.reasoning is None):
-            found.reasoning, head = _split_reasoning(head, found.reasoning, found.content)
+        if reasons or (spans and parse.reasoning is None):
+            parse.reasoning, head = _split_reasoning(head, parse.reasoning, parse.content)
         if not reasons:
-            found.reasoning, found.thinking = None, False
+            parse.reasoning, parse.thinking = None, False
         words = "".join([head, *[self._section.sub("", part) for part in others]])
-        if words.strip() != found.content and _bare(words) != _bare(found.content):
-            found.content = words.strip()
-        found.whole = not spans and found.reasoning is None and found.content.strip() == before.strip()
+        if words.strip() != parse.content and _bare(words) != _bare(parse.content):
+            parse.content = words.strip()
+        parse.only_content = not spans and parse.reasoning is None and parse.content.strip() == before.strip()
         if spans:
-            written = before if found.reasoning is None else (head + section).lstrip("\n")
-            found.after = written + self._decode(said[spans[0][0] :])
+            written = before if parse.reasoning is None else (head + section).lstrip("\n")
+            parse.after = written + self._decode(said[spans[0][0] :])
 
     def _read(self, ids: IntVector, before: list[int], tools: Sequence[View]) -> QwenReply | Any:
         """A reply as the library parses it."""
-        found = self._qwen.read(ids, before) if self._qwen is not None else None
-        if found is not None:
-            return found
+        reply = self._qwen.read(ids, before) if self._qwen is not None else None
+        if reply is not None:
+            return reply
         try:
             return self._library.parse_response(ids.tolist(), tools=list(tools) or None, prompt_ids=before)
         except Exception as error:

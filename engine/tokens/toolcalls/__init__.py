@@ -63,15 +63,15 @@ def tool_call_format(name: str, base: Path | None = None) -> ToolCallFormat:
         )
     from engine.spec.code.entry import load_entry
 
-    found = load_entry(name, base)
+    loaded = load_entry(name, base)
     fix = "derive it from engine.tokens.toolcalls.ToolCallFormat and define parse(text, tools, prefix) and write(text, calls)"
-    if isinstance(found, type) and issubclass(found, ToolCallFormat):
-        if missing := sorted(found.__abstractmethods__):
+    if isinstance(loaded, type) and issubclass(loaded, ToolCallFormat):
+        if missing := sorted(loaded.__abstractmethods__):
             raise RenderError(f"model.tool_calls: {name} does not define {' and '.join(missing)}; {fix}")
         try:
-            return found()
+            return loaded()
         except Exception as error:
             raise RenderError(f"model.tool_calls: {name}() raised {words_of(error)}") from error
-    if isinstance(found, ToolCallFormat):
-        return found
+    if isinstance(loaded, ToolCallFormat):
+        return loaded
     raise RenderError(f"model.tool_calls: {name} is not a ToolCallFormat; {fix}")

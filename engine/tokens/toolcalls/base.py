@@ -151,16 +151,16 @@ def parse_calls(form: ToolCallFormat, text: str, tools: Sequence[dict[str, Any]]
         return form.parse(text, tools, prefix)
     name = f"{type(form).__name__}.parse"
     try:
-        found = form.parse(text, tools, prefix)
+        parsed = form.parse(text, tools, prefix)
     except Exception as error:
         raise RenderError(f"{name} raised {words_of(error)}") from error
-    if not isinstance(found, ParsedCalls) or not isinstance(found.content, str):
-        raise RenderError(f"{name} returned {type(found).__name__}, not ParsedCalls(content, attempts)")
-    for attempt in found.attempts:
+    if not isinstance(parsed, ParsedCalls) or not isinstance(parsed.content, str):
+        raise RenderError(f"{name} returned {type(parsed).__name__}, not ParsedCalls(content, attempts)")
+    for attempt in parsed.attempts:
         if not isinstance(attempt, ToolCall | MalformedCall):
             kind = type(attempt).__name__
             raise RenderError(f"{name} returned {kind} among its attempts, not ToolCall or MalformedCall")
-    return replace(found, attempts=[_storable(attempt, text) for attempt in found.attempts])
+    return replace(parsed, attempts=[_storable(attempt, text) for attempt in parsed.attempts])
 
 
 def _storable(attempt: ToolCall | MalformedCall, text: str) -> ToolCall | MalformedCall:

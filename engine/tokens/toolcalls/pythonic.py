@@ -86,13 +86,13 @@ class PythonicFormat(ToolCallFormat):
                 parsed = ast.parse(body, mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             raise UnreadableCall(f"{around(body, 0)!r} is not a list of calls. {_FORM}") from None
-        found: list[Call] = []
+        calls: list[Call] = []
         for call in parsed.elts if isinstance(parsed, ast.List) else [parsed]:
             if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
                 raise UnreadableCall(f"{around(body, 0)!r} is not a list of calls with named arguments. {_FORM}")
             arguments = {str(word.arg): _literal(str(word.arg), word.value) for word in call.keywords}
-            found.append((ast.unparse(call.func), arguments))
-        return found
+            calls.append((ast.unparse(call.func), arguments))
+        return calls
 
 
 def _literal(key: str, node: ast.expr) -> Any:

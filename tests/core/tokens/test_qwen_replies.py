@@ -183,7 +183,15 @@ def test_a_reply_that_ends_with_one_call_is_cut_as_the_library_cuts_it(
 
 
 def _fields(parse: Any) -> tuple[Any, ...]:
-    return parse.content, parse.reasoning, parse.attempts, parse.thinking, parse.whole, parse.calls_end_it, parse.after
+    return (
+        parse.content,
+        parse.reasoning,
+        parse.attempts,
+        parse.thinking,
+        parse.only_content,
+        parse.calls_end_it,
+        parse.after,
+    )
 
 
 def test_a_name_that_is_no_text_is_no_name(formats: Formats) -> None:

@@ -39,7 +39,7 @@ def each(body: str) -> str:
 def test_literals_that_are_looked_for_are_found(body: str, literals: list[str]) -> None:
     keys = read(each(body), bos_token="<s>")
     assert list(keys.literals) == literals
-    assert keys.whole == ()
+    assert keys.whole_because == ()
     assert keys.copies
 
 
@@ -63,7 +63,7 @@ def test_literals_that_are_looked_for_are_found(body: str, literals: list[str]) 
 )  # fmt: skip
 def test_a_template_that_copies_keeps_its_bridges(body: str) -> None:
     keys = read_template([each(body)], {}, in_parts="p.type" in body)
-    assert (keys.literals, keys.equals, keys.copies, keys.whole) == ((), (), True, ())
+    assert (keys.literals, keys.equals, keys.copies, keys.whole_because) == ((), (), True, ())
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_template_that_copies_keeps_its_bridges(body: str) -> None:
 )  # fmt: skip
 def test_what_kinds_cannot_tell_makes_a_template_be_rendered(body: str, why: str) -> None:
     keys = read(each(body))
-    assert any(why in reason for reason in keys.whole), keys.whole
+    assert any(why in reason for reason in keys.whole_because), keys.whole_because
 
 
 def test_changes_that_probes_do_not_show_are_told() -> None:
@@ -135,7 +135,7 @@ LITERALS = {
 @pytest.mark.parametrize("name", sorted(cases()))
 def test_what_real_templates_do(name: str) -> None:
     keys = read((cases()[name] / "chat_template.jinja").read_text())
-    assert bool(keys.whole) == (name in WHOLE), keys.whole
+    assert bool(keys.whole_because) == (name in WHOLE), keys.whole_because
     if name in LITERALS:
         assert keys.literals == LITERALS[name]
     if name in ("gemma3", "llama3_2", "qwen3_instruct_2507"):
@@ -144,7 +144,7 @@ def test_what_real_templates_do(name: str) -> None:
 
 def test_what_templates_of_the_tests_do() -> None:
     found = {name: read(source) for name, source in TEMPLATES.items()}
-    assert {name for name, keys in found.items() if keys.whole} == {"counting"}
+    assert {name for name, keys in found.items() if keys.whole_because} == {"counting"}
     assert {name for name, keys in found.items() if keys.literals} == {"thinking"}
 
 
