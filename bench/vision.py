@@ -77,7 +77,7 @@ class Before:
         if found is None:
             from engine.tokens.images import open_pixels
 
-            family, processor = self._vision.family, self._vision.processor
+            family, processor = self._vision.family, self._vision.processing.processor
             found = self._kept[number] = family.process(processor, open_pixels(self._read(number)))[0]
             while sum(each["pixel_values"].nbytes for each in self._kept.values()) > 1 << 30:
                 self._kept.popitem(last=False)

@@ -90,7 +90,7 @@ def rerender_turns(form: Any, shown: list[bytes]) -> list[float]:
     from PIL import Image
     from transformers.processing_utils import ProcessorMixin
 
-    processor = form.vision.processor
+    processor = form.vision.processing.processor
     messages: list[dict[str, Any]] = []
     images: list[Any] = []
     seconds = []

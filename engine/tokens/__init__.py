@@ -15,8 +15,8 @@
     toolcalls/        tool calls that are written as text, one class per format
     tokenizer.py      a tokenizer, called directly (plain_tokenizer.py, byte_level.py), and text that only spells special tokens
     jinja.py          templates compiled as transformers does; jinja_source.py, for quoted text too
-    vision.py         how images become tokens (vision_families.py, vision_processing.py, images.py)
-    vision_sizes.py   tokens of an image from its size alone; pixels.py and pixel_pool.py scale images, in processes
+    vision.py         how images become tokens (images.py); pixels.py and pixel_pool.py scale them, in processes
+    vision_families.py what differs between models with images: processors, and tokens of an image from its size alone
     image_bank.py     the images of a run by digest
     inputs.py         the digest of what tokens depend on
     catalogue.py      models that have a name here

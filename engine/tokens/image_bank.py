@@ -24,7 +24,7 @@ from engine.tokens.pixel_pool import PixelsAhead
 
 if TYPE_CHECKING:
     from engine.tokens.pixels import Recipe
-    from engine.tokens.vision_processing import ImageProcessing
+    from engine.tokens.vision import ImageProcessing
 
 T = TypeVar("T")
 

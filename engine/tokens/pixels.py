@@ -1,7 +1,7 @@
 """Scaling of images to uint8 pixels, with Pillow alone: in this process, or as a worker process that imports nothing else.
 
 Invariant: the pixels are those that the image processors of transformers scale an image to (`convert_to_rgb`, `resize`), before they
-rescale and normalise them. `vision_sizes.py` compares them with the model's own processor before it relies on them.
+rescale and normalise them. `vision_families.py` compares them with the model's own processor before it relies on them.
 
 As a program, this module reads jobs from its input and writes pixels to its output until the input ends. A job is a line of JSON,
 `{"bytes": …, "recipe": …}`, and the image's bytes; its answer is a line, `{"shape": …}` or `{"error": …}`, and the pixels.

@@ -9,10 +9,101 @@ Invariant: the same seed gives the same files. No other file is read.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.tokens.tiny import save_model, save_tokenizer
+END, TURN, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Qwen2's expression. transformers uses it for a Qwen2 model, whatever tokenizer.json says."""
+
+
+def save_tokenizer(
+    folder: Path,
+    words: Sequence[str],
+    size: int,
+    special: Sequence[str],
+    *,
+    markup: Sequence[str] = (),
+    template: str,
+    context: int,
+) -> tuple[dict[str, int], int]:
+    """Train a byte-level BPE tokenizer on a few words and save it.
+
+    Args:
+        folder: The folder that the files go to.
+        words: The texts that it is trained on.
+        size: Largest number of tokens, special ones included.
+        special: Special tokens; `END`, `TURN` and `TURN_END` first.
+        markup: Added tokens that are not special.
+        template: The chat template.
+        context: Largest number of tokens of a conversation.
+
+    Returns:
+        The special tokens' ids, and the number of tokens.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size - len(special) - len(markup),
+        min_frequency=1,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(words, trainer)
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in markup])
+    more: dict[str, Any] = {"additional_special_tokens": list(special[3:])} if special[3:] else {}
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=END,
+        chat_template=template,
+        model_max_length=context,
+        **more,
+    )
+    fast.save_pretrained(folder)
+    vocabulary = tokenizer.get_vocab()
+    return {token: vocabulary[token] for token in special}, len(vocabulary)
+
+
+def save_model(folder: Path, make: Callable[[], Any], seed: int, ids: dict[str, int]) -> None:
+    """Make a model with random weights, and save it with the ids that end its replies.
+
+    Args:
+        folder: The folder that the files go to.
+        make: Makes the model.
+        seed: Seed of the weights; torch's own random state does not change.
+        ids: The special tokens' ids.
+    """
+    import torch
+
+    from engine.tokens.catalogue import no_bars
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = make()
+    with no_bars():
+        model.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [ids[TURN_END], ids[END]], "pad_token_id": ids[END]})
+    )
+
 
 VOCABULARY = 512
 """Largest number of tokens of the tokenizer, special ones included; its few words give fewer."""

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.tokens.tiny import save_model, save_tokenizer
+from engine.tokens.tiny_lm import save_model, save_tokenizer
 
 VOCABULARY = 1024
 """Largest number of tokens of the tokenizer, special ones included; its few words give fewer."""

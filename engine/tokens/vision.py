@@ -11,7 +11,9 @@ Invariants, checked whenever ids are appended and before every request:
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,8 +21,9 @@ import numpy as np
 
 from engine.errors import ImageError, RenderError
 from engine.tokens.image_bank import ImageBank
-from engine.tokens.images import ProcessedImage, Tensors
-from engine.tokens.vision_processing import ImageProcessing, VisionFamily
+from engine.tokens.images import FloatImage, PreparedImage, ProcessedImage, Tensors, open_pixels
+from engine.tokens.pixels import MODES, Recipe, open_file, scaled_pixels
+from engine.tokens.vision_families import ByteImage, Plan, SizedImages, VisionFamily, checked, family_of
 
 if TYPE_CHECKING:
     from engine.schemas.model import ModelSpec
@@ -61,15 +64,6 @@ class Vision:
         self.processing = ImageProcessing(family, folder, tokenizer, self.placeholder_id)
         self.bank = ImageBank(self.processing)
         """The images that were shown."""
-
-    @property
-    def processor(self) -> Any:
-        """The model's own processor (transformers), without its video part.
-
-        Raises:
-            RenderError: It cannot be loaded.
-        """
-        return self.processing.processor
 
     # --- checks ---------------------------------------------------------------------------------------------
 
@@ -192,7 +186,184 @@ def load_vision(folder: Path, config: dict[str, Any], tokenizer: FastTokenizer, 
     Raises:
         RenderError: The model takes images, but its tokenizer lacks the tokens for them.
     """
-    from engine.tokens.vision_families import family_of
-
     family = family_of(config)
     return None if family is None else Vision(family, folder, tokenizer, spec)
+
+
+class ImageProcessing:
+    """How the images of one model are processed. Safe to call from several threads.
+
+    Args:
+        family: The model's family.
+        folder: The model's files.
+        tokenizer: Its tokenizer.
+        placeholder: Id of the token that stands for one feature.
+    """
+
+    def __init__(self, family: VisionFamily, folder: Path, tokenizer: FastTokenizer, placeholder: int) -> None:
+        self.family = family
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._placeholder = placeholder
+        self._ids: dict[tuple[int, ...], IntVector] = {}
+        """Tokens of images by grid."""
+
+    @cached_property
+    def processor(self) -> Any:
+        """The model's own processor (transformers), without its video part.
+
+        Raises:
+            RenderError: It cannot be loaded.
+        """
+        try:
+            return self.family.processor(self._folder, self._tokenizer.real)
+        except (OSError, ValueError, ImportError, TypeError) as error:
+            raise RenderError(f"the image processor of {self._folder} cannot be loaded: {error}") from error
+
+    @cached_property
+    def sized(self) -> SizedImages | None:
+        """What the processor makes of an image by its size alone; None if that is known from the processor only.
+
+        Raises:
+            RenderError: The processor cannot be loaded.
+        """
+        return checked(self.family, self.processor)
+
+    def tokens_of_size(self, width: int, height: int) -> int | None:
+        """Number of tokens of an image of this size; None if only the processor knows.
+
+        Raises:
+            ImageError: the processor refuses an image of this size.
+        """
+        plan = self._plan((width, height))
+        return None if plan is None else len(self._expansion("", plan.text, plan.grid, plan.placeholders).ids)
+
+    def look(self, digest: str, data: bytes) -> tuple[ProcessedImage, PreparedImage | None]:
+        """An image's tokens. Its pixels are decoded, so that an incomplete file is refused where it is shown, and not kept.
+
+        Returns:
+            The tokens; and the image's tensors where its tokens are known from the processor only, else None.
+
+        Raises:
+            ImageError: It cannot be decoded, or the processor refuses it.
+        """
+        image = open_pixels(data)
+        plan = self._plan(image.size, image.mode)
+        if plan is None:
+            return self._process(digest, image)
+        return self._expansion(digest, plan.text, plan.grid, plan.placeholders), None
+
+    def make(self, digest: str, data: bytes) -> PreparedImage:
+        """An image's scaled pixels as bytes; its tensors where its tokens are known from the processor only.
+
+        Raises:
+            ImageError: As in `look`.
+        """
+        image = open_pixels(data)
+        plan = self._plan(image.size, image.mode)
+        if plan is None:
+            return self._process(digest, image)[1]
+        return self.arrange(scaled_pixels(image, plan.recipe), plan.grid)
+
+    def recipe(self, data: bytes) -> Recipe | None:
+        """How a worker process scales an image, from its header; None if this process must."""
+        with open_file(data) as image:
+            plan = self._plan(image.size, image.mode)
+        return None if plan is None else plan.recipe
+
+    def arrange(self, pixels: np.ndarray, grid: tuple[int, ...]) -> PreparedImage:
+        """What is kept of pixels that were scaled by `recipe`, uint8 [tiles, height, width, 3]."""
+        sized = self.sized
+        assert sized is not None
+        return ByteImage(sized, sized.arrange(pixels), grid)
+
+    def _plan(self, size: tuple[int, int], mode: str = "RGB") -> Plan | None:
+        """What becomes of an image, from its size and Pillow's mode of its pixels; None if only the processor knows.
+
+        Raises:
+            ImageError: The processor refuses an image of this size.
+        """
+        if self.sized is None or mode not in MODES:
+            return None
+        try:
+            return self.sized.plan(*size)
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            raise _refused(size, error) from error
+
+    def _process(self, digest: str, image: Any) -> tuple[ProcessedImage, PreparedImage]:
+        try:
+            tensors, text, grid, wanted = self.family.process(self.processor, image)
+        except (ValueError, TypeError, ZeroDivisionError, OSError) as error:
+            raise _refused(image.size, error) from error
+        return self._expansion(digest, text, grid, wanted), FloatImage(tensors)
+
+    def _expansion(self, digest: str, text: str, grid: tuple[int, ...], wanted: int) -> ProcessedImage:
+        ids = self._ids.get(grid)
+        if ids is None:
+            ids = np.asarray(self._tokenizer.encode(text), np.int32)
+            ids.flags.writeable = False
+            self._ids[grid] = ids
+        placeholders = int(np.count_nonzero(ids == self._placeholder))
+        if placeholders != wanted:
+            raise ImageError(
+                f"an image with the grid {grid} needs {wanted} placeholders; its tokens have {placeholders}",
+                kind="image_mismatch",
+                blame="engine",
+            )
+        return ProcessedImage(digest=digest, ids=ids, placeholders=placeholders, grid=grid)
+
+    def scaled(self, data: bytes) -> bytes:
+        """An image at the size of its grid, as an RGB PNG, which is sent to servers in its place.
+
+        Servers process images themselves, and their processors decode and scale differently (Pillow, torchvision,
+        nvJPEG: up to 17 grey levels). None of them scales an image that already has its grid's size, so the server's pixels
+        are the pixels of the training rows. This method checks that the processor does not scale the copy; without `sized`, that the
+        copy's tensors equal the image's, bit for bit.
+
+        Raises:
+            ImageError: Kind `image_refused`: the processor scales the copy again, because its aspect ratio is too large.
+        """
+        image = open_pixels(data)
+        plan = self._plan(image.size, image.mode)
+        try:
+            copy = self._processed_copy(image) if plan is None else self._copy(image, plan)
+        except (ValueError, TypeError) as error:
+            raise ImageError(
+                f"an image of {image.size[0]} x {image.size[1]} pixels cannot be sent to a server exactly: {error}; "
+                "crop it, or use `backend: {kind: local}`",
+                kind="image_refused",
+            ) from error
+        buffer = io.BytesIO()
+        copy.save(buffer, "PNG", compress_level=1)
+        return buffer.getvalue()
+
+    def _copy(self, image: Any, plan: Plan) -> Any:
+        """Raises: ValueError: the processor scales the copy again."""
+        from PIL import Image
+
+        if not self.family.served:
+            raise ValueError("its tiles and the whole image are scaled separately")
+        assert self.sized is not None
+        copy = Image.fromarray(scaled_pixels(image, plan.recipe)[0])
+        again = self.sized.plan(*copy.size)
+        if any(size != copy.size for size in again.recipe.sizes):
+            raise ValueError(
+                f"a copy of {copy.size[0]} x {copy.size[1]} pixels is scaled again, to the grid {again.grid}"
+            )
+        return copy
+
+    def _processed_copy(self, image: Any) -> Any:
+        """Raises: ValueError: the copy's tensors are not the image's."""
+        tensors, _, wanted, _ = self.family.process(self.processor, image)
+        copy = self.family.scale(self.processor, image, wanted)
+        copied, _, grid, _ = self.family.process(self.processor, copy)
+        if grid != wanted or any(not np.array_equal(copied[name], tensors[name]) for name in copied):
+            raise ValueError(f"a copy of {copy.size[0]} x {copy.size[1]} pixels is scaled again, to the grid {grid}")
+        return copy
+
+
+def _refused(size: tuple[int, int], error: Exception) -> ImageError:
+    return ImageError(
+        f"the model's processor refuses an image of {size[0]} x {size[1]} pixels: {error}",
+        kind="image_refused",
+    )

@@ -61,7 +61,7 @@ class Servers:
 
         vision = load_format(ModelSpec(path=self._folder), Path(self._folder)).vision
         assert vision is not None
-        return vision.processor
+        return vision.processing.processor
 
     @cached_property
     def _model(self) -> Any:

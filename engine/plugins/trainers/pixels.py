@@ -22,7 +22,7 @@ from engine.errors import TrainError
 if TYPE_CHECKING:
     from engine.tokens.images import PreparedImage, Tensors
     from engine.tokens.vision import Vision
-    from engine.tokens.vision_processing import VisionFamily
+    from engine.tokens.vision_families import VisionFamily
 
 
 class RowImages(Mapping[str, torch.Tensor]):

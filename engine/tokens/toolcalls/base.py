@@ -5,10 +5,8 @@ Invariant: every call that a reply opens gives exactly one attempt, in order, re
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from math import isfinite
 from typing import Any, ClassVar
 
 from msgspec.structs import replace
@@ -21,7 +19,6 @@ from engine.terminal import brief
 
 LONGEST_CALL = 20_000
 """Characters of one call. A longer one is malformed: literals are parsed recursively."""
-JSON_WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 Call = tuple[str, dict[str, Any]]
 """A tool's name and the call's arguments."""
@@ -189,76 +186,3 @@ def storable_call(id_: str, name: str, arguments: dict[str, Any]) -> ToolCall:
     if (problem := call_refusal(name, arguments)) is not None:
         raise UnreadableCall(problem)
     return ToolCall(id=id_, name=name, arguments=arguments)
-
-
-def as_arguments(value: Any, form: str) -> dict[str, Any]:
-    """Arguments as an object: a dict, or the JSON text of one.
-
-    Args:
-        value: The arguments.
-        form: How a call is to be written, for the message.
-
-    Raises:
-        UnreadableCall: The value is neither.
-    """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise UnreadableCall(f'Its "arguments" are text, not a JSON object. {form}') from None
-    if not isinstance(value, dict):
-        raise UnreadableCall(f'Its "arguments" are not a JSON object. {form}')
-    return value
-
-
-def as_json(value: Any) -> Any:
-    """A Python literal as JSON holds it: tuples become lists.
-
-    Raises:
-        ValueError: JSON cannot hold it.
-    """
-    if value is None or isinstance(value, (str, int, bool)) or (isinstance(value, float) and isfinite(value)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: as_json(item) for key, item in value.items()}
-    raise ValueError
-
-
-HERMES_FORM = 'Write {"name": "<tool>", "arguments": {...}}.'
-
-
-class HermesFormat(TaggedFormat):
-    """The format that large models know: one JSON object in each pair of tags.
-
-    <tool_call>
-    {"name": "calculate", "arguments": {"expression": "3 * (4 + 5)"}}
-    </tool_call>
-    """
-
-    name = "hermes"
-    marks = ("<tool_call>", "</tool_call>")
-    auto = True
-
-    def read_body(self, body: str, tools: Sequence[dict[str, Any]]) -> Call:
-        """See `TaggedFormat.read_body`."""
-        try:
-            value = json.loads(body)
-        except json.JSONDecodeError as error:
-            raise UnreadableCall(f"It is not valid JSON: {error.msg} at character {error.pos}. {HERMES_FORM}") from None
-        except RecursionError:
-            raise UnreadableCall(f"Its JSON is nested too deeply. {HERMES_FORM}") from None
-        except ValueError:
-            raise UnreadableCall(f"Its JSON holds a number of too many digits. {HERMES_FORM}") from None
-        if not isinstance(value, dict):
-            raise UnreadableCall(f"It is not a JSON object. {HERMES_FORM}")
-        name = value.get("name")
-        if not isinstance(name, str) or not name:
-            raise UnreadableCall(f'It has no "name". {HERMES_FORM}')
-        return name, as_arguments(value.get("arguments", value.get("parameters", {})), HERMES_FORM)
-
-    def write(self, text: str, calls: Sequence[Call]) -> str:
-        """See `ToolCallFormat.write`."""
-        written = (json.dumps({"name": name, "arguments": given}, ensure_ascii=False) for name, given in calls)
-        return "\n".join([*([text] if text else []), *(f"<tool_call>\n{call}\n</tool_call>" for call in written)])

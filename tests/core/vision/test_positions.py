@@ -66,7 +66,7 @@ async def test_positions_are_those_that_the_model_computes_itself(
             model(**forward_inputs(collate([row.columns()], vision, pad_id=0)))
         own = seen[0].reshape(-1, len(row.branch.input_ids))[-len(packed) :]
         assert own.shape[0] == 3
-        merge = vision.processor.image_processor.merge_size
+        merge = vision.processing.processor.image_processor.merge_size
         np.testing.assert_array_equal(own.numpy(), by_the_definition(row, vision.placeholder_id, merge))
         placed = place_images(
             vision,

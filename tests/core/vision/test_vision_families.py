@@ -52,7 +52,7 @@ def by_the_processor(form: ChatTemplate, messages: list[dict[str, object]], imag
     """The processor's own ids of a conversation: template, expansion and tokens in one go."""
     assert form.vision is not None
     text = form.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    found = form.vision.processor(images=[[pil(data) for data in images]], text=[text])
+    found = form.vision.processing.processor(images=[[pil(data) for data in images]], text=[text])
     ids: list[int] = found["input_ids"][0]
     return ids
 

@@ -48,7 +48,7 @@ def test_the_copy_has_the_grids_size_and_the_rows_tensors(vlm: Callable[[str], P
     """In every mode and format; at the grid's size no processor scales, so the server's pixels are the copy's."""
     vision = form_of(vlm(family)).vision
     assert vision is not None
-    side = vision.processor.image_processor.patch_size
+    side = vision.processing.processor.image_processor.patch_size
     forms = [("RGB", "PNG"), ("RGBA", "PNG"), ("L", "PNG"), ("LA", "PNG"), ("P", "PNG"), ("1", "PNG"), ("I;16", "PNG")]
     forms += [("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG"), ("RGB", "WEBP"), ("P", "GIF"), ("RGB", "BMP")]
 
@@ -65,7 +65,7 @@ def test_the_copy_has_the_grids_size_and_the_rows_tensors(vlm: Callable[[str], P
         copy = pil(vision.processing.scaled(data))
         _, rows, columns = vision.bank.picture(digest).grid
         assert (copy.mode, copy.size) == ("RGB", (columns * side, rows * side))
-        found = vision.processor.image_processor(images=[copy], return_tensors="np")
+        found = vision.processing.processor.image_processor(images=[copy], return_tensors="np")
         for name, tensor in vision.bank.tensors(digest).items():
             np.testing.assert_array_equal(found[name], tensor)
 

@@ -28,7 +28,7 @@ from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
 from engine.tokens.pixel_pool import PixelsAhead
 from engine.tokens.vision import Vision
-from engine.tokens.vision_sizes import TiledSizes
+from engine.tokens.vision_families import TiledSizes
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -112,7 +112,9 @@ def test_tokens_and_tensors_are_the_processors_own(with_settings: Any, family: s
     def holds(form: tuple[str, str], width: int, height: int, seed: int) -> None:
         data = encoded(*form, width, height, seed)
         try:
-            tensors, text, grid, count = vision.family.process(vision.processor, Image.open(io.BytesIO(data)))
+            tensors, text, grid, count = vision.family.process(
+                vision.processing.processor, Image.open(io.BytesIO(data))
+            )
         except ValueError:  # more than 200 times as long as wide
             with pytest.raises(ImageError, match="the model's processor refuses an image of"):
                 vision.bank.picture(put(vision, data))
@@ -149,7 +151,7 @@ def test_the_count_of_placeholders_over_many_sizes(with_settings: Any, family: s
     def holds(width: int, height: int) -> None:
         image = Image.new("RGB", (width, height))
         try:
-            _, text, grid, count = vision.family.process(vision.processor, image)
+            _, text, grid, count = vision.family.process(vision.processing.processor, image)
         except ValueError:
             with pytest.raises(ValueError, match=r"ratio|whole squares|no pixels"):
                 sized.plan(width, height)
@@ -173,7 +175,7 @@ def test_a_processor_that_cannot_be_told_from_the_size_is_asked(
         return  # without a mask, this family's tensors are incomplete
     data = encoded("RGB", "PNG", 64, 128, 0)
     picture = vision.bank.picture(put(vision, data))
-    tensors, _, grid, count = vision.family.process(vision.processor, Image.open(io.BytesIO(data)))
+    tensors, _, grid, count = vision.family.process(vision.processing.processor, Image.open(io.BytesIO(data)))
     assert (picture.grid, picture.placeholders) == (grid, count)
     np.testing.assert_array_equal(vision.bank.tensors(picture.digest)["pixel_values"], tensors["pixel_values"])
     assert vision.bank.processed == 1

@@ -53,7 +53,7 @@ class Serving:
         if vision is not None:
             (uri,) = body["image_data"]
             image = pil(b64decode(uri.partition(",")[2])).point(lambda value: value + self.shade)
-            tensors, _, _, count = vision.family.process(vision.processor, image)
+            tensors, _, _, count = vision.family.process(vision.processing.processor, image)
             (at,) = np.flatnonzero(ids == vision.marker_id)
             ids = np.concatenate([ids[:at], np.full(count, vision.placeholder_id, np.int32), ids[at + 1 :]])
             inputs = {name: torch.from_numpy(array) for name, array in tensors.items()}

@@ -198,7 +198,7 @@ async def test_log_probs_and_positions_right_after_an_image_is_gone(
     assert packed is not None
     backend = VisionModel(vlm(family), torch.device("cpu"), torch.float32, 2, vision=vision)
     for number, row in enumerate(rows):
-        wanted = by_the_definition(row, vision.placeholder_id, vision.processor.image_processor.merge_size)
+        wanted = by_the_definition(row, vision.placeholder_id, vision.processing.processor.image_processor.merge_size)
         places = pack.row_tokens(number)
         np.testing.assert_array_equal(packed.reshape(-1, pack.tokens)[:, places].numpy(), wanted[:, : len(places)])
         placed = place_images(

@@ -308,5 +308,5 @@ async def test_servers_get_images_at_the_size_of_their_grid(server: str, tmp_pat
     (image,) = sent["image_data"]
     _, rows, columns = format.vision.bank.picture(digest).grid
     assert image.size == (columns * 14, rows * 14)
-    tensors = format.vision.processor.image_processor(images=[image], return_tensors="np")
+    tensors = format.vision.processing.processor.image_processor(images=[image], return_tensors="np")
     assert np.array_equal(tensors["pixel_values"], format.vision.tensors([[digest]])["pixel_values"])

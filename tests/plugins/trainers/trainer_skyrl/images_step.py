@@ -99,7 +99,7 @@ def main(spec_file: str, folder: str) -> None:
             (message,) = request_payload["json"]["messages"]
             (part,) = message["content"]
             data = base64.b64decode(part["image_url"]["url"].partition(",")[2])
-            made, _, _, count = vision.family.process(vision.processor, open_pixels(data))
+            made, _, _, count = vision.family.process(vision.processing.processor, open_pixels(data))
             Client.rendered += 1
             buffer = io.BytesIO()
             torch.save({"pixel_values": torch.from_numpy(made["pixel_values"]).bfloat16(),
