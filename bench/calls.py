@@ -82,7 +82,7 @@ PROMISES: list[tuple[str, tuple[str, ...]]] = [
         "exact bridges",
         ("engine/tokens/bridge/",),
     ),
-    ("views, quoting, literals", tuple(f"engine/tokens/{name}.py" for name in ("views", "replies/parts"))),
+    ("views, quoting, literals", tuple(f"engine/tokens/{name}.py" for name in ("views",))),
     (
         "prompt and tape",
         tuple(f"engine/tokens/{name}.py" for name in ("tape", "conversation")),
