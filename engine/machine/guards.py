@@ -6,17 +6,151 @@ many episodes may share a guard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from engine.errors import GuardError
-from engine.machine.cost import ASSUMED_SIZES, MAX_WORK, is_looping, sizes_of, work_of
 from engine.machine.evaluate import EvaluationError, compile_tree
-from engine.machine.expression import ExpressionError, Name, parse
+from engine.machine.expression import Call, Comprehension, ExpressionError, ListOf, MapOf, Name, Node, Operation, parse
 from engine.machine.inference import GuardProblem, TypeInference, describe
 from engine.machine.operators import NUMBERS
 from engine.machine.variables import BOOL, DYN, STRING, VARIABLES, Variable
+from engine.schemas.base import Struct
 from engine.terminal import around, brief
+
+MAX_WORK = 1_000_000
+"""Units that one evaluation may cost: a few tenths of a second."""
+MAX_COUNTED = 200_000
+"""Values of one variable that are counted before a loop; counting takes time too."""
+_CHARACTERS_PER_UNIT = 1_000
+"""Characters that a string function reads in one unit."""
+_MATCHED_PER_UNIT = 50
+"""Characters that `matches` reads in one unit."""
+_PATTERN_UNITS = 1_000
+"""Units that `matches` takes to compile its pattern, at every call."""
+_MAX_NESTED_LOOPS = 6
+"""Nesting levels of loops that are examined; each level doubles the work of computing the bound."""
+_MAX_BOUND = 10**15
+"""Larger bounds are cut to this: nested lists would otherwise give very large integers."""
+
+
+class Sizes(Struct, frozen=True, kw_only=True):
+    """Upper bounds for the values of an expression's variables."""
+
+    length: int
+    """Elements of the longest list or map, at any depth."""
+    nodes: int
+    """Values in the largest variable, at all depths together."""
+    characters: int
+    """Characters of the longest string."""
+
+
+ASSUMED_SIZES = Sizes(length=64, nodes=65, characters=10_000)
+"""The sizes of facts and task fields that a check before the run assumes."""
+
+
+def sizes_of(values: Iterable[Any]) -> Sizes:
+    """Return the sizes of variables; for more than `MAX_COUNTED` values, sizes on which no loop is allowed."""
+    length = most = characters = 0
+    for value in values:
+        nodes = 0
+        waiting = [value]
+        while waiting:
+            item = waiting.pop()
+            nodes += 1
+            if nodes > MAX_COUNTED:
+                return Sizes(length=_MAX_BOUND, nodes=_MAX_BOUND, characters=_MAX_BOUND)
+            if isinstance(item, str):
+                characters = max(characters, len(item))
+            elif isinstance(item, Mapping):
+                length = max(length, len(item))
+                waiting.extend(item.values())
+                nodes += len(item)
+                characters = max(characters, *map(len, map(str, item)), 0)
+            elif isinstance(item, list | tuple):
+                length = max(length, len(item))
+                waiting.extend(item)
+        most = max(most, nodes)
+    return Sizes(length=length, nodes=most, characters=characters)
+
+
+class _Bound(Struct, frozen=True, kw_only=True):
+    """Upper bounds for a part of an expression: the work to evaluate it, and the size of its value."""
+
+    work: int
+    length: int
+    nodes: int
+
+
+def work_of(tree: Node, sizes: Sizes) -> int:
+    """Return the maximum number of units that evaluating the expression may cost.
+
+    Evaluation cannot be interrupted, and no other episode runs meanwhile. Nested macros (`all`, `exists`, `filter`, `map`) multiply the
+    lengths of their lists. The bound is monotonic in the sizes, so sizes that are too large never hide a costly expression. One unit is
+    a node visited, or a value copied or compared: about 0.1 to 0.4 microseconds.
+
+    Args:
+        tree: From `parse`.
+        sizes: Upper bounds for its variables.
+    """
+    return _bound(tree, sizes, {}).work
+
+
+def is_looping(tree: Node) -> bool:
+    """Whether the expression loops over a list or a map; if not, its work is proportional to its own length."""
+    return any(isinstance(node, Comprehension) for node in tree.walk())
+
+
+def _bound(node: Node, sizes: Sizes, variables: Mapping[str, _Bound], level: int = 0) -> _Bound:
+    if isinstance(node, Name):
+        return variables.get(node.name) or _Bound(work=1, length=sizes.length, nodes=sizes.nodes)
+    if isinstance(node, Comprehension):
+        return _loop(node, sizes, variables, level)
+    parts = [_bound(child, sizes, variables, level) for child in node.children()]
+    work = 1 + sum(part.work for part in parts)
+    length = max((part.length for part in parts), default=0)
+    nodes = sum(part.nodes for part in parts) + 1
+    if isinstance(node, ListOf | MapOf):
+        return _capped(work + nodes, max(length, len(node.items)), nodes)
+    if isinstance(node, Call):
+        read = sizes.characters // _CHARACTERS_PER_UNIT
+        work += _PATTERN_UNITS + sizes.characters // _MATCHED_PER_UNIT if node.name == "matches" else read
+        return _capped(work, length, nodes)
+    if isinstance(node, Operation) and node.operator in ("+", "==", "!=", "in", "<", "<=", ">", ">="):
+        joined = sum(part.length for part in parts) if node.operator == "+" else 0
+        copied = nodes if node.operator in ("+", "==", "!=", "in") else 1  # only strings and numbers are ordered
+        return _capped(work + copied + sizes.characters // _CHARACTERS_PER_UNIT, joined, nodes if joined else 1)
+    return _capped(work, length, nodes)
+
+
+def _loop(node: Comprehension, sizes: Sizes, variables: Mapping[str, _Bound], level: int = 0) -> _Bound:
+    """The bound of a loop. Together, its elements have at most the nodes of the whole list.
+
+    A body's work grows at least in proportion to the size of its element, so the worst list has one element that holds
+    everything, and scalars otherwise.
+    """
+    over = _bound(node.over, sizes, variables, level)
+    if level == _MAX_NESTED_LOOPS:
+        return _Bound(work=_MAX_BOUND, length=over.length, nodes=over.nodes)
+    scalar, everything = (
+        [_bound(body, sizes, {**variables, node.variable: element}, level + 1) for body in node.bodies]
+        for element in (_Bound(work=1, length=0, nodes=1), _Bound(work=1, length=over.nodes, nodes=over.nodes))
+    )
+    usual, largest = (1 + sum(body.work for body in bodies) for bodies in (scalar, everything))
+    work = 1 + over.work + over.length * usual + largest
+    if node.name == "map":
+        nodes = 1 + over.length * scalar[-1].nodes + everything[-1].nodes
+        length = max(over.length, everything[-1].length)
+    elif node.name == "filter":
+        nodes, length = over.nodes, over.length
+    else:
+        return _capped(work, 0, 1)
+    return _capped(work + over.length * nodes // 2, length, nodes)
+
+
+def _capped(work: int, length: int, nodes: int) -> _Bound:
+    return _Bound(work=min(work, _MAX_BOUND), length=min(length, _MAX_BOUND), nodes=min(nodes, _MAX_BOUND))
+
 
 MAX_CHARACTERS = 4_000
 """Characters that an expression may have."""

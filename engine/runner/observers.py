@@ -142,68 +142,7 @@ def episode_observers(loaded: LoadedSpec, store: RunStore) -> list[EpisodeObserv
     return [observer for observer in made if observer is not None]
 
 
-class TrainingObservers:
-    """The observers of one training, see `TrainingObserver`."""
-
-    def __init__(self, loaded: LoadedSpec, folder: Path) -> None:
-        made = [make(loaded, folder) for make in OBSERVE_TRAINING.all(written(loaded.spec))]
-        self._observers = [observer for observer in made if observer is not None]
-
-    @contextmanager
-    def watch(self, step: Callable[[], int], tokens: Callable[[], int]) -> Iterator[None]:
-        """Watch the counters while the block runs."""
-        with ExitStack() as stack:
-            for observer in self._observers:
-                stack.enter_context(observer.watch(step, tokens))
-            yield
-
-    def began(self) -> None:
-        """The training has its model and its folder. Raises: EngineError: an observer cannot work."""
-        for observer in self._observers:
-            observer.began()
-
-    def continued(self, step: int) -> None:
-        """The next step is the one after this."""
-        for observer in self._observers:
-            observer.continued(step)
-
-    def opened(self, store: RunStore) -> None:
-        """The store of the training's episodes is open."""
-        for observer in self._observers:
-            observer.opened(store)
-
-    async def checkpointed(self, timed: Callable[[str], AbstractContextManager[None]]) -> dict[str, float]:
-        """A checkpoint is written. Returns further metrics of the step."""
-        metrics: dict[str, float] = {}
-        for observer in self._observers:
-            metrics |= await observer.checkpointed(timed)
-        return metrics
-
-    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A line of metrics is written."""
-        for observer in self._observers:
-            observer.stepped(step, metrics)
-
-    def progressed(self) -> None:
-        """An episode or a step is finished."""
-        for observer in self._observers:
-            observer.progressed()
-
-    async def lacks_signal(self, step: int, reason: str) -> None:
-        """For several steps, no group had a learning signal."""
-        for observer in self._observers:
-            await observer.lacks_signal(step, reason)
-
-    async def failed(self, error: Exception, step: int) -> None:
-        """It stopped by an error."""
-        for observer in self._observers:
-            await observer.failed(error, step)
-
-    async def ended(self, step: int, metrics: Mapping[str, float]) -> None:
-        """It reached its last step."""
-        for observer in self._observers:
-            await observer.ended(step, metrics)
-
-    def close(self) -> list[str]:
-        """No more calls follow. Returns lines for the end of the command's output."""
-        return [line for observer in self._observers if (line := observer.close()) is not None]
+def training_observers(loaded: LoadedSpec, folder: Path) -> list[TrainingObserver]:
+    """The observers of one training."""
+    made = [make(loaded, folder) for make in OBSERVE_TRAINING.all(written(loaded.spec))]
+    return [observer for observer in made if observer is not None]

@@ -4,7 +4,6 @@
     conversation.py   messages in, exact prompts out: one tape per branch
     loading.py        load_format: from a spec's `model` to a chat format
     template.py       ChatTemplate: what every chat template has
-    renderer.py       the same as its parts see it
     views.py          messages as chat templates read them
     replies/          from sampled ids to content, reasoning and tool calls
     bridge/           the tokens between two turns, checked

@@ -19,9 +19,9 @@ from engine.errors import RenderError
 from engine.schemas.base import Struct
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.kinds import View
+from engine.tokens.bridge.wrapper import Bridge
 from engine.tokens.jinja_template import find_ends, stand_in_for
 from engine.tokens.probing import reads_template
-from engine.tokens.renderer import Bridge
 from engine.tokens.replies.readers import FamilyReader, Harmony
 from engine.tokens.template import ChatTemplate
 from engine.tokens.tokenizer import FastTokenizer

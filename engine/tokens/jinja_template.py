@@ -21,8 +21,8 @@ from engine.schemas.base import Struct
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.keys import looks
 from engine.tokens.bridge.kinds import ASSISTANT, SYSTEM, TOOL, USER, View, mark, probe, probe_call
+from engine.tokens.bridge.wrapper import Bridge
 from engine.tokens.jinja_source import JinjaSource
-from engine.tokens.renderer import Bridge
 from engine.tokens.template import ChatTemplate
 from engine.tokens.tokenizer import FastTokenizer
 

@@ -6,14 +6,18 @@ The chat format asks it when it is loaded, `engine validate` of the template alo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from engine.errors import RenderError
 from engine.schemas.message import ToolCall
 from engine.tokens.bridge.kinds import ASSISTANT, CALLS, REASONS, SYSTEM, TOOL, TOOL_NAME, USER, View, mark, probe
-from engine.tokens.renderer import Renderer
 from engine.tokens.toolcalls import ToolCallFormat, parse_calls
+
+if TYPE_CHECKING:
+    from engine.tokens.template import ChatTemplate
+
 
 Writer = Callable[[Sequence[View], list[View] | None], str]
 """(messages, tools) -> what the template writes. Raises RenderError where it refuses."""
@@ -67,7 +71,7 @@ def abilities_of(write: Writer) -> Abilities:
     )
 
 
-def reads_template(template: Renderer, call_format: ToolCallFormat) -> bool:
+def reads_template(template: ChatTemplate, call_format: ToolCallFormat) -> bool:
     """Whether a tool-call format reads a call as the template writes it.
 
     Raises:

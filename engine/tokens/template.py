@@ -26,8 +26,8 @@ from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.tokens.bridge.bridge import Bridges
 from engine.tokens.bridge.kinds import MARKERS, Looked, View, has_mark, kind_of, mark, probe
+from engine.tokens.bridge.wrapper import Bridge
 from engine.tokens.probing import abilities_of, refuses_later_system
-from engine.tokens.renderer import Bridge
 from engine.tokens.replies.parser import ReplyParser
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import FastTokenizer, quoted_index

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import RenderError
 from engine.schemas.message import ImagePart, Message, ToolCall
 from engine.tokens.bridge.kinds import View
-from engine.tokens.renderer import Renderer
 from engine.tokens.tokenizer import MARK, Span, quoted_index
 
 if TYPE_CHECKING:
     from engine.tokens.replies.parser import ParsedReply
     from engine.tokens.tape import IntVector
+    from engine.tokens.template import ChatTemplate
 
 IntendedTokens = Sequence[Sequence[Span]]
 """For each text of a message: the characters [start, end) whose special tokens are intended as tokens."""
@@ -35,7 +35,7 @@ class MessageViews:
         template: The chat template.
     """
 
-    def __init__(self, template: Renderer) -> None:
+    def __init__(self, template: ChatTemplate) -> None:
         self._template = template
 
     def of(self, message: Message, intended: IntendedTokens = ()) -> View:
@@ -187,7 +187,9 @@ class Thread:
 
     __slots__ = ("_template", "fresh", "intended", "messages", "numbers", "verbatim")
 
-    def __init__(self, template: Renderer, messages: list[Message], numbers: list[int | None] | None = None) -> None:
+    def __init__(
+        self, template: ChatTemplate, messages: list[Message], numbers: list[int | None] | None = None
+    ) -> None:
         self._template = template
         self.messages = messages
         self.numbers = numbers

@@ -103,7 +103,8 @@ class EpisodeSteps(StepSource):
         trainer = self._trainer
         self._store = folders.open_rollouts(trainer.folder, trainer.loaded)
         try:
-            trainer.observers.opened(self._store)
+            for observer in trainer.observers:
+                observer.opened(self._store)
             check_tasks(trainer.batch_log.read(), self._order)
             self._runner = runner = self._open_runner()
             self._counters = runner.counters
@@ -156,13 +157,17 @@ class EpisodeSteps(StepSource):
         for record in records:
             self._draws.add(record.solved)
 
+        def progressed(_: Trajectory) -> None:
+            for observer in trainer.observers:
+                observer.progressed()
+
         live = rollout.live_episodes or 2 * rollout.concurrency
         groups = GroupRunner(
             runner,
             self._rows.group,
             asyncio.Semaphore(live),
             self._stored.finished,
-            progress=lambda _: trainer.observers.progressed(),
+            progress=progressed,
         )
         self._schedule = GroupSchedule(
             groups,
@@ -212,7 +217,8 @@ class EpisodeSteps(StepSource):
         """Let the schedule go on with the new weights."""
         if self._warning:
             log.warning(self._warning, step=self._trainer.state.step)
-            await self._trainer.observers.lacks_signal(self._trainer.state.step, self._warning)
+            for observer in self._trainer.observers:
+                await observer.lacks_signal(self._trainer.state.step, self._warning)
         self._draws.add(self._solved)
         await self._tell_processes(version)
         self._schedule.trained(version)

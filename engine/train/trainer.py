@@ -13,7 +13,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from engine.backends.registry import open_backend
 from engine.errors import EngineError, TrainError
-from engine.runner.observers import TrainingObservers
+from engine.runner.observers import training_observers
 from engine.spec.added import trains_backend
 from engine.store.lock import RunLock
 from engine.tokens.loading import load_format
@@ -89,7 +89,7 @@ class Trainer:
         self.keep_going = keep_going
         self.state = State()
         self.batch_log = BatchLog(folder)
-        self.observers = TrainingObservers(loaded, folder)
+        self.observers = training_observers(loaded, folder)
         self.last_lines: list[str] = []
         """What observers show at the end of the command's output."""
         self.source: StepSource = source_class(self.train)(self)
@@ -114,18 +114,21 @@ class Trainer:
             EngineError: the backend, the store or the evaluation failed.
         """
         try:
-            with self.observers.watch(lambda: self.state.step, lambda: self.source.sampled_tokens):
+            with ExitStack() as watched:
+                for observer in self.observers:
+                    watched.enter_context(observer.watch(lambda: self.state.step, lambda: self.source.sampled_tokens))
                 result = await self._run_opened(stop)
-            if not result.interrupted:
-                await self.observers.ended(result.steps, result.last)
+            for observer in self.observers if not result.interrupted else ():
+                await observer.ended(result.steps, result.last)
             return result
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            await self.observers.failed(error, self.state.step)
+            for observer in self.observers:
+                await observer.failed(error, self.state.step)
             raise
         finally:
-            self.last_lines = self.observers.close()
+            self.last_lines = [line for observer in self.observers if (line := observer.close()) is not None]
 
     # --- beginning and end ----------------------------------------------------------------------------------
 
@@ -162,7 +165,8 @@ class Trainer:
             self._newest_checkpoint = resumed
         self._metrics = MetricsLog(self.folder)
         try:
-            self.observers.began()
+            for observer in self.observers:
+                observer.began()
         except BaseException:
             self._metrics.close()
             raise
@@ -171,7 +175,8 @@ class Trainer:
         """Repeat the steps after the checkpoint, then train."""
         records = await self._repeat_steps(result)
         self._metrics.truncate(self.state.step)
-        self.observers.continued(self.state.step)
+        for observer in self.observers:
+            observer.continued(self.state.step)
         if self.state.version or self.spec.backend.weights_in_servers:
             # A server may have other weights: send the current ones before the first token is sampled.
             await self._push_weights()
@@ -346,14 +351,16 @@ class Trainer:
         state = self.state
         if self._evaluator.note(state.step, values) or state.step % self.train.checkpoints.every == 0:
             await self._checkpoint()
-            values |= await self.observers.checkpointed(self.timed)
+            for observer in self.observers:
+                values |= await observer.checkpointed(self.timed)
         seconds = time.perf_counter() - began
         values |= {f"time/{phase}": spent for phase, spent in self._seconds.items()}
         values |= {"step_seconds": seconds, "tokens_per_second": batch.tokens / seconds} | self._pushed
         self._seconds.clear()
         self._pushed.clear()
         self._write_line(state.step, values)
-        self.observers.progressed()
+        for observer in self.observers:
+            observer.progressed()
 
     # --- parts of a step ------------------------------------------------------------------------------------
 
@@ -388,6 +395,7 @@ class Trainer:
     def _write_line(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of a step and report them."""
         self._metrics.write(step, values)
-        self.observers.stepped(step, values)
+        for observer in self.observers:
+            observer.stepped(step, values)
         if self._on_step is not None:
             self._on_step(step, values)

@@ -19,12 +19,12 @@ from engine.errors import RenderError
 from engine.tokens.bridge.check import BridgeVerdict, ReplyFrame, check_bridge, make_reply_text, make_wrapper
 from engine.tokens.bridge.keys import TemplateKeys
 from engine.tokens.bridge.kinds import ODD_KINDS, MessageKinds, View, kind_of
-from engine.tokens.bridge.wrapper import Wrapper, parts_of, remainder, shape_of
-from engine.tokens.renderer import Bridge, Renderer
+from engine.tokens.bridge.wrapper import Bridge, Wrapper, parts_of, remainder, shape_of
 from engine.tokens.tokenizer import MARK, unquote
 
 if TYPE_CHECKING:
     from engine.tokens.tape import Tape
+    from engine.tokens.template import ChatTemplate
 
 
 _THINK_CLOSE = "</think>"
@@ -58,7 +58,7 @@ class Bridges:
         template: The chat template.
     """
 
-    def __init__(self, template: Renderer) -> None:
+    def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self.whole: str | None = None
         """Why every bridge is found by rendering the whole conversation and comparing it with the tape; None where checks of
@@ -141,7 +141,7 @@ class Bridges:
         return begun != today
 
     def cached_bridge(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Bridge | None:
-        """`Renderer.unchecked_bridge`, through a wrapper where there is one for messages like these.
+        """`ChatTemplate.unchecked_bridge`, through a wrapper where there is one for messages like these.
 
         Raises:
             RenderError: The template refuses these messages.
@@ -305,7 +305,7 @@ Piece = tuple[bool, str]
 """Whether the model wrote it, and the text."""
 
 
-def pieces_of(template: Renderer, tape: Tape) -> list[Piece]:
+def pieces_of(template: ChatTemplate, tape: Tape) -> list[Piece]:
     """The text of each span of a tape, with one marker for an image, and of each reply in a prompt that another tape gave; O(tape)."""
     pieces: list[Piece] = []
     for span in tape.spans:
@@ -321,7 +321,7 @@ def pieces_of(template: Renderer, tape: Tape) -> list[Piece]:
     return pieces
 
 
-def _text(template: Renderer, tape: Tape, start: int, end: int) -> str:
+def _text(template: ChatTemplate, tape: Tape, start: int, end: int) -> str:
     ids = tape.ids[start:end]
     if template.vision is not None:
         images = [(at - start, at - start + len(image.ids)) for image, at in tape.images if start <= at < end]
@@ -330,7 +330,7 @@ def _text(template: Renderer, tape: Tape, start: int, end: int) -> str:
 
 
 def end_in(pieces: Sequence[Piece], text: str) -> int | None:
-    """The index in `text` where the tape ends; None where the tape is no beginning of the text."""
+    """The index in `text` where the tape ends; None where the tape is no beginning of the text. Only the white space of what was sampled may differ."""
     said = "".join([piece for _, piece in pieces])
     if text.startswith(said):
         return len(said)

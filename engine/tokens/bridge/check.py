@@ -42,7 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -50,7 +50,10 @@ from engine.errors import RenderError
 from engine.tokens.bridge.kinds import ASSISTANT, USER, View, has_mark, mark, probe
 from engine.tokens.bridge.wrapper import TRIMS, ReplyText, Wrapper, parts_of, remainder
 from engine.tokens.jinja import plain_json
-from engine.tokens.renderer import Renderer
+
+if TYPE_CHECKING:
+    from engine.tokens.template import ChatTemplate
+
 
 STYLES: tuple[Callable[[str], str], ...] = (str, lambda mark: f"First 12 things.\n\n  then {mark}")
 _ASKED = 800
@@ -89,7 +92,7 @@ class BridgeVerdict(msgspec.Struct, frozen=True):
     """In which an actual reply is rendered; None where only the whole conversation is possible."""
 
 
-def check_bridge(template: Renderer, kinds: bytes, new: bytes, tools: list[View] | None) -> BridgeVerdict:
+def check_bridge(template: ChatTemplate, kinds: bytes, new: bytes, tools: list[View] | None) -> BridgeVerdict:
     """The verdict on continuing with messages of the kinds `new` after those of `kinds`.
 
     Args:
@@ -108,7 +111,7 @@ def check_bridge(template: Renderer, kinds: bytes, new: bytes, tools: list[View]
 
 
 def _check_styles(
-    template: Renderer, kinds: bytes, new: bytes, tools: list[View] | None, shown: list[View] | None
+    template: ChatTemplate, kinds: bytes, new: bytes, tools: list[View] | None, shown: list[View] | None
 ) -> BridgeVerdict:
     verdicts: list[BridgeVerdict] = []
     for style in STYLES:
@@ -130,7 +133,7 @@ def _check_styles(
 
 
 def _check_style(
-    template: Renderer,
+    template: ChatTemplate,
     kinds: bytes,
     new: bytes,
     tools: list[View] | None,
@@ -182,7 +185,7 @@ def _judge_reply(reply: View, kind: int, region: str, close: str) -> str:
     return ""
 
 
-def _frame(template: Renderer, reply: View, new: list[View], region: str, coming: str) -> ReplyFrame | None:
+def _frame(template: ChatTemplate, reply: View, new: list[View], region: str, coming: str) -> ReplyFrame | None:
     """A conversation of one question in which the reply is shown as in the whole one; None where it is not."""
     before = [probe(USER, _ASKED, str)]
     try:
@@ -202,7 +205,7 @@ WRAPPER_STYLES: tuple[Callable[[str], str], ...] = (
 )
 
 
-def make_wrapper(template: Renderer, reply: View, new: Sequence[View], tools: list[View] | None) -> Wrapper | None:
+def make_wrapper(template: ChatTemplate, reply: View, new: Sequence[View], tools: list[View] | None) -> Wrapper | None:
     """The wrapper of messages like `new`, whatever their contents; None where the template does more than copy them.
 
     Raises:
@@ -232,7 +235,7 @@ def make_wrapper(template: Renderer, reply: View, new: Sequence[View], tools: li
     return short or made
 
 
-def _shortened(template: Renderer, wrapper: Wrapper) -> Wrapper:
+def _shortened(template: ChatTemplate, wrapper: Wrapper) -> Wrapper:
     """The wrapper with ids in place of the text beyond the added tokens next to its contents."""
     if len(wrapper.pieces) == 1:  # there are no new messages
         return wrapper

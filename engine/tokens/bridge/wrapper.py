@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from engine.tokens.bridge.kinds import View
-from engine.tokens.renderer import Bridge, Renderer
+
+if TYPE_CHECKING:
+    from engine.tokens.template import ChatTemplate
+
 
 TRIMS: tuple[Callable[[str], str], ...] = (
     str,
@@ -33,6 +36,13 @@ TRIMS: tuple[Callable[[str], str], ...] = (
 )
 """How a template may trim a text that it copies; a wrapper trims in one of the first four ways."""
 _WORD = re.compile(r"\S+")
+
+
+class Bridge(msgspec.Struct, frozen=True):
+    """What follows a reply: the token that ends it, where the template writes one, and the tokens up to the next reply."""
+
+    closing: list[int]
+    bridge: list[int]
 
 
 class Wrapper(msgspec.Struct, frozen=True):
@@ -54,7 +64,7 @@ class Wrapper(msgspec.Struct, frozen=True):
             text += trim(content) + piece
         return text
 
-    def bridge(self, template: Renderer, contents: Sequence[str]) -> Bridge:
+    def bridge(self, template: ChatTemplate, contents: Sequence[str]) -> Bridge:
         """The bridge for these contents, none of which is blank or has a `<`."""
         ids = [*self.head, *template.encode(self.text(contents)), *self.tail]
         return Bridge(ids[: self.closing], ids[self.closing :])

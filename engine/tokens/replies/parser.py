@@ -16,7 +16,6 @@ import numpy as np
 
 from engine.schemas.message import MalformedCall, ToolCall
 from engine.tokens.bridge.kinds import View
-from engine.tokens.renderer import Renderer
 from engine.tokens.tape import IntVector
 from engine.tokens.toolcalls import HermesFormat, parse_calls
 
@@ -64,7 +63,7 @@ class ReplyParser:
         template: The chat template.
     """
 
-    def __init__(self, template: Renderer) -> None:
+    def __init__(self, template: ChatTemplate) -> None:
         self._template = template
 
     def parse(self, ids: IntVector, *, before: IntVector, turn: int, tools: Sequence[View] = ()) -> ParsedReply:

@@ -470,6 +470,10 @@ def restored(
 ) -> tuple[dict[str, Any], bool]:
     """A call's arguments as they were written.
 
+    A template that writes `<parameter=text>` or `<arg_value>` writes a string as it stands, and any other value as JSON or as Python
+    prints it. The library's parsers trim such strings, and take `None`, `True` and `False` for text. Here a string keeps its white
+    space, and these words are values only where the tool's schema or the quotes of the family say so.
+
     Args:
         name: The tool.
         arguments: The call's arguments as the library read them.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import GuardError
-from engine.machine.cost import MAX_COUNTED, MAX_WORK, Sizes, sizes_of, work_of
+from engine.machine.guards import MAX_COUNTED, MAX_WORK, Sizes, sizes_of, work_of
 from engine.machine.expression import Comprehension, Constant, Index, ListOf, Name, Node, Operation, Select, parse
 from engine.machine.guards import Guard, guard_problems
 
