@@ -8,6 +8,7 @@ fork use one mechanism: they apply the records again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -44,7 +45,7 @@ class RecordBase(Struct, frozen=True, kw_only=True):
         return {}
 
     def said(self) -> Sequence[Message]:
-        """The messages in it, of a record of a plugin."""
+        """The messages in it, other than the model's."""
         return ()
 
     def with_said(self, messages: Sequence[Message]) -> Self:
@@ -79,6 +80,16 @@ class ResetRecord(RecordBase, frozen=True, kw_only=True):
     prompt: list[Message] | None = None
     """What the spec's prompt says, where it holds images; None where spec and task alone determine it."""
 
+    def said(self) -> Sequence[Message]:
+        """The messages of the prompt, and those of the environment."""
+        return [*(self.prompt or ()), *self.reset.messages]
+
+    def with_said(self, messages: Sequence[Message]) -> Self:
+        """The same with other messages."""
+        first = len(self.prompt or ())
+        prompt = self.prompt if self.prompt is None else [*messages[:first]]
+        return replace(self, prompt=prompt, reset=self.reset.model_copy(update={"messages": [*messages[first:]]}))
+
     def answers(self) -> Mapping[str, Any]:
         """Facts, and arguments in worked examples."""
         return {"facts": self.reset.facts} | arguments_of(self.reset.messages)
@@ -101,6 +112,18 @@ class ToolsRecord(RecordBase, frozen=True, kw_only=True):
     kind: Literal["tools"] = "tools"
     results: list[ToolResult]
 
+    def said(self) -> Sequence[Message]:
+        """The results as messages."""
+        return [
+            Message(role="tool", content=result.content, tool_call_id=result.call_id, name=result.name)
+            for result in self.results
+        ]
+
+    def with_said(self, messages: Sequence[Message]) -> Self:
+        """The same with the contents of other messages."""
+        pairs = zip(self.results, messages, strict=True)
+        return replace(self, results=[replace(result, content=message.content) for result, message in pairs])
+
     def answers(self) -> Mapping[str, Any]:
         """Facts."""
         return {f"results[{at}].facts": result.facts for at, result in enumerate(self.results)}
@@ -115,6 +138,15 @@ class UserRecord(RecordBase, frozen=True, kw_only=True):
     canned: bool = False
     """Whether the engine answered in the user's place (to a malformed call)."""
 
+    def said(self) -> Sequence[Message]:
+        """The user's message, unless the user said nothing."""
+        return [Message(role="user", content=self.turn.content)] if self.turn.content else []
+
+    def with_said(self, messages: Sequence[Message]) -> Self:
+        """The same with the content of another message."""
+        (message,) = messages
+        return replace(self, turn=self.turn.model_copy(update={"content": message.content}))
+
     def answers(self) -> Mapping[str, Any]:
         """Facts, and fields of templates."""
         return {"facts": self.turn.facts, "fields": self.turn.fields}
@@ -125,6 +157,14 @@ class StepRecord(RecordBase, frozen=True, kw_only=True):
 
     kind: Literal["step"] = "step"
     step: Step
+
+    def said(self) -> Sequence[Message]:
+        """The environment's messages."""
+        return self.step.messages
+
+    def with_said(self, messages: Sequence[Message]) -> Self:
+        """The same with other messages."""
+        return replace(self, step=self.step.model_copy(update={"messages": [*messages]}))
 
     def answers(self) -> Mapping[str, Any]:
         """Facts, and arguments in worked examples."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from operator import is_
+from typing import TYPE_CHECKING
 
 from engine.actions.action_facts import rooms_of
 from engine.actions.services import EpisodeService
 from engine.errors import EngineError, ImageError, RenderError, SpecCodeError
 from engine.schemas.base import Struct
 from engine.schemas.journal import Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
-from engine.schemas.message import ContentPart, ImagePart, Message, TextPart, ToolResult
+from engine.schemas.message import ContentPart, ImagePart, Message, TextPart
 from engine.store.images import measure
 from engine.tokens.images import DIGEST, Source, digest_of, measure_pixels, read_reference
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.limits import LimitsSpec
     from engine.schemas.trajectory import Blame
+    from engine.store.store import RunStore
     from engine.tokens.template import ChatTemplate
     from engine.tokens.vision import Vision
 
@@ -33,6 +35,8 @@ CHARACTERS = "{{characters}}"
 """In the mark: how many characters are left out."""
 
 Content = str | list[ContentPart]
+_ANSWERS = (ResetRecord, StepRecord, ToolsRecord, UserRecord)
+"""Records of the core that have messages."""
 
 
 class TextCutter:
@@ -59,39 +63,15 @@ class TextCutter:
 
     def cut(self, record: Record) -> Record:
         """The record with its texts cut; the same object if none is too long."""
-        if isinstance(record, ToolsRecord):
-            results = [
-                result
-                if (content := self._content(result.content)) is result.content
-                else replace(result, content=content)
-                for result in record.results
-            ]
-            return record if _same(results, record.results) else replace(record, results=results)
-        if isinstance(record, UserRecord):
-            content = self._content(record.turn.content)
-            if content is record.turn.content:
-                return record
-            return replace(record, turn=record.turn.model_copy(update={"content": content}))
-        if isinstance(record, StepRecord):
-            said = self._messages(record.step.messages)
-            if said is record.step.messages:
-                return record
-            return replace(record, step=record.step.model_copy(update={"messages": said}))
-        if isinstance(record, ResetRecord):
-            said = self._messages(record.reset.messages)
-            if said is record.reset.messages:
-                return record
-            return replace(record, reset=record.reset.model_copy(update={"messages": said}))
-        return record
+        if not isinstance(record, _ANSWERS):
+            return record
+        said, first = record.said(), _of_spec(record)
+        cut = [*said[:first], *map(self._message, said[first:])]
+        return record if all(map(is_, cut, said)) else record.with_said(cut)
 
-    def _messages(self, messages: list[Message]) -> list[Message]:
-        cut = [
-            message
-            if (content := self._content(message.content)) is message.content
-            else replace(message, content=content)
-            for message in messages
-        ]
-        return messages if _same(cut, messages) else cut
+    def _message(self, message: Message) -> Message:
+        content = self._content(message.content)
+        return message if content is message.content else replace(message, content=content)
 
     def _content(self, content: Content) -> Content:
         """A content with at most the limit's tokens of text; images stay."""
@@ -166,30 +146,9 @@ class TextCutter:
         )
 
 
-def _same(these: Sequence[object], those: Sequence[object]) -> bool:
-    return all(one is other for one, other in zip(these, those, strict=True))
-
-
-def _in_parts(record: Record) -> bool:
-    """Return whether a record has content that is not only text."""
-    if isinstance(record, UserRecord):
-        return not isinstance(record.turn.content, str)
-    texts: Sequence[ToolResult | Message]
-    if isinstance(record, ToolsRecord):
-        texts = record.results
-    elif isinstance(record, ResetRecord):
-        texts = [*(record.prompt or ()), *record.reset.messages]
-    elif isinstance(record, StepRecord):
-        texts = record.step.messages
-    else:
-        texts = record.said()
-    return any(not isinstance(text.content, str) for text in texts)
-
-
-class ImageStore(Protocol):
-    """The part of a run store that is needed here."""
-
-    async def put_image(self, data: bytes, mime: str | None = None) -> ImagePart: ...
+def _of_spec(record: Record) -> int:
+    """How many of the messages of a record, the first ones, are the spec's."""
+    return len(record.prompt or ()) if isinstance(record, ResetRecord) else 0
 
 
 class MemoryImages:
@@ -226,18 +185,27 @@ def in_memory(messages: Sequence[Message], vision: Vision) -> list[Message]:
 def _in_memory(part: ContentPart, vision: Vision) -> ContentPart:
     if not isinstance(part, ImagePart) or part.image.startswith(DIGEST):
         return part
-    data = read_reference(part, "environment")
-    measure_pixels(data, vision.most_pixels, "environment")
+    data = _read(part, vision, "environment")
     digest = digest_of(data)
     vision.bank.put(digest, data, part.mime or "application/octet-stream")
     return ImagePart(image=digest, mime=part.mime)
+
+
+def _read(part: ImagePart, vision: Vision, blame: Blame) -> bytes:
+    data = read_reference(part, blame)
+    measure_pixels(data, vision.most_pixels, blame)
+    return data
 
 
 class ImageStorer:
     """Stores the images of one run's records in `store` and puts their digests in the records; `fetch` returns a stored image."""
 
     def __init__(
-        self, template: ChatTemplate, store: ImageStore, fetch: Callable[[str], Source | None], spec: EpisodeSpec
+        self,
+        template: ChatTemplate,
+        store: RunStore | MemoryImages,
+        fetch: Callable[[str], Source | None],
+        spec: EpisodeSpec,
     ) -> None:
         self._rooms = rooms_of(spec, template)
         self._refusal = f"the chat format {template.name!r} shows no images; {template.no_vision_fix}"
@@ -255,52 +223,28 @@ class ImageStorer:
             ImageError: An image cannot be used, there are too many, or a text contains a placeholder.
             RenderError: The model has no vision.
         """
-        return record if self._vision is None and not _in_parts(record) else self._with_digests(episode, record)
+        if self._vision is None and all(isinstance(message.content, str) for message in record.said()):
+            return record
+        return self._with_digests(episode, record)
 
     async def _with_digests(self, episode: Episode, record: Record) -> Record:
-        if isinstance(record, ResetRecord):
-            spec = await self._messages(record.prompt or (), "spec", episode)
-            of_environment = await self._messages(record.reset.messages, "environment", episode)
-            if spec is None and of_environment is None:
-                return self._counted(record, episode, record.prompt or (), record.reset.messages)
-            reset = record.reset
-            if of_environment is not None:
-                reset = reset.model_copy(update={"messages": of_environment})
-            stored = replace(record, prompt=record.prompt if spec is None else spec, reset=reset)
-            return self._counted(stored, episode, stored.prompt or (), stored.reset.messages)
-        if isinstance(record, StepRecord):
-            messages = await self._messages(record.step.messages, "environment", episode)
-            if messages is None:
-                return record
-            stored_step = record.step.model_copy(update={"messages": messages})
-            return self._counted(replace(record, step=stored_step), episode, messages)
-        if isinstance(record, ToolsRecord):
-            contents = [await self._content(result.content, "tool", episode) for result in record.results]
-            if all(content is None for content in contents):
-                return record
-            results = [
-                result if content is None else replace(result, content=content)
-                for result, content in zip(record.results, contents, strict=True)
-            ]
-            said = [Message(role="tool", content=result.content) for result in results]
-            return self._counted(replace(record, results=results), episode, said)
-        if isinstance(record, UserRecord) and record.turn.content is not None:
-            content = await self._content(record.turn.content, "user", episode)
-            if content is None:
-                return record
-            stored_turn = record.turn.model_copy(update={"content": content})
-            said = [Message(role="user", content=content)]
-            return self._counted(replace(record, turn=stored_turn), episode, said)
-        said_now = await self._messages(record.said(), "environment", episode)
-        return record if said_now is None else record.with_said(said_now)
+        said, first = record.said(), _of_spec(record)
+        stored = [
+            await self._message(message, "spec" if at < first else record.blame) for at, message in enumerate(said)
+        ]
+        if all(map(is_, stored, said)):
+            return record
+        if isinstance(record, _ANSWERS):
+            self._count(stored, episode, record.blame)
+        return record.with_said(stored)
 
-    def _counted(self, record: Record, episode: Episode, *said: Sequence[Message]) -> Record:
+    def _count(self, said: Sequence[Message], episode: Episode, blame: Blame) -> None:
         """Check that there are not more images than the model takes, without those that go before the next prompt."""
         most = self._vision.most_images if self._vision is not None else None
         if most is None:
-            return record
+            return
         conversation = episode.conversation
-        thread = [*conversation.thread.messages, *(message for part in said for message in part)]
+        thread = [*conversation.thread.messages, *said]
         opening = len(thread) if episode.turn < 0 else conversation.opening
         count = sum(len(message.images) for message in thread)
         count -= sum(room.leaving(thread, opening) for room in self._rooms)
@@ -308,72 +252,51 @@ class ImageStorer:
             raise ImageError(
                 f"the conversation would hold {count} images; the model takes {most} (model.max_images): show fewer",
                 kind="too_many_images",
-                blame=_BLAMES.get(record.kind, "environment"),
+                blame=blame,
             )
-        return record
 
-    async def _messages(self, messages: Sequence[Message], blame: Blame, episode: Episode) -> list[Message] | None:
-        """Return the messages with digests; None if nothing changes."""
-        contents = [await self._content(message.content, blame, episode) for message in messages]
-        if all(content is None for content in contents):
-            return None
-        return [
-            message if content is None else replace(message, content=content)
-            for message, content in zip(messages, contents, strict=True)
-        ]
-
-    async def _content(self, content: Content, blame: Blame, episode: Episode) -> list[ContentPart] | None:
-        """Return the parts with digests; None if there is no image."""
+    async def _message(self, message: Message, blame: Blame) -> Message:
+        """The message with digests in place of images; the same object if it has no image."""
+        content = message.content
+        checked = self._vision if self._allow_special else None
         if isinstance(content, str):
-            if self._vision is not None and self._allow_special:
-                self._vision.check_text(content, blame)
-            return None
+            if checked is not None:
+                checked.check_text(content, blame)
+            return message
         if not isinstance(content, list) or not all(isinstance(part, TextPart | ImagePart) for part in content):
             raise SpecCodeError("content must be a string or a list of parts", blame=blame, kind="not_json")
-        if self._vision is not None and self._allow_special:
+        if checked is not None:
             for part in content:
-                if not isinstance(part, ImagePart):
-                    self._vision.check_text(part.text, blame)
+                if isinstance(part, TextPart):
+                    checked.check_text(part.text, blame)
         if not any(isinstance(part, ImagePart) for part in content):
-            return None
-        return [await self._part(part, blame) if isinstance(part, ImagePart) else part for part in content]
+            return message
+        parts = [await self._part(part, blame) if isinstance(part, ImagePart) else part for part in content]
+        return replace(message, content=parts)
 
     async def _part(self, part: ImagePart, blame: Blame) -> ImagePart:
         vision = self._vision
         if vision is None:
             raise RenderError(self._refusal)
         try:
-            if part.image.startswith(DIGEST):
-                stored = self._taken.get(part.image) or await self._known(vision, part.image)
-            else:
-                data = await asyncio.to_thread(self._read, vision, part, blame)
+            if not part.image.startswith(DIGEST):
+                data = await asyncio.to_thread(_read, part, vision, blame)
                 stored = await self._store.put_image(data, part.mime)
                 vision.bank.put(stored.image, data, stored.mime or "application/octet-stream")
-            if stored.image not in self._taken:
-                await asyncio.to_thread(
-                    vision.bank.picture, stored.image
-                )  # processed here, so that `apply` finds the result
+            elif (taken := self._taken.get(part.image)) is not None:
+                stored = taken
+            else:
+                source = await asyncio.to_thread(vision.bank.source, part.image)
+                width, height = measure_pixels(source.data, vision.most_pixels, "environment")
+                stored = ImagePart(image=part.image, mime=source.mime, width=width, height=height)
+            if stored.image not in self._taken:  # processed here, so that `apply` finds the result
+                await asyncio.to_thread(vision.bank.picture, stored.image)
         except ImageError as error:
             if error.blame == "environment":
                 error.blame = blame
             raise
         self._taken[stored.image] = stored
         return stored
-
-    @staticmethod
-    async def _known(vision: Vision, digest: str) -> ImagePart:
-        source = await asyncio.to_thread(vision.bank.source, digest)
-        width, height = measure_pixels(source.data, vision.most_pixels, "environment")
-        return ImagePart(image=digest, mime=source.mime, width=width, height=height)
-
-    @staticmethod
-    def _read(vision: Vision, part: ImagePart, blame: Blame) -> bytes:
-        data = read_reference(part, blame)
-        measure_pixels(data, vision.most_pixels, blame)
-        return data
-
-
-_BLAMES: dict[str, Blame] = {"reset": "environment", "step": "environment", "tools": "tool", "user": "user"}
 
 
 Filter = Callable[["Episode", "Record"], "Record | Awaitable[Record]"]

@@ -332,15 +332,6 @@ def partial_episode(store: RunReader, row: EpisodeRow, journal: Sequence[Journal
             case GenerationRecord():
                 messages.append(_reply(store, record.generation))
                 turns.append(_sampled_turn(len(turns), entry, record.generation))
-            case ToolsRecord():
-                messages += [
-                    Message(role="tool", content=result.content, tool_call_id=result.call_id, name=result.name)
-                    for result in record.results
-                ]
-            case UserRecord() if record.turn.content:
-                messages.append(Message(role="user", content=record.turn.content))
-            case StepRecord():
-                messages += record.step.messages
             case _:
                 messages += record.said()
     last = journal[-1] if journal else None
