@@ -57,26 +57,24 @@ class ToolServers:
         if not self._specs:
             return []
         if self._opening is None:
-            self._opening = asyncio.create_task(self._open_all())
+            self._opening = asyncio.create_task(self._open())
         return await asyncio.shield(self._opening)
 
-    async def _open_all(self) -> list[BoundTool]:
-        return [tool for spec in self._specs for tool in await self._open(spec)]
-
-    async def _open(self, spec: ToolSpec) -> list[BoundTool]:
-        where = f"tools: `{spec.use}`"
-        try:
-            server = load_entry(spec.entry.use, None)(**{**spec.entry.with_, "base": str(self._loaded.base)})
-            self._code.at_close.append(server.close)
-            offered = await server.open()
-        except (EngineError, TypeError, ValueError) as error:
-            raise SpecCodeError(f"{where}: {error}", blame="tool", kind="tool_server") from error
-        seconds = spec.timeout or self._loaded.spec.limits.tool_seconds
-        tools = []
-        for tool in offered:
-            declared: Effects = "pure" if tool.reads_only else "external"
-            effects = spec.effects if "effects" in spec.model_fields_set else declared
-            tools.append(bind_tool(tool, name=None, seconds=seconds, effects=effects, where=where))
+    async def _open(self) -> list[BoundTool]:
+        tools: list[BoundTool] = []
+        for spec in self._specs:
+            where = f"tools: `{spec.use}`"
+            try:
+                server = load_entry(spec.entry.use, None)(**{**spec.entry.with_, "base": str(self._loaded.base)})
+                self._code.at_close.append(server.close)
+                offered = await server.open()
+            except (EngineError, TypeError, ValueError) as error:
+                raise SpecCodeError(f"{where}: {error}", blame="tool", kind="tool_server") from error
+            seconds = spec.timeout or self._loaded.spec.limits.tool_seconds
+            for tool in offered:
+                declared: Effects = "pure" if tool.reads_only else "external"
+                effects = spec.effects if "effects" in spec.model_fields_set else declared
+                tools.append(bind_tool(tool, name=None, seconds=seconds, effects=effects, where=where))
         return tools
 
 
@@ -113,8 +111,9 @@ class ObjectBuilder:
         self._bare = partial(EpisodeObjects, sampler=sampler)
         self._environment = None if spec.environment is None else self._load_environment(spec.environment)
         self._users = {
-            name: None if (entry := _code_of_user(user)) is None else self._load(entry, "user", user.isolation)
+            name: None if code is None else self._load(code, "user", user.isolation)
             for name, user in spec.users_by_name.items()
+            for code in [user.grader if user.model_played else user]
         }
         """The code of each user, by name; for a model-played user, that of its grader."""
         self._calls_tools = any(state.action == CallToolsAction.name for state in machine.states.values())
@@ -315,8 +314,3 @@ def _must_have(thing: Any, method: str, use: str) -> None:
 def _offered(owner: HostedObject, seconds: float, effects: Effects) -> list[BoundTool]:
     """Return the tools of an object that a host holds: itself, or those that an environment offers."""
     return [BoundTool(function, shape, seconds, effects) for function, shape in owner.offered()]
-
-
-def _code_of_user(user: UserSpec) -> Entry | UserSpec | None:
-    """What of a user is code: the user itself, or the grader of one that a model plays."""
-    return user.grader if user.model_played else user

@@ -265,8 +265,8 @@ class _Parser:
         self.at += 1
         return token
 
-    def nest(self, levels: int = 1) -> None:
-        self.depth += levels
+    def nest(self) -> None:
+        self.depth += 1
         if self.depth > MAX_DEPTH:
             raise ExpressionError(f"nested more than {MAX_DEPTH} levels deep", self.token.start)
 

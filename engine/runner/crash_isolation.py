@@ -40,20 +40,16 @@ class CrashIsolation:
     """
 
     def __init__(self, crashes: Mapping[str, int]) -> None:
-        self._crashes = crashes
+        self.crashes = crashes
         self._running = 0
         self._waiting = 0
         """Number of episodes that wait for all others to end; no other episode is admitted before them."""
         self._alone = False
         self._changed = asyncio.Condition()
 
-    def crashes(self, episode: str) -> int:
-        """Return how many crashes of the engine an episode was running at."""
-        return self._crashes.get(episode, 0)
-
     def given_up(self, episode: str) -> CrashedError | None:
         """Return why an episode is not run any more; None if it is run."""
-        count = self.crashes(episode)
+        count = self.crashes.get(episode, 0)
         if count < GIVEN_UP:
             return None
         return CrashedError(
@@ -64,10 +60,10 @@ class CrashIsolation:
     @asynccontextmanager
     async def admitted(self, episode: str) -> AsyncIterator[bool]:
         """Wait until the episode may run; the value says whether its code runs in a worker process."""
-        if not self._crashes:  # the usual case
+        if not self.crashes:  # the usual case
             yield False
             return
-        count = self.crashes(episode)
+        count = self.crashes.get(episode, 0)
         by_itself = count >= BY_ITSELF
         async with self._changed:
             self._waiting += by_itself

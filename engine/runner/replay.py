@@ -94,7 +94,7 @@ class Replayer:
         """
         try:
             journal = self._store.journal(stored.episode_id)
-            episode = await self._begin(task, stored.sample_index, journal)
+            episode = await self.rebuild(task, stored.sample_index, journal, 0)
             elsewhere = self._follow_all(episode, until_end(journal))
             if elsewhere is not None:
                 return _unscored(stored, episode.failure or elsewhere)
@@ -116,10 +116,6 @@ class Replayer:
             state_keys=[turn.state_key for turn in again.turns],
             postings=again.postings,
         )
-
-    async def _begin(self, task: Task, sample: int, journal: list[JournalEntry]) -> Episode:
-        """Build the episode before the first entry of its journal."""
-        return await self.rebuild(task, sample, journal, 0)
 
     def _follow_all(self, episode: Episode, journal: Sequence[JournalEntry]) -> Failure | None:
         """Apply a whole journal; return a failure if an entry leads to another event or state than the journal says."""

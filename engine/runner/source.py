@@ -73,7 +73,7 @@ def unfinished_episodes(
             episode_id = episode_id_of(task.id, sample)
             if episode_id in done:
                 continue
-            if (crashes := isolation.crashes(episode_id)) >= APART:
+            if (crashes := isolation.crashes.get(episode_id, 0)) >= APART:
                 last.append((crashes, task, sample))
             else:
                 yield task, sample

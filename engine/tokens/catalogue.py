@@ -162,7 +162,8 @@ def resolve_model(path: str, revision: str | None = None, base: Path | None = No
     Raises:
         ModelError: It does not exist, or it could not be downloaded, or a command that only looks at a run would have to.
     """
-    for folder in _folders(path, base):
+    named = Path(path).expanduser()
+    for folder in [named] if base is None or named.is_absolute() else [base / named, named]:
         if folder.is_dir():
             return folder.resolve()
     if path in CATALOGUE:
@@ -172,11 +173,6 @@ def resolve_model(path: str, revision: str | None = None, base: Path | None = No
     if _HUB_ID.fullmatch(path):
         return _from_hub(path, revision)
     raise ModelError(f"no model {path!r}: {_advice(path)}")
-
-
-def _folders(path: str, base: Path | None) -> list[Path]:
-    given = Path(path).expanduser()
-    return [given] if base is None or given.is_absolute() else [base / given, given]
 
 
 def _advice(path: str) -> str:

@@ -169,16 +169,11 @@ def failures(template: ChatTemplate) -> dict[str, str]:
     return problems
 
 
-def _exactly(calls: list[Any]) -> str:
-    """Calls as text in which 1, 1.0 and True differ; the order of arguments does not count."""
-    return json.dumps(calls, sort_keys=True)
-
-
 def _differs(template: ChatTemplate, parsed: ParsedReply, reply: View, text: str) -> str:
     """How the reply that was read differs from the one that was written; empty where it does not."""
     calls = [(a.name, a.arguments) if isinstance(a, ToolCall) else a.problem for a in parsed.attempts]
     wanted = [(call["function"]["name"], call["function"]["arguments"]) for call in reply.get("tool_calls", ())]
-    if _exactly(calls) != _exactly(wanted):
+    if json.dumps(calls, sort_keys=True) != json.dumps(wanted, sort_keys=True):  # 1, 1.0 and True differ
         return f"{text!r} is read as the calls {calls}"
     content = reply["content"].strip()
     if content not in text:  # the prompt opened its reasoning
@@ -229,16 +224,14 @@ def chosen_reader(template: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
     return chosen
 
 
-@cache
-def _installed(package: str) -> str:
-    return version(package)
+_version_of = cache(version)
 
 
 def _hash(template: JinjaTemplate, spec: ModelSpec) -> str:
     """A hash of everything that the result depends on."""
     parts = [
         _VERSION,
-        _installed("renderers"),
+        _version_of("renderers"),
         template.sources,
         sorted(template.fast.added),
         spec.template_kwargs,

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_PIXEL_BYTES, _SOURCE_BYTES = 1 << 30, 1 << 28
+"""Memory limits: for scaled pixels; for encoded images, and for each of their two forms that are sent."""
 AFTER = 2.0
 """Seconds of scaling in this process before worker processes scale images ahead."""
 
@@ -46,27 +48,18 @@ class ImageBank:
 
     Args:
         processing: How the model's images are processed.
-        pixel_bytes: Memory limit for scaled pixels, in bytes.
-        source_bytes: Memory limit for encoded images, in bytes.
         after: Seconds of scaling in this process before worker processes scale images ahead.
     """
 
-    def __init__(
-        self,
-        processing: ImageProcessing,
-        *,
-        pixel_bytes: int = 1 << 30,
-        source_bytes: int = 1 << 28,
-        after: float = AFTER,
-    ) -> None:
+    def __init__(self, processing: ImageProcessing, *, after: float = AFTER) -> None:
         self._processing = processing
         self._pictures: dict[str, ProcessedImage] = {}
-        self._prepared: RecentlyUsed[PreparedImage] = RecentlyUsed(pixel_bytes)
-        self._sources: RecentlyUsed[Source] = RecentlyUsed(source_bytes)
-        self._uris: RecentlyUsed[str] = RecentlyUsed(source_bytes)
-        self._scaled: RecentlyUsed[str] = RecentlyUsed(source_bytes)
-        self._fetch: Callable[[str], Source | None] | None = None
-        self._made: Callable[[str], Tensors | None] | None = None
+        self._prepared: RecentlyUsed[PreparedImage] = RecentlyUsed(_PIXEL_BYTES)
+        self._sources: RecentlyUsed[Source] = RecentlyUsed(_SOURCE_BYTES)
+        self._uris: RecentlyUsed[str] = RecentlyUsed(_SOURCE_BYTES)
+        self._scaled: RecentlyUsed[str] = RecentlyUsed(_SOURCE_BYTES)
+        self._fetch: Callable[[str], Source | None] = lambda digest: None
+        self._made: Callable[[str], Tensors | None] = lambda digest: None
         self._lock = threading.Lock()
         self._busy: dict[str, AbstractContextManager[bool]] = {}
         self._after = after
@@ -102,7 +95,7 @@ class ImageBank:
         """
         with self._lock:
             source = self._sources.get(digest)
-        if source is None and self._fetch is not None:
+        if source is None:
             source = self._fetch(digest)
         if source is None:
             raise ImageError(f"the image {digest} is not in the run store", kind="image_missing", blame="engine")
@@ -183,13 +176,10 @@ class ImageBank:
             with self._lock:
                 prepared = self._prepared.get(digest)
             if prepared is None:
-                prepared = self._read(digest) or self._made_ahead(digest) or self._make(digest)
+                made = self._made(digest)
+                prepared = FloatImage(made) if made is not None else self._made_ahead(digest) or self._make(digest)
                 self._keep(digest, prepared)
         return prepared
-
-    def _read(self, digest: str) -> PreparedImage | None:
-        made = None if self._made is None else self._made(digest)
-        return None if made is None else FloatImage(made)
 
     def _made_ahead(self, digest: str) -> PreparedImage | None:
         pixels = self._ahead.take(digest)
@@ -237,7 +227,7 @@ class ImageBank:
 
     def _job(self, digest: str) -> tuple[bytes, Recipe] | None:
         """What a worker needs to scale an image; None if it must not."""
-        if self._made is not None and self._made(digest) is not None:
+        if self._made(digest) is not None:
             return None
         data = self.source(digest).data
         recipe = self._processing.recipe(data)
@@ -251,7 +241,7 @@ class ImageBank:
         """
         images = SentImages(sources={}, tensors={})
         for digest in dict.fromkeys(digests):
-            made = None if self._made is None else self._made(digest)
+            made = self._made(digest)
             if made is None:
                 images.sources[digest] = self.source(digest)
             else:

@@ -39,7 +39,7 @@ def rendering_digest(model: ModelSpec, base: Path) -> str:
     parts = [
         model.model_dump_json(exclude={"path", "revision", "tokenizer"}),
         digest_of_files(files),
-        digest_of_files(_code()),
+        digest_of_files(sorted(Path(__file__).resolve().parent.rglob("*.py"))),
     ]
     parts += [f"{name} {_version(name)}" for name in _LIBRARIES]
     if ":" in model.tool_calls:
@@ -48,12 +48,6 @@ def rendering_digest(model: ModelSpec, base: Path) -> str:
     if dated or model.renderer not in ("auto", "template"):
         parts.append(datetime.date.today().isoformat())
     return digest_of_parts(*parts)
-
-
-def _code() -> list[Path]:
-    """The engine's own code that renders and encodes."""
-    here = Path(__file__).resolve().parent
-    return sorted([*here.rglob("*.py"), *(here.parent / "fast").glob("*.py")])
 
 
 @functools.cache  # finding a library's metadata looks through the whole import path, 30 ms

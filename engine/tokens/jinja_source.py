@@ -173,7 +173,14 @@ class _SeenThrough(NodeTransformer):
         return node
 
 
-def _environment(quoting: Quoting) -> ImmutableSandboxedEnvironment:
+@lru_cache(maxsize=64)
+def compile_quoted(source: str, quoting: Quoting) -> Template:
+    """A chat template for quoted texts, ready to be rendered.
+
+    Args:
+        source: Its source, which is valid.
+        quoting: The quoting of its tokenizer.
+    """
     base = make_environment()
 
     class SeenThrough(type(base)):  # type: ignore[misc]
@@ -200,7 +207,9 @@ def _environment(quoting: Quoting) -> ImmutableSandboxedEnvironment:
                 )
             return super().getitem(obj, argument)
 
-    environment = SeenThrough(trim_blocks=True, lstrip_blocks=True, extensions=list(base.extensions))
+    environment: ImmutableSandboxedEnvironment = SeenThrough(
+        trim_blocks=True, lstrip_blocks=True, extensions=list(base.extensions)
+    )
     environment.filters.update(base.filters)
     environment.globals.update(base.globals)
     changes: dict[str, Callable[..., Any]] = {
@@ -216,18 +225,6 @@ def _environment(quoting: Quoting) -> ImmutableSandboxedEnvironment:
         ),
     }
     environment.filters.update(changes)
-    return environment
-
-
-@lru_cache(maxsize=64)
-def compile_quoted(source: str, quoting: Quoting) -> Template:
-    """A chat template for quoted texts, ready to be rendered.
-
-    Args:
-        source: Its source, which is valid.
-        quoting: The quoting of its tokenizer.
-    """
-    environment = _environment(quoting)
     tree = _SeenThrough().visit(environment.parse(source))
     tree.set_environment(environment)
     return environment.from_string(tree)
@@ -253,7 +250,10 @@ class JinjaSource:
         self.sources = list(dict.fromkeys([source, tools_source or source]))
         """Its Jinja source: one, or a second one for conversations with tools."""
         self._variables = dict(variables)
-        self._compiled = [_compile(text) for text in self.sources]
+        try:
+            self._compiled = [compile_template(text) for text in self.sources]
+        except Exception as error:
+            raise RenderError(f"the chat template is not valid Jinja: {error or type(error).__name__}") from error
         self._in_parts = False
         self.quoting: Quoting | None = None
         """How texts are quoted that spell tokens; None where the tokenizer is not known."""
@@ -366,13 +366,6 @@ class JinjaSource:
             return mark(0) in self.text(views, None)
         except RenderError:
             return False
-
-
-def _compile(source: str) -> Template:
-    try:
-        return compile_template(source)
-    except Exception as error:
-        raise RenderError(f"the chat template is not valid Jinja: {error or type(error).__name__}") from error
 
 
 def _in_parts(view: View) -> View:

@@ -82,24 +82,16 @@ def _load_template(tokenizer: FastTokenizer, model: ModelSpec) -> JinjaSource:
         )
     source, with_tools = full.get_chat_template(None), full.get_chat_template(None, tools=[{}])
     if model.template_patches:
-        source, with_tools = _patched(source or with_tools, with_tools, model)
+        plain = source or with_tools
+        source, names = patched(plain, model.template_patches)
+        if not names:
+            raise RenderError(
+                f"model.template_patches: no patch is known for the chat template of {model.path!r} (hash {template_hash(plain)}); leave it out"
+            )
+        with_tools = source if with_tools == plain else with_tools
         full.chat_template = source if source == with_tools else {"default": source, "tool_use": with_tools}
     source = source or with_tools
     return JinjaSource(source, {**full.special_tokens_map, **model.template_kwargs}, with_tools)
-
-
-def _patched(source: str, with_tools: str, model: ModelSpec) -> tuple[str, str]:
-    """The templates, without and with tools, with the patches that the spec asks for.
-
-    Raises:
-        RenderError: There is no such patch for this template.
-    """
-    patched_source, names = patched(source, model.template_patches)
-    if not names:
-        raise RenderError(
-            f"model.template_patches: no patch is known for the chat template of {model.path!r} (hash {template_hash(source)}); leave it out"
-        )
-    return patched_source, patched_source if with_tools == source else with_tools
 
 
 def model_folders(model: ModelSpec, base: Path) -> tuple[Path, Path]:

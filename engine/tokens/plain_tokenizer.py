@@ -129,11 +129,14 @@ def _special_tokens(folder: Path, config: Json, written: Json, defaults: dict[st
     """The named special tokens; None where loading them would change the vocabulary or how text is read."""
     if any(config.get(key) for key in _CHANGES_MUCH) or written.get("truncation") or written.get("padding"):
         return None
-    if any(isinstance(value, str | dict) and _own_name(key) for key, value in config.items()):
-        return None
+    if any(
+        isinstance(value, str | dict) and key.endswith("_token") and key not in NAMED for key, value in config.items()
+    ):
+        return None  # a model-specific special token
     added = {token["content"]: token for token in written["added_tokens"]}
     for number, token in (config.get("added_tokens_decoder") or {}).items():
-        if added.get(token["content"]) != {"id": int(number), **_flags(token)}:
+        flags = {flag: bool(token.get(flag)) for flag in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        if added.get(token["content"]) != {"id": int(number), "content": token["content"], **flags}:
             return None
     stated = {name: config.get(name, defaults.get(name)) for name in NAMED}
     special = {name: _content(token) for name, token in stated.items() if token is not None}
@@ -143,18 +146,8 @@ def _special_tokens(folder: Path, config: Json, written: Json, defaults: dict[st
     return special if _agrees(folder, config, special) and not config.get("add_prefix_space") else None
 
 
-def _own_name(key: str) -> bool:
-    """Whether a key names a model-specific special token."""
-    return key.endswith("_token") and key not in NAMED
-
-
 def _content(token: Any) -> str:
     return str(token["content"] if isinstance(token, dict) else token)
-
-
-def _flags(token: Json) -> Json:
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    return {"content": token["content"], **{flag: bool(token.get(flag)) for flag in flags}}
 
 
 def _agrees(folder: Path, config: Json, special: dict[str, str]) -> bool:

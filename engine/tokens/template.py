@@ -136,10 +136,6 @@ class ChatTemplate(ABC):
         """The ids that end a reply."""
         return frozenset(self.stop_token_ids)
 
-    def borders(self, text: str) -> list[str]:
-        """Added tokens in a text at which it is always split, whatever is put around it: see `FastTokenizer.borders`."""
-        return self.fast.borders(text)
-
     def check_sampled(self, generation: Generation) -> None:
         """Refuse a reply that no model with this vocabulary can have sampled.
 

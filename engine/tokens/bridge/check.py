@@ -101,13 +101,8 @@ def check_bridge(template: ChatTemplate, kinds: bytes, new: bytes, tools: list[V
         new: The kinds of the messages that follow.
         tools: The conversation's tools.
     """
-    attempts = (None,) if not tools else (None, tools)
-    verdict = BridgeVerdict(False, False, why="nothing to check_bridge")
-    for shown in attempts:
-        verdict = _check_styles(template, kinds, new, tools, shown)
-        if verdict.bridged:
-            return verdict
-    return verdict
+    verdict = _check_styles(template, kinds, new, tools, None)
+    return verdict if verdict.bridged or not tools else _check_styles(template, kinds, new, tools, tools)
 
 
 def _check_styles(
@@ -240,8 +235,8 @@ def _shortened(template: ChatTemplate, wrapper: Wrapper) -> Wrapper:
     if len(wrapper.pieces) == 1:  # there are no new messages
         return wrapper
     first, *between, last = wrapper.pieces
-    start = max((first.rfind(token) + len(token) for token in template.borders(first)), default=0)
-    end = min((last.find(token) for token in template.borders(last)), default=len(last))
+    start = max((first.rfind(token) + len(token) for token in template.fast.borders(first)), default=0)
+    end = min((last.find(token) for token in template.fast.borders(last)), default=len(last))
     head, tail = template.encode(first[:start]), template.encode(last[end:])
     return msgspec.structs.replace(
         wrapper, pieces=(first[start:], *between, last[:end]), head=tuple(head), tail=tuple(tail)

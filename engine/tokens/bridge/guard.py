@@ -286,12 +286,6 @@ def _asking() -> _Asking:
     return _current
 
 
-def cpu_seconds() -> float:
-    """CPU time of the child so far; 0 where there is none. Linux."""
-    child = None if _current is None else _current.child
-    return 0.0 if child is None else int(Path(f"/proc/{child.pid}/schedstat").read_text().split()[0]) / 1e9
-
-
 def _saved(backend: Any) -> str:
     """A file with a tokenizer of `tokenizers`: one for each content, so that the child reads it once however many runs there are."""
     text = backend.to_str().encode()

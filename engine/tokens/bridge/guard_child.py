@@ -69,17 +69,13 @@ class _Piece(msgspec.Struct, frozen=True):
 class _Form:
     """One chat format: a template and a tokenizer."""
 
-    def __init__(self, told: Json) -> None:
-        self._told = told
-        self._known: dict[str, list[int]] = {}
-
-    @cached_property
-    def _templates(self) -> list[Any]:
-        return [compile_template(source) for source in self._told["sources"]]
+    def __init__(self, facts: Json) -> None:
+        self._facts = facts
+        self._ids_of: dict[str, list[int]] = {}
 
     @cached_property
     def _backend(self) -> Any:
-        file = self._told["tokenizer"]
+        file = self._facts["tokenizer"]
         return _tokenizer(file, Path(file).stat().st_mtime_ns)
 
     @cached_property
@@ -88,11 +84,11 @@ class _Form:
         from engine.schemas.model import ModelSpec
         from engine.tokens.loading import load_format
 
-        return load_format(ModelSpec.model_validate(self._told["model"]), Path(self._told["base"]))
+        return load_format(ModelSpec.model_validate(self._facts["model"]), Path(self._facts["base"]))
 
     @cached_property
     def _added(self) -> frozenset[int]:
-        if "sources" not in self._told:
+        if "sources" not in self._facts:
             return frozenset(self._format.fast.added.values())
         return frozenset(self._backend.get_added_tokens_decoder())
 
@@ -103,8 +99,10 @@ class _Form:
         return ByteDecoder(self._backend, self._backend.get_vocab_size(with_added_tokens=True))
 
     @cached_property
-    def _absorbs(self) -> bool:
+    def absorbs(self) -> bool:
         """Whether tokens do not give all of a text back: added tokens take white space in, or pieces begin with a space of their own."""
+        if "sources" not in self._facts:
+            return True
         added = self._backend.get_added_tokens_decoder().values()
         return self._bytes is None or any(token.lstrip or token.rstrip for token in added)
 
@@ -116,7 +114,7 @@ class _Form:
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids inside a longer text."""
-        if "sources" not in self._told:
+        if "sources" not in self._facts:
             return str(self._format.decode(ids))
         if self._bytes is not None:
             return self._bytes.decode(ids)
@@ -125,37 +123,33 @@ class _Form:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, special tokens that it spells included."""
-        ids = self._known.get(text)
+        ids = self._ids_of.get(text)
         if ids is None:
-            plain = "sources" in self._told
+            plain = "sources" in self._facts
             ids = self._backend.encode(text, add_special_tokens=False).ids if plain else self._format.encode(text)
-            if len(self._known) < _REMEMBERED:
-                self._known[text] = ids
+            if len(self._ids_of) < _REMEMBERED:
+                self._ids_of[text] = ids
         return ids
 
     @cached_property
     def tells_time(self) -> bool:
         """Whether the template may write the time."""
-        return any("strftime_now" in source for source in self._told.get("sources", ()))
+        return any("strftime_now" in source for source in self._facts.get("sources", ()))
 
     @property
     def hides(self) -> bool:
         """Whether the engine hides text from the template that only spells a special token."""
-        return "sources" in self._told and not self._told["allow_special"]
+        return "sources" in self._facts and not self._facts["allow_special"]
 
     def normal(self, text: str) -> str:
         """A text in the form of Unicode that the tokenizer reads."""
-        if text.isascii() or "sources" not in self._told or self._backend.normalizer is None or self._bytes is None:
+        if text.isascii() or "sources" not in self._facts or self._backend.normalizer is None or self._bytes is None:
             return text
         return str(self._backend.normalizer.normalize_str(text))
 
-    def given_back(self, text: str) -> str | None:
-        """A text as the tokenizer gives it back; None where that is the text itself."""
-        return self.decode(self.encode(text)) if "sources" not in self._told or self._absorbs else None
-
     def views(self, messages: Iterable[Json], verbatim: dict[str, Json], *, quoted: bool = False) -> list[Json]:
         """Messages as `apply_chat_template` gets them; quoted where there are marks (see `unmarked`), or all of them with `quoted`."""
-        facts, marks = self._told, quoted or bool(verbatim)
+        facts, marks = self._facts, quoted or bool(verbatim)
         views: list[Json] = []
         for number, message in enumerate(messages):
             if number and facts["skips_system"] and message["role"] == "system":
@@ -188,7 +182,7 @@ class _Form:
 
     def render(self, views: list[Json], tools: list[Json] | None, now: float) -> str:
         """What the template wrote at a time (Unix), generation prompt included."""
-        facts = self._told
+        facts = self._facts
         if "sources" not in facts:
             return str(self._format.text(views, tools))
         shown = views
@@ -204,7 +198,7 @@ class _Form:
             shown = [
                 {**view, key: view["reasoning_content"]} if view.get("reasoning_content") else view for view in shown
             ]
-        template = self._templates[-1 if tools else 0]
+        template = compile_template(facts["sources"][-1 if tools else 0])
         return self.normal(
             template.render(
                 messages=shown,
@@ -223,7 +217,7 @@ class _Form:
         markers: list[tuple[int, int]] = []
         for begin, stop in reversed(images):
             if start <= begin < end:
-                run_ids[begin - start : stop - start] = [self._told["marker"]]
+                run_ids[begin - start : stop - start] = [self._facts["marker"]]
                 markers = [(begin - start, stop - begin), *((at - stop + begin + 1, count) for at, count in markers)]
         return _Piece(sampled, start, run_ids, self.normal(self.decode(run_ids)), markers)
 
@@ -241,7 +235,7 @@ class _Form:
 
     def _spelled(self, ids: list[int]) -> list[int]:
         """Ids whose texts between added tokens are encoded again, without reading such tokens in them."""
-        if "sources" not in self._told or self._bytes is None:
+        if "sources" not in self._facts or self._bytes is None:
             return ids  # other tokenizers do not give such texts apart
         again: list[int] = []
         for added, run in groupby(ids, self._added.__contains__):
@@ -341,8 +335,8 @@ def _difference(form: _Form, messages: list[Json], spans: Any, data: str, place:
         if apart is not None and form.tells_time:  # the prompt was rendered a little before its time was noted
             earlier = form.unmarked(form.render(views, tools, now - 1), verbatim)
             apart = None if _apart(pieces, earlier) is None else apart
-        if apart is not None and (given := form.given_back(text)) is not None:
-            text = given
+        if apart is not None and form.absorbs:
+            text = form.decode(form.encode(text))
             apart = _apart(pieces, text)
         if apart is not None:
             piece, offset, at = apart

@@ -4,7 +4,7 @@ A `Wrapper` gives what it writes around new messages, and a `ReplyText` what it 
 probes have shown that the template copies these texts.
 
 A wrapper takes only contents without `<`, because a template could look for tags. Text beyond an added token is kept as ids, because
-a tokenizer splits text at the tokens that `borders` gives before it does anything else. A reply with a text that the template's source
+a tokenizer splits text at the tokens that `FastTokenizer.borders` gives before it does anything else. A reply with a text that the template's source
 looks for has no `ReplyText`.
 
 The reply's sampled tokens are kept as they are, canonical or not. White space in what was sampled may differ from what the
@@ -58,16 +58,12 @@ class Wrapper(msgspec.Struct, frozen=True):
     tail: tuple[int, ...] = ()
     """Ids of the text after `pieces`, from an added token on."""
 
-    def text(self, contents: Sequence[str]) -> str:
-        """The bridge's text for these contents."""
+    def bridge(self, template: ChatTemplate, contents: Sequence[str]) -> Bridge:
+        """The bridge for these contents, none of which is blank or has a `<`."""
         text = self.pieces[0]
         for content, trim, piece in zip(contents, self.trims, self.pieces[1:], strict=True):
             text += trim(content) + piece
-        return text
-
-    def bridge(self, template: ChatTemplate, contents: Sequence[str]) -> Bridge:
-        """The bridge for these contents, none of which is blank or has a `<`."""
-        ids = [*self.head, *template.encode(self.text(contents)), *self.tail]
+        ids = [*self.head, *template.encode(text), *self.tail]
         return Bridge(ids[: self.closing], ids[self.closing :])
 
 

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import GuardError
-from engine.machine.guards import MAX_COUNTED, MAX_WORK, Sizes, sizes_of, work_of
 from engine.machine.expression import Comprehension, Constant, Index, ListOf, Name, Node, Operation, Select, parse
-from engine.machine.guards import Guard, guard_problems
+from engine.machine.guards import MAX_COUNTED, MAX_WORK, Guard, Sizes, guard_problems, sizes_of, work_of
 
 LISTS: st.SearchStrategy[Any] = st.recursive(
     st.integers(0, 9), lambda inner: st.lists(inner, max_size=4), max_leaves=20
