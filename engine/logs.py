@@ -10,8 +10,10 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 import structlog
@@ -108,6 +110,26 @@ def configure_logging(level: str | None = None, *, json: bool | None = None) -> 
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(max(_LEVELS[name], logging.WARNING))
+
+
+@contextmanager
+def collected_logs(name: str, level: int = logging.WARNING, *, alone: bool = True) -> Iterator[list[str]]:
+    """Collect what a library logs from a level on. `alone`: only in this thread, and no other handler gets it, since it may quote a URL."""
+    logger, thread, messages = logging.getLogger(name), threading.get_ident(), list[str]()
+    handler = logging.Handler(level)
+
+    def emit(record: logging.LogRecord) -> None:
+        if not alone or record.thread == thread:
+            messages.append(record.getMessage())
+
+    handler.emit = emit  # type: ignore[method-assign]
+    if alone:
+        logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
 
 
 class Seldom:

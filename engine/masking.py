@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -88,12 +88,12 @@ def mask_credentials(text: str) -> str:
     return text
 
 
-def mask_values(value: Any) -> Any:
-    """Mask every string in a JSON value."""
+def mask_values(value: Any, masked: Callable[[str], str] = mask) -> Any:
+    """Mask every string in a JSON value, by `mask` or by `mask_credentials`."""
     if isinstance(value, str):
-        return mask(value)
+        return masked(value)
     if isinstance(value, dict):
-        return {key: mask_values(item) for key, item in value.items()}
+        return {key: mask_values(item, masked) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [mask_values(item) for item in value]
+        return [mask_values(item, masked) for item in value]
     return value

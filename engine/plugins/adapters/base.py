@@ -173,6 +173,17 @@ def reward_of(value: Any, who: str) -> float:
     return number
 
 
+def parts_of(answer: Any, form: str, who: str, error: type[Exception] = AdapterError) -> Sequence[Any]:
+    """The parts of what a method returned, which must have a form such as `(observation, info)`.
+
+    Raises:
+        AdapterError: it has another number of parts, or none.
+    """
+    if not isinstance(answer, tuple | list) or len(answer) != form.count(",") + 1:
+        raise error(f"{who} must return {form}, not {answer!r:.120}")
+    return answer
+
+
 def facts_of(info: Any, who: str) -> dict[str, Any]:
     """What a library's `info` or `metadata` says and JSON can hold: for guards and for the trace. The rest is left out.
 

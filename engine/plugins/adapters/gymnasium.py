@@ -12,15 +12,16 @@ that say what is wrong, and the environment is not stepped. `terminated` ends th
 
 from __future__ import annotations
 
+import ast
+import copy
 import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from engine.errors import AdapterError
-from engine.plugins.adapters.base import add_to_path, facts_of, field_of, library, reward_of, stepped
-from engine.plugins.adapters.gymnasium_actions import as_element, example_of, read_action, unwritable
+from engine.plugins.adapters.base import add_to_path, facts_of, field_of, library, parts_of, reward_of, stepped
 from engine.schemas.environment import EpisodeView, Reset, Step, Task
 from engine.schemas.message import ContentPart, Message, TextPart, image_part
 
@@ -30,6 +31,8 @@ SHOWN = ("observation", "ansi", "rgb_array")
 ANSWER = r"(?s)<answer>\s*(.*?)\s*</answer>"
 MOST_NUMBERS = 2048
 """Observations of more numbers are shown as text only where the spec says so."""
+PLAIN = ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text")
+"""The spaces of Gymnasium whose elements can be written, beside `Dict` and `Tuple` of such spaces."""
 
 
 def load(use: str, base: str = ".", path: Sequence[str] = (), modules: Sequence[str] = (), **_: Any) -> Any:
@@ -103,11 +106,11 @@ class GymnasiumEnvironment:
         self._use, self._prompt, self._feedback, self._seed, self._options = use, prompt, feedback, seed, options
         rendering = {"render_mode": modes[0]} if modes and pass_render_mode else {}
         self._env = self._gym.make(use, **{**dict(kwargs or {}), **rendering})
-        known = self._env.metadata.get("render_modes") or []
-        if rendering and modes[0] not in known:
-            raise AdapterError(f"`show: {modes[0]}`: `{use}` renders {', '.join(map(str, known)) or 'nothing'}")
+        render_modes = self._env.metadata.get("render_modes") or []
+        if rendering and modes[0] not in render_modes:
+            raise AdapterError(f"`show: {modes[0]}`: `{use}` renders {', '.join(map(str, render_modes)) or 'nothing'}")
         if show is None and (count := _count(self._env.observation_space)) > MOST_NUMBERS:
-            ways = [f"`show: {way}` or " for way in ("rgb_array", "ansi") if way in known]
+            ways = [f"`show: {way}` or " for way in ("rgb_array", "ansi") if way in render_modes]
             words = f"an observation of `{use}` has {count:,} numbers, such as the pixels of a screen: write "
             raise AdapterError(f"{words}{''.join(ways)}`show: observation`; the last shows each number as text")
         self._names = {} if actions is None or isinstance(actions, str) else self._named(actions)
@@ -119,9 +122,9 @@ class GymnasiumEnvironment:
 
     def reset(self, task: Task, seed: int) -> Reset:
         """Reset the environment with the task's seed and options."""
-        given = field_of(task.fields, self._seed)
+        seed_of_task = field_of(task.fields, self._seed)
         observation, info = self._env.reset(
-            seed=seed if given is None else int(given), options=field_of(task.fields, self._options)
+            seed=seed if seed_of_task is None else int(seed_of_task), options=field_of(task.fields, self._options)
         )
         text = self._described() if self._prompt is None else self._prompt and str(self._of(self._prompt)())
         return Reset(messages=self._said(observation, text), facts=facts_of(info, "reset"))
@@ -132,23 +135,20 @@ class GymnasiumEnvironment:
         Raises:
             AdapterError: it answered in another form, or gave a reward that is no number.
         """
-        found = self._answer.findall(view.reply)
-        last = found[-1] if found else view.reply
+        answers = self._answer.findall(view.reply)
+        last = answers[-1] if answers else view.reply
         written = (last[0] if isinstance(last, tuple) else last).strip()
         action, problem = self._action(written)
         if problem is not None:
-            invalid = int(view.facts.get("invalid_actions", 0)) + 1
-            said = Message(role="user", content=problem)
-            return stepped(messages=[said], reward=None, cause="", over=False, facts={"invalid_actions": invalid})
-        answer = self._env.step(action)
-        if not isinstance(answer, tuple | list) or len(answer) != 5:
-            raise AdapterError(
-                f"step must return (observation, reward, terminated, truncated, info), not {answer!r:.120}"
+            facts = {"invalid_actions": int(view.facts.get("invalid_actions", 0)) + 1}
+            return stepped(
+                messages=[Message(role="user", content=problem)], reward=None, cause="", over=False, facts=facts
             )
-        observation, reward, terminated, truncated, info = answer
+        form = "(observation, reward, terminated, truncated, info)"
+        observation, reward, terminated, truncated, info = parts_of(self._env.step(action), form, "step")
         over = bool(terminated) or bool(truncated)
         return stepped(
-            messages=[] if over else self._said(observation, self._told(info)),
+            messages=[] if over else self._said(observation, self._feedback_in(info)),
             reward=reward_of(reward, "step"),
             cause=f"action {written[:80]}",
             over=over,
@@ -181,14 +181,13 @@ class GymnasiumEnvironment:
         texts = [f"You act in `{self._use}`.", *texts, f"Each reply is one action{how}.{where}"]
         return "\n\n".join(text.strip() for text in texts if text.strip())
 
-    def _told(self, info: Any) -> str:
-        """The step's own words."""
+    def _feedback_in(self, info: Any) -> str:
+        """The step's own words, from `info` or from the environment."""
         if self._feedback is None:
             return ""
-        told = (
-            info[self._feedback] if isinstance(info, Mapping) and self._feedback in info else self._of(self._feedback)
-        )
-        return "" if told is None else str(told)
+        in_info = isinstance(info, Mapping) and self._feedback in info
+        words = info[self._feedback] if in_info else self._of(self._feedback)
+        return "" if words is None else str(words)
 
     def _said(self, observation: Any, words: str) -> list[Message]:
         """A message with words and what the turn shows."""
@@ -197,8 +196,8 @@ class GymnasiumEnvironment:
             if item == "rgb_array":
                 parts.append(image_part(_image_of(self._env.render())))
             else:
-                text = _text_of(observation) if item == "observation" else str(self._env.render())
-                parts.append(TextPart(text=text))
+                shown = _plain(observation) if item == "observation" else str(self._env.render())
+                parts.append(TextPart(text=shown if isinstance(shown, str) else repr(shown)))
         texts = [part.text for part in parts if isinstance(part, TextPart)]
         return [Message(role="user", content="\n\n".join(texts) if len(texts) == len(parts) else parts)]
 
@@ -227,7 +226,7 @@ class GymnasiumEnvironment:
         pairs = (
             actions.items() if isinstance(actions, Mapping) else ((name, first + at) for at, name in enumerate(actions))
         )
-        found = {}
+        elements = {}
         for name, value in pairs:
             try:
                 element = as_element(space, value, self._gym.spaces)
@@ -236,8 +235,8 @@ class GymnasiumEnvironment:
                 element, fits = value, False
             if not fits:
                 raise AdapterError(f"`actions`: `{name}` is {value!r}, which is not in {space}")
-            found[str(name).strip().lower()] = element
-        return found
+            elements[str(name).strip().lower()] = element
+        return elements
 
 
 def _count(space: Any) -> int:
@@ -248,12 +247,8 @@ def _count(space: Any) -> int:
     return sum(map(_count, inner.values() if isinstance(inner, Mapping) else inner))
 
 
-def _text_of(observation: Any) -> str:
-    """An observation as text: strings as they are, anything else as Python writes it, arrays as lists."""
-    return observation if isinstance(observation, str) else repr(_plain(observation))
-
-
 def _plain(value: Any) -> Any:
+    """An observation with plain Python values: arrays as lists."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -277,3 +272,85 @@ def _image_of(frame: Any) -> Any:
         raise AdapterError(
             f"render gave a {type(frame).__name__}, which is no frame (uint8 [height, width, 3])"
         ) from None
+
+
+# ---- actions, which are written as Python literals: `2`, `[0.5, -1.0]`, `{'move': 1, 'say': 'hi'}`; lists stand for arrays and tuples
+
+
+def unwritable(space: Any, spaces: Any, at: str = "") -> Iterator[str]:
+    """The parts of a space whose elements cannot be written, each with its place.
+
+    Args:
+        space: The space.
+        spaces: The module `gymnasium.spaces`.
+        at: The place of the space in a larger one.
+    """
+    if isinstance(space, spaces.Dict):
+        for key, part in space.spaces.items():
+            yield from unwritable(part, spaces, f"{at}[{key!r}]")
+    elif isinstance(space, spaces.Tuple):
+        for index, part in enumerate(space.spaces):
+            yield from unwritable(part, spaces, f"{at}[{index}]")
+    elif not isinstance(space, tuple(getattr(spaces, name) for name in PLAIN)):
+        yield f"{type(space).__name__}{f' at {at}' if at else ''}"
+
+
+def read_action(text: str, space: Any, spaces: Any) -> Any:
+    """The element of a space that a text names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if isinstance(space, spaces.Text):
+        value: Any = text
+    else:
+        try:
+            value = as_element(space, ast.literal_eval(text), spaces)
+        except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError, OverflowError) as error:
+            raise ValueError(str(error)) from None
+    if not space.contains(value):
+        raise ValueError(f"not in {space}")
+    return value
+
+
+def as_element(space: Any, value: Any, spaces: Any) -> Any:
+    """A literal with the types that a space checks for: arrays for `Box`, `MultiDiscrete` and `MultiBinary`, tuples for `Tuple`.
+
+    Raises:
+        ValueError: it has other parts than the space, a number would be rounded, or one is not finite.
+        TypeError: it has another form.
+        KeyError: it has a part that the space does not have.
+    """
+    if isinstance(space, spaces.Dict):
+        return {key: as_element(space.spaces[key], item, spaces) for key, item in dict(value).items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(as_element(part, item, spaces) for part, item in zip(space.spaces, value, strict=True))
+    if not isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
+        return value
+    import numpy as np
+
+    numbers = np.asarray(value)
+    if numbers.dtype.kind not in "biuf" or not np.isfinite(numbers).all():
+        raise ValueError("an array needs finite numbers")
+    cast = numbers.astype(space.dtype)
+    if cast.dtype.kind != "f" and not (cast == numbers).all():
+        raise ValueError(f"numbers of the type {space.dtype} are needed")
+    return cast
+
+
+def example_of(space: Any) -> str:
+    """An element of a space as text; the same one each time. The space's own random numbers are not drawn."""
+    fresh = copy.deepcopy(space)
+    fresh.seed(0)
+    return repr(_rounded(fresh.sample()))
+
+
+def _rounded(value: Any) -> Any:
+    """An element with plain Python values; floats have at most two decimals, where they stay in their space mostly."""
+    if isinstance(value, Mapping):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_rounded(item) for item in value)
+    if isinstance(value, float):
+        return round(value, 2) if math.isfinite(value) else value
+    return _rounded(value.tolist()) if hasattr(value, "tolist") else value

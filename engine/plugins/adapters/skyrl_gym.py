@@ -26,6 +26,7 @@ from engine.plugins.adapters.base import (
     library,
     load_target,
     messages_of_chat,
+    parts_of,
     reward_of,
     stepped,
 )
@@ -91,14 +92,10 @@ class SkyRLEnvironment:
             self._env = load_target(self._use, self._base)(env_config=config, extras=extras)
         else:
             self._env = self._gym.make(self._use, env_config=config, extras=extras)
+        who = self._who("init")
         answer = self._env.init(field_of(extras, self._prompt) or [])
-        if not isinstance(answer, tuple | list) or len(answer) != 2:
-            raise AdapterError(f"{self._who('init')} must return (conversation, info), not {answer!r:.120}")
-        conversation, info = answer
-        return Reset(
-            messages=messages_of_chat(conversation, self._who("init"), prompt=True),
-            facts=facts_of(info, self._who("init")),
-        )
+        conversation, info = parts_of(answer, "(conversation, info)", who)
+        return Reset(messages=messages_of_chat(conversation, who, prompt=True), facts=facts_of(info, who))
 
     def step(self, view: EpisodeView) -> Step:
         """What the environment says to the newest reply, as it was sampled.

@@ -26,6 +26,7 @@ from engine.plugins.adapters.base import (
     field_of,
     load_target,
     message_of_chat,
+    parts_of,
     reward_of,
     stepped,
 )
@@ -93,12 +94,11 @@ class SlimeEnvironment:
             self._env = self._build(sample=sample, args=self._args)
         except TypeError:
             self._env = self._build(sample, self._args)  # as slime does
-        answer = self._env.reset()
-        if not isinstance(answer, tuple | list) or len(answer) != 2:
-            raise AdapterError(f"{self._who('reset')} must return (observation, info), not {answer!r:.120}")
-        observation, info = answer
-        said = bool(observation) and self._shows(observation)
-        return Reset(messages=[self._shown(observation)] if said else [], facts=facts_of(info, self._who("reset")))
+        who = self._who("reset")
+        observation, info = parts_of(self._env.reset(), "(observation, info)", who)
+        # slime's own loop never shows the first observation, which may be empty.
+        shows = bool(observation) and bool(observation.get("obs_str") or observation.get("multi_modal_data"))
+        return Reset(messages=[self._shown(observation)] if shows else [], facts=facts_of(info, who))
 
     def step(self, view: EpisodeView) -> Step:
         """What the environment says to the newest reply, as it was sampled.
@@ -109,10 +109,7 @@ class SlimeEnvironment:
         who = self._who("step")
         if view.finish == "length":  # slime's own loop ends the episode, without a step
             return stepped(messages=[], reward=None, cause="", over=True, truncated=True)
-        answer = self._env.step(view.written)
-        if not isinstance(answer, tuple | list) or len(answer) != 3:
-            raise AdapterError(f"{who} must return (observation, done, info), not {answer!r:.120}")
-        observation, done, info = answer
+        observation, done, info = parts_of(self._env.step(view.written), "(observation, done, info)", who)
         if not isinstance(observation, Mapping):
             raise AdapterError(f"{who} gave an observation of type {type(observation).__name__}; it must be a mapping")
         earned = observation.get(self._reward) if self._reward else None
@@ -131,11 +128,6 @@ class SlimeEnvironment:
 
     def _shown(self, observation: Mapping[str, Any]) -> Any:
         return message_of_chat(self._env.format_observation(observation), self._who("format_observation"))
-
-    @staticmethod
-    def _shows(observation: Mapping[str, Any]) -> bool:
-        """Whether a first observation has anything to show; slime's own loop never shows it."""
-        return bool(observation.get("obs_str") or observation.get("multi_modal_data"))
 
     def _who(self, method: str) -> str:
         return f"{type(self._env).__name__}.{method}"

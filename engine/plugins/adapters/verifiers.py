@@ -26,6 +26,7 @@ from typing import Any
 import orjson
 
 from engine.errors import AdapterError
+from engine.logs import collected_logs
 from engine.plugins.adapters.base import (
     add_to_path,
     library,
@@ -94,10 +95,10 @@ def _group_rewards(rubric: Any) -> list[str]:
     return names + inner or (["its advantages"] if rubric.has_advantages else [])
 
 
-def load(use: str, base: str = ".", path: Sequence[str] = (), **given: Any) -> Any:
+def load(use: str, base: str = ".", path: Sequence[str] = (), **settings: Any) -> Any:
     """The environment, which all rollouts of this process share. The arguments are those of `VerifiersEnvironment`."""
     add_to_path(path, base)
-    args, variables = given.get("args") or {}, given.get("env") or {}
+    args, variables = settings.get("args") or {}, settings.get("env") or {}
     os.environ.update(variables)
     return _loaded(use, base, orjson.dumps(args), orjson.dumps(variables))
 
@@ -165,8 +166,12 @@ class VerifiersEnvironment:
 
     def tools(self) -> list[DescribedTool]:
         """What the model is shown of the environment's tools. The environment calls them itself, in `step`."""
+
+        def refuse(**_: Any) -> None:
+            raise AdapterError("environments of verifiers call their tools themselves: write `machine: step`")
+
         return [
-            DescribedTool(tool.name, tool.description, tool.parameters, _not_here) for tool in self._env.tool_defs or []
+            DescribedTool(tool.name, tool.description, tool.parameters, refuse) for tool in self._env.tool_defs or []
         ]
 
     async def reset(self, task: Task, seed: int) -> Reset:
@@ -177,8 +182,8 @@ class VerifiersEnvironment:
         """
         if not task.fields.get("prompt"):
             raise AdapterError(f"the row of task `{task.id}` has no `prompt`; take the rows from `{__name__}:rows`")
-        given = {"example_id": task.index, "answer": "", **task.fields}
-        self._state = await self._env.init_state(given, _client(), "policy", {})
+        row = {"example_id": task.index, "answer": "", **task.fields}
+        self._state = await self._env.init_state(row, _client(), "policy", {})
         names = [tool.name for tool in self._state["tool_defs"]]
         if names != [tool.name for tool in self._env.tool_defs or []]:
             raise AdapterError(f"the row of task `{task.id}` has tools of its own, which cannot be shown")
@@ -243,11 +248,12 @@ class VerifiersEnvironment:
         if view.turn >= len(self._state["trajectory"]):
             await self._add(view)
         await self.close()
-        with _Errors() as errors:
+        # The library's rubrics log a reward function that raises, and count it as 0.
+        with collected_logs(NAME, logging.ERROR, alone=False) as errors:
             await self._env.rubric.score_rollout(self._state)
             await self._env.rubric.cleanup(self._state)
-        if errors.found:
-            raise AdapterError(f"the rubric failed: {errors.found[0]}")
+        if errors:
+            raise AdapterError(f"the rubric failed: {errors[0]}")
         metrics = ", ".join(f"{name}={value:g}" for name, value in self._state["metrics"].items())
         return [RewardEvent(value=reward_of(self._state["reward"], "the rubric"), cause=f"rubric: {metrics}")]
 
@@ -274,28 +280,6 @@ class VerifiersEnvironment:
         )
         response = types.Response(id=uuid.uuid4().hex, created=0, model="policy", message=message)
         await self._env.add_model_response(self._state, self._prompt, response)
-
-
-class _Errors(logging.Handler):
-    """Collects what the library's rubrics log as errors: it counts a reward function that raises as 0."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append(record.getMessage())
-
-    def __enter__(self) -> _Errors:
-        logging.getLogger(NAME).addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger(NAME).removeHandler(self)
-
-
-def _not_here(**_: Any) -> None:
-    raise AdapterError("environments of verifiers call their tools themselves: write `machine: step`")
 
 
 @lru_cache(maxsize=1)

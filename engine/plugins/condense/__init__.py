@@ -1,14 +1,13 @@
 """Condensing: how a conversation that has become too long is shown to the model in fewer tokens.
 
-spec.py        the section `condense`; limits.py: its keys of `limits`
+spec.py        the section `condense`, and its keys of `limits`
 facts.py       the rows of its actions and its limit in the tables of the core
+spec_facts.py  what the section means for other parts of a spec, such as the states that it adds
 action.py      the actions `condense` and `ask_summary`
-chunks.py, keywords.py, window.py: pure functions of the actions
+chunks.py      the parts of a thread, their keywords, and what stands for them
+room.py        when a conversation must be condensed, and the window of images
 record.py      their journal record
-machine.py     the states that `limits.on_overflow: condense` adds
-room.py        when a conversation must be condensed
 expand.py      the tool `expand`
-spec_facts.py  what the section means for other parts of a spec
 rules.py       its rules of `engine validate`
 """
 
@@ -23,7 +22,7 @@ PLUGIN = Plugin(
         Section(
             owner="limits",
             keys=("on_overflow", "condensations"),
-            use="engine.plugins.condense.limits:CondenseLimits",
+            use="engine.plugins.condense.spec:CondenseLimits",
             inline=True,
         ),
     ),

@@ -15,9 +15,9 @@ from engine.actions.record_filters import in_memory
 from engine.actions.spec_code import SpecCodeAction
 from engine.episode.episode import Episode, derive_seed
 from engine.errors import SpecCodeError
-from engine.plugins.condense.chunks import Chunk, block_text, chunks_of, history_of, history_text, replaced
-from engine.plugins.condense.keywords import keywords
+from engine.plugins.condense.chunks import Chunk, block_text, chunks_of, history_of, history_text, keywords, replaced
 from engine.plugins.condense.record import Block, CondenseRecord
+from engine.plugins.condense.room import older_images, slid
 from engine.plugins.condense.spec import (
     ByHistory,
     CondenseSpec,
@@ -29,7 +29,6 @@ from engine.plugins.condense.spec import (
     WindowSpec,
 )
 from engine.plugins.condense.spec_facts import SUMMARY_ROLE
-from engine.plugins.condense.window import older_images, slid
 from engine.plugins.roles.models import RoleModels
 from engine.schemas.environment import Step
 from engine.schemas.journal import StepRecord

@@ -28,7 +28,7 @@ CONDENSE = ActionFacts(
     events=("condensed", "unchanged"),
     seconds=_seconds,
     rewrites_history=True,
-    rewrites_machine="engine.plugins.condense.machine:with_condensing",
+    rewrites_machine="engine.plugins.condense.spec_facts:with_condensing",
     makes_room="engine.plugins.condense.room:CondenseRoom",
 )
 ASK_SUMMARY = ActionFacts(

@@ -16,6 +16,8 @@ from engine.schemas.role import RoleMessage, RoleSpec
 from engine.schemas.sections import SpecSection
 
 SUMMARY_PROMPT = "Summarise the text between the lines. Keep names, numbers and facts. Use at most {{tokens}} tokens.\n---\n{{text}}\n---"
+BY_TEXT = ("chunks", "condenser", "keep_last", "target_tokens", "expand")
+"""Keys that say how texts are condensed."""
 
 
 class ByMessage(Contract):
@@ -188,10 +190,6 @@ class WindowSpec(Contract):
         return self.step or self.newest
 
 
-BY_TEXT = ("chunks", "condenser", "keep_last", "target_tokens", "expand")
-"""Keys that say how texts are condensed."""
-
-
 class CondenseSpec(SpecSection):
     """What the action `condense` does: which parts of the conversation it shortens, and how."""
 
@@ -244,3 +242,13 @@ class CondenseSpec(SpecSection):
             names = {"type": "string", "enum": sorted(properties[key]["discriminator"]["mapping"])}
             rest = {name: value for name, value in properties[key].items() if name not in ("oneOf", "discriminator")}
             properties[key] = {"anyOf": [names, *properties[key]["oneOf"]], **rest}
+
+
+class CondenseLimits(SpecSection):
+    """Before a prompt that is too long."""
+
+    on_overflow: Literal["end", "condense"] = "end"
+    """What happens before a prompt that leaves no room for a reply: the event `limit`, or the event `overflow`, which leads to
+    the action `condense` and back."""
+    condensations: int | None = Field(default=8, ge=1)
+    """Maximum number of condensations."""

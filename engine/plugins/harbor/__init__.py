@@ -2,7 +2,7 @@
 
 facts.py         the source `harbor`, and what holds for the adapter `harbor`
 source.py        task folders as rows; folders.py and dockerfile.py: what is read of a folder
-environment.py   an episode in the sandbox; workspace.py: its files and commands
+environment.py   an episode in the sandbox, with its files and commands
 rules.py         its rule of `engine validate`
 """
 

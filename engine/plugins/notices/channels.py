@@ -1,42 +1,58 @@
-"""The channels of notices: a webhook, services by apprise, a command, a function.
+"""The channels of notices: a webhook, services by apprise, robots of DingTalk and Feishu, a command, a function.
 
 Each channel is a function that delivers one event and raises what went wrong. No message holds a URL of a channel: URLs contain
 secrets. apprise formats the messages of its services; it has no webhook with an event's fields, no command and no function.
+
+DingTalk and Feishu answer a refused message with status 200 and an error code. apprise takes status 200 for success, signs DingTalk's
+messages with a signature that is encoded twice, and does not sign Feishu's; so these two are written here. Sources: DingTalk, "Custom
+robot: security settings"; Feishu, "Custom bot usage guide: signature verification".
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import hmac
 import inspect
 import json
-import logging
 import os
 import shutil
 import signal
 import subprocess
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from engine.errors import EngineError
+from engine.logs import collected_logs
 from engine.masking import remember
-from engine.plugins.notices.errors import NoticeError
-from engine.plugins.notices.robots import Request, Robot, post, robot_of, send
+from engine.schemas.trajectory import Blame
 
 if TYPE_CHECKING:
     from engine.plugins.notices.spec import NotifySpec
-
-Event = dict[str, Any]
-"""`kind`, `run`, `time` (seconds since 1970), `text` (one sentence), and the fields that the caller adds."""
-Channel = Callable[[Event], None]
-
 _SECRET_PART = 8
 """Minimum length of a part of a URL that is masked, in characters."""
 _APPRISE_TYPES = {"failed": "failure", "diverged": "failure", "finished": "success"}
 """apprise's type of a notice, which decides its color; other kinds are warnings."""
+DINGTALK = "https://oapi.dingtalk.com/robot/send"
+FEISHU = "https://open.feishu.cn/open-apis/bot/v2/hook"
+_REPLY_BYTES = 65_536
+"""Number of bytes of a reply that are read."""
+
+
+class NoticeError(EngineError):
+    """A channel of `notify` cannot work: a variable is not set, or a command or a package is missing."""
+
+    kind = "notice_setup"
+    blame: Blame = "spec"
+
+
+Event = dict[str, Any]
+"""`kind`, `run`, `time` (seconds since 1970), `text` (one sentence), and the fields that the caller adds."""
+Channel = Callable[[Event], None]
 
 
 def channels_of(spec: NotifySpec, base: Path | None, environ: Mapping[str, str], seconds: float) -> dict[str, Channel]:
@@ -107,23 +123,23 @@ def webhook(variable: str, environ: Mapping[str, str], seconds: float) -> Channe
     return post_event
 
 
-def _send_by_robot(variable: str, request: Request, robot: Robot, seconds: float, event: Event) -> None:
-    try:
-        send(request, robot, event["text"], seconds)
-    except RuntimeError as error:
-        raise RuntimeError(f"the service of {variable} did not take it: {error}") from None
-
-
 def service(variable: str, environ: Mapping[str, str], seconds: float) -> Channel:
-    """A channel that sends the text to the service whose URL is in a variable: by `engine.plugins.notices.robots` or by apprise.
+    """A channel that sends the text to the service whose URL is in a variable, by a robot below or by apprise.
 
     Raises:
         NoticeError: apprise is not installed, or does not know the URL.
     """
     url = _url(variable, "services_env", environ)
-    if (found := robot_of(url)) is not None:
-        request, robot = found
-        return partial(_send_by_robot, variable, request, robot, seconds)
+    if (robot_request := robot_of(url)) is not None:
+        request, robot = robot_request
+
+        def send_by_robot(event: Event) -> None:
+            try:
+                send(request, robot, event["text"], seconds)
+            except RuntimeError as error:
+                raise RuntimeError(f"the service of {variable} did not take it: {error}") from None
+
+        return send_by_robot
     try:
         import apprise
     except ImportError:
@@ -131,7 +147,7 @@ def service(variable: str, environ: Mapping[str, str], seconds: float) -> Channe
             "`notify.services_env` needs the package apprise: pip install 'episode-engine[notify]'"
         ) from None
     asset = apprise.AppriseAsset(app_id="episode-engine", app_url="", async_mode=False)
-    with _apprise_log():
+    with collected_logs("apprise"):
         target = apprise.Apprise.instantiate(url, asset=asset)
     if target is None:
         raise NoticeError(
@@ -142,33 +158,13 @@ def service(variable: str, environ: Mapping[str, str], seconds: float) -> Channe
     def notify(event: Event) -> None:
         kind = _APPRISE_TYPES.get(event["kind"], "warning")
         title = f"{event['run']}: {event['kind']}"
-        with _apprise_log() as said:
+        with collected_logs("apprise") as said:
             sent = target.notify(body=event["text"], title=title, notify_type=kind, interpret_escapes=False)
         reason = " ".join(" ".join(said).split())
         if not sent:
             raise RuntimeError(f"the service of {variable} did not take it" + (f": {reason}" if reason else ""))
 
     return notify
-
-
-@contextmanager
-def _apprise_log() -> Iterator[list[str]]:
-    """Collect the warnings that apprise logs in this thread, and let none reach other handlers, because they can quote a URL."""
-    logger, thread = logging.getLogger("apprise"), threading.get_ident()
-    said: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.thread == thread:
-                said.append(record.getMessage())
-
-    handler = Collect(logging.WARNING)
-    logger.propagate = False
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
 
 
 def command(words: Sequence[str], seconds: float) -> Channel:
@@ -204,11 +200,115 @@ def function(use: str, base: Path | None) -> Channel:
     """A channel that calls a function of the spec; a coroutine is run to its end."""
     from engine.spec.code.entry import load_entry
 
-    found = load_entry(use, base)
+    target = load_entry(use, base)
 
     def call(event: Event) -> None:
-        answer = found(event)
+        answer = target(event)
         if inspect.iscoroutine(answer):
             asyncio.run(answer)
 
     return call
+
+
+class Robot(NamedTuple):
+    """A robot: its access token, and the secret with which messages are signed, if it has one."""
+
+    token: str
+    secret: str | None
+
+
+class Post(NamedTuple):
+    """A request to a service."""
+
+    url: str
+    query: dict[str, str]
+    body: dict[str, Any]
+
+
+def dingtalk(robot: Robot, text: str, now: float) -> Post:
+    """DingTalk's request: `sign` is the HMAC-SHA256 of `timestamp\\nsecret` under the secret, in base64; the timestamp is in milliseconds."""
+    query = {"access_token": robot.token}
+    if robot.secret is not None:
+        stamp = str(round(now * 1000))
+        query |= {"timestamp": stamp, "sign": _sign(robot.secret.encode(), f"{stamp}\n{robot.secret}".encode())}
+    return Post(DINGTALK, query, {"msgtype": "text", "text": {"content": text}})
+
+
+def feishu(robot: Robot, text: str, now: float) -> Post:
+    """Feishu's request: `sign` is the HMAC-SHA256 of the empty message under `timestamp\\nsecret`, in base64; the timestamp is in seconds."""
+    body: dict[str, Any] = {"msg_type": "text", "content": {"text": text}}
+    if robot.secret is not None:
+        stamp = str(int(now))
+        body |= {"timestamp": stamp, "sign": _sign(f"{stamp}\n{robot.secret}".encode(), b"")}
+    return Post(f"{FEISHU}/{robot.token}", {}, body)
+
+
+def _sign(key: bytes, message: bytes) -> str:
+    return base64.b64encode(hmac.new(key, message, hashlib.sha256).digest()).decode()
+
+
+Request = Callable[[Robot, str, float], Post]
+
+
+def robot_of(url: str) -> tuple[Request, Robot] | None:
+    """The robot that a URL names; None if it names none.
+
+        dingtalk://SECRET@TOKEN     https://oapi.dingtalk.com/robot/send?access_token=TOKEN&secret=SECRET
+        feishu://SECRET@TOKEN       https://open.feishu.cn/open-apis/bot/v2/hook/TOKEN?secret=SECRET
+
+    Without a secret the messages are not signed.
+    """
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query))
+    user, _, place = parts.netloc.rpartition("@")
+    secret = unquote(user) or query.get("secret")
+    by_scheme: dict[str, Request] = {"dingtalk": dingtalk, "feishu": feishu}
+    if parts.scheme in by_scheme and place:
+        return by_scheme[parts.scheme], Robot(unquote(place), secret)
+    if url.startswith(f"{DINGTALK}?") and "access_token" in query:
+        return dingtalk, Robot(query["access_token"], secret)
+    if url.startswith(f"{FEISHU}/") and (token := parts.path.rpartition("/")[2]):
+        return feishu, Robot(token, secret)
+    return None
+
+
+def send(request: Request, robot: Robot, text: str, seconds: float, clock: Callable[[], float] = time.time) -> None:
+    """Send a message.
+
+    Raises:
+        RuntimeError: the service cannot be reached, or did not accept the message. The text holds neither token nor signature.
+    """
+    asked = request(robot, text, clock())
+    status, reply = post(asked.url, asked.body, seconds, asked.query)
+    try:
+        answer = json.loads(reply)
+        code = answer.get("errcode", answer.get("code", answer.get("StatusCode", 0)))
+        said = answer.get("errmsg") or answer.get("msg") or ""
+    except (ValueError, AttributeError):
+        code, said = 0, reply[:200]
+    if status >= 300 or code != 0:
+        raise RuntimeError(f"status {status}, code {code}: {said}")
+
+
+def post(url: str, body: Any, seconds: float, query: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """POST JSON, and return the status and the beginning of the reply, which may be slow or endless.
+
+    Raises:
+        RuntimeError: there is no valid reply in time. The text does not hold the URL.
+    """
+    import httpx
+
+    end, reply = time.monotonic() + seconds, b""
+    plain = {"Accept-Encoding": "identity"}  # and what comes is not unpacked: it may be a bomb
+    try:
+        with (
+            httpx.Client(timeout=seconds, follow_redirects=False) as client,
+            client.stream("POST", url, params=query or None, json=body, headers=plain) as response,
+        ):
+            for chunk in response.iter_raw(4096):
+                reply += chunk
+                if len(reply) >= _REPLY_BYTES or time.monotonic() > end:
+                    break
+            return response.status_code, reply[:_REPLY_BYTES].decode("utf-8", "replace")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise RuntimeError(type(error).__name__) from None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from pydantic_core import to_json
 
-from engine.masking import mask_credentials
+from engine.masking import mask_credentials, mask_values
 from engine.plugins.notices.channels import Channel, Event, channels_of
-from engine.plugins.notices.history import NoticeHistory
+from engine.store.private import private_file
 
 if TYPE_CHECKING:
     from engine.plugins.notices.spec import NotifySpec
@@ -35,6 +36,8 @@ LONGEST = 2_000
 """Maximum length of a reason, in characters; services refuse long messages."""
 _EVENT_TEXT = {"budget": "reached a budget", "no_signal": "has no learning signal"}
 """What happened, where it is not the name of the kind."""
+FILE = "notices.jsonl"
+"""The notices that a run has sent, in its folder."""
 
 
 class Notifier:
@@ -89,13 +92,13 @@ class Notifier:
         """Send an event and wait until it is delivered or the deadline has passed. Never raises."""
         deliveries = self._begin(kind, fields)
         if deliveries:
-            await asyncio.to_thread(_wait, deliveries, self._seconds)
+            await asyncio.to_thread(self._wait, deliveries)
             self._close(deliveries)
 
     def notify_now(self, kind: str, **fields: Any) -> None:
         """Like `notify`, for code outside of an event loop: waits in this thread."""
         deliveries = self._begin(kind, fields)
-        _wait(deliveries, self._seconds)
+        self._wait(deliveries)
         self._close(deliveries)
 
     def _begin(self, kind: str, fields: Mapping[str, Any]) -> list[_Delivery]:
@@ -120,32 +123,26 @@ class Notifier:
         text = f"{words}{at}{f': {reason}' if reason else ''}"
         more = {"reason": reason} if reason else {}
         event = {**fields, **more, "kind": kind, "run": self._run, "time": self._clock(), "text": text}
-        plain: Event = _masked(json.loads(to_json(event, inf_nan_mode="strings", fallback=str)))
+        plain: Event = mask_values(json.loads(to_json(event, inf_nan_mode="strings", fallback=str)), mask_credentials)
         return plain
+
+    def _wait(self, deliveries: Sequence[_Delivery]) -> None:
+        until = time.monotonic() + self._seconds + 0.5  # after the channels' own deadlines, whose messages say more
+        for delivery in deliveries:
+            delivery.thread.join(max(0.0, until - time.monotonic()))
 
     def _close(self, deliveries: Sequence[_Delivery]) -> None:
         """Log what was not delivered: the first failure of a channel as a warning, later ones as debug."""
         for delivery in deliveries:
-            problem = f"not delivered within {self._seconds:g} s" if delivery.running else delivery.problem
+            problem = f"not delivered within {self._seconds:g} s" if delivery.thread.is_alive() else delivery.problem
             if problem is None:
                 continue
             say = log.debug if delivery.name in self._failed else log.warning
             self._failed.add(delivery.name)
             kind = delivery.event["kind"]
             say("notice failed", channel=delivery.name, event_kind=kind, reason=mask_credentials(problem))
-        if any(not delivery.running and delivery.problem is None for delivery in deliveries):
+        if any(not delivery.thread.is_alive() and delivery.problem is None for delivery in deliveries):
             self._history.add(deliveries[0].event)
-
-
-def _masked(value: Any) -> Any:
-    """Mask the secrets in every string of a JSON value."""
-    if isinstance(value, str):
-        return mask_credentials(value)
-    if isinstance(value, dict):
-        return {key: _masked(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_masked(item) for item in value]
-    return value
 
 
 class _Delivery:
@@ -156,8 +153,8 @@ class _Delivery:
         self.event = event
         self.problem: str | None = None
         self._send = channel
-        self._thread = threading.Thread(target=self._run, name=f"notify-{name}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"notify-{name}", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         try:
@@ -165,17 +162,52 @@ class _Delivery:
         except BaseException as error:  # noqa: BLE001  the user's function can raise anything, SystemExit too
             self.problem = str(error) or repr(error)
 
-    @property
-    def running(self) -> bool:
-        """Whether the delivery has not ended yet."""
-        return self._thread.is_alive()
 
-    def wait(self, seconds: float) -> None:
-        """Wait until the delivery has ended, at most so many seconds."""
-        self._thread.join(max(0.0, seconds))
+class NoticeHistory:
+    """What a run has sent, and when, in `notices.jsonl` of its folder, so that nothing is repeated too soon.
+
+    A training that is restarted automatically after each failure fails again with the same reason: the file tells the second launch what
+    the first has sent. A damaged or missing file only means that a notice is sent again.
+
+    Args:
+        folder: The folder of the run or training; None keeps the history only in memory.
+        repeat_after: A notice is not repeated for this time, in seconds.
+        clock: Unix time.
+    """
+
+    def __init__(self, folder: Path | None, repeat_after: float, clock: Callable[[], float] = time.time) -> None:
+        self._path = folder / FILE if folder is not None else None
+        self._repeat_after = repeat_after
+        self._clock = clock
+        self._sent: dict[str, float] = {}
+        try:
+            lines = self._path.read_text(encoding="utf-8").splitlines() if self._path is not None else []
+        except (OSError, ValueError):
+            return
+        for line in lines:
+            try:
+                notice = json.loads(line)
+                self._sent[str(notice["key"])] = float(notice["at"])
+            except (ValueError, KeyError, TypeError):
+                continue
+
+    def is_repeated(self, event: Mapping[str, Any]) -> bool:
+        """Whether a notice that differs only in numbers was sent less than `repeat_after` ago."""
+        at = self._sent.get(_key(event))
+        return at is not None and 0 <= self._clock() - at < self._repeat_after
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Remember a notice that at least one channel has delivered. Never raises."""
+        self._sent[_key(event)] = self._clock()
+        if self._path is None:
+            return
+        try:
+            with private_file(self._path).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"at": self._clock(), "key": _key(event), "text": event["text"]}) + "\n")
+        except OSError as error:
+            log.debug("the notice was not recorded", reason=str(error))
 
 
-def _wait(deliveries: Sequence[_Delivery], seconds: float) -> None:
-    until = time.monotonic() + seconds + 0.5  # after the channels' own deadlines, whose messages say more
-    for delivery in deliveries:
-        delivery.wait(until - time.monotonic())
+def _key(event: Mapping[str, Any]) -> str:
+    """What makes two notices the same: kind, and reason without its numbers."""
+    return f"{event['kind']}: {re.sub(r'[0-9]+', '#', str(event.get('reason', '')))}"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from pydantic import Field
 
 from engine.schemas.base import Contract, Seconds
 from engine.schemas.sections import SpecSection
+
+if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
+    from engine.spec.added import SpecFacts
 
 NoticeKind = Literal["failed", "stalled", "diverged", "no_signal", "finished", "budget"]
 """The events that can send a notice."""
@@ -51,3 +55,13 @@ class NotifySpec(SpecSection):
     def has_channel(self) -> bool:
         """Whether notices go anywhere."""
         return bool(self.webhook_env or self.services_env or self.command is not None or self.use)
+
+
+def facts(spec: EpisodeSpec) -> SpecFacts:
+    """The hook `spec_facts`."""
+    from engine.spec.added import Called, SpecFacts  # imports the schemas, which are built with this section
+
+    use, path = NotifySpec.or_default(spec).use, ("notify", "use")
+    if not use:
+        return SpecFacts()
+    return SpecFacts(called=(Called(use=use, arguments=("event",), with_={}, path=path, path_with=("notify", "with")),))

@@ -1,7 +1,8 @@
 """Pictures of state machines: `engine graph`, and the page of a run in `engine view`.
 
 command.py   `engine graph`
-graph.py     a machine -> boxes and arrows, and Mermaid text; layout.py: their places; draw.py: SVG
+graph.py     a machine -> boxes and arrows, and Mermaid text
+draw.py      their places, and SVG
 """
 
 from engine.plugin import Plugin

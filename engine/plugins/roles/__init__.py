@@ -1,10 +1,9 @@
 """Users and judges that a model plays.
 
-models.py      the models of roles: a service, which opens their backends
-weights.py     which weights a role has while the policy is trained
-model_user.py  the simulated user; judge.py: a source of final rewards
-players.py     what the core knows of a role
-rules.py       the rules `role.*`
+players.py   what the core knows of a role, and which weights it has while the policy is trained
+models.py    the simulated user, and the models of roles: a service, which opens their backends
+judge.py     a source of final rewards
+rules.py     the rules `role.*`
 """
 
 from engine.plugin import Plugin

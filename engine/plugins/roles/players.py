@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
+from engine.schemas.backend import default_backend
 from engine.spec.added import PlayedRole, played_roles
 
 if TYPE_CHECKING:
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     from engine.actions.services import ServiceInputs
     from engine.plugins.roles.judge import Judge
     from engine.plugins.roles.models import RoleModels
+    from engine.schemas.episode import EpisodeSpec
     from engine.schemas.role import RoleSpec, ScorerSpec
     from engine.spec.load import LoadedSpec
     from engine.spec.text.diagnostic import DataPath
@@ -50,3 +53,61 @@ def judge(loaded: LoadedSpec, code: Workers) -> Judge | None:
     from engine.plugins.roles.judge import Judge
 
     return Judge(spec)
+
+
+RoleWeights = Literal["apart", "policy", "base", "copy", "impossible"]
+"""The weights of a role during a training.
+
+- `apart`: no training changes them: another model, or another backend
+- `policy`: the newest weights of the policy
+- `base`: the policy's backend has them, because the policy is an adapter there
+- `copy`: a backend of its own with the weights of `model.path`
+- `impossible`: `frozen` is asked for, and the servers have only the newest weights
+"""
+
+
+def role_weights(spec: EpisodeSpec, role: PlayedRole) -> RoleWeights:
+    """The weights of a role while the spec's `train` section trains its model; `apart` without that section."""
+    train, part = spec.train, role.spec
+    shares = role.shares_policy(spec)
+    if train is None or not (shares or (part.backend is not None and part.backend.shares_servers(spec.backend))):
+        return "apart"
+    adapter = spec.backend.sync_method(train.weight_sync.method, lora=train.adapter is not None) == "adapter"
+    if not shares and adapter:
+        return "apart"  # a client of its own, whose requests do not name the policy's adapter
+    if part.weights == "policy":
+        return "policy"
+    if not spec.backend.weights_in_servers:
+        return "copy"
+    return "base" if adapter else "impossible"
+
+
+def frozen_refusal(name: str, spec: EpisodeSpec) -> tuple[str, str]:
+    """Why the weights of a role cannot be frozen, and what to do."""
+    lora = spec.train is not None and spec.train.adapter is not None
+    how = "the adapter is sent merged into the weights" if lora else "all weights are trained"
+    return (
+        f"the model of `{name}` would have the newest weights of the policy: it is on the same servers, and {how}",
+        "give it a `backend` of its own (other servers), train an adapter (`train.lora`, `weight_sync.method: adapter`), or "
+        "write `weights: policy`",
+    )
+
+
+def role_section(loaded: LoadedSpec, path: DataPath) -> LoadedSpec:
+    """A spec for the role at `path`: the role's model, backend and sampling replace the policy's."""
+    part = played_roles(loaded.spec)[path].spec
+    spec = loaded.spec.model_copy(
+        update={
+            "model": part.model or loaded.spec.model,
+            "backend": part.backend or default_backend(),
+            "sampling": part.sampling,
+        }
+    )
+    origins, keys = (
+        {
+            **{place: origin for place, origin in places.items() if place[:1] not in (("backend",), ("model",))},
+            **{place[len(path) :]: origin for place, origin in places.items() if place[: len(path)] == path != place},
+        }
+        for places in (loaded.origins, loaded.key_origins)
+    )
+    return replace(loaded, spec=spec, origins=origins, key_origins=keys)

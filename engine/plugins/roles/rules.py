@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.plugins.roles.weights import frozen_refusal, role_section, role_weights
+from engine.plugins.roles.players import frozen_refusal, role_section, role_weights
 from engine.spec.access import OUTSIDE_FIX
 from engine.spec.added import played_roles
 from engine.spec.template import fields_of

@@ -8,7 +8,7 @@ PLUGIN = Plugin(
     commands={"test": "engine.plugins.scenarios.command:test"},
     schemas={"scenarios": "engine.plugins.scenarios.schema:ScenarioFile"},
     hooks={
-        "examine_file": "engine.plugins.scenarios.validate:scenario_problems",
+        "examine_file": "engine.plugins.scenarios.load:scenario_problems",
         "record_scenario": "engine.plugins.scenarios.recorded:record_scenario",
     },
 )

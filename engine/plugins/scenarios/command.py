@@ -91,14 +91,14 @@ def _specs(paths: Sequence[Path]) -> list[tuple[Path, Path | None]]:
     from engine.cli.validate.command import find_specs
     from engine.plugins.scenarios.load import files_of_scenarios, spec_of
 
-    found: dict[tuple[Path, Path | None], tuple[Path, Path | None]] = {}
+    specs: dict[tuple[Path, Path | None], tuple[Path, Path | None]] = {}
     for path in paths:
         named = files_of_scenarios(path)
         pairs = [(spec, None) for spec in find_specs([path])] if path.is_dir() else [(spec_of(path), None)][: not named]
         for spec, file in [*pairs, *((spec_of(file), file) for file in named)]:
             key = (spec.absolute(), file.absolute() if file else None)
-            found.setdefault(key, (spec, file))
-    return list(found.values())
+            specs.setdefault(key, (spec, file))
+    return list(specs.values())
 
 
 def too_low(suite: SuiteResult, least: float | None) -> bool:
@@ -125,16 +125,13 @@ def _print(suites: Sequence[SuiteResult], least: float | None) -> None:
         _print_suite(console, suite, least)
     results = [result for suite in suites for result in suite.results]
     failed = sum(not result.passed for result in results)
-    counted = f"{len(results)} scenario{'s' if len(results) != 1 else ''} of {_specs_said(len(suites))}"
+    counted = f"{len(results)} scenario{'s' if len(results) != 1 else ''} of {len(suites)} spec"
+    counted += "s" if len(suites) != 1 else ""
     seconds = sum(result.seconds for result in results)
     if failed:
         console.print(f"{counted}: {failed} failed", style="bold red")
     else:
         console.print(f"{counted} passed in {seconds:.2f} s" if results else counted, style="bold")
-
-
-def _specs_said(count: int) -> str:
-    return f"{count} spec{'s' if count != 1 else ''}"
 
 
 def _print_suite(console: Console, suite: SuiteResult, least: float | None) -> None:
@@ -161,9 +158,9 @@ def _print_result(console: Console, result: ScenarioResult) -> None:
         return
     console.print(f"      {result.origin}", style="dim")
     console.print(Text.assemble("      ", ("--- expected", "red"), "  ", ("+++ actual", "green")))
-    for difference in result.differences:
-        console.print(Text(visible(f"      @@ {difference.what} @@"), style="cyan"))
-        for side, line in difference.lines:
+    for mismatch in result.differences:
+        console.print(Text(visible(f"      @@ {mismatch.what} @@"), style="cyan"))
+        for side, line in mismatch.lines:
             console.print(Text(visible(f"      {side}{line}"), style=_STYLES[side]))
 
 
@@ -171,10 +168,10 @@ def _print_coverage(console: Console, coverage: Coverage, least: float | None, *
     from engine.plugins.scenarios.coverage import show_edge
 
     missing = coverage.missing
-    said = f"  {len(coverage.taken) - len(missing)} of {len(coverage.taken)} transitions taken"
+    summary = f"  {len(coverage.taken) - len(missing)} of {len(coverage.taken)} transitions taken"
     if low and least is not None:
-        said += f": {coverage.percent:.1f} %, {least:g} % are required"
-    console.print(said, style="red" if low else "yellow" if missing else "")
+        summary += f": {coverage.percent:.1f} %, {least:g} % are required"
+    console.print(summary, style="red" if low else "yellow" if missing else "")
     for edge in missing:
         console.print(f"    never: {show_edge(edge)}", style="red" if low else "yellow")
 
@@ -184,17 +181,17 @@ def _print_coverage(console: Console, coverage: Coverage, least: float | None, *
 
 def as_data(suites: Sequence[SuiteResult], least: float | None) -> dict[str, Any]:
     """Return `{"status": 0 | 1 | 2, "specs": [{"spec", "scenarios", "problems", "results": [...], "coverage"}]}`."""
-    return {"status": status(suites, least), "specs": [_suite_data(suite, least) for suite in suites]}
-
-
-def _suite_data(suite: SuiteResult, least: float | None) -> dict[str, Any]:
-    return {
-        "spec": str(suite.spec),
-        "scenarios": str(suite.scenarios) if suite.scenarios else None,
-        "problems": [str(problem) for problem in suite.problems],
-        "results": [_result_data(result) for result in suite.results],
-        "coverage": _coverage_data(suite, least),
-    }
+    specs = [
+        {
+            "spec": str(suite.spec),
+            "scenarios": str(suite.scenarios) if suite.scenarios else None,
+            "problems": [str(problem) for problem in suite.problems],
+            "results": [_result_data(result) for result in suite.results],
+            "coverage": _coverage_data(suite, least),
+        }
+        for suite in suites
+    ]
+    return {"status": status(suites, least), "specs": specs}
 
 
 def _result_data(result: ScenarioResult) -> dict[str, Any]:
@@ -204,7 +201,7 @@ def _result_data(result: ScenarioResult) -> dict[str, Any]:
         "passed": result.passed,
         "line": origin.line if origin else None,
         "problems": [str(problem) for problem in result.problems],
-        "differences": [{"what": difference.what, "diff": difference.text} for difference in result.differences],
+        "differences": [{"what": mismatch.what, "diff": mismatch.text} for mismatch in result.differences],
         "failure": {name: value for name, value in failure.plain().items() if name != "trace"} if failure else None,
         "seconds": round(result.seconds, 6),
     }

@@ -48,9 +48,9 @@ class Watcher:
     def __call__(self, episode: Episode, state: str, event: str) -> None:
         """Count a transition. Called by `Executor` after the episode has moved and before a value that a guard reads changes."""
         for trigger in dict.fromkeys((event, FAILED)):  # an event that cannot be handled is a failure
-            found = self._first(episode, state, trigger)
-            if found is not None:
-                self.taken.append(edge_of(found))
+            transition = self._first(episode, state, trigger)
+            if transition is not None:
+                self.taken.append(edge_of(transition))
                 return
 
     def _first(self, episode: Episode, state: str, trigger: str) -> ResolvedTransition | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from engine.backends.scripted import write_reply
 from engine.errors import BackendError, EngineError, SpecError, StoreError
 from engine.limits import EPISODE_SECONDS
 from engine.machine.machine import Machine, resolved_machine
+from engine.plugins.scenarios.play import prompt_length
 from engine.schemas.journal import (
     FailureRecord,
     GenerationRecord,
@@ -29,7 +30,6 @@ from engine.schemas.journal import (
 )
 from engine.schemas.message import ImagePart, Message
 from engine.schemas.script import ScriptedReply
-from engine.spec.conversation import conversation_of
 from engine.spec.rows.sources import Row
 from engine.spec.tasks import load_tasks, task_of
 
@@ -76,62 +76,61 @@ class ScriptWriter:
         asks_environment = environment is not None and (self.everything or environment.effects == "external")
         scorer = spec.rewards.scorer
         asks_scorer = scorer is not None and (self.everything or scorer.model_played)
-        external = self._external_tools(task)
-        made: dict[str, Any] = {"replies": [], "tools": [], "user": [], "environment": {}, "steps": {}}
+        external = asyncio.run(self._tools(task))
+        script: dict[str, Any] = {"replies": [], "tools": [], "user": [], "environment": {}, "steps": {}}
         visits: dict[str, int] = {}
         retried: dict[str, Any] = {}
         for entry in journal:
             record, action = entry.record, states[entry.state].action or ""
             visits[entry.state] = visits.get(entry.state, 0) + 1
             if isinstance(record, GenerationRecord):
-                message = _reply_of(trajectory, len(made["replies"]))
-                made["replies"].append(retried | self._reply(record.generation, message, len(made["replies"])))
+                message = _reply_of(trajectory, len(script["replies"]))
+                script["replies"].append(retried | self._reply(record.generation, message, len(script["replies"])))
                 retried = {}
             elif isinstance(record, UserRecord) and asks_user and not record.canned:
-                made["user"].append(_plain_text(self._plain(record.turn)))
+                script["user"].append(_plain_text(self._plain(record.turn)))
                 self.scripted.add("user")
             elif isinstance(record, ToolsRecord):
-                made["tools"] += self._results(record.results, external)
+                script["tools"] += self._results(record.results, external)
             elif isinstance(record, ResetRecord) and asks_environment:
-                made["environment"]["reset"] = self._plain(record.reset)
+                script["environment"]["reset"] = self._plain(record.reset)
                 self.scripted.add("environment")
             elif isinstance(record, StepRecord) and (self.everything or (asks_environment and action == "step")):
-                made["steps"].setdefault(entry.state, []).append(self._plain(record.step))
+                script["steps"].setdefault(entry.state, []).append(self._plain(record.step))
                 self.scripted.add("steps")
             elif isinstance(record, ScoreRecord):
-                own = [each for each in record.rewards if each.source == "environment"]
+                by_environment = [reward for reward in record.rewards if reward.source == "environment"]
                 if asks_environment:
-                    made["environment"]["score"] = {"rewards": [self._plain(each) for each in own]}
+                    script["environment"]["score"] = {"rewards": [self._plain(reward) for reward in by_environment]}
                 if asks_scorer:
-                    others = [self._plain(each) for each in record.rewards if each not in own]
-                    made["scorer"] = {"rewards": others}
+                    others = [self._plain(reward) for reward in record.rewards if reward not in by_environment]
+                    script["scorer"] = {"rewards": others}
                     self.scripted.add("scorer")
             elif isinstance(record, LimitRecord) and record.limit == EPISODE_SECONDS.name:
-                made["out_of_time"] = {"state": entry.state, "visit": visits[entry.state]}
+                script["out_of_time"] = {"state": entry.state, "visit": visits[entry.state]}
             elif isinstance(record, FailureRecord):
                 failure = record.failure
-                if action == "generate":
-                    retried = _failed_reply(failure, retried)
-                elif action == "call_tools" and made["replies"]:
-                    calls = _reply_of(trajectory, len(made["replies"]) - 1).tool_calls
-                    made["tools"] += [
-                        {"tool": each.name, "times": 1, **_fault(failure)} for each in calls if each.name in external
+                if action == "generate" and failure.kind == "context_overflow":
+                    retried = {"text": ""}  # it fails again: the chat format's context is the same
+                elif action == "generate":
+                    retried = {"error": failure.message, "times": retried.get("times", 0) + 1}
+                elif action == "call_tools" and script["replies"]:
+                    calls = _reply_of(trajectory, len(script["replies"]) - 1).tool_calls
+                    script["tools"] += [
+                        {"tool": call.name, "times": 1, **_fault(failure)} for call in calls if call.name in external
                     ]
                 elif action == "ask_user" and asks_user:
-                    made["user"].append(_fault(failure))
+                    script["user"].append(_fault(failure))
                 elif action == "reset" and asks_environment:
-                    made["environment"]["reset"] = _fault(failure)
+                    script["environment"]["reset"] = _fault(failure)
                 elif action == "step" and asks_environment:
-                    made["steps"].setdefault(entry.state, []).append(_fault(failure))
+                    script["steps"].setdefault(entry.state, []).append(_fault(failure))
         if retried:
-            made["replies"].append(retried)
-        return {key: value for key, value in made.items() if value or key == "replies"}
-
-    def _external_tools(self, task: Task) -> set[str]:
-        """The names of the tools whose results are scripted."""
-        return asyncio.run(self._tools(task))
+            script["replies"].append(retried)
+        return {key: value for key, value in script.items() if value or key == "replies"}
 
     async def _tools(self, task: Task) -> set[str]:
+        """The names of the tools whose results are scripted."""
         workers = Workers(1)
         try:
             builder = ObjectBuilder(self.loaded, Machine(resolved_machine(self.loaded.spec)), workers)
@@ -147,24 +146,24 @@ class ScriptWriter:
             workers.close()
 
     def _results(self, results: Sequence[ToolResult], external: set[str]) -> list[dict[str, Any]]:
-        made = []
+        scripted = []
         for result in results:
             if result.name not in external or result.error in _CALLED_FOR_REAL:
                 continue
             self.scripted.add(f"tool {result.name}")
-            one: dict[str, Any] = {"tool": result.name, "times": 1}
+            answer: dict[str, Any] = {"tool": result.name, "times": 1}
             if result.error == "timeout":
-                one["timeout"] = True
+                answer["timeout"] = True
             elif result.error == "raised":
-                one["error"] = str(result.content).removeprefix(f"`{result.name}` failed: ")
+                answer["error"] = str(result.content).removeprefix(f"`{result.name}` failed: ")
             elif isinstance(result.content, str):
-                one["result"] = result.content
+                answer["result"] = result.content
             else:
-                one["content"] = [self._part(part) for part in result.content]
-            one["rewards"] = [self._plain(each) for each in result.rewards]
-            one["facts"] = result.facts
-            made.append({key: value for key, value in one.items() if value or key in ("result", "error")})
-        return made
+                answer["content"] = [self._part(part) for part in result.content]
+            answer["rewards"] = [self._plain(reward) for reward in result.rewards]
+            answer["facts"] = result.facts
+            scripted.append({key: value for key, value in answer.items() if value or key in ("result", "error")})
+        return scripted
 
     def _reply(self, generation: Generation, message: Message, turn: int) -> dict[str, Any]:
         finish = generation.finish.type
@@ -237,13 +236,6 @@ def _plain_text(turn: dict[str, Any]) -> dict[str, Any] | str:
     return turn["content"] if turn.keys() == {"content"} and isinstance(turn["content"], str) else turn
 
 
-def _failed_reply(failure: Failure, before: Mapping[str, Any]) -> dict[str, Any]:
-    """A reply that raises; a context that is too small needs no script, because the chat format's context is the same."""
-    if failure.kind == "context_overflow":
-        return {"text": ""}
-    return {"error": failure.message, "times": before.get("times", 0) + 1}
-
-
 def _fault(failure: Failure) -> dict[str, Any]:
     if failure.kind.endswith("_timeout"):
         return {"timeout": True}
@@ -253,8 +245,8 @@ def _fault(failure: Failure) -> dict[str, Any]:
 # ---- the task
 
 
-def task_of_scenario(task: Task, loaded: LoadedSpec, store: RunReader) -> tuple[Any, list[str]]:
-    """Return the key `task` of a scenario: the id of a row of the spec, or a whole row; and notes.
+def task_of_scenario(task: Task, loaded: LoadedSpec, store: RunReader) -> Any:
+    """Return the key `task` of a scenario: the id of a row of the spec, or a whole row.
 
     A row stands by itself, so it is preferred, unless the rows are in the spec anyway.
 
@@ -264,23 +256,22 @@ def task_of_scenario(task: Task, loaded: LoadedSpec, store: RunReader) -> tuple[
     row = _restored(task.fields, store)
     spec = loaded.spec.tasks
     if spec.source != "inline":
-        given = {source: row[name] for name, source in spec.map.items() if name in row} if spec.map else row
+        fields = {source: row[name] for name, source in spec.map.items() if name in row} if spec.map else row
         try:
-            made = task_of(Row(number=1, fields=given, origin=None), 0, spec, loaded)
-            if _same_task(task, made):
-                return given, []
+            if _same_task(task, task_of(Row(number=1, fields=fields, origin=None), 0, spec, loaded)):
+                return fields
         except SpecError:
             pass
     try:
-        found = next((each for each in load_tasks(loaded) if each.id == task.id), None)
+        other = next((other for other in load_tasks(loaded) if other.id == task.id), None)
     except SpecError as error:
         raise StoreError(
             f"task `{task.id}`: the spec's tasks cannot be read: {error.diagnostics[0].message}"
         ) from error
-    if found is None or not _same_task(task, found):
-        what = "is not among the spec's tasks" if found is None else "has other fields in the spec's tasks now"
+    if other is None or not _same_task(task, other):
+        what = "is not among the spec's tasks" if other is None else "has other fields in the spec's tasks now"
         raise StoreError(f"task `{task.id}` {what}, so no scenario can name it")
-    return task.id, []
+    return task.id
 
 
 def _same_task(stored: Task, other: Task) -> bool:
@@ -317,6 +308,7 @@ def expected_of(
     Of messages that are scripted only the role is expected.
     """
     outcome = trajectory.outcome
+    said = trajectory.messages[prompt_length(loaded.spec, task) :]
     limits = [entry.record.limit for entry in journal if isinstance(entry.record, LimitRecord)]
     expected: dict[str, Any] = {
         "states": [resolved_machine(loaded.spec).initial, *(dest for _, _, dest in trajectory.path)],
@@ -330,33 +322,26 @@ def expected_of(
         },
         "rewards": [dict(turn.rewards) for turn in trajectory.turns],
         "limits": limits,
-        "messages": [_expected_message(each, script.scripted) for each in _said(trajectory, loaded, task)],
+        "messages": [_expected_message(message, script.scripted) for message in said],
         "facts": trajectory.facts,
     }
     if any(turn.end > turn.start for turn in trajectory.turns):  # a backend without ids gives nothing to train on
         expected["outcome"]["trainable"] = outcome.trainable
     if outcome.failure is not None:
-        expected["outcome"]["failure"] = _expected_failure(outcome.failure)
+        failure = outcome.failure
+        by_backend = failure.blame == "backend" and failure.kind != "context_overflow"
+        expected["outcome"]["failure"] = {
+            "kind": "scripted_error" if by_backend else failure.kind,
+            "blame": failure.blame,
+            "state": failure.state,
+            "turn": failure.turn,
+        }
     return {key: value for key, value in expected.items() if value or key in ("limits", "rewards")}
-
-
-def _said(trajectory: Trajectory, loaded: LoadedSpec, task: Task) -> list[Message]:
-    """The messages after the spec's prompt."""
-    source = loaded.spec.conversation
-    opening = len(loaded.spec.messages if source is None else conversation_of(task.fields, source))
-    return trajectory.messages[opening:]
 
 
 def _expected_message(message: Message, scripted: set[str]) -> dict[str, Any]:
     if message.role == "assistant":
         calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
         return {"role": "assistant"} | ({"calls": calls} if calls else {})
-    given = message.role == "tool" and f"tool {message.name}" in scripted
-    given = given or (message.role != "tool" and bool(scripted & {"user", "environment", "steps"}))
-    return {"role": message.role} if given else {"role": message.role, "content": message.text}
-
-
-def _expected_failure(failure: Failure) -> dict[str, Any]:
-    backend = failure.blame == "backend" and failure.kind != "context_overflow"
-    kind = "scripted_error" if backend else failure.kind
-    return {"kind": kind, "blame": failure.blame, "state": failure.state, "turn": failure.turn}
+    sources = {f"tool {message.name}"} if message.role == "tool" else {"user", "environment", "steps"}
+    return {"role": message.role} | ({} if scripted & sources else {"content": message.text})

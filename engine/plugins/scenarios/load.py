@@ -1,4 +1,4 @@
-"""Loads the scenarios of a spec and checks that they match it.
+"""Loads the scenarios of a spec and checks that they match it, also for `engine validate`, which runs nothing.
 
 Invariant: a scenario that refers to something that its spec does not have is refused before it is played, with file, line and
 column, like a mistake in a spec.
@@ -6,9 +6,11 @@ column, like a mistake in a spec.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -17,11 +19,12 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from engine.errors import SpecError
+from engine.errors import EngineError, SpecError
 from engine.plugins.scenarios.schema import Scenario, ScenarioFile
 from engine.spec.access import Access
 from engine.spec.added import added_tools
 from engine.spec.load import load_document, load_spec
+from engine.spec.references import mask_all
 from engine.spec.resolve import MAX_BYTES
 from engine.spec.rows.sources import Row
 from engine.spec.tasks import load_tasks, task_of
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
     from engine.machine.machine import ResolvedMachine
     from engine.schemas.environment import Task
+    from engine.spec.access import Access
     from engine.spec.document import Document
     from engine.spec.load import LoadedSpec
 
@@ -40,7 +44,6 @@ SUFFIX = ".scenarios"
 ENDINGS = (".yaml", ".yml")
 _BACKEND = "backend={kind: scripted, replies: []}"
 """The override that replaces the spec's backend, so that nothing of it is needed."""
-_SCRIPTABLE = "step"
 _SPEC_KEY = re.compile(r"^scenarios_of[ \t]*:(.*)$", re.MULTILINE)
 
 
@@ -85,11 +88,11 @@ def _named_spec(path: Path, access: Access | None) -> str | None:
         data = (access or Access()).read(path, MAX_BYTES)
     except (OSError, ValueError):
         return None
-    found = _SPEC_KEY.search(data.decode("utf-8-sig", "replace")) if data is not None else None
-    if found is None:
+    line = _SPEC_KEY.search(data.decode("utf-8-sig", "replace")) if data is not None else None
+    if line is None:
         return None
     try:
-        value = yaml.safe_load(found[1])
+        value = yaml.safe_load(line[1])
     except yaml.YAMLError:
         return None
     return value if isinstance(value, str) else None
@@ -176,18 +179,19 @@ class ScenarioSpecs:
             self._tasks[id(loaded)] = tasks
         if wanted is None:
             return tasks[0]
-        found = next((task for task in tasks if task.id == wanted), None)
-        if found is None:
+        task = next((task for task in tasks if task.id == wanted), None)
+        if task is None:
             fix = _near(wanted, [task.id for task in tasks])
-            raise SpecError([_problem("unknown-task", f"the spec has no task `{wanted}`", fix, place)])
-        return found
+            message = f"the spec has no task `{wanted}`"
+            raise SpecError([Diagnostic("scenario.unknown-task", "error", message, fix, place)])
+        return task
 
 
 def _overrides(scenarios: ScenarioSet, index: int) -> dict[str, Origin | None]:
     """Return the overrides of a scenario in the form of `--set`, each with its place; those of the whole file come first."""
     common = {key: (value, scenarios.document.origin(("set", key))) for key, value in scenarios.file.set.items()}
-    own = scenarios.file.scenarios[index].set
-    here = {key: (value, scenarios.origin(index, "set", key)) for key, value in own.items()}
+    of_scenario = scenarios.file.scenarios[index].set
+    here = {key: (value, scenarios.origin(index, "set", key)) for key, value in of_scenario.items()}
     return {
         f"{key}={json.dumps(value, ensure_ascii=False)}": place
         for key, (value, place) in [*common.items(), *here.items()]
@@ -219,49 +223,35 @@ _Misfit = tuple[str, str, str | None, DataPath]
 
 
 def _misfits(loaded: LoadedSpec, machine: ResolvedMachine, scenario: Scenario) -> Iterator[_Misfit]:
-    spec = loaded.spec
-    if scenario.user and not spec.users_by_name:
-        yield "no-user", "the user answers here, but the spec has none", "give it a `user`", ("user",)
-    environment = scenario.environment
-    if (environment.reset or environment.score) and spec.environment is None:
-        yield "no-environment", "the environment answers here, but the spec has none", None, ("environment",)
-    if scenario.scorer is not None and spec.rewards.scorer is None:
-        yield "no-scorer", "the scorer answers here, but the spec has none", "give it a `rewards.scorer`", ("scorer",)
-    if scenario.tools and not spec.tools and spec.environment is None and not added_tools(spec):
-        yield "no-tools", "tools answer here, but the spec has none", None, ("tools",)
-    for state in scenario.steps:
-        yield from _step_misfit(machine, state)
-    if scenario.out_of_time is not None:
-        yield from _time_misfit(loaded, machine, scenario.out_of_time.state)
-    for position, name in enumerate(scenario.expect.states or []):
-        yield from _unknown_state(machine, name, ("expect", "states", position))
-
-
-def _step_misfit(machine: ResolvedMachine, state: str) -> Iterator[_Misfit]:
-    yield from _unknown_state(machine, state, ("steps", state))
-    known = machine.states.get(state)
-    if known is not None and known.action != _SCRIPTABLE and ":" not in (known.action or ""):
-        does = f"`{known.action}`" if known.action else "nothing"
-        yield (
-            "no-step",
-            f"{state} does {does}; `steps` are for `step` and for actions of the spec's own",
-            None,
-            ("steps", state),
-        )
-
-
-def _time_misfit(loaded: LoadedSpec, machine: ResolvedMachine, state: str) -> Iterator[_Misfit]:
-    yield from _unknown_state(machine, state, ("out_of_time",))
-    known = machine.states.get(state)
-    if known is not None and (known.final or known.action is None):
-        yield "no-limit", f"no limit is checked in {state}", "name a state with an action", ("out_of_time",)
-    if loaded.spec.limits.episode_seconds is None:
-        yield "no-limit", "the spec has no `limits.episode_seconds`", None, ("out_of_time",)
-
-
-def _unknown_state(machine: ResolvedMachine, name: str, path: DataPath) -> Iterator[_Misfit]:
-    if name not in machine.states:
-        yield "unknown-state", f"there is no state `{name}`", _near(name, machine.states), path
+    spec, environment, late = loaded.spec, scenario.environment, scenario.out_of_time
+    without_tools = not spec.tools and spec.environment is None and not added_tools(spec)
+    for key, who, answers, missing, fix in (
+        ("user", "the user answers", scenario.user, not spec.users_by_name, "give it a `user`"),
+        ("environment", "the environment answers", environment.reset or environment.score, not spec.environment, None),
+        ("scorer", "the scorer answers", scenario.scorer, not spec.rewards.scorer, "give it a `rewards.scorer`"),
+        ("tools", "tools answer", scenario.tools, without_tools, None),
+    ):
+        if answers and missing:
+            yield f"no-{key}", f"{who} here, but the spec has none", fix, (key,)
+    named: list[tuple[DataPath, str]] = [(("steps", state), state) for state in scenario.steps]
+    named += [(("out_of_time",), late.state)] if late is not None else []
+    named += [(("expect", "states", position), name) for position, name in enumerate(scenario.expect.states or [])]
+    for path, name in named:
+        if name not in machine.states:
+            yield "unknown-state", f"there is no state `{name}`", _near(name, machine.states), path
+    for name in scenario.steps:
+        action = machine.states[name].action or "" if name in machine.states else "step"
+        if action != "step" and ":" not in action:
+            does = f"`{action}`" if action else "nothing"
+            message = f"{name} does {does}; `steps` are for `step` and for actions of the spec's own"
+            yield "no-step", message, None, ("steps", name)
+    if late is not None:
+        state = machine.states.get(late.state)
+        if state is not None and (state.final or state.action is None):
+            message = f"no limit is checked in {late.state}"
+            yield "no-limit", message, "name a state with an action", ("out_of_time",)
+        if spec.limits.episode_seconds is None:
+            yield "no-limit", "the spec has no `limits.episode_seconds`", None, ("out_of_time",)
 
 
 def check_tools(offered: Sequence[str], scenarios: ScenarioSet, index: int) -> None:
@@ -270,22 +260,14 @@ def check_tools(offered: Sequence[str], scenarios: ScenarioSet, index: int) -> N
     Raises:
         SpecError: a tool does not exist; the error lists all such tools.
     """
-    problems = [
-        _problem(
-            "unknown-tool",
-            f"there is no tool `{result.tool}`",
-            _near(result.tool, offered),
-            scenarios.origin(index, "tools", position, "tool"),
-        )
-        for position, result in enumerate(scenarios.file.scenarios[index].tools)
-        if result.tool not in offered
-    ]
+    problems = []
+    for position, result in enumerate(scenarios.file.scenarios[index].tools):
+        if result.tool not in offered:
+            message, fix = f"there is no tool `{result.tool}`", _near(result.tool, offered)
+            place = scenarios.origin(index, "tools", position, "tool")
+            problems.append(Diagnostic("scenario.unknown-tool", "error", message, fix, place))
     if problems:
         raise SpecError(problems)
-
-
-def _problem(rule: str, message: str, fix: str | None, place: Origin | None) -> Diagnostic:
-    return Diagnostic(f"scenario.{rule}", "error", message, fix, place)
 
 
 def _near(name: str, known: Iterable[str]) -> str:
@@ -293,3 +275,61 @@ def _near(name: str, known: Iterable[str]) -> str:
     near = get_close_matches(name, names, n=1, cutoff=0.5)
     shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
     return f"did you mean `{near[0]}`?" if near else f"known: {shown or 'none'}"
+
+
+def scenario_problems(
+    path: Path, overrides: Sequence[str] = (), access: Access | None = None
+) -> tuple[list[Diagnostic], bool, list[str]] | None:
+    """Return the findings in a file of scenarios, whether it could not be read, and the rules that were skipped; None for another file.
+
+    Args:
+        path: The file.
+        overrides: As for `--set`.
+        access: The files that may be opened, and whether code may be imported; the default allows everything.
+    """
+    from engine.spec.load import UNREADABLE
+
+    if not is_scenarios(path, access):
+        return None
+    try:
+        scenarios = load_scenarios(path, access)
+    except SpecError as error:
+        return list(error.diagnostics), any(item.rule in UNREADABLE for item in error.diagnostics), []
+    spec = spec_of(path, access)
+    here = Origin(str(path), 1, 1)
+    if not spec.is_file():
+        fix = f"write {spec.name}, name this file after its spec, or name the spec in `scenarios_of`"
+        message = f"there is no spec `{spec}` for these scenarios"
+        return [Diagnostic("scenario.no-spec", "error", message, fix, here)], False, []
+    specs = ScenarioSpecs(spec, overrides, access)
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            specs.base()
+        except SpecError as error:
+            message = (
+                f"the spec `{spec}` is not valid, so its scenarios cannot be checked: {error.diagnostics[0].message}"
+            )
+            return [Diagnostic("scenario.bad-spec", "error", message, f"engine validate {spec}", here)], False, []
+        skipped: list[str] = []
+        diagnostics = list(_problems(specs, scenarios, skipped))
+    variables = {**specs.variables, **scenarios.document.variables}
+    return mask_all(dict.fromkeys(diagnostics), variables), False, skipped
+
+
+def _problems(specs: ScenarioSpecs, scenarios: ScenarioSet, skipped: list[str]) -> Iterator[Diagnostic]:
+    """What is wrong with each scenario; a rule that cannot be checked without importing code is added to `skipped`."""
+    from engine.machine.machine import resolved_machine
+
+    for index, scenario in enumerate(scenarios.file.scenarios):
+        try:
+            loaded = specs.loaded(scenarios, index)
+            check_scenario(loaded, resolved_machine(loaded.spec), scenarios, index)
+            by_code = any(source.facts.outside for source in loaded.spec.tasks.sources)
+            if by_code and not loaded.access.imports and not isinstance(scenario.task, dict):
+                skipped[:] = ["scenario.unknown-task"]
+            else:
+                specs.task(loaded, scenarios, index)
+        except SpecError as error:
+            yield from error.diagnostics
+        except EngineError as error:
+            yield Diagnostic("scenario.unplayable", "error", str(error), None, scenarios.origin(index))

@@ -30,7 +30,6 @@ from engine.spec.load import load_spec
 from engine.store.private import whole_file
 
 if TYPE_CHECKING:
-    from engine.plugins.scenarios.suite import SuiteResult
     from engine.store.reader import RunReader
 
 _ELSEWHERE = (
@@ -65,11 +64,9 @@ class RecordedScenario:
 def record_scenario(store: RunReader, episode_id: str, path: Path | None) -> RecordedScenario:
     """Make a scenario of a finished episode and play it; with a path, add it to that file. For errors see the two functions."""
     formats = Formats()
-    return (
-        recorded_scenario(store, episode_id, formats)
-        if path is None
-        else add_scenario(store, episode_id, formats, path)
-    )
+    if path is None:
+        return recorded_scenario(store, episode_id, formats)
+    return add_scenario(store, episode_id, formats, path)
 
 
 def recorded_scenario(
@@ -90,20 +87,20 @@ def recorded_scenario(
     spec = spec_file(store)
     folder = (folder or spec.parent).absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    found = ""
+    faults = ""
     for everything in (False, True):
         scenario, notes = _written(store, episode_id, formats, spec, folder, everything=everything)
         if everything:
             notes.append(
-                f"all answers of the spec's code are scripted: played for real, the result is another one\n{found}"
+                f"all answers of the spec's code are scripted: played for real, the result is another one\n{faults}"
             )
         text = as_yaml({"scenarios_of": os.path.relpath(spec, folder), "scenarios": [scenario]})
-        found = _played(spec, text, folder, formats)
-        if not found:
+        faults = _played(spec, text, folder, formats)
+        if not faults:
             return RecordedScenario(scenario["name"], text, notes)
     raise StoreError(
         f"{episode_id}: played as a scenario of {spec}, it has another result than the recorded one; nothing is written. Have the "
-        f"spec, its code or the tokenizer changed since the run?\n{found}"
+        f"spec, its code or the tokenizer changed since the run?\n{faults}"
     )
 
 
@@ -118,25 +115,25 @@ def add_scenario(store: RunReader, episode_id: str, formats: Formats, path: Path
         raise StoreError(
             f"a file of scenarios is YAML: name it {path.with_suffix('.yaml').name} instead of {path.name}"
         )
-    made = recorded_scenario(store, episode_id, formats, folder=path.parent)
+    scenario = recorded_scenario(store, episode_id, formats, folder=path.parent)
     if path.stem.endswith(SUFFIX) and not path.exists() and spec_of(path).absolute() != spec_file(store):
         raise StoreError(
             f"{path.name} is the name of the scenarios of {spec_of(path).name}, not of {spec_file(store).name}"
         )
-    text = _appended(path, made, spec_file(store)) if path.exists() else made.text
+    text = _appended(path, scenario, spec_file(store)) if path.exists() else scenario.text
     with whole_file(path) as draft:
         draft.write_text(text, encoding="utf-8")
-    return made
+    return scenario
 
 
-def _appended(path: Path, made: RecordedScenario, spec: Path) -> str:
+def _appended(path: Path, added: RecordedScenario, spec: Path) -> str:
     before = load_scenarios(path).file
     if spec_of(path).absolute().resolve() != spec.resolve():
         raise StoreError(f"{path} holds scenarios of {spec_of(path)}, not of {spec}; choose another file")
-    if made.name in [scenario.name for scenario in before.scenarios]:
-        raise StoreError(f"{path} already has a scenario `{made.name}`")
+    if added.name in [scenario.name for scenario in before.scenarios]:
+        raise StoreError(f"{path} already has a scenario `{added.name}`")
     old = path.read_text(encoding="utf-8")
-    text = old.rstrip("\n") + "\n" + made.text[made.text.index("\nscenarios:\n") + len("\nscenarios:\n") :]
+    text = old.rstrip("\n") + "\n" + added.text[added.text.index("\nscenarios:\n") + len("\nscenarios:\n") :]
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / path.name
         draft.write_text(text, encoding="utf-8")
@@ -156,11 +153,11 @@ def spec_file(store: RunReader) -> Path:
         StoreError: it does not exist here.
     """
     path = Path(store.header.spec_path)
-    known = [path.absolute(), *(Path(each) for each in store.header.sources if Path(each).name == path.name)]
-    found = next((each for each in known if each.is_file()), None)
-    if found is None:
+    places = [path.absolute(), *(Path(source) for source in store.header.sources if Path(source).name == path.name)]
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
         raise StoreError(f"the spec of run {store.run_id}, {path}, does not exist here; a scenario needs it")
-    return found
+    return file
 
 
 def _written(
@@ -175,44 +172,42 @@ def _written(
     script = ScriptWriter(loaded, template, store, everything=everything)
     stored = store.task(trajectory.task_id)
     scripted = script.write(trajectory, journal, stored)
-    task, notes = task_of_scenario(stored, loaded, store)
     scenario = {
         "name": f"{episode_id} of {store.run_id}",
         "about": ". ".join([f"Recorded by engine {store.header.engine_version}", *script.notes]) + ".",
-        "task": task,
+        "task": task_of_scenario(stored, loaded, store),
         "sample": trajectory.sample_index,
         "set": changes,
         **scripted,
         "expect": expected_of(trajectory, journal, loaded, script, stored),
     }
-    kept = {key: value for key, value in scenario.items() if value or key in ("name", "task", "replies", "expect")}
-    return kept, [*script.notes, *notes]
+    always = ("name", "task", "replies", "expect")
+    return {key: value for key, value in scenario.items() if value or key in always}, list(script.notes)
 
 
 def changes_of(overrides: Sequence[str], folder: Path) -> dict[str, Any]:
     """The values of `--set` of a run that matter to a scenario; paths that exist are relative to the file's folder."""
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for override in overrides:
         key, _, text = override.partition("=")
-        if any(key == each or key.startswith(f"{each}.") for each in _ELSEWHERE):
+        if any(key == name or key.startswith(f"{name}.") for name in _ELSEWHERE):
             continue
         value = yaml.safe_load(text) if text else ""
         if isinstance(value, str) and value and not Path(value).is_absolute() and Path(value).exists():
             value = os.path.relpath(Path(value).absolute(), folder)
-        found[key] = value
-    return found
+        changes[key] = value
+    return changes
 
 
 def _as_overrides(changes: dict[str, Any], folder: Path) -> list[str]:
     """The same for `load_spec`, whose paths are relative to the current folder."""
-    made = []
+    overrides = []
     for key, value in changes.items():
         if isinstance(value, str) and value and not Path(value).is_absolute() and (folder / value).exists():
             value = str(folder / value)
-        made.append(
-            f"{key}={yaml.safe_dump(value, default_flow_style=True, width=2**20).removesuffix(chr(10)).removesuffix('...').strip()}"
-        )
-    return made
+        text = yaml.safe_dump(value, default_flow_style=True, width=2**20)
+        overrides.append(f"{key}={text.removesuffix(chr(10)).removesuffix('...').strip()}")
+    return overrides
 
 
 def _played(spec: Path, text: str, folder: Path, formats: Formats) -> str:
@@ -221,15 +216,10 @@ def _played(spec: Path, text: str, folder: Path, formats: Formats) -> str:
         draft.write(text)
         draft.flush()
         suite = run_suite(spec, formats, file=Path(draft.name))
-    return _faults(suite)
-
-
-def _faults(suite: SuiteResult) -> str:
     problems = [*suite.problems, *(problem for result in suite.results for problem in result.problems)]
-    differences = [difference for result in suite.results for difference in result.differences]
-    lines = [f"{problem.message}" for problem in problems]
-    for difference in differences:
-        lines += [f"@@ {difference.what} @@  (- recorded, + played)", difference.text]
+    lines = [problem.message for problem in problems]
+    for mismatch in [mismatch for result in suite.results for mismatch in result.differences]:
+        lines += [f"@@ {mismatch.what} @@  (- recorded, + played)", mismatch.text]
     return "\n".join(lines)
 
 

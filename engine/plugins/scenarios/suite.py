@@ -1,35 +1,288 @@
-"""Plays and compares every scenario of a spec, and finds transitions that no scenario takes."""
+"""Plays every scenario of a spec, compares the results with the expectations, and finds transitions that no scenario takes.
+
+Invariant: only what a scenario states is compared, with one exception: a failure that it does not state is a
+difference. A difference is shown as a diff: `-` is expected, `+` is the result, other lines agree.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import orjson
 import structlog
 
 from engine.actions.calling.workers import Workers
 from engine.errors import EngineError, SpecError
-from engine.plugins.scenarios.compare import Difference, compare
 from engine.plugins.scenarios.coverage import Coverage, Edge, coverage_of
 from engine.plugins.scenarios.load import ScenarioSpecs, load_scenarios, scenarios_of
 from engine.plugins.scenarios.play import THREADS, Played, play
+from engine.plugins.scenarios.schema import ANYTHING, ExpectedFailure, ExpectedMessage, ExpectedOutcome
 from engine.spec.text.diagnostic import Diagnostic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from engine.plugins.scenarios.load import ScenarioSet
+    from engine.plugins.scenarios.schema import Expectation, ExpectedCall, TurnRewards
+    from engine.schemas.message import Message, ToolCall
     from engine.schemas.model import ModelSpec
-    from engine.schemas.trajectory import Failure
+    from engine.schemas.trajectory import Failure, Outcome
     from engine.spec.text.diagnostic import Origin
     from engine.tokens.template import ChatTemplate
 
+TOLERANCE = 1e-9
+"""Rewards are equal if they differ by at most this."""
+
+Mark = Literal[" ", "-", "+"]
+Line = tuple[Mark, str]
+_Expected = TypeVar("_Expected")
+_Actual = TypeVar("_Actual")
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """One part of the result that is not as expected."""
+
+    what: str
+    """`states`, `events`, `outcome`, `rewards`, `limits`, `messages`, `facts` or `counts`."""
+    lines: list[Line]
+
+    @property
+    def text(self) -> str:
+        """Return the diff, with a mark before each line."""
+        return "\n".join(f"{mark}{text}" for mark, text in self.lines)
+
+
+def compare(expect: Expectation, played: Played) -> list[Mismatch]:
+    """Return all differences, in the order of the expectation's fields."""
+    trajectory = played.trajectory
+    events = [event for _, event, _ in trajectory.path]
+    said = trajectory.messages[played.prompt :]
+    parts: tuple[tuple[str, Any, Any, Callable[[Any, Any], list[Line]]], ...] = (
+        ("states", expect.states, played.states, align),
+        ("events", expect.events, events, align),
+        ("outcome", expect.outcome or ExpectedOutcome(), trajectory.outcome, _outcome),
+        ("rewards", expect.rewards, [turn.rewards for turn in trajectory.turns], _rewards),
+        ("limits", expect.limits, played.limits, align),
+        ("messages", expect.messages, said, _messages),
+        ("facts", expect.facts, trajectory.facts, _fields),
+        ("counts", expect.counts, trajectory.counts, _fields),
+    )
+    mismatches = [Mismatch(what, lines(stated, actual)) for what, stated, actual, lines in parts if stated is not None]
+    return [mismatch for mismatch in mismatches if any(mark != " " for mark, _ in mismatch.lines)]
+
+
+# ---- lists
+
+
+def _same(expected: object, actual: object) -> bool:
+    return expected == actual
+
+
+def align(
+    expected: Sequence[_Expected],
+    actual: Sequence[_Actual],
+    fits: Callable[[_Expected, _Actual], bool] = _same,
+    show_expected: Callable[[_Expected], list[str]] = lambda item: [str(item)],
+    show_actual: Callable[[_Actual], list[str]] = lambda item: [str(item)],
+) -> list[Line]:
+    """Return the shortest diff between two lists; `...` among the expected items matches any number of items."""
+    rows, columns = len(expected), len(actual)
+    cost = [[0] * (columns + 1) for _ in range(rows + 1)]
+    steps: dict[tuple[int, int], tuple[int, int]] = {}
+    for row in range(rows, -1, -1):
+        for column in range(columns, -1, -1):
+            if (row, column) == (rows, columns):
+                continue
+            ways = []
+            free = row < rows and expected[row] == ANYTHING
+            if row < rows and column < columns and not free and fits(expected[row], actual[column]):
+                ways.append((cost[row + 1][column + 1], (1, 1)))
+            if row < rows:
+                ways.append((cost[row + 1][column] + (not free), (1, 0)))
+            if column < columns:
+                ways.append((cost[row][column + 1] + (not free), (0, 1)))
+            cost[row][column], steps[row, column] = min(ways, key=lambda way: way[0])
+    lines: list[Line] = []
+    row = column = 0
+    while (row, column) in steps:
+        down, right = steps[row, column]
+        free = row < rows and expected[row] == ANYTHING
+        if right:
+            mark: Mark = " " if down or free else "+"
+            lines += [(mark, line) for line in show_actual(actual[column])]
+        elif not free:
+            lines += [("-", line) for line in show_expected(expected[row])]
+        row, column = row + down, column + right
+    return lines
+
+
+# ---- outcome and rewards
+
+
+def _outcome(expected: ExpectedOutcome, outcome: Outcome) -> list[Line]:
+    """The parts of the outcome that are stated, and its failure, which is a difference also where none is stated."""
+    stated = expected.model_fields_set
+    lines: list[Line] = []
+    for name in ("state", "event", "limit", "solved", "trainable"):
+        if name in stated:
+            lines += _field(name, getattr(expected, name), getattr(outcome, name))
+    if "reward" in stated and expected.reward is not None:
+        same = _close(expected.reward, outcome.reward)
+        lines += _pair(same, f"reward: {_number(expected.reward)}", f"reward: {_number(outcome.reward)}")
+    return lines + _failure(expected.failure, outcome.failure)
+
+
+def _failure(expected: ExpectedFailure | None, actual: Failure | None) -> list[Line]:
+    if expected is None and actual is None:
+        return []
+    if expected is None or actual is None:
+        stated = {} if expected is None else expected.model_dump(exclude_none=True)
+        wanted = ", ".join(f"{name} {value}" for name, value in stated.items()) or "any"
+        wanted = f"failure: {'none' if expected is None else wanted}"
+        came = f"failure: {actual.kind} (blame {actual.blame}) in {actual.state}, turn {actual.turn}" if actual else ""
+        lines: list[Line] = [("-", wanted), ("+", came or "failure: none")]
+        return lines + ([("+", f"  {line}") for line in actual.message.splitlines()] if actual else [])
+    lines = []
+    for name in ("kind", "blame", "state", "turn"):
+        if (wanted_value := getattr(expected, name)) is not None:
+            lines += _field(f"failure.{name}", wanted_value, getattr(actual, name))
+    if expected.contains is not None:
+        same = expected.contains in actual.message
+        lines += _pair(
+            same,
+            f"failure.message contains {_quoted(expected.contains)}",
+            f"failure.message: {_quoted(actual.message)}",
+        )
+    return lines
+
+
+def _rewards(expected: Sequence[TurnRewards], actual: Sequence[dict[str, float]]) -> list[Line]:
+    lines: list[Line] = []
+    for turn in range(max(len(expected), len(actual))):
+        came = actual[turn] if turn < len(actual) else None
+        shown = f"turn {turn}: {_named(came)}" if came is not None else ""
+        if turn >= len(expected):
+            lines.append(("+", shown))
+            continue
+        wanted = expected[turn]
+        if came is None:
+            lines.append(("-", f"turn {turn}: {_wanted(wanted)}"))
+        elif isinstance(wanted, int | float):
+            total = sum(came.values())
+            words = f"turn {turn}: {_number(total)}" + (f" ({_named(came)})" if came else "")
+            lines += _pair(_close(wanted, total), f"turn {turn}: {_number(wanted)}", words)
+        else:
+            same = wanted is None or all(
+                _close(wanted.get(name, 0.0), came.get(name, 0.0)) for name in {*wanted, *came}
+            )
+            lines += _pair(same, f"turn {turn}: {_wanted(wanted)}", shown)
+    return lines
+
+
+def _wanted(wanted: TurnRewards) -> str:
+    if wanted is None:
+        return "anything"
+    return _number(wanted) if isinstance(wanted, int | float) else _named(wanted)
+
+
+def _named(rewards: dict[str, float]) -> str:
+    return ", ".join(f"{name} {_number(value)}" for name, value in sorted(rewards.items())) or "no reward"
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=0.0, abs_tol=TOLERANCE)
+
+
+def _number(value: float) -> str:
+    return f"{value:.10g}"
+
+
+# ---- messages
+
+
+def _messages(expected: Sequence[ExpectedMessage], actual: Sequence[Message]) -> list[Line]:
+    wanted = [ANYTHING if one.role == ANYTHING else one for one in expected]
+    return align(
+        wanted,
+        actual,
+        _fits,
+        _show_expected,
+        lambda message: _show_message(message.role, message.text, message.tool_calls),
+    )
+
+
+def _fits(expected: ExpectedMessage | str, message: Message) -> bool:
+    if isinstance(expected, str):
+        return False  # `...` equals no message: `align` handles it
+    if expected.role != message.role:
+        return False
+    if expected.content is not None and expected.content != message.text:
+        return False
+    if expected.contains is not None and expected.contains not in message.text:
+        return False
+    return expected.calls is None or (
+        len(expected.calls) == len(message.tool_calls)
+        and all(
+            wanted.name == call.name and wanted.arguments in (None, call.arguments)
+            for wanted, call in zip(expected.calls, message.tool_calls, strict=True)
+        )
+    )
+
+
+def _show_expected(expected: ExpectedMessage | str) -> list[str]:
+    if isinstance(expected, str):
+        return [expected]
+    calls = expected.calls or []
+    if expected.content is not None:
+        return _show_message(expected.role, expected.content, calls)
+    parts = ["…"] if expected.contains is None else [f"… {line} …" for line in expected.contains.splitlines()]
+    return [*(f"{expected.role}: {part}" for part in parts), *map(_show_call, calls)]
+
+
+def _show_message(role: str, text: str, calls: Sequence[ExpectedCall | ToolCall]) -> list[str]:
+    first, *rest = text.split("\n")
+    return [f"{role}: {first}", *(f"  {line}" for line in rest), *map(_show_call, calls)]
+
+
+def _show_call(call: ExpectedCall | ToolCall) -> str:
+    arguments = call.arguments
+    shown = "…" if arguments is None else ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return f"  → {call.name}({shown})"
+
+
+# ---- fields
+
+
+def _fields(expected: dict[str, Any], actual: dict[str, Any]) -> list[Line]:
+    lines: list[Line] = []
+    for name, value in expected.items():
+        if name in actual:
+            lines += _field(name, value, actual[name])
+        else:
+            lines += [("-", f"{name}: {_quoted(value)}"), ("+", f"{name}: not there")]
+    return lines
+
+
+def _field(name: str, expected: Any, actual: Any) -> list[Line]:
+    return _pair(expected == actual, f"{name}: {_quoted(expected)}", f"{name}: {_quoted(actual)}")
+
+
+def _pair(same: bool, expected: str, actual: str) -> list[Line]:
+    return [(" ", actual)] if same else [("-", expected), ("+", actual)]
+
+
+def _quoted(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, str) and value and "\n" not in value:
+        return value
+    return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY).decode()
 
 
 @dataclass(frozen=True)
@@ -39,12 +292,14 @@ class ScenarioResult:
     name: str
     origin: Origin | None
     """Its place in the file of scenarios."""
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[Mismatch] = field(default_factory=list)
     problems: list[Diagnostic] = field(default_factory=list)
     """Why it could not be played."""
     failure: Failure | None = None
     """The failure of its episode, expected or not."""
     seconds: float = 0.0
+    taken: list[Edge] = field(default_factory=list)
+    """The transitions that its episode took."""
 
     @property
     def passed(self) -> bool:
@@ -79,13 +334,8 @@ class SuiteResult:
 class Formats:
     """Chat formats, each loaded once for all specs and scenarios with the same model."""
 
-    def __init__(self, load: Callable[[ModelSpec, Path], ChatTemplate] | None = None) -> None:
-        if load is None:
-            from engine.tokens.loading import load_format
-
-            load = load_format
-        self._load = load
-        self._known: dict[tuple[bytes, Path], ChatTemplate] = {}
+    def __init__(self) -> None:
+        self._by_model: dict[tuple[bytes, Path], ChatTemplate] = {}
 
     def of(self, model: ModelSpec, base: Path) -> ChatTemplate:
         """Return the chat format of a spec's model.
@@ -93,10 +343,12 @@ class Formats:
         Raises:
             EngineError: it cannot be loaded.
         """
+        from engine.tokens.loading import load_format
+
         key = (orjson.dumps(model.model_dump(mode="json")), base)
-        if key not in self._known:
-            self._known[key] = self._load(model, base)
-        return self._known[key]
+        if key not in self._by_model:
+            self._by_model[key] = load_format(model, base)
+        return self._by_model[key]
 
 
 def run_suite(
@@ -124,43 +376,41 @@ def run_suite(
         scenarios = load_scenarios(path)
     except SpecError as error:
         return SuiteResult(spec, path, problems=list(error.diagnostics))
-    wanted = [index for index, one in enumerate(scenarios.file.scenarios) if only is None or only in one.name]
-    results, taken = asyncio.run(_play_all(specs, scenarios, wanted, formats))
+    wanted = [index for index, item in enumerate(scenarios.file.scenarios) if only is None or only in item.name]
+    results = asyncio.run(_play_all(specs, scenarios, wanted, formats))
+    taken = [edge for result in results for edge in result.taken]
     return SuiteResult(spec, path, results, coverage_of(loaded, taken))
 
 
 async def _play_all(
     specs: ScenarioSpecs, scenarios: ScenarioSet, wanted: Sequence[int], formats: Formats
-) -> tuple[list[ScenarioResult], list[Edge]]:
+) -> list[ScenarioResult]:
     workers = Workers(THREADS)
-    results: list[ScenarioResult] = []
-    taken: list[Edge] = []
     try:
-        for index in wanted:
-            result, edges = await _one(specs, scenarios, index, formats, workers)
-            results.append(result)
-            taken += edges
+        return [await _result(specs, scenarios, index, formats, workers) for index in wanted]
     finally:
         workers.close()
-    return results, taken
 
 
-async def _one(
+async def _result(
     specs: ScenarioSpecs, scenarios: ScenarioSet, index: int, formats: Formats, workers: Workers
-) -> tuple[ScenarioResult, list[Edge]]:
-    scenario = scenarios.file.scenarios[index]
-    told: dict[str, Any] = {"name": scenario.name, "origin": scenarios.origin(index)}
+) -> ScenarioResult:
+    scenario, origin = scenarios.file.scenarios[index], scenarios.origin(index)
     began = time.perf_counter()
     try:
         loaded = specs.loaded(scenarios, index)
         template = formats.of(loaded.spec.model, loaded.base)
-        played: Played = await play(specs, scenarios, index, template, workers)
+        played = await play(specs, scenarios, index, template, workers)
     except SpecError as error:
-        return ScenarioResult(**told, problems=list(error.diagnostics)), []
+        return ScenarioResult(scenario.name, origin, problems=list(error.diagnostics))
     except EngineError as error:
-        problem = Diagnostic("scenario.cannot-play", "error", str(error), None, told["origin"], ("scenarios", index))
-        return ScenarioResult(**told, problems=[problem]), []
-    differences = compare(scenario.expect, played)
-    seconds = time.perf_counter() - began
-    failure = played.trajectory.outcome.failure
-    return ScenarioResult(**told, differences=differences, failure=failure, seconds=seconds), played.taken
+        problem = Diagnostic("scenario.cannot-play", "error", str(error), None, origin, ("scenarios", index))
+        return ScenarioResult(scenario.name, origin, problems=[problem])
+    return ScenarioResult(
+        scenario.name,
+        origin,
+        differences=compare(scenario.expect, played),
+        failure=played.trajectory.outcome.failure,
+        seconds=time.perf_counter() - began,
+        taken=played.taken,
+    )

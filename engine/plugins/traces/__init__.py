@@ -2,7 +2,7 @@
 
 spec.py      the section `traces`
 writer.py    writes and sends them, in a thread of its own
-spans.py     episodes as spans of OpenTelemetry; content.py: messages in them
+spans.py     episodes as spans of OpenTelemetry, with their messages
 rules.py     its rules of `engine validate`
 """
 

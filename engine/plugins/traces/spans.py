@@ -1,4 +1,4 @@
-"""An episode as OpenTelemetry spans, with the GenAI semantic conventions.
+"""An episode as OpenTelemetry spans, with its messages in the JSON form of the GenAI semantic conventions.
 
     invoke_agent NAME                     the episode
     ├── reset
@@ -22,18 +22,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from opentelemetry.context import Context
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 import engine
 from engine.masking import mask, mask_values
-from engine.plugins.traces.content import Replies, message_json, result_json
 from engine.plugins.traces.spec import TracesSpec
 from engine.schemas.journal import (
     FailureRecord,
@@ -44,24 +45,13 @@ from engine.schemas.journal import (
     ToolsRecord,
     UserRecord,
 )
-from engine.schemas.message import Message
+from engine.schemas.message import Message, TextPart, ToolResult
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
-
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.trajectory import Trajectory
 
 Attributes = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Traced:
-    """An ended episode: its result, and the journal of its newest attempt."""
-
-    trajectory: Trajectory
-    journal: Sequence[JournalEntry]
-    attempt: int = 0
 
 
 class SpanBuilder:
@@ -84,22 +74,20 @@ class SpanBuilder:
         } | {"gen_ai.request.max_tokens": spec.sampling.max_new_tokens}
         self._content = TracesSpec.or_default(spec).content
         self._ids = _DerivedIds()
-        self._ended = _Collected()
+        self._ended = InMemorySpanExporter()
         provider = TracerProvider(
             sampler=ALWAYS_ON,
             resource=Resource({SERVICE_NAME: "episode-engine", SERVICE_VERSION: engine.__version__}),
             id_generator=self._ids,
             shutdown_on_exit=False,
         )
-        provider.add_span_processor(self._ended)
+        provider.add_span_processor(SimpleSpanProcessor(self._ended))
         self._tracer = provider.get_tracer("episode-engine", engine.__version__)
 
-    def spans(self, traced: Traced) -> list[ReadableSpan]:
-        """Return the spans of an episode, each after its children."""
-        trajectory = traced.trajectory
-        self._ids.begin(f"{trajectory.run_id}/{trajectory.episode_id}/{traced.attempt}")
-        self._ended.spans = []
-        journal = traced.journal
+    def spans(self, trajectory: Trajectory, journal: Sequence[JournalEntry], attempt: int = 0) -> list[ReadableSpan]:
+        """Return the spans of an ended episode, each after its children, from the journal of its newest attempt."""
+        self._ids.begin(f"{trajectory.run_id}/{trajectory.episode_id}/{attempt}")
+        self._ended.clear()
         begin = _ns(journal[0].at) if journal else 0
         end = max((_ns(entry.at + entry.seconds) for entry in journal), default=begin)
         root = self._start(f"invoke_agent {self._agent}", None, begin, self._episode_attributes(trajectory))
@@ -122,13 +110,14 @@ class SpanBuilder:
         if (failure := trajectory.outcome.failure) is not None:
             root.set_status(Status(StatusCode.ERROR, mask(failure.message)))
         root.end(end)
-        return self._ended.spans
+        return list(self._ended.get_finished_spans())
 
     def _start(
         self, name: str, inside: Context | None, at: int, attributes: Attributes, kind: SpanKind = SpanKind.INTERNAL
     ) -> Span:
-        known = {key: mask_values(value) for key, value in attributes.items() if value is not None}
-        return self._tracer.start_span(mask(name), inside or _NO_PARENT, kind, known, start_time=at)
+        masked = {key: mask_values(value) for key, value in attributes.items() if value is not None}
+        # An empty context: a span of this thread is no parent.
+        return self._tracer.start_span(mask(name), Context() if inside is None else inside, kind, masked, start_time=at)
 
     def _step(
         self,
@@ -175,8 +164,8 @@ class SpanBuilder:
                 span.set_status(Status(StatusCode.ERROR, mask(failure.message)))
                 span.end(end)
             case LimitRecord():
-                told: Attributes = {"episode.limit": record.limit, "episode.limit.value": record.value}
-                root.add_event("limit", told, timestamp=begin)
+                limit: Attributes = {"episode.limit": record.limit, "episode.limit.value": record.value}
+                root.add_event("limit", limit, timestamp=begin)
             case _:
                 attributes = {"episode.state": entry.state, "episode.event": entry.event or None}
                 if isinstance(record, UserRecord) and replies is not None:
@@ -232,13 +221,13 @@ class SpanBuilder:
 
 
 def _turn_attributes(trajectory: Trajectory, index: int) -> Attributes:
-    found: Attributes = {"episode.turn": index}
+    attributes: Attributes = {"episode.turn": index}
     turn = next((turn for turn in trajectory.turns if turn.index == index), None)
     if turn is not None:
-        found |= {"episode.event": turn.event, "episode.branch": turn.branch}
-        found |= {"episode.reward": float(sum(turn.rewards.values()))}
-        found |= {f"episode.reward.{name}": value for name, value in turn.rewards.items()}
-    return found
+        attributes |= {"episode.event": turn.event, "episode.branch": turn.branch}
+        attributes |= {"episode.reward": float(sum(turn.rewards.values()))}
+        attributes |= {f"episode.reward.{name}": value for name, value in turn.rewards.items()}
+    return attributes
 
 
 def _ns(seconds: float) -> int:
@@ -246,14 +235,7 @@ def _ns(seconds: float) -> int:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-class _NoContext(dict[str, object]):
-    """A context without a span, whatever the context of this thread holds."""
-
-
-_NO_PARENT: Any = _NoContext()
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 class _DerivedIds(IdGenerator):
@@ -276,17 +258,6 @@ class _DerivedIds(IdGenerator):
         return int.from_bytes(hashlib.sha256(f"{self._of}#{self._count}".encode()).digest()[:8])
 
 
-class _Collected(SpanProcessor):
-    """Keeps ended spans in a list."""
-
-    def __init__(self) -> None:
-        self.spans: list[ReadableSpan] = []
-
-    def on_end(self, span: ReadableSpan) -> None:
-        """Keep a span."""
-        self.spans.append(span)
-
-
 def otlp_json(spans: Sequence[ReadableSpan]) -> Mapping[str, Any]:
     """Return spans as OTLP in JSON: ids in hexadecimal, enums as numbers (OTLP specification, "JSON Protobuf Encoding")."""
     from google.protobuf.json_format import MessageToDict
@@ -294,12 +265,72 @@ def otlp_json(spans: Sequence[ReadableSpan]) -> Mapping[str, Any]:
 
     encoded = encode_spans(spans)
     plain: dict[str, Any] = MessageToDict(encoded, use_integers_for_enums=True)
-    written = (
-        each for resource in plain["resourceSpans"] for scope in resource["scopeSpans"] for each in scope["spans"]
+    items = (item for resource in plain["resourceSpans"] for scope in resource["scopeSpans"] for item in scope["spans"])
+    encoded_spans = (
+        span for resource in encoded.resource_spans for scope in resource.scope_spans for span in scope.spans
     )
-    made = (each for resource in encoded.resource_spans for scope in resource.scope_spans for each in scope.spans)
-    for item, span in zip(written, made, strict=True):
+    for item, span in zip(items, encoded_spans, strict=True):
         item["traceId"], item["spanId"] = span.trace_id.hex(), span.span_id.hex()
         if span.parent_span_id:
             item["parentSpanId"] = span.parent_span_id.hex()
     return plain
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    """Return a message with its parts: text, reasoning, images by reference, calls and results of tools."""
+    parts: list[dict[str, Any]] = []
+    if message.reasoning:
+        parts.append({"type": "reasoning", "content": message.reasoning})
+    if message.role == "tool":
+        parts.append({"type": "tool_call_response", "id": message.tool_call_id, "response": message.text})
+    elif isinstance(message.content, str):
+        parts += [{"type": "text", "content": message.content}] if message.content else []
+    else:
+        parts += [
+            {"type": "text", "content": part.text}
+            if isinstance(part, TextPart)
+            else {"type": "uri", "modality": "image", "mime_type": part.mime, "uri": part.image}
+            for part in message.content
+        ]
+    parts += [
+        {"type": "tool_call", "id": call.id, "name": call.name, "arguments": call.arguments}
+        for call in message.tool_calls
+    ]
+    return {"role": message.role, "parts": parts}
+
+
+def result_json(result: ToolResult) -> str:
+    """Return what a tool answered, as JSON."""
+    content = result.content
+    return _json(content if isinstance(content, str) else [part.model_dump(mode="json") for part in content])
+
+
+class Replies:
+    """The replies of an episode, and the messages that the model got before each.
+
+    Args:
+        trajectory: The episode.
+    """
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        messages = trajectory.messages
+        said = [index for index, message in enumerate(messages) if message.role == "assistant"]
+        replies = said[len(said) - len(trajectory.turns) :] if len(said) >= len(trajectory.turns) else []
+        self._messages = messages
+        self._places = {turn.index: at for turn, at in zip(trajectory.turns, replies, strict=False)}
+        self._before = {at: before + 1 for before, at in zip([-1, *replies], replies, strict=False)}
+        self._arguments = {call.id: call.arguments for message in messages for call in message.tool_calls}
+
+    def attributes(self, turn: int, finish: str) -> dict[str, Any]:
+        """Return the messages since the turn before, and the reply; nothing if the turn has no message."""
+        at = self._places.get(turn)
+        if at is None:
+            return {}
+        shown = [message_json(message) for message in self._messages[self._before[at] : at]]
+        reply = message_json(self._messages[at]) | {"finish_reason": finish}
+        return {"gen_ai.input.messages": _json(shown), "gen_ai.output.messages": _json([reply])}
+
+    def arguments(self, call_id: str) -> str | None:
+        """Return the arguments of a call, as JSON; None if it was malformed."""
+        arguments = self._arguments.get(call_id)
+        return None if arguments is None else _json(arguments)

@@ -8,7 +8,6 @@ Invariants:
 from __future__ import annotations
 
 import json
-import logging
 import os
 import queue
 import threading
@@ -21,23 +20,24 @@ from urllib.parse import urlsplit
 import structlog
 from pydantic_core import to_json
 
+from engine.errors import EngineError
+from engine.logs import collected_logs
 from engine.masking import mask_credentials, mask_values, remember
-from engine.plugins.traces.errors import TraceError
 from engine.plugins.traces.spec import TracesSpec
+from engine.schemas.trajectory import Blame
 from engine.store.private import private_file, private_folder
 from engine.store.reader import RunReader
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
+    from engine.plugins.traces.spans import SpanBuilder
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.trajectory import Trajectory
     from engine.spec.load import LoadedSpec
     from engine.store.header import RunHeader
     from engine.store.store import RunStore
-
 log = structlog.get_logger(__name__)
-
 FOLDER = "traces"
 CLOSE_SECONDS = 15.0
 """How long the end of a run waits for traces."""
@@ -48,6 +48,13 @@ BATCH = 32
 GIVE_UP = 3
 """Requests that fail one after another, after which no more are sent; at the end of a run the first."""
 _HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
+
+
+class TraceError(EngineError):
+    """Traces cannot be written: a package is missing, or the folder cannot be created."""
+
+    kind = "trace_setup"
+    blame: Blame = "spec"
 
 
 class TraceWriter:
@@ -121,7 +128,7 @@ class TraceWriter:
             while len(ids) < BATCH and not self._queue.empty():
                 ids.append(self._queue.get())
             ended = None in ids
-            self._trace([each for each in ids if each is not None])
+            self._trace([episode_id for episode_id in ids if episode_id is not None])
 
     def _trace(self, ids: Sequence[str]) -> None:
         """Write and send the traces of some episodes."""
@@ -133,7 +140,7 @@ class TraceWriter:
                     self._write_episode(trajectory)
                 if self._builder is not None:
                     row = self._reader.episode(episode_id)
-                    spans += self._builder(trajectory, self._reader.journal(episode_id), row.attempt)
+                    spans += self._builder.spans(trajectory, self._reader.journal(episode_id), row.attempt)
             except Exception as error:  # noqa: BLE001  a trace never harms a run
                 self._unsent += 1
                 self._problem = mask_credentials(f"{episode_id}: {error or repr(error)}")
@@ -141,7 +148,9 @@ class TraceWriter:
             return
         try:
             if self._traces.spans:
-                self._write_spans(spans)
+                from engine.plugins.traces.spans import otlp_json
+
+                _append(self._files / "spans.jsonl", otlp_json(spans))
         except Exception as error:  # noqa: BLE001  a full disk, for example
             self._problem = mask_credentials(str(error) or repr(error))
             self._unsent += len(ids)
@@ -159,11 +168,6 @@ class TraceWriter:
         self._failures += 1
         self._unsent += episodes
         self._problem = problem
-
-    def _write_spans(self, spans: Sequence[ReadableSpan]) -> None:
-        from engine.plugins.traces.spans import otlp_json
-
-        _append(self._files / "spans.jsonl", otlp_json(spans))
 
     def _write_episode(self, trajectory: Trajectory) -> None:
         name = "finished" if trajectory.outcome.failure is None else "failed"
@@ -183,13 +187,12 @@ def _append(file: Path, line: Any) -> None:
         opened.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def _builder(spec: EpisodeSpec) -> Callable[[Trajectory, Sequence[Any], int], list[ReadableSpan]]:
+def _builder(spec: EpisodeSpec) -> SpanBuilder:
     try:
-        from engine.plugins.traces.spans import SpanBuilder, Traced
+        from engine.plugins.traces.spans import SpanBuilder
     except ImportError as error:
         raise _missing(error) from None
-    builder = SpanBuilder(spec)
-    return lambda trajectory, journal, attempt: builder.spans(Traced(trajectory, journal, attempt))
+    return SpanBuilder(spec)
 
 
 def _collector(url: str) -> Callable[[Sequence[ReadableSpan]], str | None]:
@@ -206,35 +209,17 @@ def _collector(url: str) -> Callable[[Sequence[ReadableSpan]], str | None]:
     endpoint = url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1/traces"
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS)
     host = urlsplit(url).netloc.rpartition("@")[2]
-    logger = logging.getLogger("opentelemetry.exporter")
 
     def send(spans: Sequence[ReadableSpan]) -> str | None:
-        said: list[str] = []
-        handler = _Collect(said)
-        logger.addHandler(handler)
-        logger.propagate = False  # its messages quote what the collector answered
-        try:
-            if exporter.export(spans) is SpanExportResult.SUCCESS:
-                return None
-        except Exception as error:  # noqa: BLE001  a trace never harms a run
-            said.append(str(error) or repr(error))
-        finally:
-            logger.removeHandler(handler)
+        with collected_logs("opentelemetry.exporter") as said:
+            try:
+                if exporter.export(spans) is SpanExportResult.SUCCESS:
+                    return None
+            except Exception as error:  # noqa: BLE001  a trace never harms a run
+                said.append(str(error) or repr(error))
         return mask_credentials(f"the collector at {host} took no spans: {said[-1] if said else 'no answer'}")[:500]
 
     return send
-
-
-class _Collect(logging.Handler):
-    """Keeps the messages of warnings."""
-
-    def __init__(self, said: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._said = said
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a message."""
-        self._said.append(record.getMessage())
 
 
 def _missing(error: ImportError) -> TraceError:

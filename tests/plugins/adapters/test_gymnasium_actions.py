@@ -47,7 +47,7 @@ def said(env: Any, reply: str) -> str:
 @pytest.mark.parametrize("name", WRITTEN)
 def test_an_element_that_is_written_is_the_action(panel: Any, name: str) -> None:
     """Twenty samples of each space: the environment gets the element that the text names, with the types of its space."""
-    from engine.plugins.adapters.gymnasium_actions import read_action
+    from engine.plugins.adapters.gymnasium import read_action
 
     env = panel(name)
     space = env._env.action_space

@@ -10,8 +10,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.plugins.condense.chunks import block_text, chunks_of, history_of, replaced
-from engine.plugins.condense.keywords import keywords
+from engine.plugins.condense.chunks import block_text, chunks_of, history_of, keywords, replaced
 from engine.plugins.condense.spec import CondenseSpec, KeywordsSpec
 from engine.schemas.message import ImagePart, Message, TextPart, ToolCall
 from engine.schemas.model import ModelSpec

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from engine.plugins.notices.robots import post
+from engine.plugins.notices.channels import post
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 BOMB = gzip.compress(b"0" * 50_000_000)

@@ -13,7 +13,7 @@ import yaml
 from command_line import engine_here
 from written_specs import save_spec
 
-from engine.plugins.notices.run import RunNotices
+from engine.plugins.notices.observers import RunNotices
 from engine.runner.counters import RunCounters
 from engine.runner.summary import RunSummary
 from engine.spec.load import load_spec
@@ -126,7 +126,7 @@ def test_a_run_without_running_episodes_does_not_stall(noticed: Noticed) -> None
         watch.check()
         watch._last -= 1e9
         watch.check()
-        assert watch._told is busy
+        assert watch._stall_sent is busy
 
 
 def test_the_examples_of_the_page_are_valid(noticed: Noticed) -> None:

@@ -16,10 +16,10 @@ import pytest
 import structlog
 
 from engine.masking import remember
-from engine.plugins.notices.errors import NoticeError
+from engine.plugins.notices.channels import NoticeError
 from engine.plugins.notices.notifier import Notifier
+from engine.plugins.notices.observers import Watch
 from engine.plugins.notices.spec import NoticeBudget, NotifySpec
-from engine.plugins.notices.watch import Watch
 from engine.spec.code.entry import EntryError
 
 

@@ -22,8 +22,8 @@ import structlog
 from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import AuthResult, LoginPassword
 
-from engine.plugins.notices import robots
-from engine.plugins.notices.errors import NoticeError
+from engine.plugins.notices import channels
+from engine.plugins.notices.channels import NoticeError
 from engine.plugins.notices.notifier import Notifier
 from engine.plugins.notices.spec import NotifySpec
 
@@ -119,7 +119,7 @@ async def test_feishu_gets_the_text_with_its_signature(
     service.answer = b'{"code": 0, "msg": "success"}'
     secret, token = "feishu+secret-0123456789", "0123456789abcdef-feishu"
     made = notifier(url.format(secret=quote(secret), token=token))
-    monkeypatch.setattr(robots, "FEISHU", f"{service.url}/open-apis/bot/v2/hook")
+    monkeypatch.setattr(channels, "FEISHU", f"{service.url}/open-apis/bot/v2/hook")
     await made.notify("failed", reason="no server replies")
     request = service.next()
     assert request.path == f"/open-apis/bot/v2/hook/{token}"
@@ -140,7 +140,7 @@ async def test_dingtalk_gets_the_text_with_its_signature(
     service.answer = b'{"errcode": 0, "errmsg": "ok"}'
     secret, token = "SECdingtalksecret0123456789", "0123456789abcdefDingtalkToken"
     made = notifier(url.format(secret=secret, token=token))
-    monkeypatch.setattr(robots, "DINGTALK", f"{service.url}/robot/send")
+    monkeypatch.setattr(channels, "DINGTALK", f"{service.url}/robot/send")
     await made.notify("failed", reason="no server replies")
     request = service.next()
     assert (request.path, request.query["access_token"]) == ("/robot/send", [token])
@@ -151,11 +151,11 @@ async def test_dingtalk_gets_the_text_with_its_signature(
 
 
 def test_robots_without_a_secret_send_unsigned_messages() -> None:
-    robot = robots.Robot("Token01234", None)
-    assert robots.robot_of("dingtalk://Token01234") == (robots.dingtalk, robot)
-    assert robots.robot_of("feishu://Token01234") == (robots.feishu, robot)
-    assert robots.dingtalk(robot, "x", 1.0).query == {"access_token": "Token01234"}
-    assert robots.feishu(robot, "x", 1.0).body == {"msg_type": "text", "content": {"text": "x"}}
+    robot = channels.Robot("Token01234", None)
+    assert channels.robot_of("dingtalk://Token01234") == (channels.dingtalk, robot)
+    assert channels.robot_of("feishu://Token01234") == (channels.feishu, robot)
+    assert channels.dingtalk(robot, "x", 1.0).query == {"access_token": "Token01234"}
+    assert channels.feishu(robot, "x", 1.0).body == {"msg_type": "text", "content": {"text": "x"}}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ async def test_a_robot_that_refuses_is_logged_without_its_token(
 ) -> None:
     """Refused messages have status 200 and a code."""
     service.status, service.answer = status, answer
-    monkeypatch.setattr(robots, "DINGTALK", f"{service.url}/robot/send")
+    monkeypatch.setattr(channels, "DINGTALK", f"{service.url}/robot/send")
     assert await send("dingtalk://Token0123456789") == [f"the service of SERVICE did not take it: {said}"]
 
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.plugins.pictures.draw import svg
-from engine.plugins.pictures.layout import Box, Layout, LayoutError, Link, lay_out
+from engine.plugins.pictures.draw import Box, Layout, LayoutError, Link, lay_out, svg
 from engine.schemas.machine import MachineSpec
 
 

@@ -13,7 +13,7 @@ from trainings import begin_training
 
 from engine.errors import TrainError
 from engine.plugins.roles.models import RoleModel, RoleReply
-from engine.plugins.roles.weights import role_weights
+from engine.plugins.roles.players import role_weights
 from engine.schemas.message import Message
 from engine.spec.added import played_roles
 from engine.spec.load import load_spec

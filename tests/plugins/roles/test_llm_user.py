@@ -8,8 +8,7 @@ import pytest
 
 from engine.actions.calling.workers import Workers
 from engine.errors import SpecCodeError
-from engine.plugins.roles.model_user import SILENCE, ModelUser, dialogue_of, read_marks
-from engine.plugins.roles.models import without_reasoning
+from engine.plugins.roles.models import SILENCE, ModelUser, dialogue_of, read_marks, without_reasoning
 from engine.schemas.environment import EpisodeView, Task
 from engine.schemas.message import Message, ToolCall
 from engine.schemas.reward import RewardEvent

@@ -12,7 +12,7 @@ from written_specs import save_spec
 from engine.backends.scripted import ScriptedBackend
 from engine.errors import SpecCodeError
 from engine.plugins.roles.models import RoleModels
-from engine.plugins.roles.weights import role_section
+from engine.plugins.roles.players import role_section
 from engine.schemas.message import Message
 from engine.schemas.script import Script
 from engine.spec.added import played_roles

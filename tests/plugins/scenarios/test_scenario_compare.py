@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.plugins.scenarios.compare import align
-from engine.plugins.scenarios.suite import ScenarioResult
+from engine.plugins.scenarios.suite import ScenarioResult, align
 
 Play = Callable[..., ScenarioResult]
 REPLIES: dict[str, Any] = {

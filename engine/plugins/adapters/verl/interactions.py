@@ -22,7 +22,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ import orjson
 import yaml
 
 from engine.errors import AdapterError
-from engine.plugins.adapters.base import field_of, library
+from engine.plugins.adapters.base import field_of, library, parts_of
 from engine.plugins.adapters.verl.modules import verl_importable
 from engine.schemas.environment import EpisodeView, Reset, Task, UserTurn
 from engine.schemas.message import Message
@@ -85,51 +85,42 @@ class Interactions:
         assert self._begun is not None
         interaction, instance = self._begun
         messages = [as_chat(message) for message in view.messages]
-        told = await _awaited(interaction.generate_response(instance, messages, **self._kwargs))
-        if not isinstance(told, tuple | list) or len(told) != 4:
-            raise TypeError(
-                f"{type(interaction).__name__}.generate_response must return (terminate, text, score, extra), not {told!r}"
-            )
-        terminate, text, score, extra = told
+        who = type(interaction).__name__
+        answer = await _awaited(interaction.generate_response(instance, messages, **self._kwargs))
+        form = "(terminate, text, score, extra)"
+        terminate, text, score, extra = parts_of(answer, form, f"{who}.generate_response", TypeError)
         if score is None:
             score = await _awaited(_called(interaction.calculate_score, instance, self._kwargs))
-        return self._turn(bool(terminate), text, score, extra or {}, type(interaction).__name__)
-
-    def _turn(self, terminate: bool, text: Any, score: Any, extra: Mapping[str, Any], who: str) -> UserTurn:
         value = None if score is None else float(score)
         cause = f"{who} at the end" if terminate else who
         return UserTurn(
             content=text or "",
-            satisfied=terminate,
-            solved=terminate and value is not None and value >= self._solved_at,
+            satisfied=bool(terminate),
+            solved=bool(terminate) and value is not None and value >= self._solved_at,
             rewards=[] if value is None else [RewardEvent(turn="last", name=REWARD, value=value, cause=cause)],
-            facts=dict(extra),
+            facts=dict(extra or {}),
         )
 
     async def _begin(self, view: EpisodeView) -> None:
         """Choose the task's interaction, and tell it that the episode begins."""
-        self._kwargs = self._of(view.task)
+        values = (field_of(view.task.fields, place) for place in self._places)
+        kwargs: Mapping[str, Any] = next((value for value in values if isinstance(value, Mapping)), {})
+        self._kwargs = {str(key): item for key, item in kwargs.items() if item is not None or key == "name"}
         item = self._chosen(view.task)
-        interaction = one_of_loop(item, partial(_made, item))
+        interaction = one_of_loop(item, partial(_interaction, item))
         self._begun = (interaction, view.episode_id)  # from here on it is finalized, even where starting fails
-        given = await _awaited(interaction.start_interaction(view.episode_id, **self._kwargs))
-        if isinstance(given, str) and given:
-            self._begun = (interaction, given)
-
-    def _of(self, task: Task) -> dict[str, Any]:
-        """The arguments of the task's interaction."""
-        values = (field_of(task.fields, place) for place in self._places)
-        given: Mapping[str, Any] = next((value for value in values if isinstance(value, Mapping)), {})
-        return {str(key): item for key, item in given.items() if item is not None or key == "name"}
+        instance = await _awaited(interaction.start_interaction(view.episode_id, **self._kwargs))
+        if isinstance(instance, str) and instance:
+            self._begun = (interaction, instance)
 
     def _chosen(self, task: Task) -> Mapping[str, Any]:
         name = self._kwargs.get("name")
         if name is None and len(self._declared) == 1:
             return next(iter(self._declared.values()))
         if name not in self._declared:
-            known = ", ".join(self._declared)
+            names = ", ".join(self._declared)
             raise ValueError(
-                f"task {task.id!r} names the interaction {name!r} (`{self._places[0]}.name`); the YAML has {known}"
+                f"task {task.id!r} names the interaction {name!r} (`{self._places[0]}.name`); the YAML has {names}"
             )
         return self._declared[name]
 
@@ -179,10 +170,14 @@ def _find(config: str) -> Path:
     """The YAML file; the spec's folder is on the import path."""
     named = Path(config).expanduser()
     places = [named] if named.is_absolute() else [*(Path(folder) / named for folder in sys.path), Path.cwd() / named]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
         raise FileNotFoundError(f"the interaction file `{config}` is neither beside the spec nor in {Path.cwd()}")
-    return found
+    return file
+
+
+_entries: dict[tuple[Path, str, int], tuple[dict[str, Any], ...]] = {}
+"""The lists that were read, by file, key and the file's time."""
 
 
 def entries(file: Path, key: str) -> tuple[dict[str, Any], ...]:
@@ -191,11 +186,9 @@ def entries(file: Path, key: str) -> tuple[dict[str, Any], ...]:
     Raises:
         AdapterError: it has no such list.
     """
-    return _entries(file, key, file.stat().st_mtime_ns)
-
-
-@lru_cache(maxsize=64)
-def _entries(file: Path, key: str, changed: int) -> tuple[dict[str, Any], ...]:
+    place = (file, key, file.stat().st_mtime_ns)
+    if place in _entries:
+        return _entries[place]
     text = file.read_text(encoding="utf-8")
     try:
         data = yaml.safe_load(text)
@@ -207,7 +200,7 @@ def _entries(file: Path, key: str, changed: int) -> tuple[dict[str, Any], ...]:
     listed = data.get(key) if isinstance(data, dict) else None
     if not isinstance(listed, list) or not listed or not all(isinstance(item, dict) for item in listed):
         raise AdapterError(f"`{file.name}`: write `{key}: [{{class_name: …, config: {{…}}}}]`")
-    return tuple(listed)
+    return _entries.setdefault(place, tuple(listed))
 
 
 def one_of_loop(item: Any, make: Callable[[], Any]) -> Any:
@@ -219,7 +212,7 @@ def one_of_loop(item: Any, make: Callable[[], Any]) -> Any:
     return objects[key]
 
 
-def _made(item: Mapping[str, Any]) -> Any:
+def _interaction(item: Mapping[str, Any]) -> Any:
     config = {**(item.get("config") or {}), "name": name_of(item)}
     return interaction_class(str(item["class_name"]))(config=config)
 

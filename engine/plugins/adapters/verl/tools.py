@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import AdapterError
-from engine.plugins.adapters.base import add_to_path, facts_of, field_of, reward_of
+from engine.plugins.adapters.base import add_to_path, facts_of, field_of, parts_of, reward_of
 from engine.plugins.adapters.verl.interactions import as_chat, entries, one_of_loop
 from engine.plugins.adapters.verl.modules import schema_class, verl_importable
 from engine.schemas.environment import EpisodeView, Reset, Task, ToolReply
@@ -90,9 +90,9 @@ class VerlTools:
             raise AdapterError(f"there is no file `{file}`; `use` is relative to the spec's folder")
         self._lifetime = lifetime
         self._places = (kwargs,) if kwargs is not None else PLACES
-        made = [one_of_loop([base, item], partial(_tool, item, base)) for item in _native(file)]
-        self._tools = {str(tool.name): tool for tool in made}
-        if len(self._tools) != len(made):
+        tools = [one_of_loop([base, item], partial(_tool, item, base)) for item in _native(file)]
+        self._tools = {str(tool.name): tool for tool in tools}
+        if len(self._tools) != len(tools):
             raise AdapterError(
                 f"`{file.name}` has two tools with one name; give each its own `tool_schema.function.name`"
             )
@@ -101,7 +101,7 @@ class VerlTools:
         """The instance of each tool, with `lifetime: episode`."""
         self._data = AgentData()
         if lifetime == "call":
-            for tool in made:
+            for tool in tools:
                 _check(tool.create, create_kwargs={})
                 _check(tool.execute, "", {}, agent_data=None)
 
@@ -120,7 +120,7 @@ class VerlTools:
         if self._lifetime == "episode":
             for name, tool in self._tools.items():
                 self._instances[name] = self._data.request_id  # released also where `create` fails
-                self._instances[name] = _instance(await self._made(name, tool), tool)
+                self._instances[name] = await self._created(name, tool)
         return Reset()
 
     async def call(self, name: str, arguments: dict[str, Any], view: EpisodeView) -> ToolReply:
@@ -133,8 +133,8 @@ class VerlTools:
         self._data.update(view)
         try:
             if self._lifetime == "call":
-                instance = _instance(await self._made(name, tool), tool)
-            answer = await tool.execute(instance, arguments, **self._given(name)["execute"])
+                instance = await self._created(name, tool)
+            answer = await tool.execute(instance, arguments, **self._kwargs_of(name)["execute"])
         except AdapterError:
             raise
         except Exception as error:  # noqa: BLE001  (the model gets verl's message)
@@ -142,11 +142,8 @@ class VerlTools:
         finally:
             if self._lifetime == "call" and instance is not None:
                 await self._release(name, tool, instance)
-        if not isinstance(answer, tuple | list) or len(answer) != 3:
-            raise ToolAnswerError(
-                f"{type(tool).__name__}.execute must return (response, reward, metrics), not {answer!r:.120}"
-            )
-        return self._reply(tool, *answer)
+        form = "(response, reward, metrics)"
+        return self._reply(tool, *parts_of(answer, form, f"{type(tool).__name__}.execute", ToolAnswerError))
 
     async def score(self, view: EpisodeView) -> list[RewardEvent]:
         """With `lifetime: episode`, the reward of each tool's instance, named after the tool.
@@ -154,12 +151,12 @@ class VerlTools:
         Raises:
             AdapterError: a reward is not a finite number.
         """
-        found = []
+        rewards = []
         for name, instance in self._instances.items():
             who = f"{type(self._tools[name]).__name__}.calc_reward"
-            value = await self._tools[name].calc_reward(instance, **self._given(name)["calc_reward"])
-            found.append(RewardEvent(name=name, value=reward_of(value, who), cause=who))
-        return found if view.turn >= 0 else []
+            value = await self._tools[name].calc_reward(instance, **self._kwargs_of(name)["calc_reward"])
+            rewards.append(RewardEvent(name=name, value=reward_of(value, who), cause=who))
+        return rewards if view.turn >= 0 else []
 
     async def close(self) -> None:
         """Release the instances that are there."""
@@ -167,17 +164,27 @@ class VerlTools:
             name, instance = self._instances.popitem()
             await self._release(name, self._tools[name], instance)
 
-    async def _made(self, name: str, tool: Any) -> Any:
-        given = self._given(name)["create"]
-        return await (tool.create(**given) if self._lifetime == "call" else tool.create(self._data.request_id, **given))
+    async def _created(self, name: str, tool: Any) -> str:
+        """The id of a new instance: what `create` returned, alone or with a response.
+
+        Raises:
+            ToolAnswerError: it returned none.
+        """
+        ids = () if self._lifetime == "call" else (self._data.request_id,)
+        answer = await tool.create(*ids, **self._kwargs_of(name)["create"])
+        instance = answer[0] if isinstance(answer, tuple | list) and answer else answer
+        if not isinstance(instance, str) or not instance:
+            form = "(instance_id, response)"
+            raise ToolAnswerError(f"{type(tool).__name__}.create must return {form}, not {answer!r:.120}")
+        return instance
 
     async def _release(self, name: str, tool: Any, instance: str) -> None:
         try:
-            await tool.release(instance, **self._given(name)["release"])
+            await tool.release(instance, **self._kwargs_of(name)["release"])
         except Exception as error:
             raise ToolAnswerError(f"{type(tool).__name__}.release raised {type(error).__name__}: {error}") from error
 
-    def _given(self, name: str) -> dict[str, dict[str, Any]]:
+    def _kwargs_of(self, name: str) -> dict[str, dict[str, Any]]:
         """The keyword arguments of each method of a tool."""
         row = self._kwargs.get(name, {})
         if self._lifetime == "episode":
@@ -195,26 +202,26 @@ class VerlTools:
                 f"the row of task `{task.id}` has `extra_info.tool_selection`, which cannot be done: give the row a field "
                 "`tools` with the schemas of its tools"
             )
-        rows: Mapping[str, Any] = next((given for place in self._places if (given := field_of(task.fields, place))), {})
-        found: dict[str, dict[str, Any]] = {}
-        for name, given in rows.items():
-            if given is None:
+        rows: Mapping[str, Any] = next((value for place in self._places if (value := field_of(task.fields, place))), {})
+        by_tool: dict[str, dict[str, Any]] = {}
+        for name, row in rows.items():
+            if row is None:
                 continue  # a column of Parquet has the same keys in each row
             if name not in self._tools:
-                known = ", ".join(f"`{name}`" for name in self._tools)
+                names = ", ".join(f"`{name}`" for name in self._tools)
                 raise AdapterError(
-                    f"the row of task `{task.id}` has arguments for the tool `{name}`; the YAML has {known}"
+                    f"the row of task `{task.id}` has arguments for the tool `{name}`; the YAML has {names}"
                 )
-            stray = [key for key, value in given.items() if value and key not in KWARGS]
-            if self._lifetime == "call" and given.get("calc_reward_kwargs"):
+            stray = [key for key, value in row.items() if value and key not in KWARGS]
+            if self._lifetime == "call" and row.get("calc_reward_kwargs"):
                 stray = ["calc_reward_kwargs"]
             if stray:
                 raise AdapterError(
                     f"the row of task `{task.id}` has `{stray[0]}` for the tool `{name}`, which nothing uses"
                     + ("; `calc_reward` is called with `lifetime: episode`" if stray[0] in KWARGS else "")
                 )
-            found[name] = dict(given)
-        return found
+            by_tool[name] = dict(row)
+        return by_tool
 
     def _reply(self, tool: Any, response: Any, reward: Any, metrics: Any) -> ToolReply:
         """A tool's answer as the engine's: images first, then the text, as verl shows them."""
@@ -341,15 +348,3 @@ def _check(method: Any, *arguments: Any, **named: Any) -> None:
             f"`{method.__qualname__}` cannot be called as verl's loop calls it ({error}); add `**kwargs`, or write "
             "`lifetime: episode` for a tool that was written for verl before 0.6"
         ) from None
-
-
-def _instance(made: Any, tool: Any) -> str:
-    """The id that `create` returned, alone or with a response.
-
-    Raises:
-        ToolAnswerError: it returned none.
-    """
-    instance = made[0] if isinstance(made, tuple | list) and made else made
-    if not isinstance(instance, str) or not instance:
-        raise ToolAnswerError(f"{type(tool).__name__}.create must return (instance_id, response), not {made!r:.120}")
-    return instance
