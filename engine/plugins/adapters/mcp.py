@@ -52,6 +52,8 @@ STDERR_BYTES = 1_000_000
 _TRIM_SECONDS = 1.0
 MAX_TOOLS = 4096
 """Maximum number of tools of a server."""
+# The library logs a traceback for each message of a server that is none; `_pump` logs three.
+logging.getLogger("mcp").setLevel(logging.CRITICAL)
 
 
 class McpServer:
@@ -289,11 +291,6 @@ def _part(block: Any) -> ContentPart:
 
 async def _awaited(work: Awaitable[T]) -> T:
     return await work
-
-
-logging.getLogger("mcp").setLevel(
-    logging.CRITICAL
-)  # a traceback for each message of a server that is none; `_pump` logs three
 
 
 class Connection:

@@ -227,21 +227,21 @@ def test_a_failed_call_is_an_error_and_the_next_is_served(
 @pytest.mark.adapters
 @needs_library
 def test_a_flood_of_garbage_fills_neither_the_log_nor_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.plugins.adapters import mcp_connection
+    from engine.plugins.adapters import mcp
 
-    monkeypatch.setattr(mcp_connection, "_TRIM_SECONDS", 0.05)
+    monkeypatch.setattr(mcp, "_TRIM_SECONDS", 0.05)
 
     async def work(server: McpServer, tools: list[Any]) -> tuple[str, int]:
         reply = str((await server.call("misbehave", {"how": "flood"})).content)
         assert server._connection is not None
         fd = server._connection._stderr.fileno()
-        await until(lambda: os.fstat(fd).st_size <= mcp_connection.STDERR_BYTES)
+        await until(lambda: os.fstat(fd).st_size <= mcp.STDERR_BYTES)
         return reply, os.fstat(fd).st_size
 
     with capture_logs() as lines:
         reply, size = served(RAW, folder, work)
     assert reply == "flooded"
-    assert size <= mcp_connection.STDERR_BYTES
+    assert size <= mcp.STDERR_BYTES
     assert len(lines) == 3
     assert not logging.getLogger("mcp.client.stdio").isEnabledFor(logging.ERROR)
 
