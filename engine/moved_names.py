@@ -32,7 +32,7 @@ MOVED: dict[str, str] = {
     "engine.isolation.sandbox": "engine.plugins.confinement.sandbox",
     "engine.limit": "engine.schemas.limits",
     "engine.machine.draw": "engine.plugins.pictures.draw",
-    "engine.machine.layout": "engine.plugins.pictures.layout",
+    "engine.machine.layout": "engine.plugins.pictures.draw",
     "engine.notices": "engine.plugins.notices",
     "engine.scenarios": "engine.plugins.scenarios",
     "engine.schemas.adapters": "engine.schemas.entry",
