@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from engine.errors import AuditError
-from engine.plugins.audit.examine import Examined, Sampled, TemplateMarks
+from engine.plugins.audit.examine import Evidence, Examined, Sampled, TemplateMarks
 from engine.plugins.audit.files import find_files, open_document
 from engine.plugins.audit.findings import Report
 from engine.plugins.audit.frameworks import FRAMEWORKS
 from engine.plugins.audit.rows import MAX_ROWS, Columns, ForeignRow, Vector, ids_of
-from engine.plugins.audit.rules import RULES, Evidence
+from engine.plugins.audit.rules import RULES
 from engine.tokens.template import ChatTemplate
 
 
@@ -28,16 +28,17 @@ def read_rows(framework: str, paths: Sequence[Path]) -> list[ForeignRow]:
     Raises:
         AuditError: A file cannot be read, is not of the framework's form, or holds no rows.
     """
+    title, read = FRAMEWORKS[framework]
     rows: list[ForeignRow] = []
     for path in find_files(paths):
         document = open_document(path)
         try:
-            found = FRAMEWORKS[framework].read(document)
+            rows_of_file = read(document)
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
-            raise AuditError(f"{path} is not of the form of {FRAMEWORKS[framework].title}: {error}") from error
-        if not found:
+            raise AuditError(f"{path} is not of the form of {title}: {error}") from error
+        if not rows_of_file:
             raise AuditError(f"{path} holds no rows")
-        rows += found
+        rows += rows_of_file
         if len(rows) > MAX_ROWS:
             raise AuditError(f"there are more than {MAX_ROWS:,} rows; audit fewer files at once")
     return rows
@@ -51,15 +52,12 @@ def read_sampled(path: Path) -> list[Vector]:
     """
     document = open_document(path)
     lines = document.value if document.lines else [document.value]
-    found = []
+    replies = []
     for at, line in enumerate(lines, 1):
-        place = f"{path.name} line {at}"
-        if not isinstance(line, dict):
-            raise AuditError(f"{place}: not an object")
-        columns = Columns(line, place)
+        columns = Columns.of(line, f"{path.name} line {at}")
         columns.need("output_ids")
-        found.append(ids_of(columns.get("output_ids"), f"{place}: output_ids"))
-    return found
+        replies.append(ids_of(columns.get("output_ids"), f"{columns.place}: output_ids"))
+    return replies
 
 
 def audit(

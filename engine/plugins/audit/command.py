@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.cli.exits import wrong_usage
-from engine.terminal import echo, echo_json
+from engine.cli.exits import USAGE, errors_exit, wrong_usage
+from engine.terminal import echo_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +22,7 @@ _SHOWN = 5
 """Findings of one rule that are printed without `--all`."""
 
 
-class Source(StrEnum):
+class FrameworkName(StrEnum):
     """The framework that made the rows."""
 
     VERL = "verl"
@@ -34,7 +34,7 @@ class Source(StrEnum):
 
 def audit(
     rows: Annotated[list[Path], typer.Argument(metavar="ROWS…", help="Files of rows, or folders of them.")],
-    source: Annotated[Source, typer.Option("--from", help="The framework that made the rows.")],
+    source: Annotated[FrameworkName, typer.Option("--from", help="The framework that made the rows.")],
     model: Annotated[
         str, typer.Option(help="The model that sampled them: a folder, a hub id, or a name of `engine models`.")
     ],
@@ -71,23 +71,22 @@ def audit(
     without errors, 1 with an error (--strict: or a warning), 2 if a file could not be read. Files may come from strangers: nothing
     in them is executed.
     """
-    from engine.errors import EngineError
-    from engine.logs import configure_logging
+    import asyncio
+
     from engine.plugins.audit.audit import audit as judge
     from engine.plugins.audit.audit import read_rows, read_sampled
+    from engine.plugins.audit.store import store_rows
     from engine.tokens.loading import load_format
 
-    configure_logging()
-    try:
+    folder: Path | None = None
+    with errors_exit(USAGE):
         spec = _model(model, chat_template, template_kwargs)
         template = load_format(spec, Path())
-        found = read_rows(source.value, rows)
+        stored = read_rows(source.value, rows)
         record = None if sampled is None else read_sampled(sampled)
-        report, examined = judge(found, source.value, template, sampled=record, stops=stop or ())
-        folder = _store(examined, report, spec, template, out) if store else None
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        report, examined = judge(stored, source.value, template, sampled=record, stops=stop or ())
+        if store:
+            folder = asyncio.run(store_rows(examined, report, spec, template, out)).folder
     if json:
         echo_json(report.plain() | {"run": None if folder is None else str(folder)})
     else:
@@ -119,14 +118,6 @@ def _model(path: str, chat_template: str | None, template_kwargs: str | None) ->
         )
     except ValidationError as error:
         wrong_usage(f"--model: {error}")
-
-
-def _store(examined: Any, report: Report, model: ModelSpec, template: Any, out: Path) -> Path:
-    import asyncio
-
-    from engine.plugins.audit.store import store_rows
-
-    return asyncio.run(store_rows(examined, report, model, template, out)).folder
 
 
 def _print(report: Report, folder: Path | None, *, everything: bool) -> None:
@@ -162,13 +153,11 @@ def _summary(report: Report, console: Console) -> None:
     counts = report.counts()
     width = max(len(rule.name) for rule in RULES)
     for rule in RULES:
-        told = [
-            f"{severity} in {counts[rule.name][severity]}"
-            for severity in _STYLES
-            if severity in counts.get(rule.name, {})
-        ]
-        reasons = [f"{count} not judged: {reason}" for reason, count in report.not_judged[rule.name].items()]
-        words = [*(told or (["nothing found"] if report.judged[rule.name] else [])), *reasons]
+        of_rule = counts.get(rule.name, {})
+        words = [f"{severity} in {of_rule[severity]}" for severity in _STYLES if severity in of_rule]
+        if not words and report.judged[rule.name]:
+            words = ["nothing found"]
+        words += [f"{count} not judged: {reason}" for reason, count in report.not_judged[rule.name].items()]
         console.print(f"  {rule.name.ljust(width)}  {' · '.join(words)}")
     if report.replies:
         sign = _NONE_UNUSUAL if not report.unusual and report.replies >= _MANY else ""

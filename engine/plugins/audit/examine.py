@@ -10,12 +10,14 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from engine.errors import EngineError
+from engine.plugins.audit.findings import RowFinding, Severity
 from engine.plugins.audit.rows import ForeignRow, Vector, runs_of
 from engine.schemas.message import Message, Role
 from engine.schemas.model import PromptField
@@ -141,15 +143,12 @@ class TemplateMarks:
         closing = self.template.decode(self.closing)
         starts = [*self.template.stops] if stopped else ["", *self.template.stops]
         for start in dict.fromkeys([*starts, *(stop + closing for stop in self.template.stops)]):
-            for (before, role), mark in self._after_reply():
+            for (before, role), mark in sorted(self.between.items(), key=lambda item: -len(item[1])):
                 if before == "assistant" and (start + text).startswith(mark):
                     found = self._rest(start + text, len(mark), role)
                     if found is not None:
                         return found
         return None
-
-    def _after_reply(self) -> list[tuple[tuple[Role, Role], str]]:
-        return sorted(self.between.items(), key=lambda item: -len(item[1]))
 
     def _readings(self, text: str) -> list[list[Message]]:
         found = []
@@ -221,6 +220,16 @@ class Sampled:
     def longest_at(self, ids: tuple[int, ...]) -> int:
         """The length of the longest recorded reply that `ids` begin with and go on after; 0 if there is none."""
         return next((size for size in self._lengths if 0 < size < len(ids) and ids[:size] in self.replies), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What rules know besides the rows."""
+
+    sampled: Sampled | None = None
+    """The sampler's own record."""
+    stops: tuple[str, ...] = ()
+    """Texts that ended replies."""
 
 
 class Examined:
@@ -327,9 +336,30 @@ class Examined:
         """Tokens [start, end) of the response as text."""
         return self.marks.template.decode(self.response[start:end])
 
+    def quoted(self, start: int, end: int) -> str:
+        """Tokens [start, end) of the response as text in quotes; a long one with its middle left out."""
+        text = self.text(start, end)
+        return repr(text if len(text) <= 60 else f"{text[:40]}…{text[-19:]}")
+
+    def finding(
+        self, rule: str, severity: Severity, message: str, token: int | None = None, *, response: bool = True
+    ) -> RowFinding:
+        """A finding of this row. `token` is counted in the response unless `response` is False."""
+        at = None if token is None else token + (self.start if response else 0)
+        if at is not None and at >= len(self.ids):  # something is missing at the row's end
+            at = len(self.ids) - 1 if len(self.ids) else None
+        return RowFinding(rule=rule, severity=severity, row=self.index, place=self.row.place, token=at, message=message)
+
     def observations(self, end: int, until: int, *, stopped: bool) -> list[Message] | None:
         """The messages in tokens [end, until) of the response, between two replies."""
         return self.marks.observations(self.response[end:until], stopped=stopped)
+
+
+def first_difference(one: Sequence[int] | Vector, other: Sequence[int] | Vector) -> int:
+    """The first place at which two lists differ; the length of the shorter one where none does."""
+    size = min(len(one), len(other))
+    different = np.flatnonzero(np.asarray(one[:size]) != np.asarray(other[:size]))
+    return int(different[0]) if len(different) else size
 
 
 def _find(ids: Vector, part: Vector, start: int, end: int) -> int | None:

@@ -12,7 +12,7 @@ Severity = Literal["error", "warning", "info"]
 """`error`: the loss is not the one that the rewards and samples mean. `warning`: it may be intended. `info`: something that the rows do not tell."""
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class RowFinding(Struct, frozen=True, kw_only=True):
     """One thing that is wrong with a row."""
 
     rule: str
@@ -39,7 +39,7 @@ class Report:
     tokens: int = 0
     trained: int = 0
     """Tokens with loss mask 1."""
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[RowFinding] = field(default_factory=list)
     judged: Counter[str] = field(default_factory=Counter)
     """Number of rows that each rule judged."""
     not_judged: dict[str, Counter[str]] = field(default_factory=dict)

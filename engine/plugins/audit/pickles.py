@@ -15,7 +15,7 @@ import io
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any, ClassVar
 
@@ -59,9 +59,8 @@ class Inert:
         """A list of a subclass gets items."""
         self.items.extend(items)
 
-    def add(self, item: Any) -> None:
-        """A set of a subclass gets an item."""
-        self.items.append(item)
+    add = append
+    """A set of a subclass gets an item."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.pairs[key] = value
@@ -110,17 +109,13 @@ class _Unpickler(pickle._Unpickler):
         self.append(self.read(size))
 
 
-def _with_plain_keys(opcode: bytes, step: int) -> Callable[[Any], None]:
-    """An instruction that makes keys. Tuples are refused: a deeply nested one would overflow the stack when it is hashed.
-
-    Args:
-        opcode: The instruction.
-        step: 2 where keys and values take turns on the stack, 1 where there are only keys.
-    """
+def _with_plain_keys(opcode: bytes, keys: slice) -> Callable[[Any], None]:
+    """An instruction that makes keys, which stand at these places of the stack. Tuples are refused: a deeply nested one would overflow
+    the stack when it is hashed."""
     run = pickle._Unpickler.dispatch[opcode[0]]
 
     def checked(self: Any) -> None:
-        if any(isinstance(key, tuple | frozenset) for key in self.stack[::step]):
+        if any(isinstance(key, tuple | frozenset) for key in self.stack[keys]):
             raise AuditError("the pickle has tuples or sets as keys, which no rows need")
         run(self)
 
@@ -128,17 +123,14 @@ def _with_plain_keys(opcode: bytes, step: int) -> Callable[[Any], None]:
 
 
 _Unpickler.dispatch[pickle.BYTEARRAY8[0]] = _Unpickler._buffer
-for _opcode, _step in ((pickle.SETITEMS, 2), (pickle.DICT, 2), (pickle.ADDITEMS, 1), (pickle.FROZENSET, 1)):
-    _Unpickler.dispatch[_opcode[0]] = _with_plain_keys(_opcode, _step)
-
-
-def _set_item(self: Any) -> None:
-    if isinstance(self.stack[-2], tuple | frozenset):
-        raise AuditError("the pickle has tuples or sets as keys, which no rows need")
-    pickle._Unpickler.dispatch[pickle.SETITEM[0]](self)
-
-
-_Unpickler.dispatch[pickle.SETITEM[0]] = _set_item
+for _opcode, _keys in (
+    (pickle.SETITEM, slice(-2, -1)),
+    (pickle.SETITEMS, slice(None, None, 2)),  # keys and values take turns
+    (pickle.DICT, slice(None, None, 2)),
+    (pickle.ADDITEMS, slice(None)),
+    (pickle.FROZENSET, slice(None)),
+):
+    _Unpickler.dispatch[_opcode[0]] = _with_plain_keys(_opcode, _keys)
 
 
 def read_pickle(data: bytes, persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -166,15 +158,6 @@ def read_pickle(data: bytes, persistent: Callable[[Any], Any] | None = None) -> 
 def named(value: Any, *endings: str) -> bool:
     """Whether a value is an inert record of a class or function with one of these last names."""
     return isinstance(value, Inert) and value.name.rpartition(".")[2] in endings
-
-
-def inside(value: Any) -> Iterator[Any]:
-    """The values directly inside an inert record: arguments, state, items, pairs."""
-    if isinstance(value, Inert):
-        yield from value.args
-        yield value.state
-        yield from value.items
-        yield from value.pairs.values()
 
 
 MAX_DEPTH = 64
@@ -393,19 +376,3 @@ _KNOWN: dict[str, Callable[[_Converter, Inert, int], Any]] = {
     "Size": _Converter.size,
 }
 """How the records of arrays and containers are read, by the last part of their name."""
-
-
-def names_in(value: Any) -> set[str]:
-    """The names of the inert records that a converted value still holds."""
-    found: set[str] = set()
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, Inert):
-            found.add(item.name)
-            waiting += list(inside(item))
-        elif isinstance(item, dict):
-            waiting += list(item.values())
-        elif isinstance(item, list):
-            waiting += [each for each in item if isinstance(each, Inert | dict | list)]
-    return found

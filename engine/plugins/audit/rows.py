@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -98,13 +98,43 @@ class Columns:
         self._values = values
         self.place = place
 
+    @classmethod
+    def of(cls, record: Any, place: str) -> Columns:
+        """The keys of a record of a file. Raises: AuditError: it is not a dict."""
+        if not isinstance(record, dict):
+            raise AuditError(f"{place}: not an object")
+        return cls(record, place)
+
     def __contains__(self, name: str) -> bool:
         return self._values.get(name) is not None
 
     def get(self, name: str, default: Any = None) -> Any:
         """A column as it is; `default` where it is missing or null."""
-        found = self._values.get(name)
-        return default if found is None else found
+        value = self._values.get(name)
+        return default if value is None else value
+
+    def tokens(
+        self, name: str, at: int, shown: Vector, dtype: type[np.generic], place: str, of: str = "responses"
+    ) -> Vector | None:
+        """Row `at` of a table [rows, columns] without its padding, [tokens]; None where there is no such column.
+
+        Args:
+            name: The column.
+            at: The row.
+            shown: bool [columns]: which elements are no padding.
+            dtype: The type of the elements.
+            place: Where the row is, for messages.
+            of: What has as many columns, for messages.
+
+        Raises:
+            AuditError: The table has another number of rows or columns.
+        """
+        if name not in self:
+            return None
+        table = batch_of(self.get(name), f"{place}: {name}")
+        if len(table) <= at or table.shape[1] != len(shown):
+            raise AuditError(f"{place}: `{name}` has the shape {list(table.shape)}; {of} have {len(shown)} tokens")
+        return aligned(table[at][shown], int(shown.sum()), dtype, f"{place}: {name}")
 
     def rows(self, name: str, count: int, default: Any = None) -> list[Any]:
         """A column with one value for each of `count` rows; `default` for each where there is none.
@@ -112,12 +142,13 @@ class Columns:
         Raises:
             AuditError: It has another length.
         """
-        found = self._values.get(name)
-        if found is None:
+        column = self._values.get(name)
+        if column is None:
             return [default] * count
-        if size_of(found) != count:
-            raise AuditError(f"{self.place}: `{name}` has {_count(found)}; the file has {count} rows")
-        return list(found)
+        if (size := size_of(column)) != count:
+            length = f"a {type(column).__name__}" if size is None else f"{size} values"
+            raise AuditError(f"{self.place}: `{name}` has {length}; the file has {count} rows")
+        return list(column)
 
     def count(self, name: str) -> int:
         """The number of rows of a column.
@@ -125,10 +156,10 @@ class Columns:
         Raises:
             AuditError: It is not a list.
         """
-        found = size_of(self._values.get(name))
-        if found is None:
+        size = size_of(self._values.get(name))
+        if size is None:
             raise AuditError(f"{self.place}: `{name}` is not a list with one value for each row")
-        return found
+        return size
 
     def need(self, *names: str) -> None:
         """Refuse a file without these columns.
@@ -136,14 +167,10 @@ class Columns:
         Raises:
             AuditError: One is missing; the message lists those that there are.
         """
-        missing = [name for name in names if self._values.get(name) is None]
+        missing = ", ".join(f"`{name}`" for name in names if self._values.get(name) is None)
         if missing:
             there = ", ".join(sorted(map(str, self._values))[:30]) or "none"
-            raise AuditError(f"{self.place}: no {_quoted(missing)}; it has {there}")
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+            raise AuditError(f"{self.place}: no {missing}; it has {there}")
 
 
 def size_of(value: Any) -> int | None:
@@ -151,11 +178,6 @@ def size_of(value: Any) -> int | None:
     if isinstance(value, np.ndarray):
         return len(value) if value.ndim else None
     return len(value) if isinstance(value, list | tuple) else None
-
-
-def _count(value: Any) -> str:
-    size = size_of(value)
-    return f"a {type(value).__name__}" if size is None else f"{size} values"
 
 
 def vector(value: Any, dtype: type[np.generic], place: str) -> Vector:
@@ -167,29 +189,31 @@ def vector(value: Any, dtype: type[np.generic], place: str) -> Vector:
     if isinstance(value, Inert):
         raise AuditError(f"{place} is a `{value.name}`, not a list of numbers")
     try:
-        found = np.asarray(value)
-        if found.dtype == object:
-            found = np.asarray([float("nan") if item is None else item for item in value])
+        numbers = np.asarray(value)
+        if numbers.dtype == object:
+            numbers = np.asarray([float("nan") if item is None else item for item in value])
     except (ValueError, TypeError) as error:
         raise AuditError(f"{place} is not a flat list of numbers") from error
-    if found.ndim != 1 or (found.size and found.dtype.kind not in "biuf"):
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "biuf"):
         raise AuditError(
-            f"{place} is not a flat list of numbers, but of shape {list(found.shape)} and type {found.dtype}"
+            f"{place} is not a flat list of numbers, but of shape {list(numbers.shape)} and type {numbers.dtype}"
         )
-    if np.issubdtype(dtype, np.integer) and found.size:
-        exact = found.dtype.kind in "biu" or bool(np.all(np.isfinite(found)) and np.all(found == np.trunc(found)))
+    if np.issubdtype(dtype, np.integer) and numbers.size:
+        exact = numbers.dtype.kind in "biu" or bool(
+            np.all(np.isfinite(numbers)) and np.all(numbers == np.trunc(numbers))
+        )
         bounds = np.iinfo(np.int32)
-        if not exact or found.min() < bounds.min or found.max() > bounds.max:
+        if not exact or numbers.min() < bounds.min or numbers.max() > bounds.max:
             raise AuditError(f"{place} holds values that are not 32-bit integers")
-    return found.astype(dtype)
+    return numbers.astype(dtype)
 
 
 def ids_of(value: Any, place: str) -> Vector:
     """Token ids, int32 [tokens]. Raises: AuditError: they are not a flat list of ids from 0."""
-    found = vector(value, np.int32, place)
-    if found.size and found.min() < 0:
-        raise AuditError(f"{place} holds the id {found.min()}; ids are 0 or larger")
-    return found
+    ids = vector(value, np.int32, place)
+    if ids.size and ids.min() < 0:
+        raise AuditError(f"{place} holds the id {ids.min()}; ids are 0 or larger")
+    return ids
 
 
 def aligned(value: Any, size: int, dtype: type[np.generic], place: str) -> Vector | None:
@@ -200,10 +224,10 @@ def aligned(value: Any, size: int, dtype: type[np.generic], place: str) -> Vecto
     """
     if value is None:
         return None
-    found = vector(value, dtype, place)
-    if len(found) != size:
-        raise AuditError(f"{place} has {len(found)} elements; the response has {size} tokens")
-    return found
+    numbers = vector(value, dtype, place)
+    if len(numbers) != size:
+        raise AuditError(f"{place} has {len(numbers)} elements; the response has {size} tokens")
+    return numbers
 
 
 def number(value: Any) -> float | None:
@@ -222,8 +246,8 @@ def messages_of(value: Any) -> list[dict[str, Any]] | None:
     """Chat messages with role and content, or None for anything else."""
     if not size_of(value):
         return None
-    found = list(value)
-    return found if all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in found) else None
+    messages = list(value)
+    return messages if all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages) else None
 
 
 def batch_of(value: Any, place: str) -> Vector:
@@ -232,7 +256,7 @@ def batch_of(value: Any, place: str) -> Vector:
     Raises:
         AuditError: It is not one.
     """
-    found = value if isinstance(value, np.ndarray) else np.asarray(value)
-    if found.ndim != 2 or found.dtype.kind not in "biuf":
-        raise AuditError(f"{place} is not a table of numbers [rows, tokens], but of shape {list(found.shape)}")
-    return found
+    table = value if isinstance(value, np.ndarray) else np.asarray(value)
+    if table.ndim != 2 or table.dtype.kind not in "biuf":
+        raise AuditError(f"{place} is not a table of numbers [rows, tokens], but of shape {list(table.shape)}")
+    return table

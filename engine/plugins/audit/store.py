@@ -68,7 +68,7 @@ def records_of(row: Examined, rules: list[str]) -> deque[Record]:
         rules: The rules that have findings in it.
     """
     own = row.row
-    found: deque[Record] = deque([ResetRecord(reset=Reset(messages=row.shown_messages, facts=_facts(own, rules)))])
+    records: deque[Record] = deque([ResetRecord(reset=Reset(messages=row.shown_messages, facts=_facts(own, rules)))])
     if not own.has_ids:
         text = own.response_text or ""
         reply = Generation(
@@ -77,25 +77,18 @@ def records_of(row: Examined, rules: list[str]) -> deque[Record]:
             finish=FinishReason(type=own.finish or "stop"),
             text=text,
         )
-        found += [GenerationRecord(generation=reply), StepRecord(step=Step(event="done"))]
+        records += [GenerationRecord(generation=reply), StepRecord(step=Step(event="done"))]
     elif not row.runs:
         message = "the row has no token with loss mask 1, so it has no turn"
-        found.append(FailureRecord(failure=Failure(kind="no_trained_token", blame="backend", message=message)))
+        records.append(FailureRecord(failure=Failure(kind="no_trained_token", blame="backend", message=message)))
     else:
         for turn, (start, end) in enumerate(row.runs):
             last = turn + 1 == len(row.runs)
-            found.append(GenerationRecord(generation=_generation(row, start, end, last)))
+            records.append(GenerationRecord(generation=_generation(row, start, end, last)))
             answer = [] if last else _answer(row, end, row.runs[turn + 1][0])
-            found.append(StepRecord(step=Step(event="done" if last else "continue", messages=answer)))
-    found.append(ScoreRecord(rewards=_rewards(row)))
-    return found
-
-
-def next_record(records: deque[Record], state: str) -> Record:
-    """The record for a state: the next one; in the final state the last one, which is the score's."""
-    if state == "DONE":
-        return records.pop()
-    return records.popleft()
+            records.append(StepRecord(step=Step(event="done" if last else "continue", messages=answer)))
+    records.append(ScoreRecord(rewards=_rewards(row)))
+    return records
 
 
 def _generation(row: Examined, start: int, end: int, last: bool) -> Generation:
@@ -117,19 +110,19 @@ def _generation(row: Examined, start: int, end: int, last: bool) -> Generation:
 def _versions_of(row: ForeignRow) -> Vector:
     """int32 [response]: the version of each token; the row's newest, or 0, where the token has none."""
     assert row.response_ids is not None
-    known = max(row.row_versions, default=0)
+    newest = max((0, *row.row_versions))
     if row.versions is None:
-        return np.full(len(row.response_ids), max(known, 0), np.int32)
-    return np.where(row.versions < 0, max(known, 0), row.versions).astype(np.int32)
+        return np.full(len(row.response_ids), newest, np.int32)
+    return np.where(row.versions < 0, newest, row.versions).astype(np.int32)
 
 
 def _spans(versions: Vector) -> list[VersionSpan]:
-    found, at = [], 0
-    for version, each in groupby(versions.tolist()):
-        size = len(list(each))
-        found.append(VersionSpan(version=version, start=at, end=at + size))
+    spans, at = [], 0
+    for version, tokens in groupby(versions.tolist()):
+        size = len(list(tokens))
+        spans.append(VersionSpan(version=version, start=at, end=at + size))
         at += size
-    return found
+    return spans
 
 
 def _answer(row: Examined, end: int, until: int) -> list[Message]:
@@ -138,13 +131,13 @@ def _answer(row: Examined, end: int, until: int) -> list[Message]:
     after = end - len(closing) if closing and row.response[:end][-len(closing) :].tolist() == closing else end
     for at in dict.fromkeys((end, after)):  # a run may end with the template's closing
         if at and int(row.response[at - 1]) in row.marks.template.stop_set:
-            found = row.observations(at, until, stopped=True)
+            messages = row.observations(at, until, stopped=True)
             break
     else:
-        found = row.observations(end, until, stopped=False)
-    if found is None or any(message.role == "assistant" for message in found):
+        messages = row.observations(end, until, stopped=False)
+    if messages is None or any(message.role == "assistant" for message in messages):
         return [Message(role="user", content=row.text(end, until))]
-    return found
+    return messages
 
 
 def _rewards(row: Examined) -> list[RewardEvent]:
@@ -253,26 +246,18 @@ def with_own_tokens(trajectory: Trajectory, row: Examined) -> Trajectory:
     if not own.has_ids:
         return trajectory
     branch = branch_of(row)
-    if len(trajectory.branches) == 1 and _same_tokens(trajectory.branches[0], branch):
-        branch = replace(branch, spans=trajectory.branches[0].spans)  # which tell closings from bridges
-    places = [span for span in branch.spans if span.kind == "generated"]
-    told = {turn.index: turn for turn in trajectory.turns}
-    turns = [
-        replace(told.get(at) or _silent_turn(at), branch=0, start=span.start, end=span.end)
-        for at, span in enumerate(places)
+    if len(trajectory.branches) == 1:
+        (rendered,) = trajectory.branches
+        if np.array_equal(rendered.input_ids, branch.input_ids) and np.array_equal(rendered.turn_ids, branch.turn_ids):
+            branch = replace(branch, spans=rendered.spans)  # which tell closings from bridges
+    read = {turn.index: turn for turn in trajectory.turns}
+    unread = Turn(index=-1, branch=0, start=0, end=0, finish=FinishReason(type="stop"), event="answered")
+    turns = [  # the row's messages may not have been read up to its end
+        replace(read.get(at, unread), index=at, branch=0, start=span.start, end=span.end)
+        for at, span in enumerate(span for span in branch.spans if span.kind == "generated")
     ]
     counts = trajectory.counts | {"context_tokens": len(row.ids), "sampled_tokens": int(branch.loss_mask.sum())}
     return replace(trajectory, branches=[branch], turns=turns, counts=counts)
-
-
-def _same_tokens(one: Branch, other: Branch) -> bool:
-    """Whether two branches have the same ids and the same turns."""
-    return np.array_equal(one.input_ids, other.input_ids) and np.array_equal(one.turn_ids, other.turn_ids)
-
-
-def _silent_turn(index: int) -> Turn:
-    """A turn behind the place at which the row's messages could not be read."""
-    return Turn(index=index, branch=0, start=0, end=0, finish=FinishReason(type="stop"), event="answered")
 
 
 _PLAIN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,79}")
@@ -396,7 +381,7 @@ async def _write(
     records = records_of(row, rules)
     while True:
         seq, state = episode.seq, episode.state
-        record = next_record(records, state)
+        record = records.pop() if state == "DONE" else records.popleft()  # the last one is the score's
         event, dest = episode.feed(record)
         entry = JournalEntry(seq=seq, state=state, event=event, dest=dest, record=record, at=time.time(), seconds=0.0)
         await journal.append(entry, encode_record(record))

@@ -16,7 +16,7 @@ from slow_cases import slow_but
 from engine.errors import AuditError, RenderError
 from engine.plugins.audit.audit import audit
 from engine.plugins.audit.examine import TemplateMarks
-from engine.plugins.audit.findings import Finding, Report
+from engine.plugins.audit.findings import Report, RowFinding
 from engine.plugins.audit.rows import ForeignRow
 from engine.schemas.generation import FinishReason, Generation
 from engine.schemas.message import Message
@@ -410,5 +410,5 @@ def test_any_ids_and_masks_are_judged(formats: Callable[..., ChatTemplate], temp
 
 
 def test_a_finding_is_one_line_with_row_token_and_rule() -> None:
-    finding = Finding(rule="missing_eos", severity="error", row=3, place="a.pt row 3", token=17, message="words")
+    finding = RowFinding(rule="missing_eos", severity="error", row=3, place="a.pt row 3", token=17, message="words")
     assert str(finding) == "a.pt row 3 token 17: error[missing_eos] words"

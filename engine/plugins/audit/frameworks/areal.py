@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.errors import AuditError
 from engine.plugins.audit.files import Document
-from engine.plugins.audit.rows import Columns, ForeignRow, Vector, aligned, batch_of, ids_of, number, text_of
+from engine.plugins.audit.rows import Columns, ForeignRow, Vector, batch_of, ids_of, number, text_of
 
 
 def read(document: Document) -> list[ForeignRow]:
@@ -38,18 +38,16 @@ def read(document: Document) -> list[ForeignRow]:
 
 
 def _line(line: Any, place: str) -> ForeignRow:
-    if not isinstance(line, dict):
-        raise AuditError(f"{place}: not an object")
-    columns = Columns(line, place)
+    columns = Columns.of(line, place)
     columns.need("prompt", "completion")
-    known = [number(columns.get(name)) for name in ("head_version", "tail_version")]
+    versions = [number(columns.get(name)) for name in ("head_version", "tail_version")]
     return ForeignRow(
         place=place,
         group=str(columns.get("task_id", "")),
         prompt_text=text_of(columns.get("prompt")),
         response_text=text_of(columns.get("completion")),
         reward=number(columns.get("reward")),
-        row_versions=tuple(sorted({int(each) for each in known if each is not None})),
+        row_versions=tuple(sorted({int(version) for version in versions if version is not None})),
         fields={key: value for key, value in line.items() if key not in ("prompt", "completion", "reward")},
     )
 
@@ -71,35 +69,26 @@ def _batch(columns: Columns, place: str, trajectory: str) -> list[ForeignRow]:
 
 
 def _row(
-    columns: Columns, ids: Vector, kept: Vector, at: int, reward: Any, group: str, place: str, trajectory: str
+    columns: Columns, ids: Vector, unpadded: Vector, at: int, reward: Any, group: str, place: str, trajectory: str
 ) -> ForeignRow:
     place = f"{place} row {at}"
-    whole = ids_of(ids[at][kept], f"{place}: input_ids")
-    mask = _of(columns, "loss_mask", at, kept, np.int32, place)
-    logprobs = _of(columns, "logprobs", at, kept, np.float32, place)
-    versions = _of(columns, "versions", at, kept, np.int32, place)
+    tokens = ids_of(ids[at][unpadded], f"{place}: input_ids")
+    mask = columns.tokens("loss_mask", at, unpadded, np.int32, place, "input_ids")
+    logprobs = columns.tokens("logprobs", at, unpadded, np.float32, place, "input_ids")
+    versions = columns.tokens("versions", at, unpadded, np.int32, place, "input_ids")
     assert mask is not None
     sampled = mask != 0 if versions is None else (mask != 0) | (versions >= 0)
-    found = np.flatnonzero(sampled)
-    start = int(found[0]) if len(found) else len(whole)
+    places = np.flatnonzero(sampled)
+    start = int(places[0]) if len(places) else len(tokens)
     return ForeignRow(
         place=place,
         group=group,
         trajectory=trajectory,
-        prompt_ids=whole[:start],
-        response_ids=whole[start:],
+        prompt_ids=tokens[:start],
+        response_ids=tokens[start:],
         loss_mask=mask[start:],
         logprobs=None if logprobs is None else logprobs[start:],
         versions=None if versions is None else versions[start:],
         reward=number(reward),
         images="multi_modal_input" in columns,
     )
-
-
-def _of(columns: Columns, name: str, at: int, kept: Vector, dtype: type[np.generic], place: str) -> Vector | None:
-    if name not in columns:
-        return None
-    table = batch_of(columns.get(name), f"{place}: {name}")
-    if len(table) <= at or table.shape[1] != len(kept):
-        raise AuditError(f"{place}: `{name}` has the shape {list(table.shape)}; input_ids have {len(kept)} tokens")
-    return aligned(table[at][kept], int(kept.sum()), dtype, f"{place}: {name}")

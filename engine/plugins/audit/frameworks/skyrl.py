@@ -13,7 +13,7 @@ import numpy as np
 from engine.errors import AuditError
 from engine.plugins.audit.files import Document
 from engine.plugins.audit.pickles import Inert, array_of, named, plain, read_torch
-from engine.plugins.audit.rows import Columns, ForeignRow, Vector, aligned, batch_of, ids_of, number, size_of
+from engine.plugins.audit.rows import Columns, ForeignRow, aligned, batch_of, ids_of, number, size_of
 
 _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -108,33 +108,24 @@ def _batch(document: Document) -> list[ForeignRow]:
     rows = []
     for at in range(len(sequences)):
         place = f"{document.path.name} row {at}"
-        kept = responses[at] != 0
-        whole = ids_of(sequences[at][shown[at] != 0], f"{place}: sequences")
-        length = int(kept.sum())
-        rewards = _of(columns, "rewards", at, kept, np.float64, place)
+        unpadded = responses[at] != 0
+        tokens = ids_of(sequences[at][shown[at] != 0], f"{place}: sequences")
+        length = int(unpadded.sum())
+        rewards = columns.tokens("rewards", at, unpadded, np.float64, place)
         rows.append(
             ForeignRow(
                 place=place,
                 group=str(groups[at]),
-                prompt_ids=whole[: len(whole) - length],
-                response_ids=whole[len(whole) - length :],
-                loss_mask=_of(columns, "loss_mask", at, kept, np.int32, place),
-                logprobs=_of(columns, "rollout_logprobs", at, kept, np.float32, place),
+                prompt_ids=tokens[: len(tokens) - length],
+                response_ids=tokens[len(tokens) - length :],
+                loss_mask=columns.tokens("loss_mask", at, unpadded, np.int32, place),
+                logprobs=columns.tokens("rollout_logprobs", at, unpadded, np.float32, place),
                 token_rewards=rewards,
                 reward=None if rewards is None else float(rewards.sum()),
                 images="pixel_values" in columns,
             )
         )
     return rows
-
-
-def _of(columns: Columns, name: str, at: int, kept: Vector, dtype: type[np.generic], place: str) -> Vector | None:
-    if name not in columns:
-        return None
-    table = batch_of(columns.get(name), f"{place}: {name}")
-    if len(table) <= at or table.shape[1] != len(kept):
-        raise AuditError(f"{place}: `{name}` has the shape {list(table.shape)}; responses have {len(kept)} tokens")
-    return aligned(table[at][kept], int(kept.sum()), dtype, f"{place}: {name}")
 
 
 def _tensor(value: Any, place: str) -> Any:

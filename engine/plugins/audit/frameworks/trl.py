@@ -12,6 +12,7 @@ The loss mask is `completion_mask` times `tool_mask` (or `env_mask`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,24 +60,22 @@ def read(document: Document) -> list[ForeignRow]:
     size = shared.get("num_generations")
     rows = []
     for at in range(count):
-        own = {key: item[at] for key, item in by_row.items()}
-        if isinstance(size, int) and size > 0 and "group" not in own:
-            own["group"] = at // size
-        rows.append(_record(own, f"{name} row {at}", shared))
+        row = {key: item[at] for key, item in by_row.items()}
+        if isinstance(size, int) and size > 0 and "group" not in row:
+            row["group"] = at // size
+        rows.append(_record(row, f"{name} row {at}", shared))
     return rows
 
 
 def _record(row: Any, place: str, shared: Mapping[str, Any]) -> ForeignRow:
-    if not isinstance(row, dict):
-        raise AuditError(f"{place}: not an object")
-    columns = Columns(row, place)
+    columns = Columns.of(row, place)
     prompt = columns.get("prompt", columns.get("prompts"))
     completion = columns.get("completion", columns.get("completions"))
     group = columns.get("group")
     if group is None and "completion" in columns and "completion_ids" not in columns:
         group = f"{columns.get('step', '')}:{prompt}"
     fields = {key: item for key, item in row.items() if key not in _READ and key != "group"}
-    told = ForeignRow(
+    texts = ForeignRow(
         place=place,
         group="" if group is None else str(group),
         messages=messages_of(prompt),
@@ -88,45 +87,37 @@ def _record(row: Any, place: str, shared: Mapping[str, Any]) -> ForeignRow:
     )
     if "completion_ids" not in columns:
         columns.need("prompt", "completion")
-        return told
+        return texts
     columns.need("prompt_ids")
     prompt_ids, _ = _unpadded(columns, "prompt_ids", "prompt_mask", place)
-    ids, kept = _unpadded(columns, "completion_ids", "completion_mask", place)
-    return ForeignRow(
-        **{
-            name: getattr(told, name)
-            for name in ("place", "group", "messages", "prompt_text", "response_text", "reward", "images", "fields")
-        },
+    ids, unpadded = _unpadded(columns, "completion_ids", "completion_mask", place)
+    return replace(
+        texts,
         prompt_ids=prompt_ids,
         response_ids=ids,
-        loss_mask=_column(columns, _MASKS, kept, np.int32, place),
-        logprobs=_column(columns, _LOGPROBS, kept, np.float32, place),
+        loss_mask=_column(columns, _MASKS, unpadded, np.int32, place),
+        logprobs=_column(columns, _LOGPROBS, unpadded, np.float32, place),
         row_versions=tuple(int(each) for each in [number(columns.get("model_version"))] if each is not None),
     )
 
 
 def _unpadded(columns: Columns, name: str, mask: str, place: str) -> tuple[Vector, Vector]:
     """Ids without padding, and which elements of the padded row they are."""
-    found = vector(columns.get(name), np.int64, f"{place}: {name}")
-    kept = np.ones(len(found), bool)
-    if mask in columns:
-        shown = aligned(columns.get(mask), len(found), np.int32, f"{place}: {mask}")
-        assert shown is not None
-        kept = shown != 0
-    return ids_of(found[kept], f"{place}: {name}"), kept
+    padded = vector(columns.get(name), np.int64, f"{place}: {name}")
+    mask_values = aligned(columns.get(mask), len(padded), np.int32, f"{place}: {mask}")
+    unpadded = np.ones(len(padded), bool) if mask_values is None else mask_values != 0
+    return ids_of(padded[unpadded], f"{place}: {name}"), unpadded
 
 
 def _column(
-    columns: Columns, names: tuple[str, ...], kept: Vector, dtype: type[np.generic], place: str
+    columns: Columns, names: tuple[str, ...], unpadded: Vector, dtype: type[np.generic], place: str
 ) -> Vector | None:
     for name in names:
         if name in columns:
-            found = vector(columns.get(name), dtype, f"{place}: {name}")
-            if len(found) not in (len(kept), int(kept.sum())):
-                raise AuditError(
-                    f"{place}: {name} has {len(found)} elements; the completion has {int(kept.sum())} tokens"
-                )
-            return found[kept] if len(found) == len(kept) else found
+            column, tokens = vector(columns.get(name), dtype, f"{place}: {name}"), int(unpadded.sum())
+            if len(column) not in (len(unpadded), tokens):
+                raise AuditError(f"{place}: {name} has {len(column)} elements; the completion has {tokens} tokens")
+            return column[unpadded] if len(column) == len(unpadded) else column
     return None
 
 
@@ -135,5 +126,5 @@ def _reward(columns: Columns, fields: Mapping[str, Any]) -> float | None:
     for name in ("reward", "rewards"):
         if name in columns:
             return number(columns.get(name))
-    found = [number(value) for key, value in fields.items() if key.endswith(("_reward", "reward_func", "_func"))]
-    return sum(each for each in found if each is not None) if found else None
+    parts = [number(value) for key, value in fields.items() if key.endswith(("_reward", "reward_func", "_func"))]
+    return sum(part for part in parts if part is not None) if parts else None

@@ -12,12 +12,10 @@ import numpy as np
 
 from engine.errors import AuditError
 from engine.plugins.audit.files import Document
-from engine.plugins.audit.pickles import Inert, array_of, named, read_torch
+from engine.plugins.audit.pickles import Inert, array_of, named, plain, read_torch
 from engine.plugins.audit.rows import (
     Columns,
     ForeignRow,
-    Vector,
-    aligned,
     batch_of,
     ids_of,
     messages_of,
@@ -53,9 +51,7 @@ def read(document: Document) -> list[ForeignRow]:
 
 
 def _line(line: Any, place: str) -> ForeignRow:
-    if not isinstance(line, dict):
-        raise AuditError(f"{place}: not an object")
-    columns = Columns(line, place)
+    columns = Columns.of(line, place)
     columns.need("input", "output")
     group = columns.get("uid") or columns.get("input")
     return ForeignRow(
@@ -79,8 +75,6 @@ def _proto(document: Document) -> list[ForeignRow]:
     state = document.value.state
     if not isinstance(state, list | tuple) or len(state) != 3:
         raise AuditError(f"{path}: the DataProto has no state of (batch, non_tensor_batch, meta_info)")
-    from engine.plugins.audit.pickles import plain
-
     batch, others, meta = state[0], plain(state[1]), plain(state[2])
     tensors = Columns(_tensors(batch, str(path)), str(path))
     tensors.need("prompts", "responses")
@@ -100,11 +94,11 @@ def _proto(document: Document) -> list[ForeignRow]:
     rows = []
     for at in range(count):
         place = f"{path.name} row {at}"
-        kept = attention[at, width:] != 0
-        ids = ids_of(responses[at][kept], f"{place}: responses")
-        rewards = _of(tensors, "rm_scores", at, kept, np.float64, place)
+        unpadded = attention[at, width:] != 0
+        ids = ids_of(responses[at][unpadded], f"{place}: responses")
+        rewards = tensors.tokens("rm_scores", at, unpadded, np.float64, place)
         if rewards is None:
-            rewards = _of(tensors, "token_level_scores", at, kept, np.float64, place)
+            rewards = tensors.tokens("token_level_scores", at, unpadded, np.float64, place)
         model = lists["reward_model"][at]
         rows.append(
             ForeignRow(
@@ -112,8 +106,8 @@ def _proto(document: Document) -> list[ForeignRow]:
                 group=str(lists["uid"][at] or ""),
                 prompt_ids=ids_of(prompts[at][attention[at, :width] != 0], f"{place}: prompts"),
                 response_ids=ids,
-                loss_mask=_of(tensors, "response_mask", at, kept, np.int32, place),
-                logprobs=_of(tensors, "rollout_log_probs", at, kept, np.float32, place),
+                loss_mask=tensors.tokens("response_mask", at, unpadded, np.int32, place),
+                logprobs=tensors.tokens("rollout_log_probs", at, unpadded, np.float32, place),
                 row_versions=_versions(lists, at, step),
                 token_rewards=rewards,
                 reward=None if rewards is None else float(rewards.sum()),
@@ -127,21 +121,10 @@ def _proto(document: Document) -> list[ForeignRow]:
     return rows
 
 
-def _of(tensors: Columns, name: str, at: int, kept: Vector, dtype: type[np.generic], place: str) -> Vector | None:
-    """One row of a column over the response, without padding."""
-    found = tensors.get(name)
-    if found is None:
-        return None
-    table = batch_of(found, f"{place}: {name}")
-    if len(table) <= at or table.shape[1] != len(kept):
-        raise AuditError(f"{place}: `{name}` has the shape {list(table.shape)}; responses have {len(kept)} tokens")
-    return aligned(table[at][kept], int(kept.sum()), dtype, f"{place}: {name}")
-
-
 def _versions(lists: dict[str, list[Any]], at: int, step: Any) -> tuple[int, ...]:
-    found = [number(lists[name][at]) for name in ("min_global_steps", "max_global_steps") if name in lists]
-    known = sorted({int(each) for each in found if each is not None and each == each})
-    return tuple(known) or ((int(step),) if isinstance(step, int) else ())
+    numbers = [number(lists[name][at]) for name in ("min_global_steps", "max_global_steps") if name in lists]
+    versions = sorted({int(version) for version in numbers if version is not None and version == version})
+    return tuple(versions) or ((int(step),) if isinstance(step, int) else ())
 
 
 def _numbers(value: Any) -> tuple[float, ...]:
@@ -154,10 +137,10 @@ def _numbers(value: Any) -> tuple[float, ...]:
 def _tensors(batch: Any, place: str) -> dict[str, Any]:
     """The columns of the batch: bytes of `torch.save` of a `TensorDict`, or verl's own form with `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`."""
     if isinstance(batch, bytes):
-        found = read_torch(batch)
-        if isinstance(found, dict):
-            return found
-        name = found.name if isinstance(found, Inert) else type(found).__name__
+        columns = read_torch(batch)
+        if isinstance(columns, dict):
+            return columns
+        name = columns.name if isinstance(columns, Inert) else type(columns).__name__
         raise AuditError(
             f"{place}: the batch is a `{name}`; only consolidated TensorDicts are read (tensordict 0.5 or later)"
         )

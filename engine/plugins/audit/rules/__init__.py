@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.plugins.audit.examine import Examined
-from engine.plugins.audit.findings import Finding
-from engine.plugins.audit.rules.base import Evidence
+from engine.plugins.audit.examine import Evidence, Examined
+from engine.plugins.audit.findings import RowFinding
 from engine.plugins.audit.rules.batch import mixed_group, no_versions, reward_unseen
 from engine.plugins.audit.rules.prompts import prompt_not_template
 from engine.plugins.audit.rules.tokens import closing_trained, missing_eos, observation_trained, retokenized
-
-__all__ = ["RULES", "Evidence", "Rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +22,8 @@ class Rule:
 
     name: str
     title: str
-    check: Callable[[Sequence[Examined], Evidence], Iterator[Finding]]
-    lacks: Callable[[Examined], str | None]
+    check: Callable[[Sequence[Examined], Evidence], Iterator[RowFinding]]
+    lacks: Callable[[Examined], str | None] = lambda row: None
     """Why a row cannot be judged; None if it can."""
 
 
@@ -46,10 +43,6 @@ def _no_group(row: Examined) -> str | None:
     return None if row.row.group else "the row names no group"
 
 
-def _nothing(row: Examined) -> str | None:
-    return None
-
-
 RULES: tuple[Rule, ...] = (
     Rule("retokenized", "sampled tokens that were decoded and encoded again", retokenized, _no_ids),
     Rule("observation_trained", "observations with loss mask 1", observation_trained, _no_ids),
@@ -58,6 +51,6 @@ RULES: tuple[Rule, ...] = (
     Rule("prompt_not_template", "prompts that are not what the template renders", prompt_not_template, _no_plain_ids),
     Rule("reward_unseen", "rewards that reach no trained token", reward_unseen, _no_reward),
     Rule("mixed_group", "groups that mix prompts or tasks", mixed_group, _no_group),
-    Rule("no_versions", "weight versions that are missing", no_versions, _nothing),
+    Rule("no_versions", "weight versions that are missing", no_versions),
 )
 """The rules, in the order in which findings of a row are listed."""

@@ -8,52 +8,48 @@ from math import isfinite
 
 import numpy as np
 
-from engine.plugins.audit.examine import Examined
-from engine.plugins.audit.findings import Finding
-from engine.plugins.audit.rules.base import Evidence, finding_of, first_difference
+from engine.plugins.audit.examine import Evidence, Examined, first_difference
+from engine.plugins.audit.findings import RowFinding
 
 
-def reward_unseen(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
+def reward_unseen(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
     """Rewards that reach no trained token."""
     for row in rows:
         own = row.row
         if own.reward is not None and not isfinite(own.reward):
-            yield finding_of("reward_unseen", "error", row, f"the reward is {own.reward}")
+            yield row.finding("reward_unseen", "error", f"the reward is {own.reward}")
             continue
         if own.has_ids and own.reward and not row.runs:
-            yield finding_of(
-                "reward_unseen", "error", row, f"the reward {own.reward:g} belongs to a row without a trained token"
+            yield row.finding(
+                "reward_unseen", "error", f"the reward {own.reward:g} belongs to a row without a trained token"
             )
         elif own.excluded and own.reward:
-            yield finding_of(
+            yield row.finding(
                 "reward_unseen",
                 "warning",
-                row,
                 f"the row has the reward {own.reward:g} and is marked to be left out of the loss",
             )
         elif own.token_rewards is not None:
             places = np.flatnonzero((own.token_rewards != 0) & (own.mask == 0))
             if len(places):
                 at = int(places[0])
-                yield finding_of(
+                yield row.finding(
                     "reward_unseen",
                     "warning",
-                    row,
                     f"{len(places)} rewards by token are on tokens with loss mask 0, the first of {own.token_rewards[at]:g}: a sum over the row "
                     "has it, an estimator that goes from token to token leaves it out",
                     at,
                 )
         if len(own.turn_rewards) > 1 and any(own.turn_rewards):
             told = ", ".join(f"{value:g}" for value in own.turn_rewards[:6])
-            yield finding_of(
+            yield row.finding(
                 "reward_unseen",
                 "warning",
-                row,
                 f"rewards by turn ({told}) are in a field beside the tokens; the reward that is trained is {own.reward}",
             )
 
 
-def mixed_group(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
+def mixed_group(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
     """Groups whose rows begin with other prompts or belong to other tasks, so that their rewards are no baseline for each other."""
     groups: dict[str, dict[str, Examined]] = defaultdict(dict)
     for row in rows:
@@ -67,10 +63,9 @@ def mixed_group(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
                     if row.row.prompt_ids is None or first.row.prompt_ids is None
                     else first_difference(row.row.prompt_ids.tolist(), first.row.prompt_ids.tolist())
                 )
-                yield finding_of(
+                yield row.finding(
                     "mixed_group",
                     "error",
-                    row,
                     f"group {name} begins with another prompt in {first.row.place}",
                     at,
                     response=False,
@@ -78,10 +73,9 @@ def mixed_group(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
             elif (
                 row.row.label is not None and first.row.label is not None and str(row.row.label) != str(first.row.label)
             ):
-                yield finding_of(
+                yield row.finding(
                     "mixed_group",
                     "error",
-                    row,
                     f"group {name} has the answer {first.row.label!r} in {first.row.place} and {row.row.label!r} here, with the same prompt",
                 )
 
@@ -90,11 +84,11 @@ def _prompt_key(row: Examined) -> bytes | str | None:
     return row.row.prompt_text if row.row.prompt_ids is None else row.row.prompt_ids.tobytes()
 
 
-def no_versions(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
+def no_versions(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
     """Trained tokens whose weight version is not known."""
     without = [row for row in rows if row.row.versions is None and not row.row.row_versions]
     if without and len(without) == len(rows):
-        yield Finding(
+        yield RowFinding(
             rule="no_versions",
             severity="info",
             row=-1,
@@ -103,23 +97,21 @@ def no_versions(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
         )
     else:
         for row in without:
-            yield finding_of("no_versions", "warning", row, "this row names no weight version, and others do")
+            yield row.finding("no_versions", "warning", "this row names no weight version, and others do")
     for row in rows:
         if row.row.versions is None and len(set(row.row.row_versions)) > 1:
             found = sorted(set(row.row.row_versions))
-            yield finding_of(
+            yield row.finding(
                 "no_versions",
                 "warning",
-                row,
                 f"tokens of the versions {found[0]} to {found[-1]} are in one row, and no token says which",
             )
         elif row.row.versions is not None:
             places = np.flatnonzero((row.row.versions < 0) & (row.row.mask != 0))
             if len(places):
-                yield finding_of(
+                yield row.finding(
                     "no_versions",
                     "warning",
-                    row,
                     f"{len(places)} trained tokens have no weight version",
                     int(places[0]),
                 )

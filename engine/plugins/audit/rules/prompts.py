@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from engine.errors import EngineError
-from engine.plugins.audit.examine import Examined, Reply
-from engine.plugins.audit.findings import Finding, Severity
-from engine.plugins.audit.rules.base import Evidence, finding_of, first_difference
+from engine.plugins.audit.examine import Evidence, Examined, Reply, first_difference
+from engine.plugins.audit.findings import RowFinding, Severity
 from engine.schemas.generation import FinishReason, Generation
 from engine.tokens.conversation import Conversation
 
 
-def prompt_not_template(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
+def prompt_not_template(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
     """Prompts that are not what the chat template renders: the first one, and what stands between two replies."""
     for row in rows:
         assert row.row.prompt_ids is not None
         if not row.prompt_is_rendered:
             at, what = _prompt_difference(row)
-            yield finding_of("prompt_not_template", "warning", row, what, at, response=False)
-        for difference in bridge_differences(row):
-            yield finding_of("prompt_not_template", difference.severity, row, difference.message, difference.token)
+            yield row.finding("prompt_not_template", "warning", what, at, response=False)
+        if len(row.replies) > 1 and (finding := _bridge_finding(row)) is not None:
+            yield finding
 
 
 def _prompt_difference(row: Examined) -> tuple[int | None, str]:
@@ -48,32 +46,25 @@ def _prompt_difference(row: Examined) -> tuple[int | None, str]:
     )
 
 
-class Difference(NamedTuple):
-    """A place at which a row differs from the template."""
-
-    token: int
-    """Counted in the response."""
-    severity: Severity
-    message: str
-
-
-def bridge_differences(row: Examined) -> Iterator[Difference]:
-    """Yield the first difference between two replies of a row, if there is one."""
-    pairs = list(pairwise(row.replies))
-    if not pairs:
-        return
+def _bridge_finding(row: Examined) -> RowFinding | None:
+    """The first difference between what stands between two replies and what the template writes there, by the engine's own conversation."""
     try:
         conversation = Conversation.begun(row.marks.template, row.shown_messages)
-        for turn, (reply, following) in enumerate(pairs):
-            found = _between(conversation, row, turn, reply, following)
-            if found is not None:
-                yield found
-                return
+        for turn, (reply, following) in enumerate(pairwise(row.replies)):
+            difference = _between(conversation, row, turn, reply, following)
+            if difference is not None:
+                severity, message, at = difference
+                return row.finding("prompt_not_template", severity, message, reply.end + at)
     except (EngineError, ValueError) as error:  # a row can hold what no conversation can
-        yield Difference(pairs[0][0].end, "warning", f"the chat template refuses this conversation: {error}")
+        message = f"the chat template refuses this conversation: {error}"
+        return row.finding("prompt_not_template", "warning", message, row.replies[0].end)
+    return None
 
 
-def _between(conversation: Conversation, row: Examined, turn: int, reply: Reply, following: Reply) -> Difference | None:
+def _between(
+    conversation: Conversation, row: Examined, turn: int, reply: Reply, following: Reply
+) -> tuple[Severity, str, int] | None:
+    """Severity, message and place, counted from the end of the reply; None where there is no difference."""
     asked = conversation.prompt()
     ids = row.response[reply.start : reply.end]
     finish = FinishReason(type="stop" if reply.stopped else "length")
@@ -81,35 +72,28 @@ def _between(conversation: Conversation, row: Examined, turn: int, reply: Reply,
     tape = np.concatenate([asked, ids])
     here = row.response[reply.end : following.start]
     messages = row.observations(reply.end, following.start, stopped=reply.stopped)
-    if messages is None and not reply.stopped and not row.marks.has_mark(here):
-        said = _short(row.text(reply.end, following.start))
-        return Difference(reply.end, "info", f"text was put inside a reply, without a message of its own: {said}")
+    decode = row.marks.template.decode
     if messages is None:
-        return Difference(
-            reply.end,
+        shown = _short(decode(here))
+        if not reply.stopped and not row.marks.has_mark(here):
+            return "info", f"text was put inside a reply, without a message of its own: {shown}", 0
+        return (
             "warning",
-            f"what stands between two replies is not what the template writes for any messages: {_short(row.text(reply.end, following.start))}",
+            f"what stands between two replies is not what the template writes for any messages: {shown}",
+            0,
         )
     conversation.add(messages)
     prompt = conversation.prompt()
     if not np.array_equal(prompt[: len(tape)], tape):
-        return Difference(
-            reply.end,
-            "info",
-            "the template renders this history otherwise than it was sampled; the row goes on with the sampled tokens",
+        message = (
+            "the template renders this history otherwise than it was sampled; the row goes on with the sampled tokens"
         )
+        return "info", message, 0
     there = prompt[len(tape) :]
     if np.array_equal(here, there):
         return None
-    size = min(len(here), len(there))
-    differs = np.flatnonzero(here[:size] != there[:size])
-    at = int(differs[0]) if len(differs) else size
-    decode = row.marks.template.decode
-    return Difference(
-        reply.end + at,
-        "warning",
-        f"between two replies the template writes {_short(decode(there))}, and the row has {_short(decode(here))}",
-    )
+    message = f"between two replies the template writes {_short(decode(there))}, and the row has {_short(decode(here))}"
+    return "warning", message, first_difference(here, there)
 
 
 def _short(text: str) -> str:

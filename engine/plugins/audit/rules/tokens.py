@@ -6,12 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from engine.plugins.audit.examine import Examined, Reply, Sampled
-from engine.plugins.audit.findings import Finding, Severity
-from engine.plugins.audit.rules.base import Evidence, finding_of, first_difference, quoted
+from engine.plugins.audit.examine import Evidence, Examined, Reply, Sampled, first_difference
+from engine.plugins.audit.findings import RowFinding, Severity
 
 
-def retokenized(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
+def retokenized(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
     """Sampled tokens that were decoded and encoded again.
 
     Proofs: the sampler's record has a reply of the same text and other ids; or a later row of an episode has the same text as an earlier one and
@@ -25,12 +24,11 @@ def retokenized(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
             if ids not in known.sampled.replies and others:
                 sampled = min(others)
                 at = first_difference(ids, sampled)
-                yield finding_of(
+                yield row.finding(
                     "retokenized",
                     "error",
-                    row,
                     f"the sampler gave other ids for the same text: {list(sampled[at : at + 4])} there, {list(ids[at : at + 4])} here "
-                    f"({quoted(row, reply.start, reply.end)})",
+                    f"({row.quoted(reply.start, reply.end)})",
                     reply.start + at,
                 )
     episodes: dict[tuple[str, str], list[Examined]] = defaultdict(list)
@@ -42,7 +40,7 @@ def retokenized(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
             yield from _rewritten(earlier, later)
 
 
-def _rewritten(earlier: Examined, later: Examined) -> Iterator[Finding]:
+def _rewritten(earlier: Examined, later: Examined) -> Iterator[RowFinding]:
     """A later row of an episode that spells an earlier one with other ids."""
     template = earlier.marks.template
     whole = template.decode(earlier.ids)
@@ -53,10 +51,9 @@ def _rewritten(earlier: Examined, later: Examined) -> Iterator[Finding]:
         return
     where = at - earlier.start
     if any(start <= where < end for start, end in earlier.runs):
-        yield finding_of(
+        yield later.finding(
             "retokenized",
             "error",
-            later,
             f"{earlier.row.place} has the same text with other ids, and sampled them: {earlier.ids[at : at + 4].tolist()} there, "
             f"{later.ids[at : at + 4].tolist()} here",
             at,
@@ -64,16 +61,15 @@ def _rewritten(earlier: Examined, later: Examined) -> Iterator[Finding]:
         )
 
 
-def observation_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
+def observation_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
     """Trained tokens that no sampling made: what follows a stop token in a trained run, and what the sampler's record does not have."""
     for row in rows:
         for _, beyond, until in _after_stops(row):
             if beyond < until:
-                said = quoted(row, beyond, until)
-                yield finding_of(
+                said = row.quoted(beyond, until)
+                yield row.finding(
                     "observation_trained",
                     "error",
-                    row,
                     f"trained after the stop token of a reply, where sampling had ended: {said}",
                     beyond,
                 )
@@ -82,43 +78,42 @@ def observation_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[F
             yield from _not_recorded(row, known.sampled)
 
 
-def _never_sampled(row: Examined, sampled: Sampled) -> Iterator[Finding]:
+def _never_sampled(row: Examined, sampled: Sampled) -> Iterator[RowFinding]:
     """Trained runs that begin with a reply of the sampler's record, without a stop token, and go on after it."""
     stops = row.marks.template.stop_set
     for start, end in row.runs:
         ids = tuple(row.response[start:end].tolist())
         length = 0 if ids in sampled.replies else sampled.longest_at(ids)
         if length and ids[length - 1] not in stops and ids[length] not in stops:
-            said = quoted(row, start + length, end)
-            yield finding_of(
+            said = row.quoted(start + length, end)
+            yield row.finding(
                 "observation_trained",
                 "error",
-                row,
                 f"trained after a reply, and not in the sampler's record: {said}",
                 start + length,
             )
 
 
-def _not_recorded(row: Examined, sampled: Sampled) -> Iterator[Finding]:
+def _not_recorded(row: Examined, sampled: Sampled) -> Iterator[RowFinding]:
     """Replies that the sampler's record has in no form."""
     for reply in row.replies:
         ids = tuple(row.response[reply.start : reply.end].tolist())
         texts = {row.text(reply.start, reply.end), row.text(reply.start, reply.end - reply.stopped)}
         if not (sampled.has(ids) or sampled.longest_at(ids) or not texts.isdisjoint(sampled.by_text)):
-            said = quoted(row, reply.start, reply.end)
-            yield finding_of(
-                "observation_trained", "warning", row, f"trained, and not in the sampler's record: {said}", reply.start
+            said = row.quoted(reply.start, reply.end)
+            yield row.finding(
+                "observation_trained", "warning", f"trained, and not in the sampler's record: {said}", reply.start
             )
 
 
-def closing_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
+def closing_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
     """Trained tokens that the template writes at the end of a reply."""
     for row in rows:
         for reply, beyond, _ in _after_stops(row):
             if reply.end < beyond:
-                said = quoted(row, reply.end, beyond)
-                yield finding_of(
-                    "closing_trained", "error", row, f"the template's text after a reply is trained: {said}", reply.end
+                said = row.quoted(reply.end, beyond)
+                yield row.finding(
+                    "closing_trained", "error", f"the template's text after a reply is trained: {said}", reply.end
                 )
         if known.sampled is None:
             if (
@@ -127,10 +122,9 @@ def closing_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[Findi
                 and row.replies[-1].stopped
                 and row.replies[-1].end == len(row.response)
             ):
-                yield finding_of(
+                yield row.finding(
                     "closing_trained",
                     "error",
-                    row,
                     "the row says that its last reply was cut at the length limit, and its last trained token is a stop token, which was then added",
                     row.replies[-1].end - 1,
                 )
@@ -138,11 +132,10 @@ def closing_trained(rows: Sequence[Examined], known: Evidence) -> Iterator[Findi
         for reply in row.replies:
             ids = tuple(row.response[reply.start : reply.end].tolist())
             if reply.stopped and ids not in known.sampled.replies and _stop_was_added(row, reply, known.sampled):
-                yield finding_of(
+                yield row.finding(
                     "closing_trained",
                     "error",
-                    row,
-                    f"the stop token after a reply is trained, and the sampler's record does not have it: {quoted(row, reply.end - 1, reply.end)}",
+                    f"the stop token after a reply is trained, and the sampler's record does not have it: {row.quoted(reply.end - 1, reply.end)}",
                     reply.end - 1,
                 )
 
@@ -173,7 +166,7 @@ def _after_stops(row: Examined) -> Iterator[tuple[Reply, int, int]]:
         yield reply, reply.end + shared, until
 
 
-def missing_eos(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
+def missing_eos(rows: Sequence[Examined], known: Evidence) -> Iterator[RowFinding]:
     """Replies that ended by themselves and whose stop token is not trained, or is not there."""
     longest = max((len(row.response) for row in rows), default=0)
     for row in rows:
@@ -183,7 +176,7 @@ def missing_eos(rows: Sequence[Examined], known: Evidence) -> Iterator[Finding]:
             told = _unstopped(row, reply, longest) if known.sampled is None else _stop_lost(row, reply, known.sampled)
             if told is not None:
                 severity, message = told
-                yield finding_of("missing_eos", severity, row, message, min(reply.end, len(row.response) - 1))
+                yield row.finding("missing_eos", severity, message, min(reply.end, len(row.response) - 1))
 
 
 def _stop_lost(row: Examined, reply: Reply, sampled: Sampled) -> tuple[Severity, str] | None:
@@ -208,10 +201,10 @@ def _unstopped(row: Examined, reply: Reply, longest: int) -> tuple[Severity, str
             )
         return None
     if int(row.response[reply.end]) in row.marks.template.stop_set:
-        said = quoted(row, reply.start, reply.end)
+        said = row.quoted(reply.start, reply.end)
         return "warning", f"the stop token after a reply is in the row with loss mask 0: {said}"
     following = next((start for start, _ in row.runs if start >= reply.end), len(row.response))
     if not row.marks.has_mark(row.response[reply.end : following]):
         return None  # text inside a reply, which goes on behind it
-    said = quoted(row, max(reply.start, reply.end - 4), reply.end + 4)
+    said = row.quoted(max(reply.start, reply.end - 4), reply.end + 4)
     return "warning", f"a reply goes over into other tokens without a stop token: {said}"
