@@ -8,26 +8,14 @@ found.spec                              # [SpecDifference(path="sampling.tempera
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from engine.plugins.evaluation.measures import Sample, by_task, collect, compare
+from engine.plugins.evaluation.measures import MeasureDifference, Sample, by_task, collect, differences, few_tasks
 from engine.plugins.show.listing.heads import heads
 from engine.schemas.base import Struct
-from engine.store.header import differences
+from engine.store import header
 from engine.store.reader import RunReader
-
-
-class Measure(Struct, frozen=True, kw_only=True):
-    """One measure of both runs over the tasks that both have; see `engine.plugins.evaluation.measures.Difference`."""
-
-    name: str
-    first: float | None
-    second: float | None
-    difference: float | None
-    low: float | None
-    """Lower end of the 95 % interval; None if there is none."""
-    high: float | None
 
 
 class Side(Struct, frozen=True, kw_only=True):
@@ -70,7 +58,7 @@ class RunComparison(Struct, frozen=True, kw_only=True):
     first: str
     """The run's id."""
     second: str
-    measures: list[Measure]
+    measures: list[MeasureDifference]
     tasks: list[TaskPair]
     """The largest loss first, the largest gain last."""
     only_first: int
@@ -96,35 +84,35 @@ def compare_runs(first: RunReader, second: RunReader) -> RunComparison:
     Raises:
         StoreError: an episode is damaged.
     """
-    ones, others = list(heads(first)), list(heads(second))
-    left, right = by_task(collect(ones)[0]), by_task(collect(others)[0])
+    (ones, masked_one), (others, masked_other) = collect(heads(first)), collect(heads(second))
+    left, right = by_task(ones), by_task(others)
     both = [task for task in left if task in right]
-    same = {task: first.task(task).fields == second.task(task).fields for task in both}
-    found = compare(ones, others, lambda task: same[task])
-    pairs = [_pair(task, left[task], right[task]) for task in both if same[task]]
+    changed = [task for task in both if first.task(task).fields != second.task(task).fields]
+    tasks = [task for task in both if task not in changed]
+    pairs = [_pair(task, left[task], right[task]) for task in tasks]
     return RunComparison(
         first=first.run_id,
         second=second.run_id,
-        measures=[Measure.read({"name": name, **each.plain()}) for name, each in found.differences.items()],
+        measures=differences(left, right, tasks),
         tasks=sorted(pairs, key=lambda pair: (pair.difference, pair.second.solved - pair.first.solved)),
-        only_first=found.only_first,
-        only_second=found.only_second,
-        changed=[task for task in both if not same[task]],
-        masked=list(found.masked),
-        warning=found.warning,
-        spec=list(spec_differences(first, second)),
+        only_first=len(left) - len(both),
+        only_second=len(right) - len(both),
+        changed=changed,
+        masked=[masked_one.total(), masked_other.total()],
+        warning="1 task: a difference has no interval" if len(tasks) == 1 else few_tasks(len(tasks)),
+        spec=spec_differences(first, second),
     )
 
 
-def spec_differences(first: RunReader, second: RunReader) -> Iterator[SpecDifference]:
-    """Yield the differences between the specs of two runs with all defaults, and between the engines and packages that ran them.
+def spec_differences(first: RunReader, second: RunReader) -> list[SpecDifference]:
+    """Return the differences between the specs of two runs with all defaults, and between the engines and packages that ran them.
 
     Values of variables (`${NAME}`) are compared by their names, because values are not stored.
     """
     one, other = first.header, second.header
     before, after = ({"engine_version": each.engine_version, "packages": each.packages} for each in (one, other))
-    for path, was, now in (*differences(one.spec, other.spec), *differences(before, after)):
-        yield SpecDifference(path=path, first=was, second=now)
+    places = [*header.differences(one.spec, other.spec), *header.differences(before, after)]
+    return [SpecDifference(path=path, first=was, second=now) for path, was, now in places]
 
 
 def _pair(task: str, first: Sequence[Sample], second: Sequence[Sample]) -> TaskPair:

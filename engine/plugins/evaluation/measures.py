@@ -2,7 +2,7 @@
 
 Pure functions of finished episodes. Episodes whose failure was not caused by the policy are left out and counted.
 
-Invariant: a value is the mean over tasks of each task's mean over its episodes (`task_means`), in `evaluate` and in `compare`, so
+Invariant: a value is the mean over tasks of each task's mean over its episodes (`task_means`), in `evaluate` and in `differences`, so
 both give the same value for the same run. A mean over all episodes would weight a task by the number of its episodes that
 are not left out, and could not be paired with another run. Intervals are over tasks: see `intervals.py`.
 """
@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from msgspec.structs import asdict
@@ -24,6 +25,7 @@ from engine.plugins.evaluation.intervals import (
     proportion_interval,
     share_difference_interval,
 )
+from engine.plugins.evaluation.spec import powers
 from engine.runner.summary import label
 from engine.schemas.base import Struct
 from engine.schemas.trajectory import Trajectory
@@ -113,17 +115,12 @@ def pass_at_k(episodes: int, solved: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / left for left in range(episodes - solved + 1, episodes + 1))
 
 
-def powers(most: int) -> list[int]:
-    """The powers of two below `most`, and `most` itself."""
-    return sorted({*(2**power for power in range(most.bit_length())), most} - {0})
-
-
 def by_task(samples: Sequence[Sample]) -> dict[str, list[Sample]]:
     """Group episodes by task, in order."""
-    found: dict[str, list[Sample]] = {}
+    groups: dict[str, list[Sample]] = {}
     for sample in samples:
-        found.setdefault(sample.task_id, []).append(sample)
-    return found
+        groups.setdefault(sample.task_id, []).append(sample)
+    return groups
 
 
 class _Measure(Struct, frozen=True, kw_only=True):
@@ -151,19 +148,16 @@ def _mean(
     )
 
 
-def _solved_by(turn: int) -> Callable[[Sample], float]:
-    return lambda sample: float(sample.solved_turn is not None and sample.solved_turn <= turn)
+def _reward(name: str, sample: Sample) -> float:
+    return sample.rewards.get(name, 0.0)
 
 
-def _reward_of(name: str) -> Callable[[Sample], float]:
-    return lambda sample: sample.rewards.get(name, 0.0)
+def _solved_by(turn: int, sample: Sample) -> float:
+    return float(sample.solved_turn is not None and sample.solved_turn <= turn)
 
 
-def _pass(k: int) -> _Measure:
-    def chance(group: Sequence[Sample]) -> float:
-        return pass_at_k(len(group), sum(sample.solved_turn is not None for sample in group), k)
-
-    return _Measure(name=f"pass@{k}", of_task=chance, of_episode=None, proportion=True, least=k)
+def _pass(k: int, group: Sequence[Sample]) -> float:
+    return pass_at_k(len(group), sum(sample.solved_turn is not None for sample in group), k)
 
 
 def _measures(samples: Sequence[Sample], ks: Iterable[int]) -> list[_Measure]:
@@ -173,16 +167,16 @@ def _measures(samples: Sequence[Sample], ks: Iterable[int]) -> list[_Measure]:
     return [
         _mean("success", lambda sample: float(sample.solved_turn is not None), proportion=True),
         _mean("reward", lambda sample: sample.reward, samples),
-        *(_mean(f"reward:{name}", _reward_of(name), samples) for name in sorted(names)),
+        *(_mean(f"reward:{name}", partial(_reward, name), samples) for name in sorted(names)),
         _mean("turns", lambda sample: float(sample.turns)),
         _mean("tokens", lambda sample: float(sample.tokens)),
-        *(_mean(f"success@turn:{turn}", _solved_by(turn), proportion=True) for turn in range(last + 1)),
-        *map(_pass, ks),
+        *(_mean(f"success@turn:{turn}", partial(_solved_by, turn), proportion=True) for turn in range(last + 1)),
+        *(_Measure(name=f"pass@{k}", of_task=partial(_pass, k), of_episode=None, proportion=True, least=k) for k in ks),
     ]
 
 
 def task_means(groups: Iterable[Sequence[Sample]], of_task: Callable[[Sequence[Sample]], float]) -> Floats:
-    """A measure's value of each task, [tasks]. Their mean is the value that `evaluate` and `compare` return."""
+    """A measure's value of each task, [tasks]. Their mean is the value that `evaluate` and `differences` return."""
     return np.array([of_task(group) for group in groups], np.float64)
 
 
@@ -206,16 +200,17 @@ def evaluate(trajectories: Iterable[Trajectory]) -> Evaluation:
     """
     samples, masked = collect(trajectories)
     tasks = by_task(samples)
-    found = Evaluation(len(tasks), len(samples), masked)
+    evaluation = Evaluation(len(tasks), len(samples), masked)
     if not samples:
-        return found
+        return evaluation
     most = max(len(group) for group in tasks.values())
     for measure in _measures(samples, powers(most)):
         groups = [group for group in tasks.values() if len(group) >= measure.least]
         means = task_means(groups, measure.of_task)
         low, high = _interval(measure, groups, means)
-        found.estimates[measure.name] = Estimate(value=float(means.mean()), low=low, high=high, tasks=len(groups))
-    return found
+        value = float(means.mean())
+        evaluation.estimates[measure.name] = Estimate(value=value, low=low, high=high, tasks=len(groups))
+    return evaluation
 
 
 def _interval(measure: _Measure, groups: Sequence[Sequence[Sample]], means: Floats) -> tuple[float, float]:
@@ -229,77 +224,48 @@ def _interval(measure: _Measure, groups: Sequence[Sequence[Sample]], means: Floa
     return proportion_interval(values, len(values)) if measure.proportion else mean_interval(values)
 
 
-class RunDifference(Struct, frozen=True, kw_only=True):
+class MeasureDifference(Struct, frozen=True, kw_only=True):
     """One measure of two runs over the same tasks."""
 
+    name: str
     first: float
     second: float
     difference: float
     """Mean over tasks of the second run's task mean minus the first run's."""
-    low: float
-    high: float
-
-    def plain(self) -> dict[str, float | None]:
-        """Return the fields for JSON, with null in place of NaN."""
-        return {name: None if value != value else value for name, value in asdict(self).items()}
+    low: float | None
+    """Lower end of the 95 % interval; None if there is none."""
+    high: float | None
 
 
-@dataclass(slots=True)
-class Comparison:
-    """Two runs, compared task by task."""
-
-    tasks: int
-    """Number of tasks that both runs have with the same content."""
-    only_first: int
-    only_second: int
-    changed: int
-    """Number of tasks with the same name but different content, which are left out."""
-    masked: tuple[int, int]
-    """Number of episodes of each run that are left out, because the policy did not cause their failure."""
-    differences: dict[str, RunDifference] = field(default_factory=dict)
-
-    @property
-    def warning(self) -> str | None:
-        """A warning if there are too few tasks for the intervals; else None."""
-        return "1 task: a difference has no interval" if self.tasks == 1 else few_tasks(self.tasks)
-
-
-def compare(
-    first: Iterable[Trajectory],
-    second: Iterable[Trajectory],
-    same: Callable[[str], bool] = lambda task_id: True,
-) -> Comparison:
+def differences(
+    first: Mapping[str, Sequence[Sample]], second: Mapping[str, Sequence[Sample]], tasks: Sequence[str]
+) -> list[MeasureDifference]:
     """Compare the second run with the first, paired by task, so that a task's difficulty cancels out of the difference.
 
-    The measures and their values are those of `evaluate` over the tasks that both runs have; pass@k up to the fewest episodes
-    that a task has in either run.
+    The measures and their values are those of `evaluate` over these tasks; pass@k up to the fewest episodes that a task has in either run.
 
     Args:
-        first: Finished episodes of one run.
-        second: Finished episodes of the other run.
-        same: Whether a task that both runs have has the same content in both.
+        first: The samples of one run, by task.
+        second: Those of the other run.
+        tasks: Tasks that both have.
     """
-    (ones, masked_one), (others, masked_other) = collect(first), collect(second)
-    left, right = by_task(ones), by_task(others)
-    both = [task for task in left if task in right]
-    paired = [task for task in both if same(task)]
-    found = Comparison(
-        tasks=len(paired),
-        only_first=len(left) - len(both),
-        only_second=len(right) - len(both),
-        changed=len(both) - len(paired),
-        masked=(masked_one.total(), masked_other.total()),
-    )
-    if not paired:
-        return found
-    sides = [[side[task] for task in paired] for side in (left, right)]
-    fewest = min(len(group) for groups in sides for group in groups)
+    sides = [[side[task] for task in tasks] for side in (first, second)]
     samples = [sample for groups in sides for group in groups for sample in group]
-    for measure in _measures(samples, powers(fewest)):
+    fewest = min((len(group) for groups in sides for group in groups), default=0)
+    rows = []
+    for measure in _measures(samples, powers(fewest)) if tasks else ():
         one, other = (task_means(groups, measure.of_task) for groups in sides)
         apart = other - one
-        low, high = share_difference_interval(apart) if measure.proportion else mean_interval(apart)
-        found.differences[measure.name] = RunDifference(
-            first=float(one.mean()), second=float(other.mean()), difference=float(apart.mean()), low=low, high=high
+        ends = share_difference_interval(apart) if measure.proportion else mean_interval(apart)
+        low, high = (None if math.isnan(end) else end for end in ends)
+        rows.append(
+            MeasureDifference(
+                name=measure.name,
+                first=float(one.mean()),
+                second=float(other.mean()),
+                difference=float(apart.mean()),
+                low=low,
+                high=high,
+            )
         )
-    return found
+    return rows

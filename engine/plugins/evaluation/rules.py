@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from engine.plugins.evaluation.spec import TrainEvalSpec
+from engine.plugins.evaluation.spec import TrainEvalSpec, powers
 from engine.schemas.base import Contract
 from engine.schemas.generation import SamplingParams
 from engine.schemas.tasks import TasksSpec
@@ -127,18 +127,13 @@ def metric(ctx: CheckContext) -> Iterator[Finding]:
     kind, _, number = name.partition("@")
     most = ctx.spec.limits.assistant_turns
     samples = section.by_name()[section.best or next(iter(section.sets), "")].samples
-    if kind == "pass" and number not in (known := _powers(samples)):
+    if kind == "pass" and number not in map(str, powers(samples)):
         message = f"`{name}` is not measured with {samples} episodes of each task"
-        fix = f"set `train.eval.samples`, or use one of {', '.join(f'pass@{k}' for k in known)}"
+        fix = f"set `train.eval.samples`, or use one of {', '.join(f'pass@{k}' for k in powers(samples))}"
         yield Finding(message, where, fix)
     elif kind == "success" and number and most is not None and int(number[5:][:9]) >= most:
         message = f"turns are counted from 0, and `limits.assistant_turns` is {most}: `{name}` is never measured"
         yield Finding(message, where, f"use `success@turn:{most - 1}` or `success`")
-
-
-def _powers(most: int) -> list[str]:
-    """The k of `pass@k` that are measured: 1, 2, 4, … and `most`."""
-    return [str(k) for k in sorted({*(2**power for power in range(min(most.bit_length(), 64))), most})]
 
 
 @rule("train.eval-no-effect", "warning", "a key of `train.eval` that each of its sets replaces")

@@ -85,6 +85,11 @@ class TrainEvalSpec(SpecSection):
         return f"eval/{self.metric}" if name is None else f"eval/{name}/{self.metric}"
 
 
+def powers(most: int) -> list[int]:
+    """The k of `pass@k` that are measured: the powers of two below `most` episodes of a task, and `most` itself."""
+    return sorted({*(2**power for power in range(min(most.bit_length(), 64))), most} - {0})
+
+
 def facts(spec: EpisodeSpec) -> SpecFacts:
     """The hook `spec_facts`."""
     section = None if spec.train is None else TrainEvalSpec.section_of(spec.train)

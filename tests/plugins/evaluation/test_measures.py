@@ -13,9 +13,20 @@ from hypothesis import strategies as st
 from msgspec.structs import astuple
 from slow_cases import slow_after
 
-from engine.plugins.evaluation.measures import compare, evaluate, pass_at_k, powers
+from engine.plugins.evaluation.measures import MeasureDifference, by_task, collect, differences, evaluate, pass_at_k
+from engine.plugins.evaluation.spec import powers
 from engine.schemas.generation import FinishReason
 from engine.schemas.trajectory import Blame, Failure, Outcome, Trajectory, Turn
+
+
+def between(first: list[Trajectory], second: list[Trajectory]) -> dict[str, MeasureDifference]:
+    """The differences over the tasks that both runs have, by measure."""
+    left, right = (by_task(collect(run)[0]) for run in (first, second))
+    return {row.name: row for row in differences(left, right, [task for task in left if task in right])}
+
+
+def ends_of(row: MeasureDifference) -> tuple[float, float, float]:
+    return row.first, row.second, row.difference
 
 
 def episode(
@@ -128,12 +139,12 @@ def test_eval_and_compare_average_in_one_way(seed: int) -> None:
         ]
 
     first, second = run(), run()
-    between = compare(first, second).differences
+    found = between(first, second)
     for run_, place in ((first, 0), (second, 1)):
         for name, estimate in evaluate(run_).estimates.items():
-            if name in between and not name.startswith("pass@"):
-                assert astuple(between[name])[place] == estimate.value, name
-    assert {"success", "pass@1", "reward", "reward:right", "turns", "tokens", "success@turn:2"} <= between.keys()
+            if name in found and not name.startswith("pass@"):
+                assert ends_of(found[name])[place] == estimate.value, name
+    assert {"success", "pass@1", "reward", "reward:right", "turns", "tokens", "success@turn:2"} <= found.keys()
 
 
 def test_ten_copies_of_each_episode_do_not_narrow_an_interval_much() -> None:
@@ -167,21 +178,20 @@ def test_runs_are_paired_by_task() -> None:
     hard_and_easy = [0.0 if n % 2 else 10.0 for n in range(40)]
     first = [episode(f"t{n}", reward=base) for n, base in enumerate(hard_and_easy)]
     second = [episode(f"t{n}", reward=base + 1.0 + 0.1 * (n % 3)) for n, base in enumerate(hard_and_easy)]
-    found = compare([*first, episode("x")], [*second, episode("y"), episode("z"), episode("t0", blame="tool")])
-    assert (found.tasks, found.only_first, found.only_second, found.changed, found.masked) == (40, 1, 2, 0, (0, 1))
-    reward = found.differences["reward"]
+    found = between([*first, episode("x")], [*second, episode("y"), episode("z"), episode("t0", blame="tool")])
+    reward = found["reward"]
     assert (reward.first, reward.second) == (pytest.approx(5.0), pytest.approx(6.0975))
     assert reward.difference == pytest.approx(1.0975)
     assert reward.low == pytest.approx(1.07, abs=0.01)  # unpaired it would be about 1.0975 ± 2.2
     assert reward.high == pytest.approx(1.12, abs=0.01)
-    assert astuple(found.differences["success"])[:3] == (0.0, 0.0, 0.0)
+    assert ends_of(found["success"]) == (0.0, 0.0, 0.0)
 
 
 def test_runs_are_held_against_each_other_by_turn_and_by_k_too() -> None:
     first = [episode(f"t{n}", turn) for n in range(2) for turn in (0, None, None)]
     second = [episode(f"t{n}", turn) for n in range(2) for turn in (1, 0, None, None)]
-    found = compare(first, second).differences
-    assert {name: astuple(found[name])[:3] for name in found if "@" in name} == {
+    found = between(first, second)
+    assert {name: ends_of(found[name]) for name in found if "@" in name} == {
         "success@turn:0": (pytest.approx(1 / 3), 0.25, pytest.approx(-1 / 12)),
         "success@turn:1": (pytest.approx(1 / 3), 0.5, pytest.approx(1 / 6)),
         "pass@1": (pytest.approx(1 / 3), 0.5, pytest.approx(1 / 6)),
@@ -190,10 +200,8 @@ def test_runs_are_held_against_each_other_by_turn_and_by_k_too() -> None:
     }
 
 
-def test_tasks_that_are_not_the_same_are_left_out() -> None:
-    first, second = [episode("a"), episode("b", 0)], [episode("a", 0), episode("b", 0)]
-    found = compare(first, second, lambda task: task != "b")
-    assert (found.tasks, found.changed) == (1, 1)
-    assert astuple(found.differences["success"])[:3] == (0.0, 1.0, 1.0)
-    assert found.differences["success"].plain()["low"] is None
-    assert compare(first, second, lambda task: False).differences == {}
+def test_one_task_has_no_interval_and_none_no_measure() -> None:
+    first, second = by_task(collect([episode("a")])[0]), by_task(collect([episode("a", 0)])[0])
+    success = differences(first, second, ["a"])[0]
+    assert (success.name, ends_of(success), success.low) == ("success", (0.0, 1.0, 1.0), None)
+    assert differences(first, second, []) == []
