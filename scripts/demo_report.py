@@ -10,10 +10,12 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from engine.plugins.plots.plots import draw_curves
-from engine.train.metrics import read_metrics
+from engine.plugins.plots.plots import figure_of, marks
+from engine.train.metrics import read_metrics, series
 
 KEPT = (
     "step",
@@ -75,11 +77,52 @@ def draw(folder: Path) -> None:
         files = {label: sorted(folder.glob(f"{name}-[0-9]*.jsonl")) for name, label in runs.items()}
         if not all(files.values()):
             continue
-        draw_curves(files, "reward/mean", folder / f"{picture}.png", target=target, title=title)
+        draw_curves(files, "reward/mean", folder / f"{picture}.png", target, title)
         for name in runs:
             for file in sorted(folder.glob(f"{name}-[0-9]*.jsonl")):
                 table.append(_line(name, file))
     sys.stdout.write("\n".join(table) + "\n")
+
+
+class Curve(NamedTuple):
+    """A metric over several runs, by step."""
+
+    steps: list[int]
+    """Steps for which every run has a value."""
+    mean: list[float]
+    low: list[float]
+    """Values of the lowest run."""
+    high: list[float]
+    """Values of the highest run."""
+
+
+def curve(runs: Sequence[Path], metric: str) -> Curve:
+    """Combine one metric of runs that differ in their seed: their `metrics.jsonl`, or the folders that hold one."""
+    values = [dict(zip(*series(read_metrics(run), metric), strict=True)) for run in runs]
+    steps = sorted(set.intersection(*map(set, values)))
+    if not steps:
+        sys.exit(f"no step has {metric!r} in all of these runs: {', '.join(map(str, runs))}")
+    columns = [[run[step] for run in values] for step in steps]
+    return Curve(steps, [math.fsum(c) / len(c) for c in columns], [min(c) for c in columns], [max(c) for c in columns])
+
+
+def draw_curves(runs: Mapping[str, Sequence[Path]], metric: str, out: Path, target: float | None, title: str) -> None:
+    """Draw one metric of several configurations: the mean over seeds, and a band from the lowest to the highest seed."""
+    figure, (axes,) = figure_of(1)
+    for label, paths in runs.items():
+        combined, seeds = curve(paths, metric), len(paths)
+        shown = f"{label} (mean of {seeds}, lowest to highest)" if seeds > 1 else label
+        (line,) = axes.plot(combined.steps, combined.mean, label=shown, **marks(len(combined.steps)))
+        if seeds > 1:
+            axes.fill_between(
+                combined.steps, combined.low, combined.high, color=line.get_color(), alpha=0.2, linewidth=0
+            )
+    if target is not None:
+        axes.axhline(target, color="black", linestyle="--", linewidth=1, label=f"{target:g}")
+    axes.set_title(title)
+    axes.set_ylabel(metric)
+    axes.legend(fontsize="small")
+    figure.savefig(out, format="png")
 
 
 def _line(name: str, file: Path) -> str:

@@ -1,8 +1,7 @@
-"""Plots of a training run as PNG files, drawn by matplotlib without a display.
+"""Plots of a training as PNG files in its folder `plots`, drawn by matplotlib without a display when it ends, also by an error.
 
-`panels` selects the metrics of each plot and is a pure function of them. A tracker (`report_to`) shows the same metrics
-interactively; these files are for a machine without one, and for docs. matplotlib is in the extra `train` alone, and a training
-without it writes no plots. A plotting library on top of matplotlib would not shorten `panels`, which is most of this file.
+`panels` selects the metrics of each plot and is a pure function of them. A tracker (`report_to`) shows the same metrics interactively; these files are
+for a machine without one, and for docs. matplotlib is in the extra `train` alone: a plot that cannot be drawn is named and does no harm.
 """
 
 from __future__ import annotations
@@ -12,20 +11,42 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine.errors import EngineError, StoreError, TrainError
+from engine.errors import EngineError, TrainError
 from engine.runner.observers import TrainingObserver
 from engine.train.metrics import read_metrics, series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.ticker import Locator
 
     from engine.spec.load import LoadedSpec
 
-
 PHASES = ("rollout", "update", "sync", "eval", "checkpoint")
 """Parts of a step's time, in the order in which they are stacked; other parts follow."""
+_PLOTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "policy": {
+        "KL": ("policy/approx_kl", "policy/kl_ref", "policy/token_kl_max"),
+        "fraction of clipped tokens": ("policy/clip_low", "policy/clip_high"),
+        "entropy per token, nats": ("policy/entropy",),
+        "probability of sampled tokens": ("policy/confidence",),
+        "effective sample size, fraction": ("policy/ess",),
+        "gradient norm": ("grad_norm",),
+    },
+    "critic": {
+        "explained variance": ("critic/explained_variance",),
+        "value loss": ("critic/loss",),
+        "mean value and mean return": ("critic/value_mean", "critic/return_mean"),
+        "fraction of clipped values": ("critic/clip_fraction",),
+        "gradient norm": ("critic/grad_norm",),
+    },
+    "sampler": {"sampler/trainer log-prob difference": ("sampler/diff_mean", "sampler/diff_max")},
+    "staleness": {"staleness, weight versions": ("staleness/mean", "staleness/max")},
+}
+"""The metrics of each panel of the plots that do not depend on the names that a training has."""
+_LIMITS = {"effective sample size, fraction": (0.0, 1.05)}
+"""Limits of the vertical axis. Default: from the values."""
+_LENGTHS = frozenset({"eval/turns", "eval/tokens"})
+"""Measures of an evaluation that share no axis with the others, which are fractions and rewards."""
 _POINTS = 60
 """Lines with fewer points than this have markers."""
 
@@ -45,8 +66,6 @@ class Panel(NamedTuple):
     lines: list[Line]
     stacked: bool = False
     """The lines are stacked areas."""
-    limits: tuple[float, float] | None = None
-    """Limits of the vertical axis. Default: from the values."""
 
 
 def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[Panel]]:
@@ -56,49 +75,56 @@ def panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[Panel]]:
         rows: The lines of a `metrics.jsonl`.
     """
     names = list(dict.fromkeys(name for row in rows for name in row))
-    turns = sorted((name for name in names if name.startswith("reward/turn/")), key=_number)
-    named = sorted(name for name in names if name.startswith("reward/") and name not in {*turns, "reward/mean"})
-    whole = [*(name for name in ("reward/mean", "episode/solved") if name in names)]
-    phases = {name for name in names if name.startswith("time/")}
-    first = [f"time/{phase}" for phase in PHASES if f"time/{phase}" in phases]
+    turns = sorted((name for name in names if name.startswith("reward/turn/")), key=_turn)
+    parts = sorted(name for name in names if name.startswith("reward/") and name not in {*turns, "reward/mean"})
+    totals = [name for name in ("reward/mean", "episode/solved") if name in names]
+    measures = [name for name in names if name.startswith("eval/")]
     drawn = {
         "reward": [
-            Panel("mean reward of a batch", _lines(rows, whole)),
-            Panel("reward by name", _lines(rows, named)),
-            Panel("reward by turn", _lines(rows, turns, lambda name: f"turn {name.rpartition('/')[2]}")),
+            Panel("mean reward of a batch", _lines(rows, totals)),
+            Panel("reward by name", _lines(rows, parts)),
+            Panel("reward by turn", [line._replace(label=f"turn {line.label[5:]}") for line in _lines(rows, turns)]),
         ],
         "sft": [
             Panel("cross-entropy per trained token, nats", _lines(rows, ["loss"] if "sft/epoch" in names else [])),
         ],
         "eval": [
-            Panel(title, _lines(rows, [name for name in names if name.startswith("eval/") and kind(name)]))
-            for title, kind in (("evaluation", _is_rate), ("evaluation: lengths", lambda name: not _is_rate(name)))
+            Panel("evaluation", _lines(rows, [name for name in measures if name not in _LENGTHS])),
+            Panel("evaluation: lengths", _lines(rows, [name for name in measures if name in _LENGTHS])),
         ],
-        "policy": [
-            Panel("KL", _lines(rows, ["policy/approx_kl", "policy/kl_ref", "policy/token_kl_max"])),
-            Panel("fraction of clipped tokens", _lines(rows, ["policy/clip_low", "policy/clip_high"])),
-            Panel("entropy per token, nats", _lines(rows, ["policy/entropy"])),
-            Panel("probability of sampled tokens", _lines(rows, ["policy/confidence"])),
-            Panel("effective sample size, fraction", _lines(rows, ["policy/ess"]), limits=(0.0, 1.05)),
-            Panel("gradient norm", _lines(rows, ["grad_norm"])),
-        ],
-        "critic": [
-            Panel("explained variance", _lines(rows, ["critic/explained_variance"])),
-            Panel("value loss", _lines(rows, ["critic/loss"])),
-            Panel("mean value and mean return", _lines(rows, ["critic/value_mean", "critic/return_mean"])),
-            Panel("fraction of clipped values", _lines(rows, ["critic/clip_fraction"])),
-            Panel("gradient norm", _lines(rows, ["critic/grad_norm"])),
-        ],
-        "sampler": [
-            Panel("sampler/trainer log-prob difference", _lines(rows, ["sampler/diff_mean", "sampler/diff_max"]))
-        ],
-        "staleness": [Panel("staleness, weight versions", _lines(rows, ["staleness/mean", "staleness/max"]))],
-        "time": [
-            Panel("seconds per step, by phase", _stack(rows, [*first, *sorted(phases - set(first))]), stacked=True)
-        ],
+        **{
+            plot: [Panel(title, _lines(rows, metrics)) for title, metrics in group.items()]
+            for plot, group in _PLOTS.items()
+        },
+        "time": [Panel("seconds per step, by phase", _phases(rows, names), stacked=True)],
     }
-    kept = {name: [panel for panel in group if panel.lines] for name, group in drawn.items()}
-    return {name: group for name, group in kept.items() if group}
+    filled = {plot: [panel for panel in group if panel.lines] for plot, group in drawn.items()}
+    return {plot: group for plot, group in filled.items() if group}
+
+
+def _turn(name: str) -> tuple[int, str]:
+    """Sorts metrics of turns by the number of the turn; other names come last."""
+    tail = name.rpartition("/")[2]
+    return (int(tail), "") if tail.isdigit() else (1 << 30, tail)
+
+
+def _lines(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[Line]:
+    lines = [Line(name.partition("/")[2] or name, *series(rows, name)) for name in names]
+    return [line for line in lines if line.steps]
+
+
+def _phases(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[Line]:
+    """Lines over the same steps; a phase that a step does not have, or whose time is not finite, counts 0 seconds."""
+    first = [f"time/{phase}" for phase in PHASES]
+    others = sorted(name for name in names if name.startswith("time/") and name not in first)
+    measured = {name: dict(zip(*series(rows, name), strict=True)) for name in [*first, *others]}
+    steps = sorted({step for seconds in measured.values() for step in seconds})
+    lines = []
+    for name, seconds in measured.items():
+        values = [seconds.get(step, 0.0) for step in steps]
+        if seconds:
+            lines.append(Line(name[5:], steps, [value if math.isfinite(value) else 0.0 for value in values]))
+    return lines
 
 
 def draw(folder: Path) -> list[Path]:
@@ -114,120 +140,26 @@ def draw(folder: Path) -> list[Path]:
         StoreError: the metrics cannot be read.
         TrainError: kind `train_setup`: matplotlib is not installed.
     """
-    pictures = panels(read_metrics(folder))
-    made = []
-    for name, group in pictures.items():
-        figure, axes = _figure(len(group))
+    files = []
+    for name, group in panels(read_metrics(folder)).items():
+        figure, axes = figure_of(len(group))
         for panel, place in zip(group, axes, strict=True):
             _draw_panel(place, panel)
-        made.append(_save(figure, folder / "plots" / f"{name}.png"))
-    return made
+        files.append(folder / "plots" / f"{name}.png")
+        files[-1].parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(files[-1], format="png")
+    return files
 
 
-class Curve(NamedTuple):
-    """A metric over several runs, by step."""
-
-    steps: list[int]
-    """Steps for which every run has a value."""
-    mean: list[float]
-    low: list[float]
-    """Values of the lowest run."""
-    high: list[float]
-    """Values of the highest run."""
-
-
-def curve(runs: Sequence[Path], metric: str) -> Curve:
-    """Combine one metric of runs that differ in their seed.
-
-    Args:
-        runs: Their `metrics.jsonl`, or the folders that hold one.
-        metric: The name of the metric.
+def figure_of(count: int) -> tuple[Figure, list[Axes]]:
+    """Return a figure with a number of plot areas, whose horizontal axes are steps.
 
     Raises:
-        StoreError: a file cannot be read, or no step has the metric in every run.
-    """
-    found = [dict(zip(*series(read_metrics(run), metric), strict=True)) for run in runs]
-    steps = sorted(set.intersection(*map(set, found))) if found else []
-    if not steps:
-        raise StoreError(f"no step has {metric!r} in all of these runs: {', '.join(map(str, runs)) or 'none given'}")
-    columns = [[run[step] for run in found] for step in steps]
-    return Curve(steps, [math.fsum(c) / len(c) for c in columns], [min(c) for c in columns], [max(c) for c in columns])
-
-
-def draw_curves(
-    runs: Mapping[str, Sequence[Path]],
-    metric: str,
-    out: Path,
-    *,
-    target: float | None = None,
-    title: str | None = None,
-) -> Path:
-    """Draw one metric of several configurations: the mean over seeds, and a band from the lowest to the highest seed.
-
-    Args:
-        runs: Label -> the `metrics.jsonl` of its runs, one per seed.
-        metric: The name of the metric.
-        out: The PNG file to write.
-        target: Value of a horizontal line.
-        title: Title of the plot. Default: the name of the metric.
-
-    Raises:
-        StoreError: as in `curve`.
         TrainError: kind `train_setup`: matplotlib is not installed.
     """
-    curves = {label: curve(paths, metric) for label, paths in runs.items()}
-    figure, (axes,) = _figure(1)
-    for label, found in curves.items():
-        seeds = len(runs[label])
-        shown = f"{label} (mean of {seeds}, lowest to highest)" if seeds > 1 else label
-        (line,) = axes.plot(found.steps, found.mean, label=shown, **_marks(len(found.steps)))
-        if seeds > 1:
-            axes.fill_between(found.steps, found.low, found.high, color=line.get_color(), alpha=0.2, linewidth=0)
-    if target is not None:
-        axes.axhline(target, color="black", linestyle="--", linewidth=1, label=f"{target:g}")
-    axes.set_title(title or metric)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(_whole_steps())
-    axes.set_ylabel(metric)
-    axes.legend(fontsize="small")
-    return _save(figure, out)
-
-
-def _number(name: str) -> tuple[int, str]:
-    tail = name.rpartition("/")[2]
-    return (int(tail), "") if tail.isdigit() else (1 << 30, tail)
-
-
-def _is_rate(name: str) -> bool:
-    """Whether the metric is a fraction or a reward; these share an axis."""
-    return name not in ("eval/turns", "eval/tokens")
-
-
-def _lines(
-    rows: Sequence[Mapping[str, float]], names: Sequence[str], label: Any = lambda name: name.partition("/")[2] or name
-) -> list[Line]:
-    found = [Line(label(name), *series(rows, name)) for name in names]
-    return [line for line in found if line.steps]
-
-
-def _stack(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[Line]:
-    """Lines over the same steps; a phase that a step does not have counts 0 seconds."""
-    measured = {name: dict(zip(*series(rows, name), strict=True)) for name in names}
-    steps = sorted({step for found in measured.values() for step in found})
-    return [
-        Line(name.partition("/")[2], steps, [_finite(found.get(step, 0.0)) for step in steps])
-        for name, found in measured.items()
-        if found
-    ]
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else 0.0
-
-
-def _figure(count: int) -> tuple[Figure, list[Axes]]:
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise TrainError(
             f"plots need matplotlib ({error}): pip install 'episode-engine[train]'", kind="train_setup"
@@ -239,13 +171,10 @@ def _figure(count: int) -> tuple[Figure, list[Axes]]:
     axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
     for spare in axes[count:]:
         spare.remove()
+    for place in axes[:count]:
+        place.set_xlabel("step")
+        place.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure, axes[:count]
-
-
-def _whole_steps() -> Locator:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(integer=True)
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
@@ -254,25 +183,18 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         axes.stackplot(panel.lines[0].steps, *(line.values for line in panel.lines), labels=labels, alpha=0.85)
     else:
         for line in panel.lines:
-            axes.plot(line.steps, line.values, label=line.label, **_marks(len(line.steps)))
+            axes.plot(line.steps, line.values, label=line.label, **marks(len(line.steps)))
     axes.set_title(panel.title, fontsize="medium")
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(_whole_steps())
-    if panel.limits is not None:
-        axes.set_ylim(*panel.limits)
+    if panel.title in _LIMITS:
+        axes.set_ylim(*_LIMITS[panel.title])
     axes.grid(alpha=0.25)
     if len(panel.lines) <= 12:
         axes.legend(fontsize="small")
 
 
-def _marks(points: int) -> dict[str, Any]:
+def marks(points: int) -> dict[str, Any]:
+    """The style of a line."""
     return {"linewidth": 1.5} | ({"marker": "o", "markersize": 3} if points < _POINTS else {})
-
-
-def _save(figure: Figure, out: Path) -> Path:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, format="png")
-    return out
 
 
 class DrawnTraining(TrainingObserver):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +47,22 @@ def test_what_matters_is_kept_and_drawn(tmp_path: Path) -> None:
     ]
     assert (file.parent / "arithmetic.png").read_bytes().startswith(b"\x89PNG")
     assert not (file.parent / "credit.png").exists()
+
+
+def measured(folder: Path, name: str, values: dict[int, float]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, name: value}) + "\n" for step, value in values.items())
+    )
+    return folder
+
+
+def test_a_curve_is_the_mean_of_the_seeds_where_all_were_measured(tmp_path: Path) -> None:
+    script = runpy.run_path(str(SCRIPT))
+    runs = [
+        measured(tmp_path / "a", "reward/mean", {1: 0.0, 2: 0.5, 3: 1.0}),
+        measured(tmp_path / "b", "reward/mean", {1: 0.5, 2: 0.25}),
+    ]
+    assert script["curve"](runs, "reward/mean") == ([1, 2], [0.25, 0.375], [0.0, 0.25], [0.5, 0.5])
+    with pytest.raises(SystemExit, match="no step has 'loss' in all of these runs"):
+        script["curve"](runs, "loss")

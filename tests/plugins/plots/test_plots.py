@@ -7,17 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from engine.errors import StoreError
-from engine.plugins.plots.plots import Curve, Line, Panel, curve, draw, draw_curves, panels
+from engine.plugins.plots.plots import Line, Panel, draw, panels
 from engine.train.metrics import MetricsLog
-
-
-def run(folder: Path, name: str, values: dict[int, float]) -> Path:
-    log = MetricsLog(folder)
-    for step, value in values.items():
-        log.write(step, {name: value})
-    log.close()
-    return folder
 
 
 def test_rewards_are_drawn_whole_by_name_and_by_turn() -> None:
@@ -73,28 +64,3 @@ def test_a_runs_pictures_are_png_files(tmp_path: Path) -> None:
         with Image.open(file) as image:
             assert image.format == "PNG"
             assert len(image.convert("RGB").getcolors(1 << 20) or []) > 8  # axes, text and a line at least
-
-
-def test_a_curve_is_the_mean_of_the_seeds_where_all_were_measured(tmp_path: Path) -> None:
-    runs = [
-        run(tmp_path / "a", "reward/mean", {1: 0.0, 2: 0.5, 3: 1.0}),
-        run(tmp_path / "b", "reward/mean", {1: 0.5, 2: 0.25}),
-    ]
-    assert curve(runs, "reward/mean") == Curve([1, 2], [0.25, 0.375], [0.0, 0.25], [0.5, 0.5])
-
-
-def test_seeds_with_no_step_in_common_are_an_error(tmp_path: Path) -> None:
-    runs = [run(tmp_path / "a", "loss", {1: 0.0}), run(tmp_path / "b", "loss", {2: 0.0})]
-    with pytest.raises(StoreError, match="no step has 'loss' in all of these runs"):
-        curve(runs, "loss")
-
-
-def test_curves_of_several_kinds_are_one_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    runs = {
-        label: [run(tmp_path / f"{label}{seed}", "reward/mean", {1: 0.1 * seed, 2: height}) for seed in range(3)]
-        for label, height in (("turns", 0.9), ("outcome", 0.4))
-    }
-    out = draw_curves(runs, "reward/mean", tmp_path / "deep" / "curves.png", target=0.9, title="credit")
-    with Image.open(out) as image:
-        assert image.size == (616, 396)
