@@ -66,7 +66,8 @@ def wrong_usage(words: str) -> NoReturn:
 
 @contextlib.contextmanager
 def errors_exit(status: int) -> Iterator[None]:
-    """Set logging up for a command; an error of the engine inside the block is printed, and ends the command with this status."""
+    """Set logging up for a command; an error of the engine inside the block is printed, and ends the command with this status, or with
+    `FAILED` where it stops a run."""
     from engine.errors import EngineError
     from engine.logs import configure_logging
 
@@ -75,7 +76,7 @@ def errors_exit(status: int) -> Iterator[None]:
         yield
     except EngineError as error:
         echo(str(error), err=True)
-        raise typer.Exit(status) from None
+        raise typer.Exit(FAILED if error.stops_run else status) from None
 
 
 def interrupted() -> int:

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from engine import plugin
+from engine.cli.exits import USAGE, errors_exit, wrong_usage
 from engine.cli.options import Imports, RunsFolder, StoredRun, one_of, only_looks
-from engine.terminal import echo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine.schemas.credit import CreditSpec
-    from engine.schemas.trajectory import Trajectory
     from engine.store.reader import RunReader
     from engine.store.rows.columns import Columns
     from engine.store.rows.row import TrainingRow
@@ -116,18 +115,16 @@ def export(
     """
     from engine.cli.console import make_console
     from engine.cli.run_report import dropped_words, unchecked_warning
-    from engine.errors import EngineError
-    from engine.logs import configure_logging
+    from engine.store.episode_filter import EpisodeFilter
     from engine.store.find import find_run
     from engine.store.loader import vision_of, with_image_files
     from engine.store.rows.export import training_rows
     from engine.store.rows.row import columns_of
     from engine.store.store import RunStore
 
-    configure_logging()
     chosen = format or ("parquet" if out is not None and out.suffix == ".parquet" else "jsonl")
     formats = plugin.loaded("export_formats", CORE)
-    given = {
+    options = {
         "--episode": episode,
         "--filter": filter,
         "--score": score,
@@ -137,38 +134,33 @@ def export(
         "--import": imports,
         **added,
     }
-    if unused := _without_effect(chosen, out, given, formats):
-        echo(f"error: {unused}", err=True)
-        raise typer.Exit(2)
+    if unused := _without_effect(chosen, out, options, formats):
+        wrong_usage(f"error: {unused}")
     if chosen in formats:
-        taken = {option: given[option] for option in formats[chosen].takes}
+        taken = {option: options[option] for option in formats[chosen].takes}
         formats[chosen].write(run, runs, out, taken)
         return
     if chosen == "scenario":
         _export_scenario(run, runs, out, episode)
         return
-    try:
-        with RunStore.open(find_run(run, runs), readonly=True) as store:
-            path = out or store.default_file(f"rows.{chosen}")
-            rows = training_rows(
-                store,
-                credit=(method := _changed_credit(store, score, credit or [])),
-                trainable_only=trainable_only,
-                score=score,
-                values=_read_values(values) if values is not None else None,
-                keep=_filter(store, filter),
-            )
-            unchecked: list[int] = []
-            refused: Counter[str] = Counter()
-            columns = columns_of(_noting(rows, unchecked, refused))
-            with_files = with_image_files(columns, path, partial(vision_of, store))
-            count = _write(store, chosen, path, with_files, method, score)
-            partly = _partly_done(store)
-            dropped = dropped_words(store)
-            evaluation = store.header.evaluation
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    with errors_exit(USAGE), RunStore.open(find_run(run, runs), readonly=True) as store:
+        path = out or store.default_file(f"rows.{chosen}")
+        rows = training_rows(
+            store,
+            credit=(method := _changed_credit(store, score, credit or [])),
+            trainable_only=trainable_only,
+            score=score,
+            values=_read_values(values) if values is not None else None,
+            keep=EpisodeFilter(store, filter) if filter is not None else None,
+        )
+        unchecked: list[int] = []
+        refused: Counter[str] = Counter()
+        columns = columns_of(_noting(rows, unchecked, refused))
+        with_files = with_image_files(columns, path, partial(vision_of, store))
+        count = _write(store, chosen, path, with_files, method, score)
+        partly = _partly_done(store)
+        dropped = dropped_words(store)
+        evaluation = store.header.evaluation
     console = make_console(soft_wrap=True)
     console.print(f"{count} rows: {path}")
     if dropped:
@@ -204,10 +196,10 @@ _KINDS = {"scenario": ("YAML", (".yaml", ".yml"))}
 
 
 def _without_effect(
-    chosen: str, out: Path | None, given: Mapping[str, object], formats: Mapping[str, ExportFormat]
+    chosen: str, out: Path | None, options: Mapping[str, object], formats: Mapping[str, ExportFormat]
 ) -> str | None:
     """Why the options do not go together; None if they do."""
-    for option, value in given.items():
+    for option, value in options.items():
         taking = (name for name, added in formats.items() if option in added.takes or option == "--import")
         taken = (*_TAKEN.get(option, ()), *taking)
         if value and chosen not in taken:
@@ -217,7 +209,7 @@ def _without_effect(
     kind, suffixes = kinds.get(chosen, ("", ()))
     if suffixes and out is not None and out.suffix not in suffixes:
         return f"--format {chosen} writes {kind}; name a file with the suffix {suffixes[0]} instead of {out.name}"
-    if chosen == "scenario" and (out is None or given["--episode"] is None):
+    if chosen == "scenario" and (out is None or options["--episode"] is None):
         return "--format scenario needs --episode ID and -o FILE.yaml; `engine show RUN` lists the episodes"
     return None
 
@@ -236,16 +228,16 @@ def _changed_credit(store: RunReader, score: str | None, changes: list[str]) -> 
     from engine.store.rows.build import rewards_of
 
     values = rewards_of(store, score).credit.model_dump(by_alias=True)
-    given: dict[str, str] = {}
+    changed: dict[str, str] = {}
     for change in changes:
         key, equals, value = change.partition("=")
         if not equals:
             raise StoreError(f"--credit {change}: write KEY=VALUE, such as method=turn_return")
-        given[key] = value
-    model = tagged(CreditSpec, "method").get(given.get("method", values["method"]))
+        changed[key] = value
+    model = tagged(CreditSpec, "method").get(changed.get("method", values["method"]))
     try:
-        kept = {key: value for key, value in values.items() if model is None or key in fields_by_key(model)}
-        return read_credit(kept | given)
+        shared = {key: value for key, value in values.items() if model is None or key in fields_by_key(model)}
+        return read_credit(shared | changed)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"][1:])) or "method"
@@ -279,12 +271,6 @@ def _read_values(path: Path) -> dict[str, list[list[float]]]:
     return values
 
 
-def _filter(store: RunReader, expression: str | None) -> Callable[[Trajectory], bool] | None:
-    from engine.store.episode_filter import EpisodeFilter
-
-    return EpisodeFilter(store, expression) if expression is not None else None
-
-
 def recorded_scenario(store: RunReader, episode: str, file: Path | None = None) -> RecordedScenario:
     """Make a scenario of a finished episode, play it, and write it to a file if one is given.
 
@@ -301,22 +287,17 @@ def recorded_scenario(store: RunReader, episode: str, file: Path | None = None) 
 
 def _export_scenario(run: str, runs: Path, out: Path | None, episode: str | None) -> None:
     from engine.cli.console import make_console
-    from engine.errors import EngineError
     from engine.spec.code.entry import looking
     from engine.store.find import find_run
     from engine.store.store import RunStore
 
     assert out is not None
     assert episode is not None
-    try:
-        with looking(None), RunStore.open(find_run(run, runs), readonly=True) as store:  # the scenario is tried
-            made = recorded_scenario(store, episode, out)
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(2) from None
+    with errors_exit(USAGE), looking(None), RunStore.open(find_run(run, runs), readonly=True) as store:
+        scenario = recorded_scenario(store, episode, out)  # it is tried
     console = make_console(soft_wrap=True)
-    console.print(f"scenario `{made.name}`, which passes: {out}")
-    for note in made.notes:
+    console.print(f"scenario `{scenario.name}`, which passes: {out}")
+    for note in scenario.notes:
         console.print(note)
 
 

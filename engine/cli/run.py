@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.cli.exits import ERROR, FAILED, wrong_usage
+from engine.cli.exits import ERROR, FAILED, errors_exit, wrong_usage
 from engine.cli.options import KeepGoing, Limit, Out, Overrides, Quiet, Resume, SpecPath
 from engine.terminal import echo
 
@@ -68,13 +68,10 @@ def run(
     Ctrl-C; 143 after SIGTERM.
     """
     from engine.cli.console import make_console
-    from engine.errors import EngineError
-    from engine.logs import configure_logging
     from engine.runner.processes import processes_of
 
-    configure_logging()
     console = make_console()
-    try:
+    with errors_exit(ERROR):
         if retry_failed is not None and resume is None:
             raise typer.BadParameter(
                 "it says what to do again in a run: give --resume RUN too", param_hint="--retry-failed"
@@ -82,9 +79,6 @@ def run(
         loaded, tasks, store = prepare(console, spec, list(overrides or ()), limit, out, resume)
         if resume is not None and (processes := processes_of(loaded, store.folder)) is not None:
             processes.refuse_resume(store, retry=retry_failed is not None)
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(ERROR) from None
     blames = retry_failed.blames if retry_failed is not None else []
     conclude(loaded, tasks, store, console, quiet=quiet, again=blames, keep_going=keep_going)
 
@@ -288,10 +282,10 @@ async def drive(
             finally:
                 await backend.close()
         await observers.of_result(result)
-    told = backend.stats() | ({"played": runner.service_stats} if runner.service_stats else {})
+    stats = backend.stats() | ({"played": runner.service_stats} if runner.service_stats else {})
     try:
         report = private_file(store.folder / "backend.json")
-        report.write_text(mask_credentials(json.dumps(told, indent=2, default=str)) + "\n")
+        report.write_text(mask_credentials(json.dumps(stats, indent=2, default=str)) + "\n")
     except OSError as error:
         echo(f"the backend's counts could not be written: {error}")
     if summary:
@@ -301,18 +295,18 @@ async def drive(
         console.print(f"Cost of the run: {cost.spent:.6g}{most}, with users, judges and unfinished episodes")
     if busy_calls := runner.busy_calls:
         console.print(busy_calls, highlight=False)
-    if certificate := told.get("certificate"):
+    if certificate := stats.get("certificate"):
         console.print(
             f"Certificate: {certificate['turns_checked']} prompts compared with the prompt that the server used, "
             f"{certificate['prompt_mismatches']} differ, {certificate['turns_unchecked']} could not be compared",
         )
-    if images := told.get("images"):
+    if images := stats.get("images"):
         console.print(
             f"Images: sent at the size of their grid, so that the servers ({', '.join(images['server_processors'])}) see "
             "the rows' own pixels",
             highlight=False,
         )
-    if verified := told.get("verified"):
+    if verified := stats.get("verified"):
         console.print(
             f"Verified: the servers' log-probs of a prompt differ from those of the model's files by {verified['largest']:.2g} "
             f"at most and {verified['mean']:.2g} on average, over {verified['tokens']} tokens",

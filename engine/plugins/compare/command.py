@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from engine.cli.exits import USAGE, errors_exit
 from engine.cli.options import RunsFolder, only_looks
 from engine.plugins.evaluation.command import EvalFormat
-from engine.terminal import echo, echo_json
+from engine.terminal import echo_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,49 +39,43 @@ def compare(
     with the largest losses and gains are named, and the values of the specs that differ.
     """
     from engine.cli.console import make_console
-    from engine.errors import EngineError, StoreError
-    from engine.logs import configure_logging
+    from engine.errors import StoreError
     from engine.plugins.compare.run_comparison import compare_runs
     from engine.store import RunStore, find_run
 
-    configure_logging()
-    try:
+    with errors_exit(USAGE):
         one, other = (RunStore.open(find_run(_run(run), out=out), readonly=True) for run in (first, second))
-
-        found = compare_runs(one, other)
-        if not found.tasks:
+        comparison = compare_runs(one, other)
+        if not comparison.tasks:
             raise StoreError(
                 f"{one.run_id} and {other.run_id} have no finished task in common "
-                f"({len(found.changed)} of the same name differ); compare runs of the same tasks"
+                f"({len(comparison.changed)} of the same name differ); compare runs of the same tasks"
             )
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(2) from None
     if format is EvalFormat.JSON:
-        told = {
-            "first": found.first,
-            "second": found.second,
-            "tasks": len(found.tasks),
-            "only_first": found.only_first,
-            "only_second": found.only_second,
-            "changed": len(found.changed),
-            "masked": found.masked,
-            "warning": found.warning,
+        document = {
+            "first": comparison.first,
+            "second": comparison.second,
+            "tasks": len(comparison.tasks),
+            "only_first": comparison.only_first,
+            "only_second": comparison.only_second,
+            "changed": len(comparison.changed),
+            "masked": comparison.masked,
+            "warning": comparison.warning,
             "differences": {
                 measure.name: {name: value for name, value in measure.plain().items() if name != "name"}
-                for measure in found.measures
+                for measure in comparison.measures
             },
-            "verdicts": found.counts,
-            "by_task": [pair.plain() for pair in found.tasks],
-            "spec": [each.plain() for each in found.spec],
+            "verdicts": comparison.counts,
+            "by_task": [pair.plain() for pair in comparison.tasks],
+            "spec": [each.plain() for each in comparison.spec],
         }
-        echo_json(told)
+        echo_json(document)
     else:
-        _print(make_console(soft_wrap=True), found)
+        _print(make_console(soft_wrap=True), comparison)
 
 
 def _run(word: str) -> str:
-    """Open a run; for a training, its newest evaluation."""
+    """What names a run; for a training's folder, its newest evaluation."""
     try:
         evaluations = sorted(path.parent for path in Path(word).glob("evals/*/run.db"))
     except (OSError, ValueError):  # a path that the system refuses: `find_run` reports it
@@ -88,45 +83,47 @@ def _run(word: str) -> str:
     return str(evaluations[-1]) if evaluations else word
 
 
-def _print(console: Console, found: RunComparison) -> None:
+def _print(console: Console, comparison: RunComparison) -> None:
     from rich.table import Table
     from rich.text import Text
 
     from engine.plugins.evaluation.command import words
 
     table = Table("measure", "first", "second", "difference", "95 % interval", title_justify="left")
-    for each in found.measures:
+    for each in comparison.measures:
         ends = f"{each.low:+.3f} to {each.high:+.3f}" if each.low is not None else "–"
         table.add_row(words(each.name), f"{each.first:.3f}", f"{each.second:.3f}", f"{each.difference:+.3f}", ends)
-    console.print(f"first: {found.first}\nsecond: {found.second}")
+    console.print(f"first: {comparison.first}\nsecond: {comparison.second}")
     console.print(table)
     left_out = [
         f"{count} tasks {what}"
         for count, what in (
-            (found.only_first, "only in the first"),
-            (found.only_second, "only in the second"),
-            (len(found.changed), "not the same in both"),
+            (comparison.only_first, "only in the first"),
+            (comparison.only_second, "only in the second"),
+            (len(comparison.changed), "not the same in both"),
         )
         if count
     ]
-    if sum(found.masked):
-        left_out.append(f"{found.masked[0]} and {found.masked[1]} episodes with a failure that is not the policy's")
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in found.counts.items())
+    if sum(comparison.masked):
+        left_out.append(
+            f"{comparison.masked[0]} and {comparison.masked[1]} episodes with a failure that is not the policy's"
+        )
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in comparison.counts.items())
     console.print(
-        f"{len(found.tasks)} tasks, paired: {counts}" + (f"; left out: {', '.join(left_out)}" if left_out else "")
+        f"{len(comparison.tasks)} tasks, paired: {counts}" + (f"; left out: {', '.join(left_out)}" if left_out else "")
     )
-    for verdict, pairs in (("worse", found.tasks), ("better", found.tasks[::-1])):
+    for verdict, pairs in (("worse", comparison.tasks), ("better", comparison.tasks[::-1])):
         shown = [pair for pair in pairs if pair.verdict == verdict][:_TASKS]
-        told = ", ".join(f"{pair.task} {pair.difference:+.3f}" for pair in shown)
-        if told:
-            console.print(Text(f"{verdict}: {told}", style="red" if verdict == "worse" else "green"))
-    if found.spec:
+        if shown:
+            tasks = ", ".join(f"{pair.task} {pair.difference:+.3f}" for pair in shown)
+            console.print(Text(f"{verdict}: {tasks}", style="red" if verdict == "worse" else "green"))
+    if comparison.spec:
         rows = Table("the runs differ in", "first", "second", title_justify="left")
-        for value in found.spec:
+        for value in comparison.spec:
             rows.add_row(Text(value.path), Text(_short(value.first)), Text(_short(value.second)))
         console.print(rows)
-    if found.warning is not None:
-        console.print(f"warning: {found.warning}", style="yellow")
+    if comparison.warning is not None:
+        console.print(f"warning: {comparison.warning}", style="yellow")
 
 
 def _short(value: Any) -> str:

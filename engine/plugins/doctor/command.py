@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from engine.cli.exits import ERROR
+from engine.cli.exits import ERROR, errors_exit
 from engine.cli.options import JsonLines, Overrides
-from engine.terminal import echo, echo_json
+from engine.terminal import echo_json
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("error", "red")}
 
@@ -29,15 +29,11 @@ def doctor(
     from rich.text import Text
 
     from engine.cli.console import make_console
-    from engine.errors import EngineError
     from engine.plugins.doctor.examine import examine
     from engine.spec.load import load_spec
 
-    try:
+    with errors_exit(ERROR):
         loaded = None if spec is None else load_spec(spec, overrides or [])
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(ERROR) from None
     findings = examine(loaded)
     if as_json:
         for finding in findings:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine.cli.exits import ERROR, FAILED
+from engine.cli.exits import ERROR, errors_exit
 from engine.cli.options import KeepGoing, Limit, Out, Overrides, Quiet, Spec
 from engine.terminal import echo, echo_json
 
@@ -58,16 +58,19 @@ def evaluate(
     from engine.cli.console import make_console
     from engine.cli.run import print_stopped
     from engine.cli.run_report import sources_table
-    from engine.errors import EngineError
-    from engine.logs import configure_logging
 
-    configure_logging()
-    _refuse_run(spec)
+    if ":/" in str(spec) or any((spec / name).exists() for name in ("run.db", "run.json", "train.json")):
+        echo(
+            f"{spec} is a stored run, and `engine eval` runs a spec: give SPEC. `engine show RUN` has the totals of a stored run, and "
+            "`engine compare RUN RUN` its measures with intervals",
+            err=True,
+        )
+        raise typer.Exit(ERROR)
     console = make_console(stderr=format is EvalFormat.JSON, soft_wrap=True)
     changes = list(overrides or ())
     if samples is not None:
         changes.append(f"rollout.samples_per_task={samples}")
-    try:
+    with errors_exit(ERROR):
         if model is not None:
             frozen = frozen_role_models(spec, changes)
             changes += [f"model.path={json.dumps(_other_model(console, spec, changes, model))}", *frozen]
@@ -75,9 +78,6 @@ def evaluate(
         folder, found, result = asyncio.run(
             _evaluate(console, spec, changes, limit, out, quiet=silent, keep_going=keep_going)
         )
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(FAILED if error.stops_run else ERROR) from None
     if format is EvalFormat.JSON:
         sources = {name: asdict(sums) for name, sums in result.summary.sources.items()}
         echo_json(plain(found) | {"run": str(folder)} | ({"sources": sources} if sources else {}))
@@ -90,17 +90,6 @@ def evaluate(
         console.print(f"could not be finished: {fault}", style="red")
     print_stopped(result, folder)
     if result.faults:
-        raise typer.Exit(ERROR)
-
-
-def _refuse_run(spec: Path) -> None:
-    """Exit if the argument is a stored run, also a sharded one or the URL of shards."""
-    if ":/" in str(spec) or any((spec / name).exists() for name in ("run.db", "run.json", "train.json")):
-        echo(
-            f"{spec} is a stored run, and `engine eval` runs a spec: give SPEC. `engine show RUN` has the totals of a stored run, and "
-            "`engine compare RUN RUN` its measures with intervals",
-            err=True,
-        )
         raise typer.Exit(ERROR)
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.cli.exits import ERROR, errors_exit
 from engine.cli.options import RunsFolder, StoredRun
-from engine.terminal import echo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,21 +41,15 @@ def replay(
     import asyncio
 
     from engine.cli.console import make_console
-    from engine.errors import EngineError
-    from engine.logs import configure_logging
 
-    configure_logging()
-    console = make_console()
     if from_turn is not None:
         if episode is not None:
             raise typer.BadParameter("--from-turn forks a whole run; leave out EPISODE")
         _fork(run, out, from_turn, salt)
         return
-    try:
+    console = make_console()
+    with errors_exit(ERROR):
         results, dropped = asyncio.run(_replay(run, episode, out))
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(1) from None
     differing = [result for result in results if result.difference is not None]
     for result in differing:
         console.print(f"{result.episode_id}: {result.difference}", style="red")
@@ -66,7 +60,7 @@ def replay(
     if dropped:
         console.print(dropped, style="yellow")
     if differing:
-        raise typer.Exit(1)
+        raise typer.Exit(ERROR)
 
 
 async def _replay(run: str, episode: str | None, out: Path) -> tuple[list[Replayed], str]:
@@ -92,16 +86,11 @@ def _fork(run: str, out: Path, turn: int, salt: int) -> None:
     """Fork a run at a turn, and run the new run to its end."""
     from engine.cli.console import make_console
     from engine.cli.run import conclude
-    from engine.errors import EngineError
     from engine.plugins.replay.fork import fork
     from engine.store import RunStore, find_run
 
-    try:
-        with RunStore.open(find_run(run, out=out), readonly=True) as source:
-            loaded, tasks, store = fork(source, out, turn, salt)
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(1) from None
+    with errors_exit(ERROR), RunStore.open(find_run(run, out=out), readonly=True) as source:
+        loaded, tasks, store = fork(source, out, turn, salt)
     conclude(loaded, tasks, store, make_console(), quiet=False)
 
 
@@ -124,18 +113,11 @@ def rescore(
     import asyncio
 
     from engine.cli.console import make_console
-    from engine.errors import EngineError
-    from engine.logs import configure_logging
 
-    configure_logging()
     console = make_console(soft_wrap=True)
-    try:
-        result, folder, dropped = asyncio.run(
-            _rescore(run, spec, list(overrides or ()), label or spec.stem, out, replace)
-        )
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(1) from None
+    with errors_exit(ERROR):
+        work = _rescore(run, spec, list(overrides or ()), label or spec.stem, out, replace)
+        result, folder, dropped = asyncio.run(work)
     _report(console, result, folder)
     if dropped:
         console.print(dropped, style="yellow")

@@ -1,8 +1,7 @@
 """The metrics of a training in trackers, in addition to its own file `metrics.jsonl`.
 
 spec.py       the section `train.report_to`, `train.tracking`
-training.py   sends the metrics of a training, each step once
-trackers.py   TensorBoard, trackio, Weights & Biases, MLflow
+trackers.py   sends the metrics of a training, each step once, to TensorBoard, trackio, Weights & Biases, MLflow
 rules.py      its rules of `engine validate`
 """
 
@@ -27,5 +26,5 @@ PLUGIN = Plugin(
         "mlflow": "engine.plugins.report.trackers:Mlflow",
     },
     rules=("engine.plugins.report.rules",),
-    hooks={"observe_training": "engine.plugins.report.training:observe"},
+    hooks={"observe_training": "engine.plugins.report.trackers:observe"},
 )

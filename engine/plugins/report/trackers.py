@@ -1,4 +1,4 @@
-"""Trackers that get the metrics in addition to the training's own file: TensorBoard, trackio, Weights & Biases, MLflow.
+"""Sends the metrics of a training, each step once, to trackers: TensorBoard, trackio, Weights & Biases, MLflow.
 
 Each is an extra of this package and is imported when a training names it. Their own environment variables apply
 (`WANDB_MODE`, `WANDB_PROJECT`, `TRACKIO_DIR`, `MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME` …).
@@ -10,16 +10,27 @@ Weights & Biases that only rise, and passes on names that MLflow rejects, such a
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import structlog
 
 from engine.errors import TrainError
+from engine.masking import mask_values
 from engine.plugin import installed, load
-from engine.plugins.report.spec import TrackingSpec
+from engine.plugins.report.spec import ReportSpec, TrackingSpec
+from engine.runner.observers import TrainingObserver
+from engine.schemas.sections import dump
+from engine.store.training import METRICS
+from engine.train.metrics import read_metrics, values_of
+
+if TYPE_CHECKING:
+    from engine.spec.load import LoadedSpec
 
 PROJECT = "episode-engine"
 """Default project or experiment, used if the environment does not set one."""
@@ -158,11 +169,11 @@ class Mlflow:
             name = tracking.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
             experiment = self._client.get_experiment_by_name(name)
             number = experiment.experiment_id if experiment else self._client.create_experiment(name)
-            made = self._client.create_run(number, run_name=run, tags=dict.fromkeys(tracking.tags, "")).info.run_id
+            run_id = self._client.create_run(number, run_name=run, tags=dict.fromkeys(tracking.tags, "")).info.run_id
             parameters = [Param(key, str(value)[:500]) for key, value in _flat(config).items()]
             for start in range(0, len(parameters), 100):
-                self._client.log_batch(made, params=parameters[start : start + 100])
-            return str(made)
+                self._client.log_batch(run_id, params=parameters[start : start + 100])
+            return str(run_id)
 
         self._id = _stored_run_id(folder / "mlflow_run", begin)
         self._client.update_run(self._id, status="RUNNING")
@@ -205,25 +216,132 @@ def open_tracker(name: str, folder: Path, run: str, config: Mapping[str, Any], t
         ) from error
 
 
-def discard_run_id(name: str, folder: Path) -> None:
-    """Remove the stored run id, so that the next `open_tracker` starts a new run in this tracker."""
-    (folder / f"{name}_run").unlink(missing_ok=True)
-
-
 def _stored_run_id(file: Path, make: Callable[[], str]) -> str:
     """Read a run id from the file, or make one and store it."""
     if file.exists():
         return file.read_text(encoding="utf-8").strip()
-    made = make()
-    file.write_text(f"{made}\n", encoding="utf-8")
-    return made
+    run_id = make()
+    file.write_text(f"{run_id}\n", encoding="utf-8")
+    return run_id
 
 
 def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in config.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{before}{name}.")
-        else:
-            found[f"{before}{name}"] = value
-    return found
+        flat |= _flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
+    return flat
+
+
+log = structlog.get_logger(__name__)
+
+PROGRESS = "trackers.json"
+"""Progress of each tracker: the newest step that was sent to it, and the number of its run."""
+
+
+class TrackedTraining(TrainingObserver):
+    """Sends each step to the trackers of a spec.
+
+    Args:
+        report: What `train` says of trackers.
+        folder: The folder of the training, with its `metrics.jsonl`.
+        config: The configuration of the training, shown in the trackers.
+    """
+
+    def __init__(self, report: ReportSpec, folder: Path, config: Mapping[str, Any]) -> None:
+        self._report = report
+        self._folder = folder
+        self._config = config
+        self._run = report.tracking.name or folder.name
+        self._trackers: dict[str, Tracker] = {}
+        self._progress: dict[str, dict[str, int]] = {}
+        """By tracker: `sent`, the newest step that was sent to it, and `run`, the number of its run."""
+        self._silent: set[str] = set()
+
+    def began(self) -> None:
+        """Open the trackers.
+
+        Raises:
+            TrainError: Kind `train_setup`: a tracker is not installed or could not start.
+        """
+        newest = max((int(line["step"]) for line in read_metrics(self._folder)), default=-1)
+        known = json.loads(stored.read_text()) if (stored := self._folder / PROGRESS).exists() else {}
+        for name in self._report.report_to:
+            self._progress[name] = known.get(name, {"sent": newest, "run": 1})
+            self._open(name)
+
+    def continued(self, step: int) -> None:
+        """Send trackers the lines that they lack, and remove steps after this one."""
+        lines = read_metrics(self._folder)
+        for name in self._trackers:
+            self._synchronise(name, step, lines)
+        self._store_progress()
+
+    def stepped(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send a step."""
+        for name in self._trackers:
+            self._send(name, step, metrics)
+        self._store_progress()
+
+    def close(self) -> None:
+        """Close the trackers. Later calls do nothing."""
+        trackers, self._trackers = self._trackers, {}
+        if trackers:
+            self._store_progress(closed=True)
+        for name, tracker in trackers.items():
+            try:
+                tracker.close()
+            except Exception as error:  # noqa: BLE001  all metrics are in the file
+                log.warning("a tracker could not be closed", tracker=name, reason=repr(error))
+
+    def _open(self, name: str) -> None:
+        """Open a tracker. The name of its run has a number from the second run on."""
+        number = self._progress[name]["run"]
+        run = self._run if number == 1 else f"{self._run}-{number}"
+        self._trackers[name] = open_tracker(name, self._folder, run, self._config, self._report.tracking)
+
+    def _synchronise(self, name: str, step: int, lines: Sequence[Mapping[str, float]]) -> None:
+        """Make a tracker show these lines and no other steps."""
+        progress, tracker = self._progress[name], self._trackers[name]
+        if progress["sent"] > step and not tracker.truncate(step):
+            tracker.close()
+            (self._folder / f"{name}_run").unlink(missing_ok=True)  # its next run is a new one
+            progress["run"] += 1
+            progress["sent"] = -1
+            self._open(name)
+        # Steps that were buffered when the process was killed are sent again, with the same values.
+        sent = min(progress["sent"], step) - (tracker.buffers and bool(progress.get("open")))
+        for line in lines:
+            if line["step"] > sent:
+                self._send(name, int(line["step"]), values_of(line))
+
+    def _send(self, name: str, step: int, values: Mapping[str, float]) -> None:
+        """Send values to a tracker. A failure is logged once per tracker."""
+        try:
+            self._trackers[name].write(step, values)
+            self._progress[name]["sent"] = step
+        except Exception as error:  # noqa: BLE001  a lost tracker must not end the training
+            if name not in self._silent:
+                self._silent.add(name)
+                log.warning(
+                    "metrics could not be sent to a tracker; they are in the file",
+                    tracker=name,
+                    file=str(self._folder / METRICS),
+                    reason=repr(error),
+                )
+
+    def _store_progress(self, *, closed: bool = False) -> None:
+        if not self._progress:
+            return
+        state = {name: {**progress, "open": int(not closed)} for name, progress in self._progress.items()}
+        draft = self._folder / f".{PROGRESS}"
+        draft.write_text(json.dumps(state))
+        draft.replace(self._folder / PROGRESS)
+
+
+def observe(loaded: LoadedSpec, folder: Path) -> TrackedTraining | None:
+    """The hook `observe_training`."""
+    train = loaded.spec.train
+    report = ReportSpec.section_of(train) if train is not None else None
+    if report is None or not report.report_to:
+        return None
+    return TrackedTraining(report, folder, mask_values(dump(loaded.spec)))

@@ -82,7 +82,8 @@ def episode_schema() -> Schema:
     for key, value in properties.items():
         properties[key] = value if key == "spec" else _with_variable(value)
     for key in ("stop", "stop_regex"):
-        _also(definitions["SamplingParams"]["properties"][key], {"type": "string"})
+        texts = definitions["SamplingParams"]["properties"][key]
+        texts["anyOf"] = [{name: texts.pop(name) for name in ("type", "items")}, {"type": "string"}]
     properties["backend"] = {"anyOf": properties["backend"]["oneOf"], "default": {"kind": "local"}}
     for definition in definitions.values():  # those of the models that play a part
         backend = definition.get("properties", {}).get("backend", {})
@@ -95,9 +96,14 @@ def episode_schema() -> Schema:
         "anyOf": credit["oneOf"],
         **{key: value for key, value in credit.items() if key not in ("oneOf", "discriminator")},
     }
+    modes = {
+        "type": "string",
+        "enum": ["thread", *entries("isolation_modes")],
+        "description": "Where it runs, without limits of its own.",
+    }
     for owner in ({"properties": properties}, *definitions.values()):
-        if "isolation" in owner.get("properties", {}):
-            _also_a_mode(owner["properties"]["isolation"])
+        if "isolation" in owner.get("properties", {}):  # `isolation: process` as well as a mapping
+            owner["properties"]["isolation"]["anyOf"].insert(0, modes)
     properties["machine"] = _machine(definitions["MachineSpec"]["properties"]["preset"])
     properties["extends"] = {
         "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
@@ -168,22 +174,6 @@ def _narrow(schema: Schema) -> bool:
     return schema.get("type") in ("integer", "number", "boolean") or any(map(_narrow, schema.get("anyOf", [])))
 
 
-def _also(schema: Schema, other: Schema) -> None:
-    """Also accept `other` for a property."""
-    inner = {key: schema.pop(key) for key in ("type", "items") if key in schema}
-    schema["anyOf"] = [inner, other]
-
-
-def _also_a_mode(schema: Schema) -> None:
-    """`isolation: process` as well as a mapping."""
-    modes = {
-        "type": "string",
-        "enum": ["thread", *entries("isolation_modes")],
-        "description": "Where it runs, without limits of its own.",
-    }
-    schema["anyOf"] = [modes, *schema["anyOf"]]
-
-
 def _machine(preset: Schema) -> Schema:
     """`machine: tools` as well as a mapping."""
     names = next(member for member in preset["anyOf"] if "enum" in member)
@@ -206,38 +196,24 @@ def _loosen(schema: Schema) -> Schema:
     whole["properties"]["user"] = played
     whole["properties"]["users"] = {"additionalProperties": played}
     for key, value in schema["properties"].items():
-        names = set() if key == "backend" else _references(value) - {"Variable"}
-        for name in names:
+        members = [] if key == "backend" else [value, *value.get("anyOf", [])]  # without those of list items
+        names = {member["$ref"].rpartition("/")[2] for member in members if "$ref" in member}
+        for name in names - {"Variable"}:
             if rules := _rules(name, definitions[name]):
                 whole["properties"][key] = {"if": {"type": "object"}, "then": {"allOf": rules}}
     return whole
-
-
-def _references(schema: Schema) -> set[str]:
-    """Names of the definitions that a property may be, without those of list items."""
-    members = [schema, *schema.get("anyOf", [])]
-    return {member["$ref"].rpartition("/")[2] for member in members if "$ref" in member}
 
 
 def _rules(name: str, definition: Schema) -> list[Schema]:
     """The requirements of a mapping of this kind, moved from its `required`."""
     required = definition.pop("required", None)
     rules: list[Schema] = [{"required": required}] if required else []
-    return rules + {"TasksSpec": _task_rules(), "MachineSpec": _machine_rules()}.get(name, [])
-
-
-def _task_rules() -> list[Schema]:
-    return [
-        {
-            "if": {"required": ["source"], "properties": {"source": {"const": source}}},
-            "then": {"required": [facts.keys[0]]},
-        }
-        for source, facts in all_sources().items()
-    ]
-
-
-def _machine_rules() -> list[Schema]:
-    return [{"anyOf": [{"required": ["preset"]}, {"required": ["initial", "states"]}]}]
+    if name == "MachineSpec":
+        rules.append({"anyOf": [{"required": ["preset"]}, {"required": ["initial", "states"]}]})
+    for source, facts in all_sources().items() if name == "TasksSpec" else ():
+        chosen = {"required": ["source"], "properties": {"source": {"const": source}}}
+        rules.append({"if": chosen, "then": {"required": [facts.keys[0]]}})
+    return rules
 
 
 def _reassign_rules() -> list[Schema]:

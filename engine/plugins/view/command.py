@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.cli.exits import USAGE, errors_exit, wrong_usage
 from engine.cli.options import Imports, RunsFolder, only_looks
 from engine.terminal import echo
+
+if TYPE_CHECKING:
+    from engine.plugins.show.listing.listing import Listing
 
 MOST_RUNS = 20
 """Number of runs that are shown if none is named."""
@@ -47,13 +51,10 @@ def view(
     The app is reachable from this machine alone, at an address with a random token. It only reads, also runs and
     trainings that are still going on. Ctrl-C ends it.
     """
-    from engine.errors import EngineError
-    from engine.logs import configure_logging
     from engine.plugins.show.listing.listing import Listing
     from engine.plugins.show.listing.sources import find
 
-    configure_logging()
-    try:
+    with errors_exit(USAGE):
         if export is None and (filter or text):
             raise typer.BadParameter("--filter and --text belong to --export; in the app they are fields of the list")
         paths = [find(run, out) for run in runs] if runs else _newest(out)
@@ -62,20 +63,13 @@ def view(
                 _export(listing, export, filter, text, max_size)
             else:
                 _serve(listing, port, browser)
-    except EngineError as error:
-        echo(str(error), err=True)
-        raise typer.Exit(2) from None
 
 
-def _serve(listing: object, port: int, browser: bool) -> None:
-    from engine.plugins.show.listing.listing import Listing
-
-    assert isinstance(listing, Listing)
+def _serve(listing: Listing, port: int, browser: bool) -> None:
     try:
         from engine.plugins.view.web import serve
     except ModuleNotFoundError as error:
-        echo(f"`engine view` needs the package {error.name}: pip install 'episode-engine[view]'", err=True)
-        raise typer.Exit(2) from None
+        wrong_usage(f"`engine view` needs the package {error.name}: pip install 'episode-engine[view]'")
 
     def ready(address: str) -> None:
         echo(f"{address}\nCtrl-C ends it.")
@@ -87,12 +81,10 @@ def _serve(listing: object, port: int, browser: bool) -> None:
     serve(listing, port, ready)
 
 
-def _export(listing: object, file: Path, filter: str | None, text: str | None, max_size: str) -> None:
-    from engine.plugins.show.listing.listing import Listing
+def _export(listing: Listing, file: Path, filter: str | None, text: str | None, max_size: str) -> None:
     from engine.plugins.view.single_file import write_file
     from engine.schemas.base import parse_bytes
 
-    assert isinstance(listing, Listing)
     try:
         limit = int(parse_bytes(max_size))
     except ValueError as error:
@@ -114,17 +106,17 @@ def _newest(out: Path) -> list[Path]:
     from engine.store.find import list_runs
     from engine.store.training import trainings
 
-    found = sorted({*list_runs(out), *trainings(out)}, key=lambda folder: folder.stat().st_mtime, reverse=True)
+    folders = sorted({*list_runs(out), *trainings(out)}, key=lambda folder: folder.stat().st_mtime, reverse=True)
     usable: list[Path] = []
     problems: list[str] = []
-    for folder in found[:MOST_RUNS]:
+    for folder in folders[:MOST_RUNS]:
         try:
             open_stores([folder])
             usable.append(folder)
         except EngineError as error:
             problems.append(str(error))
-    if len(found) > MOST_RUNS:
-        problems.append(f"{len(found) - MOST_RUNS} older runs in {out}; name those that are to be shown")
+    if len(folders) > MOST_RUNS:
+        problems.append(f"{len(folders) - MOST_RUNS} older runs in {out}; name those that are to be shown")
     for problem in problems:
         echo(f"not shown: {problem}", err=True)
     if not usable:

@@ -14,7 +14,7 @@ from written_specs import save_spec, scripted_spec
 from engine.errors import SpecError, TrainError
 from engine.plugin import installed, missing
 from engine.plugins.report.spec import ReportSpec, TrackingSpec
-from engine.plugins.report.training import TrackedTraining, observe
+from engine.plugins.report.trackers import TrackedTraining, observe
 from engine.runner.observers import OBSERVE_TRAINING
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.sections import dump, read_stored, written

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from engine.plugin import Plugin
 from engine.plugins.report.spec import ReportSpec, TrackingSpec
-from engine.plugins.report.training import TrackedTraining
+from engine.plugins.report.trackers import TrackedTraining
 from engine.train.metrics import MetricsLog
 
 
