@@ -17,7 +17,6 @@
     vision.py         how images become tokens (images.py); pixels.py and pixel_pool.py scale them, in processes
     vision_families.py what differs between models with images: processors, and tokens of an image from its size alone
     image_bank.py     the images of a run by digest
-    inputs.py         the digest of what tokens depend on
     catalogue.py      models that have a name here
 
 Nothing here talks to a model or to a spec's code.

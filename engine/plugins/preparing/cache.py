@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from engine.tokens.inputs import digest_of_parts
+from engine.plugins.preparing.inputs import digest_of_parts
 
 log = structlog.get_logger(__name__)
 

@@ -19,6 +19,7 @@ import structlog
 from engine.actions.calling.workers import is_async
 from engine.errors import EngineError, SpecError
 from engine.plugins.preparing.cache import PreparedCache
+from engine.plugins.preparing.inputs import digest_of_files, digest_of_parts, rendering_digest
 from engine.plugins.preparing.processes import ALONE, Job, prepare
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.model import ModelSpec
@@ -30,7 +31,6 @@ from engine.spec.text.diagnostic import Diagnostic
 from engine.store.rows.columns import json_text
 from engine.tokens.catalogue import prepared_folder
 from engine.tokens.images import DIGEST, digest_of, read_reference
-from engine.tokens.inputs import digest_of_files, digest_of_parts, rendering_digest
 from engine.tokens.loading import load_format
 
 if TYPE_CHECKING:

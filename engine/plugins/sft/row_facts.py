@@ -15,12 +15,12 @@ import numpy as np
 
 from engine.errors import TrainError
 from engine.plugins.preparing.cache import PreparedCache
+from engine.plugins.preparing.inputs import digest_of_files, digest_of_parts
 from engine.plugins.preparing.processes import ALONE, Job, prepare
 from engine.spec.rows.parquet_rows import ParquetRows
 from engine.spec.rows.sources import ListRows, RowFault, Rows
 from engine.spec.rows.text_rows import JsonlRows
 from engine.tokens.catalogue import prepared_folder
-from engine.tokens.inputs import digest_of_files, digest_of_parts
 
 if TYPE_CHECKING:
     from engine.store.rows.columns import Columns

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.plugins.preparing.cache import PreparedCache
+from engine.plugins.preparing.inputs import digest_of_parts
 from engine.plugins.preparing.processes import Job, prepare
-from engine.tokens.inputs import digest_of_parts
 
 REMOTE = "jobs_for_tests:work"
 

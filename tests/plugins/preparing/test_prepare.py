@@ -19,8 +19,8 @@ from slow_cases import slow_after, slow_but
 from waiting import process_runs
 
 from engine.plugins.preparing.cache import PreparedCache
+from engine.plugins.preparing.inputs import digest_of_parts
 from engine.processes.worker import VariableError, default_processes, start_worker
-from engine.tokens.inputs import digest_of_parts
 
 PROGRAM = jobs_for_tests.__file__
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from written_specs import save_spec
 
+from engine.plugins.preparing.inputs import rendering_digest
 from engine.plugins.preparing.overlong import PromptLengths
 from engine.schemas.message import Message
 from engine.schemas.model import ModelSpec
 from engine.spec.load import load_spec
 from engine.spec.tasks import load_tasks
-from engine.tokens.inputs import rendering_digest
 from engine.tokens.loading import load_format
 
 

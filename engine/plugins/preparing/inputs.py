@@ -11,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine import tokens
 from engine.spec.code.entry import load_entry
 from engine.tokens.loading import model_folders
 
@@ -39,7 +40,7 @@ def rendering_digest(model: ModelSpec, base: Path) -> str:
     parts = [
         model.model_dump_json(exclude={"path", "revision", "tokenizer"}),
         digest_of_files(files),
-        digest_of_files(sorted(Path(__file__).resolve().parent.rglob("*.py"))),
+        digest_of_files(sorted(Path(str(tokens.__file__)).resolve().parent.rglob("*.py"))),
     ]
     parts += [f"{name} {_version(name)}" for name in _LIBRARIES]
     if ":" in model.tool_calls:
