@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from engine.errors import ImageError
 from engine.schemas.base import Struct
-from engine.tokens.images import FloatImage, PreparedImage, ProcessedImage, Source, Tensors
+from engine.tokens.images import ProcessedImage, Source, Tensors
 from engine.tokens.pixel_pool import PixelsAhead
+from engine.tokens.vision_families import FloatImage, PreparedImage
 
 if TYPE_CHECKING:
     from engine.tokens.pixels import Recipe

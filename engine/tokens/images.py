@@ -15,7 +15,7 @@ from base64 import b64decode
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 from urllib.request import url2pathname
 
@@ -50,37 +50,6 @@ class ProcessedImage(Struct, frozen=True, kw_only=True):
     """How many of `ids` are replaced by features of the vision tower."""
     grid: tuple[int, ...]
     """See `ImageSpan.grid`."""
-
-
-class PreparedImage(Protocol):
-    """What is kept of an image for the forward pass."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in memory."""
-        ...
-
-    def tensors(self) -> Tensors:
-        """Inputs of the forward pass: `pixel_values`, float32 [patches, values] or [tiles, 3, height, width], and what goes with it;
-        see `VisionFamily.process`."""
-        ...
-
-
-class FloatImage:
-    """The tensors themselves."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        """`tensors`: arrays in the shapes of `PreparedImage.tensors`, such as float32 [patches, values]."""
-        self._tensors = tensors
-
-    @property
-    def nbytes(self) -> int:
-        """Size in memory."""
-        return sum(array.nbytes for array in self._tensors.values())
-
-    def tensors(self) -> Tensors:
-        """See `PreparedImage.tensors`; `pixel_values` has float32 [patches, values] or [tiles, 3, height, width]."""
-        return self._tensors
 
 
 class Source(Struct, frozen=True, kw_only=True):

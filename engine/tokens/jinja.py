@@ -138,11 +138,6 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def parse_template(source: str) -> nodes.Template:
-    """A chat template's syntax tree; `source` is valid."""
-    return make_environment().parse(source)
-
-
 @lru_cache(maxsize=64)
 def compile_template(source: str) -> Template:
     """A chat template, ready to be rendered.

@@ -38,16 +38,15 @@ class Abilities(msgspec.Struct, frozen=True):
     """It refuses two user messages in a row."""
 
 
-def probe_tool() -> View:
-    """The schema of a tool that is shown only to templates."""
-    return {
-        "type": "function",
-        "function": {
-            "name": TOOL_NAME,
-            "description": "A probe.",
-            "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
-        },
-    }
+PROBE_TOOL: View = {
+    "type": "function",
+    "function": {
+        "name": TOOL_NAME,
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+    },
+}
+"""The schema of a tool that is shown only to templates."""
 
 
 def abilities_of(write: Writer) -> Abilities:
@@ -60,7 +59,7 @@ def abilities_of(write: Writer) -> Abilities:
     # The newest reply: a template may leave out reasoning once a user speaks again.
     reasons = [{"role": "user", "content": "Q"}, probe(ASSISTANT + REASONS, 1, str)]
     return Abilities(
-        tools=_shows(write, [USER], TOOL_NAME, tools=[probe_tool()]),
+        tools=_shows(write, [USER], TOOL_NAME, tools=[PROBE_TOOL]),
         tool_results=_shows(write, [USER, calls[0], TOOL], mark(2)) or _shows(write, [USER, reply, TOOL], mark(2)),
         reasoning=_shows_views(write, reasons, f"Why {mark(1)}w"),
         calls=sum(
@@ -80,7 +79,7 @@ def reads_template(template: ChatTemplate, call_format: ToolCallFormat) -> bool:
     if not template.calls_shown:
         return False
     views = [probe(USER, 0, str), probe(ASSISTANT + CALLS, 1, str)]
-    attempts = parse_calls(call_format, template.text(views, None), [probe_tool()], "call").attempts
+    attempts = parse_calls(call_format, template.text(views, None), [PROBE_TOOL], "call").attempts
     wanted = views[1]["tool_calls"][0]["function"]
     calls = [(attempt.name, attempt.arguments) for attempt in attempts if isinstance(attempt, ToolCall)]
     return calls == [(wanted["name"], wanted["arguments"])]

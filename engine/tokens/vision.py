@@ -21,9 +21,18 @@ import numpy as np
 
 from engine.errors import ImageError, RenderError
 from engine.tokens.image_bank import ImageBank
-from engine.tokens.images import FloatImage, PreparedImage, ProcessedImage, Tensors, open_pixels
+from engine.tokens.images import ProcessedImage, Tensors, open_pixels
 from engine.tokens.pixels import MODES, Recipe, open_file, scaled_pixels
-from engine.tokens.vision_families import ByteImage, Plan, SizedImages, VisionFamily, checked, family_of
+from engine.tokens.vision_families import (
+    ByteImage,
+    FloatImage,
+    Plan,
+    PreparedImage,
+    SizedImages,
+    VisionFamily,
+    checked,
+    family_of,
+)
 
 if TYPE_CHECKING:
     from engine.schemas.model import ModelSpec

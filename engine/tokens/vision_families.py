@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import structlog
@@ -60,51 +60,6 @@ class Plan(Struct, frozen=True, kw_only=True):
     """The image's tokens, as text."""
     placeholders: int
     recipe: Recipe
-
-
-class SizedImages(Protocol):
-    """A processor whose results follow from an image's size and pixels."""
-
-    def plan(self, width: int, height: int) -> Plan:
-        """What becomes of an image of this size.
-
-        Raises:
-            ValueError: The processor refuses this size.
-        """
-        ...
-
-    def arrange(self, pixels: np.ndarray) -> np.ndarray:
-        """The pixels of `Plan.recipe`, uint8 [tiles, height, width, 3], in the order of the tensors: uint8 [rows, 3, values]."""
-        ...
-
-    def tensors(self, values: np.ndarray, grid: tuple[int, ...]) -> Tensors:
-        """Inputs of the model's forward pass for an image.
-
-        Args:
-            values: uint8 [rows, 3, values], of `arrange`.
-            grid: `Plan.grid`.
-
-        Returns:
-            Arrays in the shapes of `VisionFamily.process`.
-        """
-        ...
-
-
-class ByteImage:
-    """An image's scaled pixels as bytes: an eighth of the tensors of Qwen-VL, a quarter of those of Idefics3."""
-
-    def __init__(self, sized: SizedImages, values: np.ndarray, grid: tuple[int, ...]) -> None:
-        """`values`: uint8 [rows, 3, values], of `SizedImages.arrange`."""
-        self._sized, self._values, self._grid = sized, values, grid
-
-    @property
-    def nbytes(self) -> int:
-        """Size in memory."""
-        return self._values.nbytes
-
-    def tensors(self) -> Tensors:
-        """See `PreparedImage.tensors`; `pixel_values` has float32 [patches, values] or [tiles, 3, height, width]."""
-        return self._sized.tensors(self._values, self._grid)
 
 
 def _sizes_only(processor: Any) -> Any:
@@ -168,7 +123,7 @@ class QwenSizes:
         return {"_frames": self._frames, "_table": self._table}
 
     def plan(self, width: int, height: int) -> Plan:
-        """See `SizedImages.plan`. Grid: (t, h, w) in patches."""
+        """What becomes of an image of this size; grid: (t, h, w) in patches. Raises: ValueError: the processor refuses this size."""
         factor = self._patch * self._merge
         if self._scaled:
             height, width = self._resize(height, width, factor, **self._limits)
@@ -185,7 +140,7 @@ class QwenSizes:
         )
 
     def arrange(self, pixels: np.ndarray) -> np.ndarray:
-        """See `SizedImages.arrange`: [patches, 3, side * side]."""
+        """The pixels of `Plan.recipe`, uint8 [tiles, height, width, 3], in the order of the tensors: uint8 [patches, 3, side * side]."""
         (image,) = pixels
         side, merge = self._patch, self._merge
         rows, columns = image.shape[0] // side, image.shape[1] // side
@@ -193,7 +148,7 @@ class QwenSizes:
         return np.ascontiguousarray(squares.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(rows * columns, 3, side * side)
 
     def tensors(self, values: np.ndarray, grid: tuple[int, ...]) -> Tensors:
-        """See `SizedImages.tensors`: `pixel_values` float32 [patches, values], `image_grid_thw` int64 [1, 3]."""
+        """Inputs of the model's forward pass for what `arrange` gave: `pixel_values` float32 [patches, values], `image_grid_thw` int64 [1, 3]."""
         pixel_values = np.empty((len(values), 3, self._frames, values.shape[2]), np.float32)
         for start in range(0, len(values), _BLOCK):  # in blocks that stay in the CPU's cache: half of the time
             block = values[start : start + _BLOCK]
@@ -222,7 +177,7 @@ class TiledSizes:
         self._table = _table(settings)
 
     def plan(self, width: int, height: int) -> Plan:
-        """See `SizedImages.plan`. Grid: (rows, columns)."""
+        """See `QwenSizes.plan`. Grid: (rows, columns)."""
         from transformers.image_utils import SizeDict
 
         processor = copy.copy(self._sizes)  # several threads may ask at once
@@ -244,12 +199,12 @@ class TiledSizes:
         return Plan(grid=(rows, columns), text=text, placeholders=(rows * columns + 1) * self._slots, recipe=recipe)
 
     def arrange(self, pixels: np.ndarray) -> np.ndarray:
-        """See `SizedImages.arrange`: [tiles, 3, side * side]."""
+        """See `QwenSizes.arrange`: uint8 [tiles, 3, side * side]."""
         tiles, height, width, _ = pixels.shape
         return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)).reshape(tiles, 3, height * width)
 
     def tensors(self, values: np.ndarray, grid: tuple[int, ...]) -> Tensors:
-        """See `SizedImages.tensors`: `pixel_values` float32 [tiles, 3, side, side], `pixel_attention_mask` int64 [tiles, side, side]."""
+        """See `QwenSizes.tensors`: `pixel_values` float32 [tiles, 3, side, side], `pixel_attention_mask` int64 [tiles, side, side]."""
         pixel_values = np.empty(values.shape, np.float32)
         for channel in range(3):
             pixel_values[:, channel] = self._table[channel].take(values[:, channel], mode="clip")
@@ -258,6 +213,48 @@ class TiledSizes:
             "pixel_values": pixel_values.reshape(len(values), 3, *shape[1:]),
             "pixel_attention_mask": np.ones(shape, np.int64),
         }
+
+
+SizedImages = QwenSizes | TiledSizes
+"""A processor whose results follow from an image's size and pixels."""
+
+
+class ByteImage:
+    """An image's scaled pixels as bytes: an eighth of the tensors of Qwen-VL, a quarter of those of Idefics3."""
+
+    def __init__(self, sized: SizedImages, values: np.ndarray, grid: tuple[int, ...]) -> None:
+        """`values`: uint8 [rows, 3, values], of `QwenSizes.arrange`."""
+        self._sized, self._values, self._grid = sized, values, grid
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        return self._values.nbytes
+
+    def tensors(self) -> Tensors:
+        """See `FloatImage.tensors`; `pixel_values` has float32 [patches, values] or [tiles, 3, height, width]."""
+        return self._sized.tensors(self._values, self._grid)
+
+
+class FloatImage:
+    """The tensors themselves."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        """`tensors`: arrays in the shapes of `VisionFamily.process`, such as float32 [patches, values]."""
+        self._tensors = tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        return sum(array.nbytes for array in self._tensors.values())
+
+    def tensors(self) -> Tensors:
+        """Inputs of the forward pass: `pixel_values`, float32 [patches, values] or [tiles, 3, height, width], and what goes with it."""
+        return self._tensors
+
+
+PreparedImage = ByteImage | FloatImage
+"""What is kept of an image for the forward pass."""
 
 
 class VisionFamily(ABC):
@@ -273,7 +270,7 @@ class VisionFamily(ABC):
     """Names of the forward pass's tensors."""
     served: ClassVar[bool]
     """Whether an image can be sent to a server so that it does not scale it: see `ImageProcessing.scaled`."""
-    sizes: ClassVar[type[QwenSizes | TiledSizes]]
+    sizes: ClassVar[type[SizedImages]]
     """What a processor makes of images by their sizes. Raises ValueError where its settings do not allow that."""
 
     def __init__(self, kind: str) -> None:

@@ -20,9 +20,9 @@ import torch
 from engine.errors import TrainError
 
 if TYPE_CHECKING:
-    from engine.tokens.images import PreparedImage, Tensors
+    from engine.tokens.images import Tensors
     from engine.tokens.vision import Vision
-    from engine.tokens.vision_families import VisionFamily
+    from engine.tokens.vision_families import PreparedImage, VisionFamily
 
 
 class RowImages(Mapping[str, torch.Tensor]):

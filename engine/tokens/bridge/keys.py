@@ -26,7 +26,7 @@ from jinja2 import nodes
 from engine.tokens.bridge.expressions import ExpressionReading, calls, conjuncts
 from engine.tokens.bridge.kinds import MARKERS, WRAP, Looked
 from engine.tokens.bridge.labels import CARRIED, COUNTED, TEXT, Of, Slot
-from engine.tokens.jinja import parse_template
+from engine.tokens.jinja import make_environment
 
 _MAX_ROUNDS = 12
 
@@ -76,7 +76,7 @@ def read_template(sources: Sequence[str], variables: Mapping[str, Any], in_parts
 
 @lru_cache(maxsize=64)
 def _read(sources: tuple[str, ...], variables: tuple[tuple[str, Any], ...], in_parts: bool) -> TemplateKeys:
-    readings = [_TemplateReading(parse_template(source), dict(variables), in_parts) for source in sources]
+    readings = [_TemplateReading(make_environment().parse(source), dict(variables), in_parts) for source in sources]
     by_source = [reading.keys() for reading in readings]
     return TemplateKeys(
         tuple(dict.fromkeys(text for keys in by_source for text in keys.literals)),

@@ -21,7 +21,7 @@ from engine.storable import call_refusal
 from engine.tokens.tape import IntVector
 from engine.tokens.tokenizer import MARK, FastTokenizer
 from engine.tokens.toolcalls import UnreadableCall
-from engine.tokens.toolcalls.formats import as_arguments
+from engine.tokens.toolcalls.formats import as_arguments, properties_of
 
 if TYPE_CHECKING:
     from engine.tokens.bridge.kinds import View
@@ -492,7 +492,7 @@ def restored(
         if _QUOTED_NONE.search(raw):
             raise UnreadableCall("It holds None both as a text and as no value: write null for no value.")
         return _each(arguments, lambda text: None if text == "None" else text), True
-    schema = _properties(name, tools)
+    schema = properties_of(name, tools)
     values = dict(arguments)
     permitted = True
     for key, value in arguments.items():
@@ -516,16 +516,6 @@ def _each(value: Any, change: Callable[[str], Any]) -> Any:
     if isinstance(value, list):
         return [_each(item, change) for item in value]
     return change(value) if isinstance(value, str) else value
-
-
-def _properties(name: str | None, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The schemas of a tool's parameters."""
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties")
-            return properties if isinstance(properties, dict) else {}
-    return {}
 
 
 def _permits(schema: Any, type_: str) -> bool:

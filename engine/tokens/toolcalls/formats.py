@@ -102,7 +102,7 @@ class PlainFormat(TaggedFormat):
         if match is None:
             raise UnreadableCall(f"{around(body, 0)!r} is not of the form name(...). {_PLAIN_FORM}")
         name, inside = match.group(1), match.group(2).strip()
-        parameters = _parameters(name, tools)
+        parameters = {key: str(schema.get("type", "")) for key, schema in properties_of(name, tools).items()}
         sole = next(iter(parameters)) if list(parameters.values()) == ["string"] else None
         if not inside:
             return name, {}
@@ -127,13 +127,13 @@ class PlainFormat(TaggedFormat):
         return "\n".join([*([text] if text else []), *(f"<call>{call}</call>" for call in written)])
 
 
-def _parameters(name: str, tools: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Parameters of a tool, in order, with their JSON types; empty for an unknown tool."""
+def properties_of(name: str | None, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The schemas of a tool's parameters, in order; empty for an unknown tool."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
-            properties = function.get("parameters", {}).get("properties", {})
-            return {key: str(schema.get("type", "")) for key, schema in properties.items()}
+            properties = (function.get("parameters") or {}).get("properties")
+            return properties if isinstance(properties, dict) else {}
     return {}
 
 

@@ -18,7 +18,7 @@ from engine.plugins.trainers.handover import HandedRow, Sums, images_of
 from engine.plugins.trainers.pixels import Pixels, checksums_of, row_sum
 from engine.plugins.trainers.verl import fixes
 from engine.tokens.image_bank import RecentlyUsed
-from engine.tokens.images import PreparedImage
+from engine.tokens.vision_families import PreparedImage
 
 if TYPE_CHECKING:
     from engine.schemas.trajectory import Trajectory
