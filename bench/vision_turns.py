@@ -124,7 +124,7 @@ def main() -> None:
         raise SystemExit(f"{options.model} sees nothing")
     images = MemoryImages()
     spec: Any = SimpleNamespace(condense=None, limits=SimpleNamespace(on_overflow="end"))
-    filter_record = ImageStorer(form, images, images.fetch, spec).filter
+    filter_record = ImageStorer(form, images, images.sources.get, spec).filter
     seed = 0
     engine_turns(form, pictures(3, options.size, 10**6), filter_record)
     rerender_turns(form, pictures(3, options.size, 10**6))

@@ -159,8 +159,11 @@ class ObjectBuilder:
             objects.environment = await self._construct(self._environment, "environment", effects, objects)
             _must_have(objects.environment, "reset", self._environment.origin.use)
         if self._users:
-            objects.user_name = self._chosen(task)
-            objects.user = await self._build_user(objects.user_name, objects)
+            name = objects.user_name = self._chosen(task)
+            if (code := self._users[name]) is not None:
+                effects = self._loaded.spec.users_by_name[name].effects
+                objects.user = await self._construct(code, "user", effects, objects)
+                _must_have(objects.user, "respond", code.origin.use)
         shared = self.shared_toolbox if objects.host is None else None
         objects.toolbox = self._for_task(shared or await self._toolbox(objects), task)
 
@@ -204,14 +207,6 @@ class ObjectBuilder:
             names = ", ".join(self._users)
             raise SpecCodeError(f"{who}; the spec's `users` are {names}", blame="spec", kind="unknown_user")
         return name
-
-    async def _build_user(self, name: str, objects: EpisodeObjects) -> Any:
-        spec = self._loaded.spec.users_by_name[name]
-        code = self._users[name]
-        built = await self._construct(code, "user", spec.effects, objects) if code is not None else None
-        if code is not None:
-            _must_have(built, "respond", code.origin.use)
-        return built
 
     async def _toolbox(self, objects: EpisodeObjects) -> Toolbox:
         tools = list(self._static)

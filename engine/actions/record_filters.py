@@ -155,17 +155,14 @@ class MemoryImages:
     """Keeps images in memory, for use without a run store."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Source] = {}
+        self.sources: dict[str, Source] = {}
+        """By digest."""
 
     async def put_image(self, data: bytes, mime: str | None = None) -> ImagePart:
         """See `RunStore.put_image`."""
         image = measure(data, mime)
-        self._kept[image.digest] = Source(data=data, mime=image.mime)
+        self.sources[image.digest] = Source(data=data, mime=image.mime)
         return ImagePart(image=image.digest, mime=image.mime, width=image.width, height=image.height)
-
-    def fetch(self, digest: str) -> Source | None:
-        """Return an image by its digest."""
-        return self._kept.get(digest)
 
 
 def in_memory(messages: Sequence[Message], vision: Vision) -> list[Message]:

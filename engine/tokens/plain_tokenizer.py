@@ -24,7 +24,7 @@ _STANDING_MODELS = {"", "llama", "olmo2", "qwen3", "qwen3_moe", "smollm3"}
 _QWEN = {"Qwen2Tokenizer", "Qwen2TokenizerFast"}
 _QWEN_MODELS = {"", "qwen2", "qwen3", "qwen3_moe"}
 _QWEN_DEFAULTS = dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>")
-_QWEN_SPLIT = (
+QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -174,7 +174,7 @@ def _is_qwen(written: Json) -> bool:
     first = len(model["vocab"])
     return (
         not any(model.get(key) for key in _UNSET)
-        and (split["pattern"], split["behavior"], split["invert"]) == ({"Regex": _QWEN_SPLIT}, "Isolated", False)
+        and (split["pattern"], split["behavior"], split["invert"]) == ({"Regex": QWEN_SPLIT}, "Isolated", False)
         and not to_bytes["add_prefix_space"]
         and not to_bytes["use_regex"]
         and written["normalizer"] == {"type": "NFC"}

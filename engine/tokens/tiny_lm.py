@@ -14,13 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-END, TURN, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+from engine.tokens.plain_tokenizer import QWEN_SPLIT
 
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-"""Qwen2's expression. transformers uses it for a Qwen2 model, whatever tokenizer.json says."""
+END, TURN, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 
 def save_tokenizer(
@@ -54,7 +50,7 @@ def save_tokenizer(
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.Split(Regex(QWEN_SPLIT), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

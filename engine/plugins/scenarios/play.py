@@ -338,7 +338,7 @@ async def play(
     )
     builder = ObjectBuilder(loaded, compiled.machine, workers, sampler=SlotSampler(backend, slots), services=services)
     images = MemoryImages()
-    storer = ImageStorer(template, images, images.fetch, loaded.spec)
+    storer = ImageStorer(template, images, images.sources.get, loaded.spec)
     watcher = Watcher(compiled.machine.resolved)
     executor = Executor(compiled, watch=watcher, filters=record_filters(loaded.spec, template, services, storer))
     journal = MemoryJournal()
