@@ -98,7 +98,7 @@ class After:
     """The engine's own images."""
 
     def __init__(self, vision: Any, read: Any) -> None:
-        from engine.tokens.images import Source, digest_of
+        from engine.tokens.images import EncodedImage, digest_of
 
         self._bank = vision.bank
         self._digests: dict[int, str] = {}
@@ -111,7 +111,7 @@ class After:
             return self._digests[number]
 
         self._digest = digest
-        self._bank.read_from(lambda each: Source(data=read(numbers[each]), mime="image/png"))
+        self._bank.read_from(lambda each: EncodedImage(data=read(numbers[each]), mime="image/png"))
 
     def show(self, number: int) -> None:
         self._bank.picture(self._digest(number))

@@ -19,7 +19,7 @@ from engine.schemas.base import Struct
 from engine.schemas.journal import Record, ResetRecord, StepRecord, ToolsRecord, UserRecord
 from engine.schemas.message import ContentPart, ImagePart, Message, TextPart
 from engine.store.images import measure
-from engine.tokens.images import DIGEST, Source, digest_of, measure_pixels, read_reference
+from engine.tokens.images import DIGEST, EncodedImage, digest_of, measure_pixels, read_reference
 
 if TYPE_CHECKING:
     from engine.episode.episode import Episode
@@ -155,13 +155,13 @@ class MemoryImages:
     """Keeps images in memory, for use without a run store."""
 
     def __init__(self) -> None:
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, EncodedImage] = {}
         """By digest."""
 
     async def put_image(self, data: bytes, mime: str | None = None) -> ImagePart:
         """See `RunStore.put_image`."""
         image = measure(data, mime)
-        self.sources[image.digest] = Source(data=data, mime=image.mime)
+        self.sources[image.digest] = EncodedImage(data=data, mime=image.mime)
         return ImagePart(image=image.digest, mime=image.mime, width=image.width, height=image.height)
 
 
@@ -201,7 +201,7 @@ class ImageStorer:
         self,
         template: ChatTemplate,
         store: RunStore | MemoryImages,
-        fetch: Callable[[str], Source | None],
+        fetch: Callable[[str], EncodedImage | None],
         spec: EpisodeSpec,
     ) -> None:
         self._rooms = rooms_of(spec, template)

@@ -22,7 +22,7 @@ from engine.errors import StoreError
 from engine.runner.failure_causes import REPAIRED
 from engine.schemas.trajectory import Failure
 from engine.store.private import private_file
-from engine.tokens.bridge.guard import BranchGuard, Difference, Finding
+from engine.tokens.bridge.guard import BranchDifference, BranchFinding, BranchGuard
 
 if TYPE_CHECKING:
     from engine.episode.episode import Episode
@@ -79,10 +79,10 @@ class EpisodeGuard:
         failure = self._failure(episode, trajectory, finding)
         return replace(trajectory, outcome=refused(trajectory.outcome, failure))
 
-    def _failure(self, episode: Episode, trajectory: Trajectory, finding: Finding) -> Failure:
+    def _failure(self, episode: Episode, trajectory: Trajectory, finding: BranchFinding) -> Failure:
         before, state = trajectory.outcome.failure, trajectory.outcome.state
         also = f". The episode had failed before: {before.kind} ({before.blame}): {before.message}" if before else ""
-        if not isinstance(finding, Difference):
+        if not isinstance(finding, BranchDifference):
             return Failure(
                 kind=UNGUARDED,
                 blame="engine",

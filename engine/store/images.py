@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import StoreError
 from engine.schemas.base import Struct
-from engine.tokens.images import Source, digest_of
+from engine.tokens.images import EncodedImage, digest_of
 from engine.tokens.pixels import open_file
 
 if TYPE_CHECKING:
@@ -53,14 +53,14 @@ def measure(data: bytes, mime: str | None = None) -> StoredImage:
     return StoredImage(digest=digest_of(data), mime=kind, width=width, height=height, data=data)
 
 
-def stored_images(store: RunReader) -> Callable[[str], Source | None]:
+def stored_images(store: RunReader) -> Callable[[str], EncodedImage | None]:
     """Return a function that reads an image of a run store by its digest."""
 
-    def fetch(digest: str) -> Source | None:
+    def fetch(digest: str) -> EncodedImage | None:
         try:
             found = store.image(digest)
         except StoreError:
             return None
-        return Source(data=found.data, mime=found.mime)
+        return EncodedImage(data=found.data, mime=found.mime)
 
     return fetch

@@ -232,7 +232,7 @@ def _hash(template: JinjaTemplate, spec: ModelSpec) -> str:
     parts = [
         _VERSION,
         _version_of("renderers"),
-        template.sources,
+        template.source.sources,
         sorted(template.fast.added),
         spec.template_kwargs,
         template.stops,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from engine.errors import ImageError
 from engine.schemas.base import Struct
-from engine.tokens.images import ProcessedImage, Source, Tensors
+from engine.tokens.images import EncodedImage, ProcessedImage, Tensors
 from engine.tokens.pixel_pool import PixelsAhead
 from engine.tokens.vision_families import FloatImage, PreparedImage
 
@@ -38,7 +38,7 @@ AFTER = 2.0
 class SentImages(Struct, frozen=True, kw_only=True):
     """Images for other processes."""
 
-    sources: dict[str, Source]
+    sources: dict[str, EncodedImage]
     """Encoded images by digest."""
     tensors: dict[str, Tensors]
     """Tensors of images whose bytes are not known here."""
@@ -56,10 +56,10 @@ class ImageBank:
         self._processing = processing
         self._pictures: dict[str, ProcessedImage] = {}
         self._prepared: RecentlyUsed[PreparedImage] = RecentlyUsed(_PIXEL_BYTES)
-        self._sources: RecentlyUsed[Source] = RecentlyUsed(_SOURCE_BYTES)
+        self._sources: RecentlyUsed[EncodedImage] = RecentlyUsed(_SOURCE_BYTES)
         self._uris: RecentlyUsed[str] = RecentlyUsed(_SOURCE_BYTES)
         self._scaled: RecentlyUsed[str] = RecentlyUsed(_SOURCE_BYTES)
-        self._fetch: Callable[[str], Source | None] = lambda digest: None
+        self._fetch: Callable[[str], EncodedImage | None] = lambda digest: None
         self._made: Callable[[str], Tensors | None] = lambda digest: None
         self._lock = threading.Lock()
         self._busy: dict[str, AbstractContextManager[bool]] = {}
@@ -72,7 +72,7 @@ class ImageBank:
         self.processed = 0
         """How many times pixels were scaled for a forward pass."""
 
-    def read_from(self, fetch: Callable[[str], Source | None]) -> None:
+    def read_from(self, fetch: Callable[[str], EncodedImage | None]) -> None:
         """Set where images that are not in memory are read from: a run store, by digest."""
         self._fetch = fetch
 
@@ -86,9 +86,9 @@ class ImageBank:
     def put(self, digest: str, data: bytes, mime: str) -> None:
         """Keep an image's bytes in memory."""
         with self._lock:
-            self._sources.put(digest, Source(data=data, mime=mime), len(data))
+            self._sources.put(digest, EncodedImage(data=data, mime=mime), len(data))
 
-    def source(self, digest: str) -> Source:
+    def source(self, digest: str) -> EncodedImage:
         """An image's bytes.
 
         Raises:

@@ -52,7 +52,7 @@ class ProcessedImage(Struct, frozen=True, kw_only=True):
     """See `ImageSpan.grid`."""
 
 
-class Source(Struct, frozen=True, kw_only=True):
+class EncodedImage(Struct, frozen=True, kw_only=True):
     """An encoded image."""
 
     data: bytes

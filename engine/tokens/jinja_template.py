@@ -12,7 +12,6 @@ then begins a branch, which is as exact and costs O(conversation).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import structlog
 
@@ -56,12 +55,10 @@ class JinjaTemplate(ChatTemplate):
         eos: Sequence[int] = (),
     ) -> None:
         super().__init__("template", tokenizer, spec, vocab_size=vocab_size, context=context)
-        self._source = source
-        self.sources = source.sources
-        """The template's Jinja source: one, or a second one for conversations with tools."""
-        self.keys = source.keys
+        self.source = source
+        """What writes conversations as the template does, without the tokenizer."""
         source.see_through(tokenizer.quoting)
-        self.looked, self.inspected, self.sought = looks(source.keys, "".join(self.sources))
+        self.looked, self.inspected, self.sought = looks(source.keys, "".join(source.sources))
         self.bridges.follow(source.keys)
         self._ends = find_ends(self)
         self.close_id = self._ends.close
@@ -73,18 +70,13 @@ class JinjaTemplate(ChatTemplate):
         if not self._ends.tokens:
             log.warning("no_bridge", format=self.name, why="the template writes no added token after a reply")
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """See `JinjaSource.facts`."""
-        return self._source.facts
-
     def text(self, views: Sequence[View], tools: list[View] | None) -> str:
         """See `ChatTemplate.text`."""
-        return self._source.text(views, tools)
+        return self.source.text(views, tools)
 
     def render_views(self, views: Sequence[View], tools: list[View] | None) -> list[int]:
         """See `ChatTemplate.render_views`."""
-        return self.fast.encode(self._source.text(views, tools))
+        return self.fast.encode(self.source.text(views, tools))
 
     def unchecked_bridge(self, reply: View, new: Sequence[View], tools: list[View] | None) -> Bridge | None:
         """See `ChatTemplate.unchecked_bridge`: O(new), one pass of the template and one of the tokenizer.
@@ -95,7 +87,7 @@ class JinjaTemplate(ChatTemplate):
         if not self._ends.tokens:
             raise RenderError("the template writes no added token after a reply")
         stand_in, end = stand_in_for(reply)
-        written = self._source.text([_QUESTION, stand_in, *new], tools)
+        written = self.source.text([_QUESTION, stand_in, *new], tools)
         after = written.find(end)
         ends = {*self._ends.tokens, *self.stops}
         starts = [at for token in ends if (at := written.find(token, after + len(end))) >= 0]

@@ -26,7 +26,7 @@ from engine.tokens.pixels import MODES, Recipe, open_file, scaled_pixels
 from engine.tokens.vision_families import (
     ByteImage,
     FloatImage,
-    Plan,
+    ImagePlan,
     PreparedImage,
     SizedImages,
     VisionFamily,
@@ -286,7 +286,7 @@ class ImageProcessing:
         assert sized is not None
         return ByteImage(sized, sized.arrange(pixels), grid)
 
-    def _plan(self, size: tuple[int, int], mode: str = "RGB") -> Plan | None:
+    def _plan(self, size: tuple[int, int], mode: str = "RGB") -> ImagePlan | None:
         """What becomes of an image, from its size and Pillow's mode of its pixels; None if only the processor knows.
 
         Raises:
@@ -346,7 +346,7 @@ class ImageProcessing:
         copy.save(buffer, "PNG", compress_level=1)
         return buffer.getvalue()
 
-    def _copy(self, image: Any, plan: Plan) -> Any:
+    def _copy(self, image: Any, plan: ImagePlan) -> Any:
         """Raises: ValueError: the processor scales the copy again."""
         from PIL import Image
 

@@ -51,7 +51,7 @@ FAMILIES = tuple(_PROCESSORS)
 """Model types whose images are supported."""
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class ImagePlan(Struct, frozen=True, kw_only=True):
     """What becomes of an image of one size."""
 
     grid: tuple[int, ...]
@@ -122,7 +122,7 @@ class QwenSizes:
         """What `tensors` reads: a pickle needs no processor."""
         return {"_frames": self._frames, "_table": self._table}
 
-    def plan(self, width: int, height: int) -> Plan:
+    def plan(self, width: int, height: int) -> ImagePlan:
         """What becomes of an image of this size; grid: (t, h, w) in patches. Raises: ValueError: the processor refuses this size."""
         factor = self._patch * self._merge
         if self._scaled:
@@ -132,7 +132,7 @@ class QwenSizes:
         grid = (1, height // self._patch, width // self._patch)
         count = grid[1] * grid[2] // self._merge**2
         sizes = ((width, height),) if self._scaled else ()
-        return Plan(
+        return ImagePlan(
             grid=grid,
             text=self._token * count,
             placeholders=count,
@@ -140,7 +140,7 @@ class QwenSizes:
         )
 
     def arrange(self, pixels: np.ndarray) -> np.ndarray:
-        """The pixels of `Plan.recipe`, uint8 [tiles, height, width, 3], in the order of the tensors: uint8 [patches, 3, side * side]."""
+        """The pixels of `ImagePlan.recipe`, uint8 [tiles, height, width, 3], in the order of the tensors: uint8 [patches, 3, side * side]."""
         (image,) = pixels
         side, merge = self._patch, self._merge
         rows, columns = image.shape[0] // side, image.shape[1] // side
@@ -176,7 +176,7 @@ class TiledSizes:
         """Placeholders of one tile."""
         self._table = _table(settings)
 
-    def plan(self, width: int, height: int) -> Plan:
+    def plan(self, width: int, height: int) -> ImagePlan:
         """See `QwenSizes.plan`. Grid: (rows, columns)."""
         from transformers.image_utils import SizeDict
 
@@ -196,7 +196,9 @@ class TiledSizes:
         outputs = {"rows": [[rows]], "cols": [[columns]]}
         text = str(self._processor.replace_image_token(outputs, 0))
         recipe = Recipe(sizes=tuple(sizes), tile=self._side if self._split else 0, resample=self._resample)
-        return Plan(grid=(rows, columns), text=text, placeholders=(rows * columns + 1) * self._slots, recipe=recipe)
+        return ImagePlan(
+            grid=(rows, columns), text=text, placeholders=(rows * columns + 1) * self._slots, recipe=recipe
+        )
 
     def arrange(self, pixels: np.ndarray) -> np.ndarray:
         """See `QwenSizes.arrange`: uint8 [tiles, 3, side * side]."""

@@ -115,11 +115,11 @@ def _write(template: ChatTemplate, path: Path) -> None:
     from engine.errors import RenderError
     from engine.tokens.jinja_template import JinjaTemplate
 
-    if not isinstance(template, JinjaTemplate) or len(template.sources) > 1:
+    if not isinstance(template, JinjaTemplate) or len(template.source.sources) > 1:
         raise RenderError("--write needs a model with one chat template, and `--renderer auto`")
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(template.sources[0])
+            file.write(template.source.sources[0])
     except OSError as error:
         raise RenderError(f"--write {path}: {error.strerror}; name a new file") from error
 
@@ -146,8 +146,8 @@ def describe(template: ChatTemplate, spec: Any) -> dict[str, Any]:
 
     found: dict[str, Any] = {"renders": "the model's chat template" if template.name == "template" else template.name}
     if isinstance(template, JinjaTemplate):
-        found["template"] = " ".join(map(template_hash, template.sources))
-        known = {patch.name: patch.about for source in template.sources for patch in patches_of(source)}
+        found["template"] = " ".join(map(template_hash, template.source.sources))
+        known = {patch.name: patch.about for source in template.source.sources for patch in patches_of(source)}
         found["patches"] = "all that are known are applied" if spec.template_patches else known
     reader = template.reader.name if template.reader is not None and template.call_format is None else None
     auto = (

@@ -102,7 +102,7 @@ def how_prompts_are_made(template: ChatTemplate) -> tuple[str, str]:
     """How a format's prompts are made after the first: `copied`, `keyed`, `rendered` or `library`, and what that means here."""
     if not isinstance(template, JinjaTemplate):
         return "library", "the library `renderers` writes them; bridges are checked on probes"
-    keys = template.keys
+    keys = template.source.keys
     dated = "; it shows the date: a conversation that goes on after midnight is rendered whole" if keys.dated else ""
     if keys.whole_because:
         more = (

@@ -59,7 +59,7 @@ _files: dict[tuple[int, bytes], IO[bytes]] = {}
 _FIRST = json.dumps({"call": "engine.tokens.bridge.guard_child:compare", "common": None}).encode() + b"\n"
 
 
-class Difference(msgspec.Struct, frozen=True):
+class BranchDifference(msgspec.Struct, frozen=True):
     """A place where a branch is not what the template writes."""
 
     branch: int
@@ -79,7 +79,7 @@ class Unanswered(msgspec.Struct, frozen=True):
     message: str
 
 
-Finding = Difference | Unanswered
+BranchFinding = BranchDifference | Unanswered
 
 
 class BranchGuard:
@@ -98,7 +98,7 @@ class BranchGuard:
 
     async def check(
         self, conversation: Conversation, trajectory: str, branches: Sequence[tuple[str, bytes]]
-    ) -> Finding | None:
+    ) -> BranchFinding | None:
         """Compare the branches of an ended episode with what the template writes; None where each is that.
 
         Args:
@@ -124,7 +124,7 @@ class BranchGuard:
         backend = getattr(template.fast.full, "backend_tokenizer", None)
         plain = isinstance(template.fast.full, PlainTokenizer)
         if isinstance(template, JinjaTemplate) and backend is not None and (plain or sys.platform == "linux"):
-            facts |= template.facts
+            facts |= template.source.facts
             file = Path(template.fast.full.name_or_path, "tokenizer.json").absolute() if plain else _saved(backend)
             facts["tokenizer"] = str(file)
         else:
@@ -147,7 +147,7 @@ class _Job:
         self._conversation = conversation
         self.tokens = sum([len(ids) for _, ids in branches]) // 4
         self.tries = 0
-        self.answer: Future[Finding | None] = Future()
+        self.answer: Future[BranchFinding | None] = Future()
 
     def line(self) -> bytes:
         """What the child gets of it."""
@@ -224,7 +224,7 @@ class _Asking:
         for job, answer in zip(jobs, answers, strict=True):
             job.tries += 1
             if "error" not in answer:
-                job.answer.set_result(Difference(**answer) if answer else None)
+                job.answer.set_result(BranchDifference(**answer) if answer else None)
             elif job.tries < TRIES:
                 again.append(job)
             else:

@@ -24,7 +24,7 @@ from engine.schemas.model import ModelSpec
 from engine.store.codec import json_of
 from engine.store.results import _write_branch
 from engine.tokens.bridge import guard as guard_module
-from engine.tokens.bridge.guard import BranchGuard, Difference, Finding, Unanswered
+from engine.tokens.bridge.guard import BranchDifference, BranchFinding, BranchGuard, Unanswered
 from engine.tokens.bridge.guard_child import _tokenizer
 from engine.tokens.conversation import Conversation
 from engine.tokens.loading import load_format
@@ -35,7 +35,7 @@ Formats = Callable[..., ChatTemplate]
 
 async def judged(
     guard: BranchGuard, conversation: Conversation, change: Callable[[np.ndarray], None] = lambda _: None
-) -> Finding | None:
+) -> BranchFinding | None:
     """The guard's finding on a conversation; `change` damages the ids of its last branch."""
     branches = conversation.branches()
     change(branches[-1].input_ids)
@@ -74,7 +74,7 @@ async def test_each_token_that_was_not_sampled_is_compared(formats: Formats) -> 
             ids[token] = other
 
         finding = await judged(guard, conversation, change)
-        assert isinstance(finding, Difference)
+        assert isinstance(finding, BranchDifference)
         assert (finding.branch, finding.token, finding.id, finding.turns) == (0, token, other, 2)
 
 
@@ -96,7 +96,7 @@ async def test_text_that_is_cut_otherwise_is_found_although_it_reads_the_same(fo
     tape._versions = type(tape._versions)("i", versions.ravel().tolist())
     assert form.decode(tape._ids) == form.decode(ids)
     finding = await judged(guard_of(form), conversation)
-    assert isinstance(finding, Difference)
+    assert isinstance(finding, BranchDifference)
     assert finding.token == at
     assert "is tokenised to" in finding.message
 
@@ -144,7 +144,7 @@ async def test_a_template_that_shows_the_time_is_rendered_at_that_of_the_prompt(
     asked = conversation.asked[0]
     assert await judged(guard_of(form), conversation) is None
     conversation.asked[0] = msgspec.structs.replace(asked, made=asked.made - 5)
-    assert isinstance(await judged(guard_of(form), conversation), Difference)
+    assert isinstance(await judged(guard_of(form), conversation), BranchDifference)
 
 
 # --- the child -----------------------------------------------------------------------------------------------------------

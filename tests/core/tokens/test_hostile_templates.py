@@ -92,4 +92,4 @@ def test_what_is_keyed_and_what_is_rendered_each_time(hostile: Make, name: str) 
     form = hostile(name)
     assert (form.bridges.whole is None) == (name in KEYED)
     if name in KEYED:
-        assert form.keys.literals == KEYED[name]  # type: ignore[attr-defined]
+        assert form.source.keys.literals == KEYED[name]  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from training_rows import row_of
 from engine.schemas.model import ModelSpec
 from engine.schemas.train import TrainSpec
 from engine.store.loader import beside, read_rows
-from engine.tokens.images import Source
+from engine.tokens.images import EncodedImage
 from engine.tokens.loading import load_format
 from engine.tokens.vision import Vision
 from engine.train.distributed import ProcessGroup, join_process_group
@@ -28,7 +28,7 @@ def give_images(vision: Vision, path: Path) -> None:
     if not encoded.exists():
         beside(vision, path)
         return
-    vision.bank.read_from(lambda digest: Source(data=(encoded / digest[7:]).read_bytes(), mime="image/png"))
+    vision.bank.read_from(lambda digest: EncodedImage(data=(encoded / digest[7:]).read_bytes(), mime="image/png"))
 
 
 def told_by(
