@@ -117,26 +117,24 @@ def written(template: ChatTemplate, reply: View) -> tuple[str, str] | None:
         {"role": "tool", "content": _RESULT, "name": _NAME, "tool_call_id": call["id"]}
         for call in reply.get("tool_calls", ())
     ]
-    return _written(template, reply, results) or (_written(template, reply, []) if results else None)
-
-
-def _written(template: ChatTemplate, reply: View, results: list[View]) -> tuple[str, str] | None:
-    try:
-        before = template.text([ASKED], [TOOL])
-        after = template.unchecked_bridge(reply, results, None)
-        conversation = template.text([ASKED, reply, *results], [TOOL])
-    except RenderError:
-        return None
-    if after is None:
-        return None
-    tail = template.decode([*after.closing, *after.bridge])
-    if not conversation.startswith(before):
-        opened = before.rfind("<think>")
-        if opened < 0 or not conversation.startswith(before[:opened]):
-            return None
-        before = before[:opened]
-    text = conversation[len(before) : -len(tail)]
-    return (before, text) if conversation.endswith(tail) and _RESULT not in text else None
+    for following in [results, []] if results else [[]]:
+        try:
+            before = template.text([ASKED], [TOOL])
+            after = template.unchecked_bridge(reply, following, None)
+            conversation = template.text([ASKED, reply, *following], [TOOL])
+        except RenderError:
+            continue
+        if not conversation.startswith(before):  # the prompt opens reasoning, and the template shows none here
+            before, opening, _ = before.rpartition("<think>")
+            if not opening or not conversation.startswith(before):
+                continue
+        if after is None:
+            continue
+        tail = template.decode([*after.closing, *after.bridge])
+        text = conversation[len(before) : -len(tail)]
+        if conversation.endswith(tail) and _RESULT not in text:
+            return before, text
+    return None
 
 
 def failures(template: ChatTemplate) -> dict[str, str]:
@@ -203,13 +201,18 @@ class ChosenReader(msgspec.Struct, frozen=True):
     """Cases that the reader does not read back: the template writes these texts so that no reader can."""
 
 
+_version_of = cache(version)
 _VERSION = 4
 """Version of the test replies and of the readers. A result of another version is not used."""
 
 
 def chosen_reader(template: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
     """The reader of this template's replies. The result is kept in the cache, `readers/`, by the hash of the template."""
-    file = cache_root() / "readers" / f"{_hash(template, spec)}.json"
+    fast = template.fast
+    inputs = [_VERSION, _version_of("renderers"), template.source.sources, sorted(fast.added), spec.template_kwargs]
+    inputs += [template.stops, type(fast.full).__name__, fast.size]
+    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+    file = cache_root() / "readers" / f"{digest}.json"
     try:
         return msgspec.json.decode(file.read_bytes(), type=ChosenReader)
     except (OSError, msgspec.DecodeError):
@@ -224,26 +227,10 @@ def chosen_reader(template: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
     return chosen
 
 
-_version_of = cache(version)
-
-
-def _hash(template: JinjaTemplate, spec: ModelSpec) -> str:
-    """A hash of everything that the result depends on."""
-    parts = [
-        _VERSION,
-        _version_of("renderers"),
-        template.source.sources,
-        sorted(template.fast.added),
-        spec.template_kwargs,
-        template.stops,
-    ]
-    parts += [type(template.fast.full).__name__, template.fast.size]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
 def _choose(template: JinjaTemplate, spec: ModelSpec) -> ChosenReader:
     tried: dict[str, str] = {}
-    for name in _candidates(template):
+    families = [name for name, family in FAMILIES.items() if family.mark in template.fast.added]
+    for name in [*families, *(name for name, kind in FORMATS.items() if kind.auto)]:
         problem = _set_reader(template, name, spec)
         problems = {"it": problem} if problem else failures(template)
         wanting = next((text for case, text in problems.items() if not case.startswith(_MALFORMED)), "")
@@ -282,11 +269,6 @@ def choose_reader(template: JinjaTemplate, spec: ModelSpec, base: Path) -> None:
     template.call_format, template.reader, template.reads_calls = None, None, False
     why = "; ".join(f"{name}: {problem[:_SHORT]}" for name, problem in chosen.tried.items() if _NO_FIT not in problem)
     template.unread_calls = f"no reader reads the calls that this chat template writes ({why})"
-
-
-def _candidates(template: JinjaTemplate) -> Iterator[str]:
-    yield from (name for name, family in FAMILIES.items() if family.mark in template.fast.added)
-    yield from (name for name, kind in FORMATS.items() if kind.auto)
 
 
 _NO_FIT = "does not fit the tokenizer"
