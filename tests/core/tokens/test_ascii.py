@@ -13,7 +13,7 @@ from slow_cases import slow_but
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from engine.tokens.byte_level import AsciiEncoder, ascii_encoder
-from engine.tokens.plain_tokenizer import _QWEN_SPLIT as QWEN2_SPLIT
+from engine.tokens.plain_tokenizer import QWEN_SPLIT as QWEN2_SPLIT
 
 FOLDER = os.environ.get("EPISODE_ENGINE_TOKENIZERS", "")
 CORPUS = [
