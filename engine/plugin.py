@@ -258,7 +258,8 @@ def _checked(name: str, face: Any, others: Collection[Plugin]) -> Plugin:
     if unknown := sorted(set(face.hooks) - HOOKS):
         raise PluginError(f"there is no hook `{unknown[0]}`; the hooks are {', '.join(sorted(HOOKS))}")
     if strange := sorted({section.owner for section in face.sections} - OWNERS):
-        raise PluginError(f"no keys can be added to `{strange[0]}` of the spec; they can be added to {_owner_words()}")
+        owners = ", ".join(f"`{owner}`" if owner else "the top level" for owner in sorted(OWNERS))
+        raise PluginError(f"no keys can be added to `{strange[0]}` of the spec; they can be added to {owners}")
     for command in face.commands:
         group, _, last = command.rpartition(" ")
         if (group and group not in COMMAND_GROUPS) or last in COMMAND_GROUPS:
@@ -269,10 +270,6 @@ def _checked(name: str, face: Any, others: Collection[Plugin]) -> Plugin:
         if twice := sorted(_names(other) & _names(face)):
             raise PluginError(f"the plugin `{other.name}` has {', '.join(f'`{entry}`' for entry in twice)} already")
     return face
-
-
-def _owner_words() -> str:
-    return ", ".join(f"`{owner}`" if owner else "the top level" for owner in sorted(OWNERS))
 
 
 def names_of(plugin: Plugin) -> dict[str, tuple[str, ...]]:
@@ -403,13 +400,12 @@ class Hook(Generic[T]):
         Raises: what the import of a plugin that the spec uses raises; another one is left out.
         """
         called: list[T] = []
-        for plugin in [face for face in installed().plugins.values() if self._asks(face, written)]:
+        for plugin in list(installed().plugins.values()):
+            if self.name not in plugin.hooks or not (written is None or not plugin.sections or plugin.name in written):
+                continue
             if written is not None and plugin.name in written:
                 called.append(load(plugin.hooks[self.name]))
                 continue
             with guarded(plugin):
                 called.append(load(plugin.hooks[self.name]))
         return called
-
-    def _asks(self, plugin: Plugin, written: Collection[str] | None) -> bool:
-        return self.name in plugin.hooks and (written is None or not plugin.sections or plugin.name in written)

@@ -93,10 +93,6 @@ class BackendBase(Contract):
         """
         return method if method != "auto" else "tensors"
 
-    def shares_servers(self, other: BackendBase) -> bool:
-        """Whether the two backends have a server in common."""
-        return bool({url.rstrip("/") for url in self.server_urls} & {url.rstrip("/") for url in other.server_urls})
-
     @property
     def adapter_name(self) -> str | None:
         """Name of the LoRA adapter that the policy's requests are sampled with; None: the base model."""

@@ -66,8 +66,9 @@ class SectionOwner(Contract):
         try:
             model = _inline(type(self), key)
         except KeyError:
-            if _is_left_out(type(self), key):  # its row is in a table that was made before
-                return None
+            sections = (section for face in plugin.installed().left_out.values() for section in face.sections)
+            if any(section.owner == self.OWNER and key in section.keys for section in sections):
+                return None  # its row is in a table that was made before
             raise
         return getattr(model.or_default(self), key)
 
@@ -157,12 +158,6 @@ def _inline(owner: type[SectionOwner], key: str) -> type[SpecSection]:
         if section.inline:
             return model
     raise KeyError(key)
-
-
-def _is_left_out(owner: type[SectionOwner], key: str) -> bool:
-    """Whether a plugin that was left out has a key."""
-    faces = plugin.installed().left_out.values()
-    return any(section.owner == owner.OWNER and key in section.keys for face in faces for section in face.sections)
 
 
 def _class_of(section: plugin.Section, owner: type[SectionOwner]) -> type[SpecSection]:
@@ -386,7 +381,9 @@ class OneOf(Generic[M]):
     ) -> None:
         self.point = point
         self.core = core
-        self.base: type[M] | None = base or _common_base(core)
+        bases = core[0].__mro__ if core else ()
+        shared = (one for one in bases if all(issubclass(member, one) for member in core))
+        self.base: type[M] | None = base or next(shared, None)
         """What all members must be subclasses of."""
         self.key = key
         """The key that decides."""
@@ -435,35 +432,21 @@ class NameOf:
         return handler.generate_schema(self.literal())
 
 
-def _common_base(core: tuple[type[M], ...]) -> type[M] | None:
-    """The first class that all of the core's members are."""
-    return (
-        next((base for base in core[0].__mro__ if all(issubclass(member, base) for member in core)), None)
-        if core
-        else None
-    )
-
-
 def _tags(member: Any, key: str) -> Iterator[Any]:
     """The values of a class's key, a literal."""
     fields = getattr(member, "model_fields", None)
     yield from get_args(fields[key].annotation if fields else typing.get_type_hints(member)[key])
 
 
-def open_union(annotation: Any) -> OneOf[Any] | None:
-    """The open union that an annotation is, or None in addition; None if it is none."""
-    if get_origin(annotation) is Annotated:
-        return next((mark for mark in get_args(annotation)[1:] if isinstance(mark, OneOf)), None)
-    others = [member for member in get_args(annotation) if member is not type(None)]
-    return open_union(others[0]) if len(others) == 1 and len(get_args(annotation)) == 2 else None
+Mark = TypeVar("Mark", OneOf[Any], NameOf)
 
 
-def open_name(annotation: Any) -> NameOf | None:
-    """The name of a point that an annotation is, or None in addition; None if it is none."""
+def mark_of(annotation: Any, kind: type[Mark]) -> Mark | None:
+    """The open union, or the name of a point, that an annotation is, or None in addition; None if it is none."""
     if get_origin(annotation) is Annotated:
-        return next((mark for mark in get_args(annotation)[1:] if isinstance(mark, NameOf)), None)
+        return next((mark for mark in get_args(annotation)[1:] if isinstance(mark, kind)), None)
     others = [member for member in get_args(annotation) if member is not type(None)]
-    return open_name(others[0]) if len(others) == 1 and len(get_args(annotation)) == 2 else None
+    return mark_of(others[0], kind) if len(others) == 1 and len(get_args(annotation)) == 2 else None
 
 
 def annotation_of(info: FieldInfo) -> Any:

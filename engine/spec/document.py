@@ -34,7 +34,7 @@ class Document(Struct, frozen=True, kw_only=True):
     variables: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Environment variables that it was filled from, with their values."""
     references: Mapping[DataPath, str] = msgspec.field(default_factory=dict)
-    """What was written where environment variables gave the value."""
+    """What was written where environment variables gave the value: `Bearer ${TOKEN}`, by its path in `data`."""
 
     def origin(self, path: Sequence[str | int], *, key: bool = False) -> Origin | None:
         """Where a value (or its key) was written; of what is not there, the nearest that contains it."""
@@ -105,9 +105,15 @@ def validate(document: Document, model: type[Model]) -> tuple[Model | None, list
 def _part(
     document: Document, model: type[Model], body: Any, at: DataPath, root: type[BaseModel]
 ) -> tuple[Model | None, list[Diagnostic], list[DataPath]]:
-    """Validate the part of a document at `at`: value, problems, and the values that are to be read as text."""
+    """Validate the part of a document at `at`, strictly: value, problems, and the values that are to be read as text."""
     try:
-        return _validated(model, body), [], []
+        text = json.dumps(body, ensure_ascii=False).encode()  # in JSON a mapping may stand for a data class
+    except UnicodeEncodeError:  # bytes of an environment variable that are no text; JSON cannot hold them
+        text = b""
+    try:
+        if not text:
+            return model.model_validate(body, strict=True, by_alias=True, by_name=False), [], []
+        return model.model_validate_json(text, strict=True, by_alias=True, by_name=False), [], []
     except ValidationError as error:
         return None, *diagnose(error, model, document, at, root)
 
@@ -119,15 +125,6 @@ def _one_for_each_plugin(problems: Sequence[Diagnostic]) -> list[Diagnostic]:
         names_plugin = problem.fix is not None and problem.fix.startswith(BELONGS)
         by_plugin.setdefault(problem.fix if names_plugin and problem.fix else problem, problem)
     return list(by_plugin.values())
-
-
-def _validated(model: type[Model], data: Any) -> Model:
-    """Validate strictly, as JSON: there a mapping may stand for a data class."""
-    try:
-        text = json.dumps(data, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # bytes of an environment variable that are no text; JSON cannot hold them
-        return model.model_validate(data, strict=True, by_alias=True, by_name=False)
-    return model.model_validate_json(text, strict=True, by_alias=True, by_name=False)
 
 
 def place_inside(value: str, offset: int, lines: list[str], start: Origin) -> Origin:

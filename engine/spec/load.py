@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine.errors import SpecError
-from engine.schemas.base import Struct
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.tasks import TasksSpec
 from engine.spec.access import Access
@@ -38,26 +37,16 @@ UNREADABLE = frozenset({"spec.unreadable", "yaml.syntax"})
 """Rules that mean: this could not be read at all."""
 
 
-class LoadedSpec(Struct, frozen=True, kw_only=True, dict=True):
-    """A valid spec."""
+class LoadedSpec(Document, frozen=True, kw_only=True, dict=True):
+    """A valid spec, and its document: plain data without `extends`, with environment variables filled in."""
 
     spec: EpisodeSpec
-    data: dict[str, Any]
-    """The resolved document, as plain data: without `extends`, variables filled in."""
-    origins: Mapping[DataPath, Origin]
-    """Of every value, by its path in `data`."""
     path: Path
     """The spec's file, absolute."""
-    key_origins: Mapping[DataPath, Origin] = msgspec.field(default_factory=dict)
-    """Of every key, by the path of its value."""
     sources: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Text of every file that was read, by `Origin.file`."""
     access: Access = msgspec.field(default_factory=Access)
     """Which files that it names may be opened, and whether its code may be imported."""
-    variables: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Environment variables that it was filled from, with their values."""
-    references: Mapping[DataPath, str] = msgspec.field(default_factory=dict)
-    """What was written where environment variables gave the value: `Bearer ${TOKEN}`, by its path in `data`."""
 
     def __repr__(self) -> str:
         """Without the values of environment variables."""
@@ -112,8 +101,7 @@ class LoadedSpec(Struct, frozen=True, kw_only=True, dict=True):
 
     def origin(self, path: Sequence[str | int], *, key: bool = False) -> Origin:
         """Where a value (or its key) was written; of what was left out, the nearest that would contain it."""
-        document = Document(data=self.data, origins=self.origins, key_origins=self.key_origins)
-        return document.origin(path, key=key) or Origin(str(self.path), 1, 1)
+        return super().origin(path, key=key) or Origin(str(self.path), 1, 1)
 
     def inside(self, path: Sequence[str | int], offset: int) -> Origin:
         """Where the character at `offset` of a string value was written.
@@ -197,7 +185,7 @@ def override_spec(loaded: LoadedSpec, overrides: Sequence[str]) -> LoadedSpec:
     Raises: SpecError: with every diagnostic.
     """
     resolver = Resolver(access=loaded.access)
-    changes = flatten(resolver.resolve_overrides(overrides))
+    changes = flatten(resolver.override(None, overrides))
     remember_secrets(changes.references)
     merged = Document(
         data=_merged(loaded.data, changes.data),

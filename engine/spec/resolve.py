@@ -30,11 +30,6 @@ def published_names() -> list[str]:
     return sorted(file.stem for file in PUBLISHED.glob("*.yaml"))
 
 
-def is_published_name(value: str) -> bool:
-    """Whether a value of `extends` has the form of a name: neither a folder nor a suffix."""
-    return "/" not in value and "\\" not in value and "." not in value
-
-
 def published_file(name: str) -> str:
     """The file of a published setting."""
     return str(PUBLISHED / f"{name}.yaml")
@@ -87,16 +82,13 @@ class Resolver:
         tree = self._load(file, "", [], Origin(file, 1, 1))
         if tree is None:
             return None
-        tree = _name_preset(tree)
-        for override in overrides:
-            tree = self._set(tree, override)
-        resolved = self._substitute(tree)
-        assert isinstance(resolved, Mapping)
-        return resolved
+        if isinstance(machine := tree.entries.get("machine"), Scalar):
+            tree = Mapping(tree.origin, {**tree.entries, "machine": _preset(machine)}, tree.keys)
+        return self.override(tree, overrides)
 
-    def resolve_overrides(self, overrides: AbcSequence[str]) -> Mapping:
-        """A tree of the overrides alone."""
-        tree = Mapping(Origin(SET_FILE, 1, 1))
+    def override(self, tree: Mapping | None, overrides: AbcSequence[str]) -> Mapping:
+        """A tree (None: an empty one) with the values of `--set`; environment variables are filled in."""
+        tree = tree or Mapping(Origin(SET_FILE, 1, 1))
         for override in overrides:
             tree = self._set(tree, override)
         resolved = self._substitute(tree)
@@ -187,7 +179,8 @@ class Resolver:
     def _base_file(self, value: str, file: str, at: Origin) -> str | None:
         """The file that a value of `extends` names: beside the spec, else of published settings. None if there is neither."""
         beside = os.path.normpath(Path(file).parent / value)
-        if not is_published_name(value) or self._access.is_file(Path(beside)):
+        is_name = not {"/", "\\", "."} & set(value)
+        if not is_name or self._access.is_file(Path(beside)):
             return beside
         if value in (names := published_names()):
             return published_file(value)
@@ -227,14 +220,13 @@ class Resolver:
         if not equals or not all(keys) or len(keys) > MAX_DEPTH:
             self._problem("spec.set", f"`{override}` is no override", "write `--set a.b=value`", here)
             return tree
-        place = Place(SET_FILE, here.via, shift=len(name) + 1)
-        value, problems = parse(text, place)
+        value, problems = parse(text, Place(SET_FILE, here.via, shift=len(name) + 1))
         if problems:
             words = problems[0].message
             self._problem("spec.set", f"the value is no YAML: {words}", "quote it", problems[0].origin)
             return tree
         if value is None:
-            value = Scalar(None, place(_START), "")
+            value = Scalar(None, replace(here, column=len(name) + 2), "")
         if isinstance(value, Scalar) and value.typed:
             value = replace(value, reread=True)
         if keys == ["machine"]:
@@ -318,26 +310,11 @@ def _real(file: str) -> Path:
         return Path(file)
 
 
-class _Start:
-    line = 0
-    column = 0
-
-
-_START = _Start()
-
-
 def _preset(node: Node) -> Node:
     """`machine: tools` is `machine: {preset: tools}`, so that it can be merged and overridden like one."""
     if isinstance(node, Scalar) and isinstance(node.value, str):
         return Mapping(node.origin, {"preset": node}, {"preset": node.origin})
     return node
-
-
-def _name_preset(tree: Mapping) -> Mapping:
-    machine = tree.entries.get("machine")
-    if not isinstance(machine, Scalar):
-        return tree
-    return Mapping(tree.origin, {**tree.entries, "machine": _preset(machine)}, tree.keys)
 
 
 def _kept(node: Mapping, path: tuple[str, ...], key: str, value: Node) -> Mapping:

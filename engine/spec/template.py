@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from msgspec.structs import replace
 from engine.errors import EngineError
 from engine.schemas.message import ContentPart, Message, TextPart
 from engine.spec.rows.sources import find
+from engine.spec.text.near import near_or_known
 
 if TYPE_CHECKING:
     from engine.schemas.model import Words
@@ -103,17 +103,14 @@ def fill_words(words: Words, fields: Mapping[str, Any], base: Path) -> list[Cont
     """
     if isinstance(words, str):
         return [TextPart(text=fill(words, fields))]
-    return [
-        part.model_copy(update={"text": fill(part.text, fields)})
-        if isinstance(part, TextPart)
-        else part.model_copy(update={"image": image_reference(fill(part.image, fields), base)})
-        for part in words
-    ]
-
-
-def image_reference(reference: str, base: Path) -> str:
-    """An image's reference with a relative path made absolute."""
-    return reference if is_reference(reference) else str(base / reference)
+    parts: list[ContentPart] = []
+    for part in words:
+        if isinstance(part, TextPart):
+            parts.append(part.model_copy(update={"text": fill(part.text, fields)}))
+        else:
+            image = fill(part.image, fields)
+            parts.append(part.model_copy(update={"image": image if is_reference(image) else str(base / image)}))
+    return parts
 
 
 def image_folders(files: Sequence[str], base: Path) -> list[Path]:
@@ -160,7 +157,6 @@ def _value(match: re.Match[str], fields: Mapping[str, Any]) -> str:
     name = match[2].strip()
     there, value = find(name, fields)
     if not there:
-        near = get_close_matches(name, list(fields), n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"fields: {', '.join(map(str, fields)) or 'none'}"
+        hint = near_or_known(name, [str(field) for field in fields], what="fields")
         raise TemplateError(f"the template names `{{{{{name}}}}}`, which is no field here; {hint}")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -232,6 +232,7 @@ class RunHeader(Contract):
             spec=spec,
             data=self._filled(self.data, strict=strict),
             references={tuple(path): text for path, text, _ in self.references},
+            key_origins={},
             origins={tuple(path): Origin(file, line, column, via) for path, file, line, column, via in self.origins},
             path=Path(self.spec_path),
             sources=self.sources,

@@ -12,7 +12,7 @@ from test_no_effect import GROUP, HEAD, JUDGE, SERVER, TRANSFER, USER
 
 from engine.errors import SpecError
 from engine.schemas.credit import RewardsSpec
-from engine.schemas.sections import annotation_of, open_union
+from engine.schemas.sections import OneOf, annotation_of, mark_of
 from engine.schemas.train import TrainSpec
 from engine.spec.load import load_spec
 from engine.spec.text.places import fields_by_key
@@ -249,7 +249,7 @@ def keys_of(model: type[BaseModel], above: str) -> list[str]:
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:
-    if (opened := open_union(annotation)) is not None:
+    if (opened := mark_of(annotation, OneOf)) is not None:
         return list(opened.members())
     if isinstance(annotation, type):
         return [annotation] if issubclass(annotation, BaseModel) else []

@@ -6,7 +6,7 @@ SARIF: OASIS Standard, "Static Analysis Results Interchange Format Version 2.1.0
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -79,8 +79,10 @@ def _location(item: Diagnostic) -> dict[str, Any]:
     origin = item.origin
     if origin is None or origin.file == SET_FILE:
         return {"logicalLocations": logical, **({"message": {"text": _plain(origin.via)}} if origin else {})}
+    path = Path(origin.file)
+    uri = path.as_uri() if path.is_absolute() else quote(os.fsencode(path.as_posix()))
     physical = {
-        "artifactLocation": {"uri": _uri(origin.file)},
+        "artifactLocation": {"uri": uri},
         "region": {"startLine": origin.line, "startColumn": origin.column},
     }
     via = {"message": {"text": _plain(origin.via)}} if origin.via else {}
@@ -93,35 +95,24 @@ def _plain(text: str) -> str:
     return text.replace("[", "\\[").replace("]", "\\]") if "](" in text else text
 
 
-def _uri(file: str) -> str:
-    """A relative path unchanged, an absolute one as a file URI."""
-    path = Path(file)
-    return path.as_uri() if path.is_absolute() else quote(os.fsencode(path.as_posix()))
-
-
 def as_github(reports: Sequence[Report]) -> str:
     """Return one workflow command for each finding; GitHub shows it beside the line."""
-    return "\n".join(_commands(reports))
-
-
-def _commands(reports: Sequence[Report]) -> Iterator[str]:
+    commands: list[str] = []
     if skipped := _skipped(reports):
-        yield f"::notice title=check.skipped::{_message(skipped)}"
+        commands.append(f"::notice title=check.skipped::{_message(skipped)}")
     for report in reports:
         for item in report.diagnostics:
             place = {"title": item.rule}
             origin = item.origin
             if origin is not None and origin.file != SET_FILE:
                 place = {"file": origin.file, "line": str(origin.line), "col": str(origin.column), **place}
-            said = ",".join(f"{key}={_property(value)}" for key, value in place.items())
+            escaped = {key: _message(text).replace(":", "%3A").replace(",", "%2C") for key, text in place.items()}
+            properties = ",".join(f"{key}={text}" for key, text in escaped.items())
             via = f" ({origin.via})" if origin is not None and origin.via else ""
             fix = f"\n{item.fix}" if item.fix else ""
-            yield f"::{_COMMANDS[item.severity]} {said}::{_message(item.message + via + fix)}"
+            commands.append(f"::{_COMMANDS[item.severity]} {properties}::{_message(item.message + via + fix)}")
+    return "\n".join(commands)
 
 
 def _message(text: str) -> str:
     return no_command(visible(text)).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _message(text).replace(":", "%3A").replace(",", "%2C")

@@ -70,7 +70,8 @@ def role_weights(spec: EpisodeSpec, role: PlayedRole) -> RoleWeights:
     """The weights of a role while the spec's `train` section trains its model; `apart` without that section."""
     train, part = spec.train, role.spec
     shares = role.shares_policy(spec)
-    if train is None or not (shares or (part.backend is not None and part.backend.shares_servers(spec.backend))):
+    servers = {url.rstrip("/") for url in (part.backend.server_urls if part.backend is not None else ())}
+    if train is None or not (shares or servers & {url.rstrip("/") for url in spec.backend.server_urls}):
         return "apart"
     adapter = spec.backend.sync_method(train.weight_sync.method, lora=train.adapter is not None) == "adapter"
     if not shares and adapter:

@@ -124,13 +124,9 @@ def parse_entry(use: str) -> tuple[str, list[str]]:
     return module, parts
 
 
-def import_path(base: Path | None) -> list[str]:
-    """The import path with the spec's folder and the current one before what is installed, behind the standard library."""
-    return _with_folders(base)[0]
-
-
 def _with_folders(base: Path | None) -> tuple[list[str], list[str]]:
-    """That path, and the folders that it has beside those of `sys.path`."""
+    """The import path with the spec's folder and the current one before what is installed, behind the standard library;
+    and the folders that it has beside those of `sys.path`."""
     folders = list(dict.fromkeys(str(folder.resolve()) for folder in (base, Path()) if folder is not None))
     folders = [folder for folder in folders if folder in _ADDED or folder not in sys.path]
     paths = [entry for entry in sys.path if entry not in folders]
@@ -241,7 +237,7 @@ class ModuleFiles:
         """The module's file; None where it has none that may be read as text. Raises: EntryError: `use` names a module that is not there."""
         if (sys.path, sys.meta_path) != self._state:
             self._state = ([*sys.path], [*sys.meta_path])
-            self._search = import_path(self._base)
+            self._search = _with_folders(self._base)[0]
             self._readable = None
             self._found.clear()
         key = (module, use)

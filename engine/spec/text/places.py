@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from engine.schemas.base import Struct
-from engine.schemas.sections import OneOf, annotation_of, open_name, open_union, section_fields
+from engine.schemas.sections import NameOf, OneOf, annotation_of, mark_of, section_fields
 from engine.spec.text.diagnostic import DataPath
 
 
@@ -43,9 +43,9 @@ def fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
 def branches(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, None left out; anything else is its own single member."""
     if typing.get_origin(annotation) is typing.Annotated:
-        if (name := open_name(annotation)) is not None:
+        if (name := mark_of(annotation, NameOf)) is not None:
             return (name.literal(),)
-        opened = open_union(annotation)
+        opened = mark_of(annotation, OneOf)
         return branches(typing.get_args(annotation)[0]) if opened is None else opened.members()
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return tuple(arg for arg in typing.get_args(annotation) if arg is not type(None))

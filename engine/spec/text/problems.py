@@ -17,7 +17,7 @@ from engine.plugin import missing
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.base import Bytes, Seconds, Struct
 from engine.schemas.descriptions import description_of
-from engine.schemas.sections import open_name, open_union, sections_of
+from engine.schemas.sections import NameOf, OneOf, mark_of, sections_of
 from engine.schemas.train import MemorySpec, TrainSpec, WeightSyncSpec
 from engine.spec.references import MISSING, value_at
 from engine.spec.text.diagnostic import DataPath, Diagnostic, show_path
@@ -182,7 +182,7 @@ def _tag(model: type[BaseModel], fault: _Fault, document: Document) -> Diagnosti
     place = (*path, key)
     value = str(fault.context["tag"])
     message = f"`{show_path(place)}` must be one of {listed}; it is {_show(value_at(document.data, place))}"
-    opened = open_union(fault.spot.wanted)
+    opened = mark_of(fault.spot.wanted, OneOf)
     fix = (missing(opened.point, value) if opened else None) or _nearest(value, tags)
     return Diagnostic("spec.bad-value", "error", message, fix, document.origin(place), place)
 
@@ -217,7 +217,7 @@ def _wrong(faults: list[_Fault], document: Document) -> Diagnostic:
     if faults[0].spot.key:
         shown = f"the key {shown}"
     message = f"{shown} must be {', or '.join(expected)}; it is {_show(value)}"
-    name = open_name(faults[0].spot.wanted)  # without its plugins an open set may have no name
+    name = mark_of(faults[0].spot.wanted, NameOf)  # without its plugins an open set may have no name
     fix: str | None = None
     if isinstance(value, str) and (options or name is not None):
         fix = (missing(name.point, value) if name is not None else None) or _nearest(value, options)

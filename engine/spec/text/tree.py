@@ -73,7 +73,6 @@ MAX_PROBLEMS = 200
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _CORE = "tag:yaml.org,2002:"
 _COLLECTION_TAGS = {"mapping": f"{_CORE}map", "list": f"{_CORE}seq"}
-_BREAKS = re.compile("\r\n|[\r\n\x85\u2028\u2029]")
 
 
 @dataclass(slots=True)
@@ -143,9 +142,8 @@ class _Open:
     """That key; None where it was refused."""
 
 
-def split_lines(text: str) -> list[str]:
-    """Lines as the parser counts them."""
-    return _BREAKS.split(text)
+split_lines = re.compile("\r\n|[\r\n\x85\u2028\u2029]").split
+"""The lines of a text as the parser counts them."""
 
 
 def parse(text: str, place: Place) -> tuple[Node | None, list[Diagnostic]]:
@@ -215,7 +213,10 @@ class _Builder:
     def _begin(self, event: Any) -> None:
         origin = self.place(event.start_mark)
         is_mapping = isinstance(event, yaml.MappingStartEvent)
-        self._collection_tag(event.tag, "mapping" if is_mapping else "list", origin)
+        kind = "mapping" if is_mapping else "list"
+        if event.tag not in (None, "!", _COLLECTION_TAGS[kind]):
+            message = f"the tag `{_show_tag(event.tag)}` is not known on a {kind}"
+            self.problem("yaml.tag", message, "remove the tag", origin)
         if self._too_deep(1, origin):
             return
         node: Mapping | Sequence = Mapping(origin) if is_mapping else Sequence(origin)
@@ -309,10 +310,6 @@ class _Builder:
             return node.value
         return None
 
-    def _collection_tag(self, tag: str | None, kind: str, origin: Origin) -> None:
-        if tag not in (None, "!", _COLLECTION_TAGS[kind]):
-            self.problem("yaml.tag", f"the tag `{_show_tag(tag)}` is not known on a {kind}", "remove the tag", origin)
-
     def _read(self, event: Any, origin: Origin) -> Scalar:
         text: str = event.value
         tag: str | None = event.tag
@@ -336,15 +333,8 @@ class _Builder:
         if not isinstance(value, wanted[name]) or (isinstance(value, bool) and name != "bool"):
             self.problem("yaml.tag", f"`{text}` is no !!{name}", "correct the value or remove the tag", origin)
         elif name == "float" and isinstance(value, int):
-            value = _as_float(value)
+            value = float(str(value))  # infinity where it is too large
         return Scalar(value, origin, text)
-
-
-def _as_float(value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
 
 
 def _show_tag(tag: str | None) -> str:

@@ -26,7 +26,7 @@ from engine.schemas.generation import Generation, SamplingParams, VersionSpan
 from engine.schemas.journal import JournalEntry, RecordBase, UnreadRecord
 from engine.schemas.message import ImagePart, Message, TextPart
 from engine.schemas.reward import RewardEvent
-from engine.schemas.sections import open_union
+from engine.schemas.sections import OneOf, mark_of
 from engine.schemas.trajectory import Branch, Span, Trajectory
 from engine.store import RunStore, codec, results
 from engine.store.scores import EpisodeScore, read_score
@@ -55,7 +55,7 @@ contents = texts | st.lists(parts, max_size=2)
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a field's type."""
     origin, inside = get_origin(kind), get_args(kind)
-    if (union := open_union(kind)) is not None:
+    if (union := mark_of(kind, OneOf)) is not None:
         return st.one_of([structs(one) for one in union.members()])
     if origin is Annotated:
         return values_of(inside[0])
