@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from math import inf
 from typing import NamedTuple
@@ -293,7 +293,7 @@ MAX_WORK = 150_000
 """Steps and comparisons that computing one graph may take."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Graph:
     """The reachable places, and the steps between them."""
 
@@ -304,8 +304,6 @@ class Graph:
     steps: dict[Place, list[WalkStep]] = field(default_factory=dict)
     most: tuple[float, ...] | None = None
     """The maximum of each counter on any path; computed by `most_counts`."""
-    _components: tuple[dict[Place, int], int] | None = None
-    _of_state: dict[str, list[Place]] | None = None
     _moments: dict[tuple[str, str | None], tuple[Place, ...]] = field(default_factory=dict)
 
     @property
@@ -313,41 +311,25 @@ class Graph:
         """The machine."""
         return self.walk.chart
 
-    @property
-    def limits(self) -> Limits:
-        """The limits of the counters in this graph."""
-        return self.walk.limits
-
-    @property
+    @cached_property
     def components(self) -> tuple[dict[Place, int], int]:
         """The strongly connected component of each place, and their number; steps lead from higher to lower ones."""
-        if self._components is None:
-            self._components = components(self)
-        return self._components
+        return components(self)
 
     def again(self, place: Place) -> list[WalkStep]:
         """The steps that may be taken any number of times: in an approximate graph, those that no limit counts."""
         steps = self.steps[place]
         if self.exact:
             return steps
-        return [step for step in steps if all(self.limits[index] is None for index in step.used)]
+        return [step for step in steps if all(self.walk.limits[index] is None for index in step.used)]
 
-    def of_state(self, state: str) -> list[Place]:
-        """The places of one state."""
-        if self._of_state is None:
-            self._of_state = {}
-            for place in self.steps:
-                self._of_state.setdefault(place.state, []).append(place)
-        return self._of_state.get(state, [])
-
-    @property
-    def states(self) -> frozenset[str]:
-        """The reachable states."""
-        return frozenset(place.state for place in self.steps)
-
-    def ranges(self, place: Place) -> Ranges:
-        """The ranges of the quantities that guards read at a place."""
-        return {} if place.late else self.walk.ranges(place.counts)
+    @cached_property
+    def by_state(self) -> dict[str, list[Place]]:
+        """The reachable states, each with its places."""
+        places: dict[str, list[Place]] = {}
+        for place in self.steps:
+            places.setdefault(place.state, []).append(place)
+        return places
 
     def truth(self, guard: Formula, place: Place, work: Work) -> bool | None:
         """The result of a guard at a place; None if it may be either."""
@@ -373,7 +355,7 @@ class Graph:
     def _stand(self, state: str, event: str | None) -> Iterator[Place]:
         walk = self.walk
         action = walk.actions.get(state)
-        for place in self.of_state(state):
+        for place in self.by_state.get(state, ()):
             if action is None or event in ALWAYS_EVENTS:
                 yield place
             elif not place.late and not walk.used_up(place, action):

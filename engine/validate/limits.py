@@ -11,11 +11,6 @@ from engine.validate.registry import Finding, rule
 from engine.validate.worst_case import COUNTS, context_bound, most_counts
 
 
-def _nearest(ctx: CheckContext, *paths: DataPath) -> DataPath:
-    """The first of some keys that the spec sets, else the first."""
-    return next((path for path in paths if ctx.written(*path)), paths[0])
-
-
 @rule("limits.contradiction", "error", "one limit contradicts another")
 def contradiction(ctx: CheckContext) -> Iterator[Finding]:
     """More tokens for a turn than for the episode or the model; a deadline longer than the episode's."""
@@ -27,7 +22,8 @@ def contradiction(ctx: CheckContext) -> Iterator[Finding]:
             "limits.episode_tokens": ("limits", "episode_tokens"),
             "model.context": ("model", "context"),
         }
-        path = _nearest(ctx, turn, others.get(bound.by, turn))
+        path = turn if ctx.written(*turn) else others.get(bound.by, turn)
+        path = path if ctx.written(*path) else turn
         message = (
             f"a turn may have {limits.turn_tokens} tokens, and the whole sequence, prompt included, "
             f"{bound.most:.0f} ({bound.by})"
@@ -96,19 +92,15 @@ def no_deadline(ctx: CheckContext) -> Iterator[Finding]:
             if spec.tools[index].timeout is None:
                 message = (
                     "this tool has no `timeout`: `limits.tool_seconds` holds, by default "
-                    f"{_s(spec.limits.tool_seconds)}"
+                    f"{spec.limits.tool_seconds:g} s"
                 )
                 yield Finding(message, ("tools", index), "add `timeout: 5s`, or set `limits.tool_seconds`")
     for path, user in ctx.users:
         if user.timeout is None or not ctx.written(*path, "timeout"):
-            yield Finding(f"this user has no `timeout`: the default is {_s(user.seconds)}", path, "add `timeout: 30s`")
+            yield Finding(f"this user has no `timeout`: the default is {user.seconds:g} s", path, "add `timeout: 30s`")
     if spec.environment is not None and not ctx.written("environment", "timeout"):
-        message = f"this environment has no `timeout`: the default is {_s(spec.environment.timeout)}"
+        message = f"this environment has no `timeout`: the default is {spec.environment.timeout:g} s"
         yield Finding(message, ("environment",), "add `timeout: 30s`")
-
-
-def _s(seconds: float) -> str:
-    return f"{seconds:g} s"
 
 
 @rule("limits.no-time", "warning", "nothing ends an episode in which the model or the server hangs")

@@ -127,32 +127,25 @@ def implies(first: Formula, second: Formula, ranges: Ranges) -> bool:
 
 def _cases(formulas: tuple[Formula, ...], ranges: Ranges) -> Iterator[Case]:
     """Cases that cover every outcome; none if there are too many, or a formula is not known."""
-    if not all(each.known for each in formulas):
+    if not all(formula.known for formula in formulas):
         return
     constants: dict[str, frozenset[tuple[str, Any]]] = {}
     domains: dict[str, list[Any]] = {}
-    for each in formulas:
-        for key, values in each.constants.items():
+    for formula in formulas:
+        for key, values in formula.constants.items():
             constants[key] = constants.get(key, frozenset()) | values
-        for pair, keys in each.pairs.items():
-            if keys is None or not all(_is_small(ranges.get(key, ANY_NUMBER)) for key in keys):
+        for pair, keys in formula.pairs.items():
+            spans = {key: ranges.get(key, ANY_NUMBER) for key in keys or ()}
+            if keys is None or any(high - low >= MAX_VALUES for low, high in spans.values()):
                 domains[pair] = [-1, 0, 1]
             else:
-                domains.update((key, _integers(ranges[key])) for key in keys)
+                domains |= {key: list(range(ceil(low), floor(high) + 1)) for key, (low, high) in spans.items()}
     for key, values in constants.items():
         if key not in domains:
             domains[key] = _values(key, values, ranges.get(key, ANY_NUMBER))
     if prod(map(len, domains.values())) <= MAX_CASES:
         for values_of_case in product(*domains.values()):
             yield dict(zip(domains, values_of_case, strict=True))
-
-
-def _is_small(limits: Range) -> bool:
-    return limits[1] - limits[0] < MAX_VALUES
-
-
-def _integers(limits: Range) -> list[int]:
-    return list(range(ceil(limits[0]), floor(limits[1]) + 1))
 
 
 def _values(key: str, constants: frozenset[tuple[str, Any]], limits: Range) -> list[Any]:

@@ -15,6 +15,7 @@ from engine.schemas.machine import TransitionSpec
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import listed
 from engine.validate.context import CheckContext, nearest
+from engine.validate.guards import STATE_KEY, expressions
 from engine.validate.logic import ALWAYS, MAX_CASES, Formula, implies, overlap
 from engine.validate.machine_context import MAX_TRANSITIONS, Cycle
 from engine.validate.registry import Finding, rule
@@ -23,10 +24,14 @@ from engine.validate.work import WorkLimitError
 ANY = "*"
 
 
-def _own(ctx: CheckContext) -> Iterator[tuple[DataPath, TransitionSpec]]:
+def _written(ctx: CheckContext) -> Iterator[tuple[DataPath, TransitionSpec]]:
     """The transitions that the spec itself writes."""
     for index, item in enumerate(ctx.spec.machine.transitions):
-        yield ("machine", "transitions", index), item
+        yield _path(index), item
+
+
+def _path(index: int) -> DataPath:
+    return ("machine", "transitions", index)
 
 
 def _member(path: DataPath, key: str, value: str | list[str], index: int) -> DataPath:
@@ -61,7 +66,7 @@ def unknown_state(ctx: CheckContext) -> Iterator[Finding]:
     initial = ctx.spec.machine.initial
     if initial is not None and initial not in ctx.states:
         yield Finding(f"there is no state `{initial}`", ("machine", "initial"), nearest(initial, ctx.states))
-    for path, item in _own(ctx):
+    for path, item in _written(ctx):
         for index, source in enumerate(item.sources):
             if source != ANY and source not in ctx.states:
                 where = _member(path, "source", item.source, index)
@@ -95,7 +100,7 @@ def no_action(ctx: CheckContext) -> Iterator[Finding]:
 def unknown_event(ctx: CheckContext) -> Iterator[Finding]:
     """An event must be emitted by at least one of the transition's sources."""
     anywhere = _emitted(ctx, ctx.working)
-    for path, item in _own(ctx):
+    for path, item in _written(ctx):
         wild = ANY in item.sources
         named = [name for name in item.sources if name in ctx.may_happen]
         emitted = anywhere if wild else _emitted(ctx, named)
@@ -104,12 +109,9 @@ def unknown_event(ctx: CheckContext) -> Iterator[Finding]:
         for index, trigger in enumerate(item.triggers):
             if trigger not in emitted:
                 where = _member(path, "trigger", item.trigger, index)
-                who = "no state emits" if wild else f"`{'`, `'.join(named)}` never {_verb(named)}"
+                verb = "emits" if len(named) == 1 else "emit"
+                who = "no state emits" if wild else f"`{'`, `'.join(named)}` never {verb}"
                 yield Finding(f"{who} the event `{trigger}`", where, nearest(trigger, emitted))
-
-
-def _verb(names: list[str]) -> str:
-    return "emits" if len(names) == 1 else "emit"
 
 
 def _emitted(ctx: CheckContext, names: list[str]) -> frozenset[str] | None:
@@ -157,7 +159,7 @@ def unreachable(ctx: CheckContext) -> Iterator[Finding]:
     """No chain of transitions leads there, or none that the limits and conditions allow."""
     graph = ctx.graph
     begun = ctx.machine.initial in ctx.states
-    come_to = graph.states if graph.exact and begun else ctx.reachable
+    come_to = graph.by_state if graph.exact and begun else ctx.reachable
     for name in ctx.states:
         if name not in ctx.reachable:
             fix = "lead a transition to it, or remove it"
@@ -177,12 +179,9 @@ def done_unreachable(ctx: CheckContext) -> Iterator[Finding]:
         return
     for name in ctx.working:
         if name in ctx.reachable and name not in ctx.ending:
-            fix = f"lead a transition from it to {_either(final)}"
+            ends = " or ".join(f"`{state}`" for state in final) if len(final) < 5 else listed(final)
+            fix = f"lead a transition from it to {ends}"
             yield Finding(f"no end can be reached from `{name}`", ctx.state_path(name), fix, key=True)
-
-
-def _either(states: list[str]) -> str:
-    return " or ".join(f"`{state}`" for state in states) if len(states) < 5 else listed(states)
 
 
 @rule("rules.unknown-state", "error", "a reward rule names a state that does not exist")
@@ -207,7 +206,7 @@ def _where(ctx: CheckContext, cycle: Cycle) -> DataPath:
         for position, (state, event) in enumerate(cycle.steps):
             dest = cycle.steps[(position + 1) % len(cycle.steps)][0]
             if item.dest == dest and event in item.triggers and (state in item.sources or "*" in item.sources):
-                return ("machine", "transitions", index)
+                return _path(index)
     for name in cycle.bounds:
         if ctx.written("limits", name):
             return ("limits", name)
@@ -334,18 +333,9 @@ def _implies(ctx: CheckContext, first: Formula, second: Formula) -> bool:
     return implies(first, second, _ANY_RANGES)
 
 
-def _overlap(ctx: CheckContext, first: Formula, second: Formula) -> bool:
-    ctx.work.spend(_weight(first, second))
-    return overlap(first, second, ctx.hull)
-
-
 def _weight(first: Formula, second: Formula) -> int:
     """About how many comparisons it takes to look at two guards together."""
     return min(first.weight * second.weight, MAX_CASES) if first.known and second.known else 1
-
-
-def _path(index: int) -> DataPath:
-    return ("machine", "transitions", index)
 
 
 def _place(ctx: CheckContext, edge: ResolvedTransition) -> str:
@@ -399,7 +389,8 @@ def overlapping(ctx: CheckContext) -> Iterator[Finding]:
                 if earlier.dest == later.dest or pair in reported:
                     continue
                 first, second = _guard(ctx, earlier), _guard(ctx, later)
-                if _overlap(ctx, first, second) and not _implies(ctx, second, first):
+                ctx.work.spend(_weight(first, second))
+                if overlap(first, second, ctx.hull) and not _implies(ctx, second, first):
                     reported.add(pair)
                     message = (
                         f"`{later.trigger}` in `{later.source}`: this condition and that of {_place(ctx, earlier)} may "
@@ -412,39 +403,39 @@ def overlapping(ctx: CheckContext) -> Iterator[Finding]:
 @rule("machine.final-exits", "error", "a transition leaves a final state")
 def final_exits(ctx: CheckContext) -> Iterator[Finding]:
     """The episode ends in that state, so the transition is never taken."""
-    for index, item in enumerate(ctx.spec.machine.transitions):
+    for path, item in _written(ctx):
         for position, source in enumerate(item.sources):
             if source in ctx.states and ctx.states[source].final:
-                where: DataPath = (*_path(index), "source")
-                path = where if isinstance(item.source, str) else (*where, position)
+                where = _member(path, "source", item.source, position)
                 fix = "remove the transition, or `final: true` from the state"
-                yield Finding(f"`{source}` is final: the episode ends there, and no transition leaves it", path, fix)
+                yield Finding(f"`{source}` is final: the episode ends there, and no transition leaves it", where, fix)
+
+
+_CORRECTED = {
+    "conditions": "remove the transition, or correct the condition",
+    "when": "remove the rule, or correct its `when`",
+}
+"""What to do about a guard that never holds."""
 
 
 @rule("guard.constant", "warning", "a condition always has the same result")
 def constant_guard(ctx: CheckContext) -> Iterator[Finding]:
     """Within the spec's limits, and after what must have happened before the guard is evaluated."""
-    asked: dict[int, list[tuple[str, str | None]]] = {}
+    asked: dict[DataPath, list[tuple[str, str | None]]] = {}
     for edge in ctx.live:
         if edge.index is not None:
-            asked.setdefault(edge.index, []).append((edge.source, edge.trigger))
-    for index, item in enumerate(ctx.spec.machine.transitions):
-        if item.conditions is not None:
-            truth = _truth(ctx, item.conditions, asked.get(index, []))
-            if truth is not None:
-                fix = "leave `conditions` out" if truth else "remove the transition, or correct the condition"
-                yield _constant(truth, item.conditions, (*_path(index), "conditions"), fix)
+            asked.setdefault((*_path(edge.index), "conditions"), []).append((edge.source, edge.trigger))
     for index, reassign in enumerate(ctx.spec.rewards.reassign):
-        if reassign.when is not None:
-            truth = _truth(ctx, reassign.when, [(reassign.at, None)])
-            if truth is not None:
-                fix = "leave `when` out" if truth else "remove the rule, or correct its `when`"
-                yield _constant(truth, reassign.when, ("rewards", "reassign", index, "when"), fix)
-
-
-def _constant(truth: bool, expression: str, path: DataPath, fix: str) -> Finding:
-    how = "always" if truth else "never"
-    return Finding(f"`{' '.join(expression.split())}` {how} holds here, within the spec's limits", path, fix)
+        asked["rewards", "reassign", index, "when"] = [(reassign.at, None)]
+    for path, expression in expressions(ctx):
+        if path == STATE_KEY:
+            continue
+        truth = _truth(ctx, expression, asked.get(path, []))
+        if truth is not None:
+            key = str(path[-1])
+            fix = f"leave `{key}` out" if truth else _CORRECTED[key]
+            message = f"`{' '.join(expression.split())}` {'always' if truth else 'never'} holds here, within the spec's limits"
+            yield Finding(message, path, fix)
 
 
 def _truth(ctx: CheckContext, expression: str, asked: list[tuple[str, str | None]]) -> bool | None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from engine.actions.facts import ACTIONS
-from engine.limits import COUNTERS, EPISODE_SECONDS, FIELDS, limits_of
+from engine.limits import COUNTERS, EPISODE_SECONDS, limit_values, limits_of
 from engine.machine.machine import ResolvedMachine, ResolvedTransition, resolved_machine
 from engine.machine.preset import ANY
 from engine.machine.presets import PRESETS
@@ -216,8 +216,7 @@ class MachineContext(CodeContext):
 
 
 def _values(limits: LimitsSpec) -> tuple[tuple[str, float], ...]:
-    values = ((name, limits.value_of(name)) for name in FIELDS)
-    return tuple((name, float(UNBOUNDED if value is None else min(value, UNBOUNDED))) for name, value in values)
+    return tuple((name, float(min(value, UNBOUNDED))) for name, value in limit_values(limits).items())
 
 
 def _closure(starts: Iterable[str], steps: Iterable[tuple[str, str]]) -> frozenset[str]:

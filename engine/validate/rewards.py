@@ -12,7 +12,7 @@ from engine.schemas.train import OVERLONG_PENALTY, OverlongPenalty
 from engine.spec.added import spec_facts
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import nearest_name
-from engine.validate.code.source import Def
+from engine.validate.code.source import Def, last_name
 from engine.validate.code.written_names import WrittenNames, code_names, names_of_plugins, written_names
 from engine.validate.context import CheckContext
 from engine.validate.explore import Place
@@ -296,7 +296,8 @@ def outcome_drops(ctx: CheckContext) -> Iterator[Finding]:
     if left_out:
         names = " and ".join(f"`{name}`" for name in left_out)
         verb = "reaches" if len(left_out) == 1 else "reach"
-        message = f"in the last turn only {_listed(counted)} counts: {names} {verb} no token there"
+        only = " and ".join(f"`{name}`" for name in counted)
+        message = f"in the last turn only {only} counts: {names} {verb} no token there"
         fix = "add it to `outcome`, or remove `outcome`: then all rewards of the last turn count"
         yield Finding(message, ("rewards", "credit", "outcome"), fix)
 
@@ -326,10 +327,6 @@ def _mark_events(ctx: CheckContext) -> Iterator[tuple[DataPath, RewardEvent]]:
                 yield (*path, "marks", index, "rewards", number), event
 
 
-def _listed(names: tuple[str, ...]) -> str:
-    return " and ".join(f"`{name}`" for name in names)
-
-
 _FINISH = "last.finish"
 Cost = tuple[float, str]
 """A cost, more than 0, and the key or code that states it."""
@@ -347,7 +344,7 @@ def truncated_pays(ctx: CheckContext) -> Iterator[Finding]:
         wrong = max(_wrong(ctx), default=None)
         if end is None or paid is None or wrong is None or wrong[0] <= paid:
             continue
-        judge = next(each for each in _judges(ctx))
+        judge = next(_judges(ctx))
         yield Finding(
             f"a reply that is cut off ends the episode and costs {paid:g}; a wrong reply may cost {wrong[0]:g} "
             f"({wrong[1]}), "
@@ -429,10 +426,10 @@ def _in_code(ctx: CheckContext, path: DataPath, use: str, with_: Mapping[str, An
         **{key: (value, ".".join(map(str, (*path, "with", key)))) for key, value in with_.items()},
     }
     for value in _reward_values(node):
-        for each in ast.walk(value):
-            if isinstance(each, ast.UnaryOp) and (cost := _number(each)) is not None and cost < 0:
+        for part in ast.walk(value):
+            if isinstance(part, ast.UnaryOp) and (cost := _number(part)) is not None and cost < 0:
                 yield -cost, f"`{use}`"
-            name = each.id if isinstance(each, ast.Name) else each.attr if isinstance(each, ast.Attribute) else ""
+            name = (last_name(part) or "") if isinstance(part, ast.Name | ast.Attribute) else ""
             setting, where = settings.get(name.lstrip("_"), (None, ""))
             if isinstance(setting, int | float) and setting < 0:
                 yield -float(setting), f"`{where}`"
@@ -449,7 +446,7 @@ def _reward_values(node: ast.AST) -> Iterator[ast.expr]:
     for call in ast.walk(node):
         if not isinstance(call, ast.Call):
             continue
-        name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+        name = last_name(call.func)
         for keyword in call.keywords:
             if name == "RewardEvent" and keyword.arg == "value":
                 yield keyword.value

@@ -55,9 +55,9 @@ def test_it_agrees_with_every_episode_that_there_can_be(machine: str) -> None:
     found = simulator.everything()
     graph = ctx.graph
     assert graph.exact
-    assert graph.states == {at.state for at in found}
+    assert set(graph.by_state) == {at.state for at in found}
     said = {item.path[-1] for item in check_spec(ctx.loaded) if item.rule == "machine.unreachable"}
-    assert said == set(ctx.states) - graph.states
+    assert said == set(ctx.states) - set(graph.by_state)
     assert bool(cycles_of(graph).found) == on_cycle(found)
     assert list(most_counts(graph)) == [most_count(simulator, found, which) for which in range(len(NAMES))]
 
@@ -129,7 +129,7 @@ def test_no_episode_of_the_real_machine_goes_beyond_it(machine: str, chance: ran
         except Exception:  # noqa: BLE001  (an event that nothing handles ends the episode here)
             break
         at = after._replace(state=state)
-        assert at.state in ctx.graph.states
+        assert at.state in ctx.graph.by_state
         assert at.turns <= most[0]
         assert at.condensed <= most[1]
         assert at.user <= most[2]

@@ -7,11 +7,11 @@ type variables, classes of the spec's own, `Any` and whatever converts its argum
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.schemas.base import Struct
-from engine.validate.code.source import Alias, Definition, External, Module, Sources, last_name, lineage
+from engine.validate.code.source import Alias, Def, Definition, External, Module, Sources, lineage
 
 MAX_STEPS = 12
 """Maximum nesting of an annotation."""
@@ -48,24 +48,11 @@ def scope_of(definition: Definition, sources: Sources) -> Scope:
     hidden = {str(item.name) for node in nodes for item in getattr(node, "type_params", [])}
     for node in nodes:
         if isinstance(node, ast.ClassDef):
-            names = {
-                target.id
-                for item in ast.walk(node)
-                if isinstance(item, ast.Assign | ast.AnnAssign)
-                for target in _targets(item)
-            }
-            hidden |= names | {
-                item.name
-                for item in node.body
-                if isinstance(item, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            hidden |= {item.name for item in node.body if isinstance(item, Def)}
+            hidden |= {
+                item.id for item in ast.walk(node) if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store)
             }
     return Scope(sources=sources, module=definition.module, hidden=frozenset(hidden))
-
-
-def _targets(item: ast.Assign | ast.AnnAssign) -> Iterator[ast.Name]:
-    for target in item.targets if isinstance(item, ast.Assign) else [item.target]:
-        if isinstance(target, ast.Name):
-            yield target
 
 
 def heads(annotation: ast.expr, scope: Scope, steps: int = 0) -> list[Head] | None:
@@ -287,20 +274,3 @@ TOOL_RESULT = Wanted(
     )
 )
 """A tool's result is a string, a `ToolReply`, or what JSON can hold."""
-
-__all__ = [
-    "RESET",
-    "REWARDS",
-    "STEP",
-    "TASK_ROWS",
-    "TOOLS",
-    "TOOL_RESULT",
-    "USER_TURN",
-    "Scope",
-    "Wanted",
-    "excludes",
-    "heads",
-    "last_name",
-    "returns_wrong",
-    "scope_of",
-]

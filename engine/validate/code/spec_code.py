@@ -303,9 +303,11 @@ def call_problems(ctx: CheckContext, thing: CodeFacts, call: Called) -> Iterator
         if isinstance(thing, ReadCode):
             ctx.skip()
         return
-    accepted = _accepted(signature)
+    kinds = {item.kind for item in signature.parameters.values()}
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    accepted = [name for name, item in signature.parameters.items() if item.kind in by_name]
     unknown: list[str] = []
-    if accepted is not None:
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
         unknown = [key for key in with_ if key not in accepted]
         known = [name for name in accepted if name not in arguments]
         for key in unknown:
@@ -330,17 +332,6 @@ def _missing(signature: inspect.Signature, given: int, with_: Mapping[str, Any])
         if item.default is item.empty
         and (item.kind is item.KEYWORD_ONLY or (item.kind is item.POSITIONAL_OR_KEYWORD and index >= given))
         and item.name not in with_
-    ]
-
-
-def _accepted(signature: inspect.Signature) -> list[str] | None:
-    """The arguments that can be passed by name; None if any can."""
-    if any(item.kind is item.VAR_KEYWORD for item in signature.parameters.values()):
-        return None
-    return [
-        name
-        for name, item in signature.parameters.items()
-        if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)
     ]
 
 

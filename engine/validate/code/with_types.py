@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -63,12 +63,11 @@ def with_type(ctx: CheckContext) -> Iterator[Finding]:
         for key, value in call.with_.items():
             parameter = signature.parameters.get(key)
             ctx.work.spend(1)
-            if (
-                parameter is None
-                or not isinstance(parameter.annotation, ast.expr)
-                or _from_environment(ctx, (*call.path_with, key))
-            ):
+            path = (*call.path_with, key)
+            if parameter is None or not isinstance(parameter.annotation, ast.expr):
                 continue
+            if any(reference[: len(path)] == path for reference in ctx.loaded.references):
+                continue  # an environment variable gave it, or a part of it: it may be another value elsewhere
             if excludes(parameter.annotation, value, scope) and not _like_default(parameter, value, scope):
                 wanted = ast.unparse(parameter.annotation).strip("'\"")
                 yield Finding(
@@ -89,11 +88,6 @@ def _calls(ctx: CheckContext) -> Iterator[Called]:
         )
     yield from called(ctx)
     yield from actions(ctx)
-
-
-def _from_environment(ctx: CheckContext, path: DataPath) -> bool:
-    """Whether an environment variable gave the value, or a part of it: it may be another one elsewhere."""
-    return any(known[: len(path)] == path for known in ctx.loaded.references)
 
 
 def _like_default(parameter: inspect.Parameter, value: Any, scope: Scope) -> bool:
@@ -181,8 +175,12 @@ def constructs(ctx: CheckContext) -> Iterator[Finding]:
     """Environment, tools and users, each built once with its `with`. With `effects: external`, nothing is built."""
     for item in ctx.spec_code:
         effects, seconds = _settings(ctx, item)
-        if item.role not in ("environment", "user", "tool") or effects == "external" or _lacks_package(ctx, item):
+        environment = ctx.spec.environment if item.role == "environment" else None
+        packages = environment.facts.packages if environment is not None and environment.facts is not None else ()
+        if item.role not in ("environment", "user", "tool") or effects == "external":
             continue
+        if any(find_spec(package) is None for package in packages):
+            continue  # `code.no-package` reports it
         code = ctx.code(item.entry.use)
         if code is None or code.kind == "value" or (item.role == "tool" and code.kind != "class"):
             continue
@@ -195,8 +193,8 @@ def constructs(ctx: CheckContext) -> Iterator[Finding]:
         if code.method(METHODS.get(item.role, ("__call__", ()))[0]) == "missing" and code.kind == "class":
             continue  # the same
         with_ = item.entry.with_
-        if item.role == "environment" and ctx.spec.environment is not None:
-            with_ = ctx.spec.environment.entry_in(ctx.loaded.base).with_
+        if environment is not None:
+            with_ = environment.entry_in(ctx.loaded.base).with_
         yield from _built(item, ctx.described(item.entry.use), with_, seconds)
 
 
@@ -212,19 +210,17 @@ def _settings(ctx: CheckContext, item: NamedEntry) -> tuple[str, float]:
     return ("pure", spec.limits.tool_seconds) if user is None else (user.effects, user.seconds)
 
 
-def _lacks_package(ctx: CheckContext, item: NamedEntry) -> bool:
-    """Whether an adapter's library is missing: `code.no-package` reports it."""
-    facts = ctx.spec.environment.facts if item.role == "environment" and ctx.spec.environment else None
-    return facts is not None and any(find_spec(package) is None for package in facts.packages)
-
-
 def _built(item: NamedEntry, target: Any, with_: Mapping[str, Any], seconds: float) -> Iterator[Finding]:
     import asyncio
 
     use, path = item.entry.use, (*item.path, "with" if item.entry.with_ else "use")
+
+    async def build() -> Any:
+        return target(**with_)
+
     try:
         with deadline(seconds):
-            thing = asyncio.run(_on_loop(lambda: target(**with_))) if waits(target) else target(**with_)
+            thing = asyncio.run(build()) if waits(target) else target(**with_)
     except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever code of a spec raises)
         where = raised_at(error).removeprefix(" at ")
         fix = f"raised in {where}" if where else None
@@ -238,10 +234,6 @@ def _built(item: NamedEntry, target: Any, with_: Mapping[str, Any], seconds: flo
             yield Finding(f"`{use}` builds a `{kind}`, which has no method `{name}`", (*item.path, "use"), fix)
     finally:
         _close(thing)
-
-
-async def _on_loop(build: Callable[[], Any]) -> Any:
-    return build()
 
 
 def _close(thing: Any) -> None:
