@@ -83,6 +83,20 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return near_or_known(name, sorted(known), cutoff=0.5)
 
 
+Option = tuple[bool, str, str]
+"""Whether an option has no effect, its path in the spec with dots, and why."""
+
+
+def without_effect(
+    ctx: CheckContext, options: Iterable[Option], fix: str = "remove it, or change what the message names"
+) -> Iterator[Finding]:
+    """Report the options of a table that have no effect, if the spec sets them."""
+    for useless, name, why in options:
+        path: DataPath = tuple(int(key) if key.isdecimal() else key for key in name.split("."))
+        if useless and ctx.written(*path):
+            yield Finding(f"`{name}` has no effect: {why}", path, fix, key=True)
+
+
 Find = Callable[[CheckContext], Iterator[Finding]]
 TASKS: DataPath = ("tasks",)
 

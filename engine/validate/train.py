@@ -19,7 +19,7 @@ from engine.spec.resolve import published_file, published_names
 from engine.spec.tasks import count_tasks
 from engine.spec.text.diagnostic import DataPath
 from engine.tokens.catalogue import CATALOGUE, MadeEntry
-from engine.validate.context import CheckContext
+from engine.validate.context import CheckContext, Option, without_effect
 from engine.validate.registry import Finding, rule
 
 _CUTS = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
@@ -277,10 +277,6 @@ def _length(values: Mapping[str, Any]) -> str:
     return f"{length} of {values['tasks_per_step']} groups" if values.get("tasks_per_step") is not None else length
 
 
-Option = tuple[bool, str, str]
-"""Whether an option has no effect, its key in `train` (or a path with dots), and why."""
-
-
 @rule("train.no-effect", "warning", "an option of `train` has no effect in this combination")
 def no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """Options that are set, and that another option or its default makes ineffective."""
@@ -290,11 +286,7 @@ def no_effect(ctx: CheckContext) -> Iterator[Finding]:
             options += _of_weight_sync(ctx, train)
         if train.samples_episodes:
             options += _of_loss(train) + _of_batch(train)
-        for useless, name, why in options:
-            path: DataPath = tuple(int(key) if key.isdecimal() else key for key in name.split("."))
-            if useless and ctx.written(*path):
-                fix = "remove it, or change what the message names"
-                yield Finding(f"`{name}` has no effect: {why}", path, fix, key=True)
+        yield from without_effect(ctx, options)
 
 
 def _of_updates(ctx: CheckContext, train: TrainSpec) -> list[Option]:

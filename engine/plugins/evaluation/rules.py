@@ -17,7 +17,7 @@ from engine.spec.document import Document, validate
 from engine.spec.text.diagnostic import DataPath
 from engine.spec.text.near import near_or_known, short
 from engine.validate.code.source import NotImported
-from engine.validate.context import CheckContext, each_source
+from engine.validate.context import CheckContext, each_source, without_effect
 from engine.validate.prompts import prompt_field
 from engine.validate.registry import Finding, rule
 from engine.validate.tasks import task_rows, tasks_unreadable
@@ -143,17 +143,21 @@ def eval_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     if section is None or not section.sets:
         return
     sets = section.sets.values()
-    options: list[tuple[DataPath, str]] = [
-        ((*EVAL, key), f"each of `train.eval.sets` has its own `{key}`")
+    options = [
+        (
+            all(getattr(one, key) is not None for one in sets),
+            f"train.eval.{key}",
+            f"each of `train.eval.sets` has its own `{key}`",
+        )
         for key in ("every", "limit", "samples")
-        if all(getattr(one, key) is not None for one in sets)
     ]
-    for key in section.sampling:
-        if all(key in one.sampling for one in sets):
-            options.append(((*EVAL, "sampling", key), f"each of `train.eval.sets` has its own `sampling.{key}`"))
-    if len(section.sets) == 1:
-        options.append(((*EVAL, "best"), "there is one evaluation"))
-    for path, why in options:
-        if ctx.written(*path):
-            message = f"`{'.'.join(map(str, path))}` has no effect: {why}"
-            yield Finding(message, path, "remove it, or change what the message names", key=True)
+    options += [
+        (
+            all(key in one.sampling for one in sets),
+            f"train.eval.sampling.{key}",
+            f"each of `train.eval.sets` has its own `sampling.{key}`",
+        )
+        for key in section.sampling
+    ]
+    options.append((len(section.sets) == 1, "train.eval.best", "there is one evaluation"))
+    yield from without_effect(ctx, options)

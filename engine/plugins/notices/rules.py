@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from engine.plugins.notices.spec import NotifySpec
-from engine.validate.context import CheckContext
+from engine.validate.context import CheckContext, without_effect
 from engine.validate.registry import Finding, rule
 
 
@@ -14,30 +14,45 @@ from engine.validate.registry import Finding, rule
 def notify_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """Options without a channel, channels without an event, options of events that send nothing, and events that cannot occur."""
     notify = NotifySpec.or_default(ctx.spec)
-    found: list[tuple[str, str]] = []
-    if not notify.has_channel:
-        why = "no channel is set (`webhook_env`, `services_env`, `command` or `use`)"
-        found += [(key, why) for key in ("on", "stall_timeout", "repeat_after", "budget")]
-    elif not notify.on:
-        keys = ("webhook_env", "services_env", "command", "use", "stall_timeout", "repeat_after", "budget")
-        found += [(key, "`notify.on` is empty, so nothing is sent") for key in keys]
-    else:
-        if "stalled" not in notify.on:
-            found.append(("stall_timeout", "`notify.on` does not contain `stalled`"))
-        if "budget" not in notify.on:
-            found.append(("budget", "`notify.on` does not contain `budget`"))
-    if notify.budget is not None and notify.budget.tokens is None and notify.budget.time is None:
-        found.append(("budget", "it has neither `tokens` nor `time`"))
-    if notify.has_channel:
-        for number, kind in enumerate(notify.on):
-            never = _never_sent(ctx, kind)
-            if never is not None and ctx.written("notify", "on"):
-                message = f"`notify.on` contains `{kind}`, which has no effect: {never}"
-                yield Finding(message, ("notify", "on", number), "remove it, or change what the message names")
-    for key, why in dict(found).items():
-        if ctx.written("notify", key):
-            message = f"`notify.{key}` has no effect: {why}"
-            yield Finding(message, ("notify", key), "remove it, or change what the message names", key=True)
+    unused = ("on", "stall_timeout", "repeat_after", "budget")
+    unsent = ("webhook_env", "services_env", "command", "use", "stall_timeout", "repeat_after", "budget")
+    sends = notify.has_channel and bool(notify.on)
+    no_amount = notify.budget is not None and notify.budget.tokens is None and notify.budget.time is None
+    yield from without_effect(
+        ctx,
+        [
+            *(
+                (
+                    not notify.has_channel and not (key == "budget" and no_amount),
+                    f"notify.{key}",
+                    "no channel is set (`webhook_env`, `services_env`, `command` or `use`)",
+                )
+                for key in unused
+            ),
+            *(
+                (
+                    notify.has_channel and not notify.on and not (key == "budget" and no_amount),
+                    f"notify.{key}",
+                    "`notify.on` is empty, so nothing is sent",
+                )
+                for key in unsent
+            ),
+            *(
+                (
+                    sends and event not in notify.on and not (key == "budget" and no_amount),
+                    f"notify.{key}",
+                    f"`notify.on` does not contain `{event}`",
+                )
+                for key, event in (("stall_timeout", "stalled"), ("budget", "budget"))
+            ),
+            (no_amount, "notify.budget", "it has neither `tokens` nor `time`"),
+        ],
+    )
+    for number, kind in enumerate(notify.on if notify.has_channel else ()):
+        never = _never_sent(ctx, kind)
+        if never is not None and ctx.written("notify", "on"):
+            message = f"`notify.on` contains `{kind}`, which has no effect: {never}"
+            yield Finding(message, ("notify", "on", number), "remove it, or change what the message names")
 
 
 def _never_sent(ctx: CheckContext, kind: str) -> str | None:

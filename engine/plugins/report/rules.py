@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from engine.plugins.report.spec import ReportSpec
-from engine.validate.context import CheckContext
+from engine.validate.context import CheckContext, without_effect
 from engine.validate.registry import Finding, rule
 
 _OWN = ("tensorboard", "trackio", "wandb", "mlflow")
@@ -29,11 +29,17 @@ def _report(ctx: CheckContext) -> ReportSpec:
 def report_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """Keys of `train.tracking` without a tracker that reads them."""
     names = set(_report(ctx).report_to)
-    for key, trackers in _TRACKED.items():
-        path = ("train", "tracking", key)
-        if ctx.written(*path) and names <= set(_OWN) - set(trackers):
-            message = f"`train.tracking.{key}` has no effect: `train.report_to` names none of {', '.join(trackers)}"
-            yield Finding(message, path, "remove it, or change what the message names", key=True)
+    yield from without_effect(
+        ctx,
+        [
+            (
+                names <= set(_OWN) - set(trackers),
+                f"train.tracking.{key}",
+                f"`train.report_to` names none of {', '.join(trackers)}",
+            )
+            for key, trackers in _TRACKED.items()
+        ],
+    )
 
 
 def _installed(package: str) -> bool:

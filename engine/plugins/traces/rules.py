@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from engine.plugins.traces.spec import TracesSpec
-from engine.validate.context import CheckContext
+from engine.validate.context import CheckContext, without_effect
 from engine.validate.registry import Finding, rule
 
 
@@ -14,16 +14,12 @@ from engine.validate.registry import Finding, rule
 def traces_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """`of` and `content` where nothing, or no span, is written."""
     traces = TracesSpec.or_default(ctx.spec)
-    found: list[tuple[str, str]] = []
-    if not traces.active:
-        found.append(("of", "no trace is written (`otlp`, `spans` or `episodes`)"))
-    if not traces.makes_spans:
-        found.append(("content", "no spans are written (`otlp` or `spans`); `episodes` always has the messages"))
-    for key, why in found:
-        if ctx.written("traces", key):
-            yield Finding(
-                f"`traces.{key}` has no effect: {why}", ("traces", key), "remove it, or set one of them", key=True
-            )
+    unsent = "no spans are written (`otlp` or `spans`); `episodes` always has the messages"
+    options = [
+        (not traces.active, "traces.of", "no trace is written (`otlp`, `spans` or `episodes`)"),
+        (not traces.makes_spans, "traces.content", unsent),
+    ]
+    yield from without_effect(ctx, options, "remove it, or set one of them")
 
 
 @rule("traces.no-package", "info", "the packages that write spans are not installed")
