@@ -14,40 +14,19 @@ from engine.validate.registry import Finding, rule
 def notify_no_effect(ctx: CheckContext) -> Iterator[Finding]:
     """Options without a channel, channels without an event, options of events that send nothing, and events that cannot occur."""
     notify = NotifySpec.or_default(ctx.spec)
-    unused = ("on", "stall_timeout", "repeat_after", "budget")
-    unsent = ("webhook_env", "services_env", "command", "use", "stall_timeout", "repeat_after", "budget")
-    sends = notify.has_channel and bool(notify.on)
-    no_amount = notify.budget is not None and notify.budget.tokens is None and notify.budget.time is None
-    yield from without_effect(
-        ctx,
-        [
-            *(
-                (
-                    not notify.has_channel and not (key == "budget" and no_amount),
-                    f"notify.{key}",
-                    "no channel is set (`webhook_env`, `services_env`, `command` or `use`)",
-                )
-                for key in unused
-            ),
-            *(
-                (
-                    notify.has_channel and not notify.on and not (key == "budget" and no_amount),
-                    f"notify.{key}",
-                    "`notify.on` is empty, so nothing is sent",
-                )
-                for key in unsent
-            ),
-            *(
-                (
-                    sends and event not in notify.on and not (key == "budget" and no_amount),
-                    f"notify.{key}",
-                    f"`notify.on` does not contain `{event}`",
-                )
-                for key, event in (("stall_timeout", "stalled"), ("budget", "budget"))
-            ),
-            (no_amount, "notify.budget", "it has neither `tokens` nor `time`"),
-        ],
-    )
+    reasons: dict[str, str] = {}
+    if not notify.has_channel:
+        why = "no channel is set (`webhook_env`, `services_env`, `command` or `use`)"
+        reasons = dict.fromkeys(("on", "stall_timeout", "repeat_after", "budget"), why)
+    elif not notify.on:
+        keys = ("webhook_env", "services_env", "command", "use", "stall_timeout", "repeat_after", "budget")
+        reasons = dict.fromkeys(keys, "`notify.on` is empty, so nothing is sent")
+    else:
+        events = {"stall_timeout": "stalled", "budget": "budget"}.items()
+        reasons = {key: f"`notify.on` does not contain `{event}`" for key, event in events if event not in notify.on}
+    if notify.budget is not None and notify.budget.tokens is None and notify.budget.time is None:
+        reasons["budget"] = "it has neither `tokens` nor `time`"
+    yield from without_effect(ctx, [(True, f"notify.{key}", why) for key, why in reasons.items()])
     for number, kind in enumerate(notify.on if notify.has_channel else ()):
         never = _never_sent(ctx, kind)
         if never is not None and ctx.written("notify", "on"):
