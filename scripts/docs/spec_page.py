@@ -78,11 +78,16 @@ def spec_page() -> str:
 
 
 def _sections() -> Iterator[str]:
-    """One section for each data class of a spec, in the order of its keys; a class that stands in several places has one."""
+    """One section for each place of a spec, in the order of its keys; a class that stands in several places has one."""
     places = _places()
-    links = {model: _anchor(_title(model, places)) for model in places}
+    groups: dict[str, list[type[BaseModel]]] = {}
     for model in places:
-        yield _section(model, places, links)
+        groups.setdefault(_title(model, places), []).append(model)
+    links = {model: _anchor(title) for title, models in groups.items() for model in models}
+    for title, models in groups.items():
+        yield f"## {title}\n\n" + (
+            _section(models[0], places, links) if len(models) == 1 else _kinds(models, places, links)
+        )
 
 
 def _places() -> dict[type[BaseModel], list[str]]:
@@ -121,19 +126,29 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _title(model: type[BaseModel], places: dict[type[BaseModel], list[str]]) -> str:
+    """The heading of a class's section: its first place. Classes that a key tells apart, such as kinds of backends, share one."""
     place = places[model][0]
     if not place:
         return "The keys of a spec"
     rivals = [other for other, its_places in places.items() if its_places[0] == place]
-    return f"`{place}` (`{_tag(model, len(rivals) > 1)}`)" if _tag(model, len(rivals) > 1) else f"`{place}`"
+    if len(rivals) == 1 or all(_decider(rival) for rival in rivals):
+        return f"`{place}`"
+    return f"`{place}` (`{_tag(model)}`)"
 
 
-def _tag(model: type[BaseModel], has_rivals: bool) -> str:
-    """What tells a class from others in its place: `kind: sglang`, or its first key."""
+def _decider(model: type[BaseModel]) -> str:
+    """The key whose value tells a class from others in its place."""
     fields = fields_by_key(model)
-    decides = next((key for key in ("kind", "method", "by", "name") if key in fields), None)
-    words = literals(fields[decides].annotation) if decides else []
-    return f"{decides}: {words[0]}" if words else next(iter(fields)) if has_rivals else ""
+    return next(
+        (key for key in ("kind", "method", "by", "name") if key in fields and literals(fields[key].annotation)), ""
+    )
+
+
+def _tag(model: type[BaseModel]) -> str:
+    """What tells a class from others in its place: `sglang`, or its first key."""
+    fields = fields_by_key(model)
+    decider = _decider(model)
+    return literals(fields[decider].annotation)[0] if decider else next(iter(fields))
 
 
 def _anchor(title: str) -> str:
@@ -143,23 +158,57 @@ def _anchor(title: str) -> str:
 def _section(
     model: type[BaseModel], places: dict[type[BaseModel], list[str]], links: dict[type[BaseModel], str]
 ) -> str:
-    lines = [f"## {_title(model, places)}", "", " ".join((model.__doc__ or "").split())]
-    if also := sorted({f"`{place}`" for place in places[model][1:]} - {f"`{places[model][0]}`"}):
-        lines[-1] += f" The same keys: {', '.join(also)}."
-    lines += ["", "| key | type | default | |", "|---|---|---|---|"]
-    lines += [_row(model, key, info, links) for key, info in fields_by_key(model).items()]
+    rows = [_row(_cells(model, key, info, links)) for key, info in fields_by_key(model).items()]
+    head = ["", "| key | type | default | |", "|---|---|---|---|"]
+    return "\n".join([f"{_about(model)} {_same_keys(model, places)}".rstrip(), *head, *rows]) + "\n"
+
+
+def _kinds(
+    models: list[type[BaseModel]], places: dict[type[BaseModel], list[str]], links: dict[type[BaseModel], str]
+) -> str:
+    """Classes of one place: a table of the classes, and one of their keys, in which a key that several have stands once."""
+    abouts, same_keys = [_about(model) for model in models], [_same_keys(model, places) for model in models]
+    lines = []
+    if len(set(same_keys)) == 1:
+        lines = [same_keys[0], ""] if same_keys[0] else []
+    else:
+        abouts = [f"{about} {same}".rstrip() for about, same in zip(abouts, same_keys, strict=True)]
+    lines += [f"| `{_decider(models[0])}` | |", "|---|---|"]
+    lines += [_row([f"`{_tag(model)}`", about]) for model, about in zip(models, abouts, strict=True)]
+    owners: dict[tuple[str, ...], list[str]] = {}
+    for model in models:
+        for key, info in fields_by_key(model).items():
+            if key != _decider(model):
+                owners.setdefault(tuple(_cells(model, key, info, links)), []).append(f"`{_tag(model)}`")
+    if owners:
+        lines += ["", "| key | of | type | default | |", "|---|---|---|---|---|"]
+    for (key, *rest), tags in owners.items():
+        lines.append(_row([key, "all" if len(tags) == len(models) else ", ".join(tags), *rest]))
     return "\n".join(lines) + "\n"
 
 
-def _row(model: type[BaseModel], key: str, info: FieldInfo, links: dict[type[BaseModel], str]) -> str:
+def _about(model: type[BaseModel]) -> str:
+    return " ".join((model.__doc__ or "").split())
+
+
+def _same_keys(model: type[BaseModel], places: dict[type[BaseModel], list[str]]) -> str:
+    """The other places of a class."""
+    also = sorted({f"`{place}`" for place in places[model][1:]} - {f"`{places[model][0]}`"})
+    return f"The same keys: {', '.join(also)}." if also else ""
+
+
+def _cells(model: type[BaseModel], key: str, info: FieldInfo, links: dict[type[BaseModel], str]) -> list[str]:
     owner = {key: section for key, _, section in section_fields(model)}.get(key, model)
     inner = list(dict.fromkeys(_models(annotation_of(info))))
     kind = _type(info)
-    if len(inner) == 1:
+    if inner and len({links[member] for member in inner}) == 1:
         kind = re.sub("(a list of mappings|a mapping)", rf"[\1](#{links[inner[0]]})", kind, count=1)
     elif inner:
-        kind += ": " + ", ".join(f"[`{_tag(member, True).split(': ')[-1]}`](#{links[member]})" for member in inner)
-    cells = [f"`{key}`", kind, _default(info), " ".join((description_of(owner, key) or _doc(info)).split())]
+        kind += ": " + ", ".join(f"[`{_tag(member)}`](#{links[member]})" for member in inner)
+    return [f"`{key}`", kind, _default(info), " ".join((description_of(owner, key) or _doc(info)).split())]
+
+
+def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
