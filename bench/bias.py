@@ -10,7 +10,7 @@ tokens; the first is the choice, the other two are certain) it is right with pro
 policy has two parameters: the logit of stopping and the logit of being right. A group has four episodes.
 
 Every group is enumerated with its probability, so the expected gradient has no sampling error. Advantages come from
-`engine.rewards.credit`, the gradient from `engine.train.losses.objective` with the weights of `engine.train.loss_weights`: the
+`engine.rewards.credit`, the gradient from `engine.train.losses.objective` with the weights of `engine.train.loss_columns`: the
 code that trains. The true derivatives are those of the expected reward, in closed form.
 
 A share is an expected derivative divided by the true one. If all shares are 1 the gradient is unbiased. If they are equal, it has
@@ -42,8 +42,8 @@ from engine.schemas.credit import CREDITS, ComparedCredit, CreditSpec, EntryCred
 from engine.schemas.loss import LOSSES
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
+from engine.train.loss_columns import token_loss_weights
 from engine.train.loss_tokens import LossTokens
-from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective
 
 STOP, RIGHT = 0.6, 0.3

@@ -15,7 +15,7 @@ from engine.schemas.base import Contract
 from engine.schemas.sections import OneOf
 
 Denominator = Literal["episode_tokens", "minibatch_tokens", "step_tokens", "constant_length", "episodes"]
-"""What the sum of the token losses is divided by; `engine.train.loss_weights` has the formula of each."""
+"""What the sum of the token losses is divided by; `engine.train.loss_columns` has the formula of each."""
 
 Clip = Annotated[float, Field(ge=0.0)]
 
@@ -27,7 +27,7 @@ class Loss(Contract):
         kind: str = ""  # each loss has a literal of its own
 
     formula: ClassVar[str]
-    """`module:class` of the computation, a `engine.train.losses.base.PolicyLoss`."""
+    """`module:class` of the computation, a `engine.train.losses.formulas.PolicyLoss`."""
     ratio_level: ClassVar[Literal["token", "sequence"] | None]
     """Level of the probability ratio: one for each token, or for all tokens of a row. None: the loss has no ratio."""
     clips_ratio: ClassVar[bool]

@@ -179,7 +179,7 @@ def _continue(console: Console, folder: Path, loaded: LoadedSpec, overrides: lis
     from engine.store import training as folders
     from engine.store.header import RunHeader
     from engine.store.lock import is_held
-    from engine.train.changes import check_changes
+    from engine.train.setup import check_changes
 
     header = folders.read_header(folder)
     changed = check_changes(header.loaded_spec(strict=True).spec, loaded.spec)

@@ -104,8 +104,8 @@ class _Part(NamedTuple):
 def _parts(segments: tuple[Segment, ...]) -> Iterator[_Part]:
     """The parts of a pack. The part of each segment with itself comes first."""
     for segment in segments:
-        own = slice(segment.start, segment.end)
-        yield _Part(own, own, True)
+        span = slice(segment.start, segment.end)
+        yield _Part(span, span, True)
     for segment in segments:
         if segment.subtree_end > segment.end:
             yield _Part(slice(segment.end, segment.subtree_end), slice(segment.start, segment.end), False)
@@ -126,7 +126,7 @@ class _Parts(torch.autograd.Function):
         scaling: float | None,
     ) -> torch.Tensor:
         kv_heads, group, tokens, width = query.shape
-        keys, values = (found[:, None].expand(-1, group, -1, -1) for found in (key, value))
+        keys, values = (states[:, None].expand(-1, group, -1, -1) for states in (key, value))
         out = query.new_empty((tokens, kv_heads, group, width))
         view = out.permute(1, 2, 0, 3)
         sums = query.new_empty((tokens, kv_heads, group)).permute(1, 2, 0)
@@ -149,11 +149,11 @@ class _Parts(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
         query, key, value, out, sums = ctx.saved_tensors
         group = query.shape[1]
-        keys, values = (found[:, None].expand(-1, group, -1, -1) for found in (key, value))
+        keys, values = (states[:, None].expand(-1, group, -1, -1) for states in (key, value))
         grad, out = grad.permute(1, 2, 0, 3), out.permute(1, 2, 0, 3)
         by_query, by_key, by_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         for here, there, causal in _parts(ctx.segments):
-            found = _part_backward(
+            gradients = _part_backward(
                 grad[:, :, here],
                 query[:, :, here],
                 keys[:, :, there],
@@ -165,13 +165,13 @@ class _Parts(torch.autograd.Function):
                 scale=ctx.scaling,
             )
             if causal:
-                by_query[:, :, here] = found[0]
-                torch.sum(found[1], 1, out=by_key[:, there])
-                torch.sum(found[2], 1, out=by_value[:, there])
+                by_query[:, :, here] = gradients[0]
+                torch.sum(gradients[1], 1, out=by_key[:, there])
+                torch.sum(gradients[2], 1, out=by_value[:, there])
             else:
-                by_query[:, :, here] += found[0]
-                by_key[:, there] += found[1].sum(1)
-                by_value[:, there] += found[2].sum(1)
+                by_query[:, :, here] += gradients[0]
+                by_key[:, there] += gradients[1].sum(1)
+                by_value[:, there] += gradients[2].sum(1)
         return by_query, by_key, by_value, None, None
 
 
@@ -179,7 +179,7 @@ def _paths(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: Pack, window: int | None, scaling: float | None
 ) -> torch.Tensor:
     """The same result as `_Parts`, computed segment by segment with torch's attention."""
-    group, found = query.shape[1], []
+    group, outputs = query.shape[1], []
     for index, segment in enumerate(pack.segments):
         ranges = _ancestors(pack.segments, index)
         keys, values = (
@@ -187,7 +187,7 @@ def _paths(
             for states in (key, value)
         )
         mask = _mask(pack, index, window, query.device)
-        found.append(
+        outputs.append(
             scaled_dot_product_attention(
                 query[:, :, segment.start : segment.end],
                 keys,
@@ -197,7 +197,7 @@ def _paths(
                 scale=scaling,
             )
         )
-    return torch.cat(found, 2).permute(2, 0, 1, 3)
+    return torch.cat(outputs, 2).permute(2, 0, 1, 3)
 
 
 def _ancestors(segments: tuple[Segment, ...], index: int) -> list[tuple[int, int]]:
@@ -212,11 +212,11 @@ def _ancestors(segments: tuple[Segment, ...], index: int) -> list[tuple[int, int
 def _mask(pack: Pack, index: int, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Mask of a segment: bool [tokens of the segment, tokens of its row up to its end]. None: plain causal attention."""
     segment = pack.segments[index]
-    own, reach = segment.end - segment.start, segment.position + segment.end - segment.start
+    size, reach = segment.end - segment.start, segment.position + segment.end - segment.start
     if window is None and segment.position == 0:
         return None
     if window is None and device.type == "cuda":
-        bias: torch.Tensor = causal_lower_right(own, reach)
+        bias: torch.Tensor = causal_lower_right(size, reach)
         return bias
     name = ("mask", index, window, str(device))
     if name not in pack.cache:

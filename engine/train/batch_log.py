@@ -30,7 +30,7 @@ from engine.schemas.base import Struct
 from engine.store.training import BATCHES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from engine.runner.batch import Batch
     from engine.runner.task_order import TaskOrder
@@ -188,8 +188,6 @@ def to_repeat(records: Sequence[BatchRecord], step: int) -> list[BatchRecord]:
         steps.append(by_step[step])
     return steps
 
-
-log = structlog.get_logger(__name__)
 
 LOSS_TOLERANCE = 1e-3
 """Largest difference of a repeated step's loss from the recorded one, relative to 1 or to the loss, that is not reported."""

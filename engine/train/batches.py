@@ -16,6 +16,7 @@ from engine.errors import TrainError
 from engine.runner.batch import Group
 from engine.schemas.reward import Posting
 from engine.schemas.train import OVERLONG_PENALTY, OverlongPenalty
+from engine.spec.code.entry import load_entry
 from engine.store.rows.build import RowBuilder
 from engine.store.rows.row import columns_of
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from engine.runner.groups import GroupRequest
     from engine.schemas.episode import EpisodeSpec
     from engine.schemas.limits import LimitsSpec
-    from engine.schemas.train import BonusSpec, OverlongPenalty, TrainSpec
+    from engine.schemas.train import BonusSpec, TrainSpec
     from engine.schemas.trajectory import Trajectory, Turn
     from engine.store.rows.columns import Columns
     from engine.store.rows.row import Floats, TrainingRow
@@ -49,7 +50,9 @@ class GroupBuilder:
         self._limits = spec.limits
         self._most = most_reply_tokens(spec)
         self._bootstrap = train.critic.bootstraps if train.critic is not None else frozenset()
-        self._bonuses = [(bonus, _entry(bonus, base)) for bonus in train.advantage_bonuses]
+        self._bonuses: list[tuple[BonusSpec, Callable[..., Any]]] = [
+            (bonus, load_entry(bonus.use, base)) for bonus in train.advantage_bonuses
+        ]
 
     def group(self, request: GroupRequest, trajectories: Sequence[Trajectory]) -> Group:
         """Make a group of its finished episodes. It has no rows if too few of them are trainable (`train.min_group`).
@@ -90,22 +93,24 @@ class GroupBuilder:
             masked = (mask_turns(row, turns[row.episode.episode_id]) for row in rows)
             rows = [row for row in masked if len(row.places)]
         if self._builder.credit.needs_values:
-            last = {trajectory.episode_id: self._last_branch(trajectory) for trajectory in trajectories}
-            rows = [_with_cut(row, last[row.episode.episode_id] == row.branch.index) for row in rows]
+            cut = {  # the branch of the last turn, where a limit of `train.critic.bootstrap` cut the episode after it
+                trajectory.episode_id: trajectory.turns[-1].branch
+                for trajectory in trajectories
+                if cut_by(trajectory, self._limits, self._most) in self._bootstrap
+            }
+            rows = [
+                replace(
+                    row,
+                    credit=row.credit and replace(row.credit, cut=cut.get(row.episode.episode_id) == row.branch.index),
+                )
+                for row in rows
+            ]
         for bonus, function in self._bonuses:
             rows = [
                 _with_bonus(row, _bonus(bonus, function, row, columns))
                 for row, columns in zip(rows, columns_of(rows), strict=True)
             ]
         return rows
-
-    def _last_branch(self, trajectory: Trajectory) -> int | None:
-        """The branch of the last turn, if a limit of `train.critic.bootstrap` cut the episode after it."""
-        return trajectory.turns[-1].branch if cut_by(trajectory, self._limits, self._most) in self._bootstrap else None
-
-
-def _with_cut(row: TrainingRow, cut: bool) -> TrainingRow:
-    return replace(row, credit=row.credit and replace(row.credit, cut=cut))
 
 
 def _with_bonus(row: TrainingRow, values: Floats) -> TrainingRow:
@@ -114,13 +119,6 @@ def _with_bonus(row: TrainingRow, values: Floats) -> TrainingRow:
     if credit is not None:
         credit = replace(credit, bonuses=values if credit.bonuses is None else credit.bonuses + values)
     return replace(row, advantages=row.advantages + values, credit=credit)
-
-
-def _entry(bonus: BonusSpec, base: Path | None) -> Callable[..., Any]:
-    from engine.spec.code.entry import load_entry
-
-    function: Callable[..., Any] = load_entry(bonus.use, base)
-    return function
 
 
 def _bonus(bonus: BonusSpec, function: Callable[..., Any], row: TrainingRow, columns: Columns) -> Floats:

@@ -53,8 +53,8 @@ class State:
     def to_json(self) -> dict[str, Any]:
         """The state as JSON data."""
         groups = {"next": self.groups.next, "beyond": sorted(self.groups.beyond)}
-        told = {"step": self.step, "version": self.version, "groups": groups}
-        return told | {"best": self.best, "best_step": self.best_step}
+        fields = {"step": self.step, "version": self.version, "groups": groups}
+        return fields | {"best": self.best, "best_step": self.best_step}
 
     @classmethod
     def of_json(cls, data: dict[str, Any]) -> State:
@@ -101,12 +101,13 @@ class Checkpoints:
         """
         final = self._folder / "checkpoints" / f"{_STEP}{state.step:06d}"
         parts = learner.state_parts()
-        told = {"format": FORMAT} | state.to_json() | {"parts": {name: part.version for name, part in parts.items()}}
-        text = json.dumps(told, indent=2) + "\n"
+        content = {"format": FORMAT} | state.to_json() | {"parts": {name: part.version for name, part in parts.items()}}
+        text = json.dumps(content, indent=2) + "\n"
         draft = final.with_name(f".{final.name}.part")
         try:
             if (final / "state.json").is_file():
-                _write_text(final / ".state.json", text)
+                (final / ".state.json").write_text(text, encoding="utf-8")
+                _sync(final / ".state.json")
                 (final / ".state.json").replace(final / "state.json")
             else:
                 shutil.rmtree(draft, ignore_errors=True)
@@ -116,10 +117,11 @@ class Checkpoints:
                     learner.policy.save_adapter(draft / "adapter")
                 else:
                     learner.policy.save(draft / "model")
-                _write_text(draft / "state.json", text)
-                _sync(draft)
+                (draft / "state.json").write_text(text, encoding="utf-8")
+                for path in [draft, *draft.rglob("*")]:
+                    _sync(path)
                 draft.replace(final)
-                _sync_one(final.parent)
+                _sync(final.parent)
             self._prune(state)
         except TrainError:
             shutil.rmtree(draft, ignore_errors=True)
@@ -157,11 +159,11 @@ class Checkpoints:
             parts = learner.state_parts()
             held: dict[str, int] = data.get("parts", {"policy": 1, "optimizer": 1})
             for name in sorted(held.keys() | parts.keys()):
-                own = parts[name].version if name in parts else None
-                if own != held.get(name):
+                version = parts[name].version if name in parts else None
+                if version != held.get(name):
                     raise ValueError(
                         f"its part `{name}` has version {held.get(name, '(missing)')}, and this training needs "
-                        f"{'no such part' if own is None else f'version {own}'}"
+                        f"{'no such part' if version is None else f'version {version}'}"
                     )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainError(f"cannot resume from {checkpoint}: {error}", kind="checkpoint") from error
@@ -169,21 +171,7 @@ class Checkpoints:
         return state
 
 
-def _write_text(file: Path, text: str) -> None:
-    """Write a file and flush it to disk."""
-    with file.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Flush all files below a folder to disk."""
-    for path in [folder, *folder.rglob("*")]:
-        _sync_one(path)
-
-
-def _sync_one(path: Path) -> None:
+def _sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -19,10 +19,8 @@ from engine.train.ratios import LEAST_LOGPROB
 
 if TYPE_CHECKING:
     from engine.schemas.credit import CreditMethod
-    from engine.schemas.train import KlSpec
     from engine.store.rows.row import Floats, RowCredit, TrainingRow
     from engine.train.learner import Learner
-    from engine.train.loss_columns import LossColumns
 
 PENALTIES = "penalties"
 """Column of what each trained token pays, float64 [n], where the credit is computed again with values as well."""
@@ -162,13 +160,8 @@ class _Turns:
             yield LossColumns(row=row, advantages=(placed + of_row).astype(np.float32), extra=extra)
 
 
-def reward_penalties(kl: KlSpec, credit: CreditMethod | None) -> list[AuxiliaryObjective]:
-    """The objective of `train.kl.in: reward`, before all others; else none."""
-    return [RewardKl(kl.coefficient, credit)] if kl.in_reward else []
-
-
 class RewardKl(AuxiliaryObjective):
-    """Adds the penalties, and computes advantages again with them, unless the credit waits for values as well.
+    """The objective of `train.kl.in: reward`, before all others: adds the penalties, and computes advantages again with them, unless the credit waits for values as well.
 
     Raises:
         TrainError: kind `train_setup`: the credit method takes no penalties.

@@ -83,24 +83,24 @@ class DeferredWeights:
 
     def _tensor(self, name: str) -> Tensor:
         module, attribute = self._slots[name]
-        found: Tensor = getattr(module, attribute)
-        return found.detach()
+        tensor: Tensor = getattr(module, attribute)
+        return tensor.detach()
 
     def _read(self, source: str) -> Tensor:
         from safetensors import safe_open
 
         with safe_open(self._files[source], "pt") as file:
-            found: Tensor = file.get_tensor(source)
-        return found.to(self._dtype) if found.is_floating_point() else found
+            tensor: Tensor = file.get_tensor(source)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def _keep_float32(self, dtype: torch.dtype) -> None:
         """Keep the weights in float32 that the model's class keeps so."""
-        for pattern, kept in self.model._get_dtype_plan(dtype).items():
-            found = re.compile(pattern.replace(".", r"\.").replace("*", r"\w+"))
+        for pattern, wider in self.model._get_dtype_plan(dtype).items():
+            matcher = re.compile(pattern.replace(".", r"\.").replace("*", r"\w+"))
             for name, (module, attribute) in self._slots.items():
                 parameter = module._parameters.get(attribute)
-                if parameter is not None and found.search(name):
-                    module._parameters[attribute] = nn.Parameter(parameter.detach().to(kept))
+                if parameter is not None and matcher.search(name):
+                    module._parameters[attribute] = nn.Parameter(parameter.detach().to(wider))
 
     def _map_names(self) -> None:
         """Find the weight of each tensor, with transformers' own rules for the names in files."""
@@ -108,22 +108,22 @@ class DeferredWeights:
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         mapping = get_model_conversion_mapping(self.model)
-        renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-        converters = [each for each in mapping if isinstance(each, WeightConverter)]
-        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-        own = self.model.state_dict()
+        renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
+        by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        weights = self.model.state_dict()
         for source in sorted(self._files, key=_natural):
-            name, pattern = rename_source_key(source, renamings, converters, self.model.base_model_prefix, own)
-            if name not in own and source in own:
+            name, pattern = rename_source_key(source, renamings, converters, self.model.base_model_prefix, weights)
+            if name not in weights and source in weights:
                 name, pattern = source, None
-            if name not in own:
+            if name not in weights:
                 continue
             if pattern is None:
                 self._sources.setdefault(name, source)
             else:
                 held = self._conversions.setdefault(name, (deepcopy(by_pattern[pattern]), []))
                 held[1].append((source, pattern))
-        self.model._weight_conversions = [each for each in mapping if each.was_used()]
+        self.model._weight_conversions = [rule for rule in mapping if rule.was_used()]
         self._drop_tied()
         self._check_complete()
 
@@ -151,28 +151,28 @@ class DeferredWeights:
 
     def _scatter(self, process_group: ProcessGroup) -> None:
         """Send process 0's weights to the others, one at a time."""
-        whole: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         if process_group.main:
             with no_bars():
-                whole = self._kind.from_pretrained(
+                weights = self._kind.from_pretrained(
                     self._folder, dtype=self._dtype, trust_remote_code=False
                 ).state_dict()
         done: set[int] = set()
         for name in self._slots:
             into = self._tensor(name)
             if id(getattr(*self._slots[name])) not in done:
-                process_group.scatter_into(whole.pop(name, None), into)
+                process_group.scatter_into(weights.pop(name, None), into)
             done.add(id(getattr(*self._slots[name])))
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """(module, attribute) of each parameter and each buffer that is saved, by name. Sharding and adapters keep these modules."""
-    found: dict[str, tuple[nn.Module, str]] = {}
+    slots: dict[str, tuple[nn.Module, str]] = {}
     for path, module in model.named_modules():
         held = [name for name, tensor in module._parameters.items() if tensor is not None]
         held += [name for name in module._buffers if name not in module._non_persistent_buffers_set]
-        found |= {f"{path}.{name}" if path else name: (module, name) for name in held}
-    return found
+        slots |= {f"{path}.{name}" if path else name: (module, name) for name in held}
+    return slots
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

@@ -228,7 +228,9 @@ class ShardedProcessGroup:
 
         sums = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         stay = CPUOffloadPolicy(pin_memory=self._device.type == "cuda") if offload else OffloadPolicy()
-        for block in decoder_blocks(model):
+        kinds = set(getattr(model, "_no_split_modules", None) or ())
+        decoder: nn.Module = getattr(model, "get_decoder", lambda: model)()
+        for block in [module for module in decoder.modules() if type(module).__name__ in kinds]:
             fully_shard(block, mesh=self._mesh, mp_policy=sums, offload_policy=stay)
         root = ShardedRoot(model)
         fully_shard(root, mesh=self._mesh, mp_policy=sums, offload_policy=stay)
@@ -256,9 +258,9 @@ class ShardedProcessGroup:
     def serve_calls(self, methods: Mapping[str, Callable[..., Any]]) -> None:
         """Run the calls of process 0. A TrainError occurs in every process alike, and process 0 handles it: ignored here."""
         while True:
-            told: list[Any] = [None]
-            dist.broadcast_object_list(told, src=0, group=self._control)
-            method, args = told[0]
+            message: list[Any] = [None]
+            dist.broadcast_object_list(message, src=0, group=self._control)
+            method, args = message[0]
             if method == _STOP:
                 dist.destroy_process_group()
                 return
@@ -283,15 +285,15 @@ class ShardedProcessGroup:
         return dealt
 
     def all_gather(self, value: T) -> list[T]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._control)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._control)
+        return values
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
-        norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        nn.utils.clip_grads_with_norm_(parameters, limit, whole)
-        return float(whole)
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        total = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        nn.utils.clip_grads_with_norm_(parameters, limit, total)
+        return float(total)
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -304,23 +306,23 @@ class ShardedProcessGroup:
         self, model: nn.Module, only: Sequence[str] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[None]:
         """Gather one parameter at a time. In process 0 the model then holds all of them on the CPU."""
-        number = next(number for number, each in enumerate(self._models) if each is model)
+        number = next(number for number, other in enumerate(self._models) if other is model)
         self.call_others(_FULL_PARAMETERS, number, only)
         for part in sharded_modules(self._roots[number]):
             part.reshard()
         held = parameter_slots(model, only)
-        whole: dict[nn.Parameter, nn.Parameter] = {}
+        full: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in dict.fromkeys(parameter for _, _, parameter in held):
-            found = full_tensor_on_cpu(parameter)
+            tensor = full_tensor_on_cpu(parameter)
             if self.main:
-                found = found.to(dtype) if dtype is not None and found.is_floating_point() else found
-                whole[parameter] = nn.Parameter(found, requires_grad=parameter.requires_grad)
+                tensor = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+                full[parameter] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
         if not self.main:
             yield
             return
         try:
             for module, name, parameter in held:
-                module._parameters[name] = whole[parameter]
+                module._parameters[name] = full[parameter]
             yield
         finally:
             for module, name, parameter in held:
@@ -331,16 +333,16 @@ class ShardedProcessGroup:
         if not isinstance(into, DTensor):
             into.copy_(value)
             return
-        whole = value.to(device=self._device, dtype=into.dtype).contiguous()
-        part = distribute_tensor(whole, into.device_mesh, into.placements, src_data_rank=None)
+        full = value.to(device=self._device, dtype=into.dtype).contiguous()
+        part = distribute_tensor(full, into.device_mesh, into.placements, src_data_rank=None)
         into.to_local().copy_(part.to_local())
 
     @torch.no_grad()
     def scatter_into(self, value: Tensor | None, into: Tensor) -> None:
         if not isinstance(into, DTensor):
-            whole = self.all_gather(value if self.main else None)[0]
-            assert whole is not None
-            into.copy_(whole)
+            full = self.all_gather(value if self.main else None)[0]
+            assert full is not None
+            into.copy_(full)
             return
         given = value if value is not None and self.main else torch.empty(into.shape)
         local = given.to(device=self._device, dtype=into.dtype).contiguous()
@@ -365,18 +367,11 @@ class ShardedRoot(nn.Module):
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass. Without gradients the weights are resharded here; with gradients `backward` reshards them."""
-        found = self(function, *args, **kwargs)
+        result = self(function, *args, **kwargs)
         if not torch.is_grad_enabled():
             for part in sharded_modules(self):
                 part.reshard()
-        return found
-
-
-def decoder_blocks(model: Any) -> list[nn.Module]:
-    """The layers of the decoder, which every pass runs once."""
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    text = model.get_decoder() if hasattr(model, "get_decoder") else model
-    return [module for module in text.modules() if type(module).__name__ in kinds]
+        return result
 
 
 def sharded_modules(root: nn.Module) -> list[Any]:
@@ -399,7 +394,7 @@ def parameter_slots(model: nn.Module, only: Sequence[str] | None) -> list[tuple[
 
 def full_tensor_on_cpu(tensor: Tensor) -> Tensor:
     """Return a copy of the full tensor, of its whole shape, on the CPU, without its graph, in memory of its own."""
-    whole = tensor.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
-    return whole.to("cpu", copy=True)  # gathered from uneven shards, it is a part of a larger memory
+    full = tensor.detach()
+    if isinstance(full, DTensor):
+        full = full.full_tensor()
+    return full.to("cpu", copy=True)  # gathered from uneven shards, it is a part of a larger memory

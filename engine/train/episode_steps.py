@@ -31,8 +31,6 @@ from engine.train.step_source import StepBatch, StepSource, TrainResult
 from engine.validate import refuse_first_tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engine.actions.services import Cost
     from engine.runner.batch import Batch
     from engine.runner.counters import RunCounters
@@ -52,7 +50,7 @@ log = structlog.get_logger(__name__)
 class EpisodeSteps(StepSource):
     """Batches of groups of episodes, which the model samples while the training runs. See `StepSource`."""
 
-    kept = "; the episodes are kept"
+    remains = "; the episodes are kept"
     _order: TaskOrder
     _rows: GroupBuilder
     _store: RunStore

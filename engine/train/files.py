@@ -25,11 +25,11 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """The safetensors file of a folder that has a tensor, by the tensor's name; empty if there are none."""
     from safetensors import safe_open
 
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            found |= dict.fromkeys(tensors.keys(), file)
-    return found
+            files |= dict.fromkeys(tensors.keys(), file)
+    return files
 
 
 def tensor_facts(folder: Path) -> dict[str, tuple[tuple[int, ...], bool]]:
@@ -39,16 +39,16 @@ def tensor_facts(folder: Path) -> dict[str, tuple[tuple[int, ...], bool]]:
     """
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, tuple[tuple[int, ...], bool]] = {}
+    facts: dict[str, tuple[tuple[int, ...], bool]] = {}
     try:
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  it is not a mapping
                     part = tensors.get_slice(name)
-                    found[name] = (tuple(part.get_shape()), part.get_dtype() in ("F64", "F32", "F16", "BF16"))
+                    facts[name] = (tuple(part.get_shape()), part.get_dtype() in ("F64", "F32", "F16", "BF16"))
     except (OSError, SafetensorError):
         return {}
-    return found
+    return facts
 
 
 class ServingDtypes:
@@ -98,9 +98,9 @@ def _config_dtype(folder: Path) -> torch.dtype | None:
         return None
     for part in (config, config.get("text_config") or {}):
         named = part.get("dtype") or part.get("torch_dtype")
-        found = getattr(torch, named, None) if isinstance(named, str) else None
-        if isinstance(found, torch.dtype) and found.is_floating_point:
-            return found
+        dtype = getattr(torch, named, None) if isinstance(named, str) else None
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+            return dtype
     return None
 
 
@@ -122,15 +122,15 @@ def under_file_names(model: Any, state: Mapping[str, torch.Tensor], folder: Path
         return {name: state[name] for name in sorted(wanted)}
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, torch.Tensor] = dict(revert_weight_conversion(model, dict(state)))
-    missing = sorted(wanted - found.keys())
+    converted: dict[str, torch.Tensor] = dict(revert_weight_conversion(model, dict(state)))
+    missing = sorted(wanted - converted.keys())
     if missing:
         raise TrainError(
             f"{folder} names {missing[0]!r} and {len(missing) - 1} other weights that {type(model).__name__} does not "
             "have: save the model again with transformers, and use that folder as `model.path`",
             kind="train_setup",
         )
-    return {name: found[name] for name in sorted(wanted)} if wanted else found
+    return {name: converted[name] for name in sorted(wanted)} if wanted else converted
 
 
 def write_model(state: Mapping[str, torch.Tensor], source: Path, folder: Path) -> None:

@@ -21,9 +21,8 @@ from msgspec.structs import replace
 from engine.errors import TrainError
 from engine.train.auxiliary import AuxiliaryObjective, Forward
 from engine.train.distributed import ProcessGroup, SingleProcessGroup
-from engine.train.loss_columns import LossColumns, minibatches, whitened_advantages
+from engine.train.loss_columns import LossColumns, mean_length_of, minibatches, weighted_parts, whitened_advantages
 from engine.train.loss_tokens import LossTokens
-from engine.train.loss_weights import mean_length_of, weighted_parts
 from engine.train.losses import objective
 from engine.train.metric_sums import MetricSums, mean_metrics
 from engine.train.optimizers import MasterWeights, learning_rate, make_optimizer, set_rate, update
@@ -260,7 +259,9 @@ class Learner:
                 reference=self.policy.reference(pack) if self._spec.kl.in_loss else None,
                 sampler_is_proximal=self._spec.proximal_logprobs == "sampler",
             )
-            of_policy, counted = objective(self._spec, tokens if counts else tokens.without_weight())
+            if not counts:  # the pass runs only because the other processes run one
+                tokens = replace(tokens, loss_weights=torch.zeros_like(tokens.loss_weights))
+            of_policy, counted = objective(self._spec, tokens)
             metrics.merge(counted)
             if pack.images:
                 count = sum(len(columns[number].row.branch.images) for number in pack.rows)

@@ -85,20 +85,20 @@ def reach_of(spec: CreditSpec, groups: Iterable[Group], base: Path | None) -> Cr
     Raises:
         LedgerError: the credit method cannot be computed.
     """
-    found = CreditReach()
+    reach = CreditReach()
     if spec.needs_values:
-        return found
+        return reach
     for group in groups:
         members = [
-            member_of(each)
-            for each in group.trajectories
-            if each.outcome.trainable
-            and each.turns
-            and any(row.episode.episode_id == each.episode_id for row in group.rows)
+            member_of(trajectory)
+            for trajectory in group.trajectories
+            if trajectory.outcome.trainable
+            and trajectory.turns
+            and any(row.episode.episode_id == trajectory.episode_id for row in group.rows)
         ]
         if members:
-            _add(found, spec, members, base)
-    return found
+            _add(reach, spec, members, base)
+    return reach
 
 
 def _add(found: CreditReach, spec: CreditSpec, members: Sequence[Member], base: Path | None) -> None:
@@ -118,21 +118,21 @@ def _add(found: CreditReach, spec: CreditSpec, members: Sequence[Member], base: 
                 less = replace(member, ledger=_without(member.ledger, reward))
                 others = [*members[:number], less, *members[number + 1 :]]
                 sums.reaches = _differ(tokens, credit_tokens(spec, others, base=base))
-        whole = [reward for reward in _rewards(member.ledger) if not reward.part.end]
+        of_turns = [reward for reward in _rewards(member.ledger) if not reward.part.end]
         for turn in range(member.ledger.turns):
-            values = [reward.value for reward in whole if reward.turn == turn]
+            values = [reward.value for reward in of_turns if reward.turn == turn]
             found.cancelled += 2 * min(sum(v for v in values if v > 0), -sum(v for v in values if v < 0))
 
 
 def _rewards(ledger: SealedLedger) -> list[PartReward]:
     """All rewards that are not 0: of turns as a whole (with an empty part) and of parts."""
-    found = [each for each in ledger.parts if each.value]
+    rewards = [part for part in ledger.parts if part.value]
     for name, row in ledger.matrix.items():
         for turn, value in enumerate(row.tolist()):
-            rest = value - sum(each.value for each in ledger.parts if (each.turn, each.name) == (turn, name))
+            rest = value - sum(part.value for part in ledger.parts if (part.turn, part.name) == (turn, name))
             if abs(rest) > SMALLEST:
-                found.append(PartReward(turn=turn, part=TurnPart(start=0, end=0), name=name, value=rest))
-    return found
+                rewards.append(PartReward(turn=turn, part=TurnPart(start=0, end=0), name=name, value=rest))
+    return rewards
 
 
 def _without(ledger: SealedLedger, reward: PartReward) -> SealedLedger:
@@ -141,7 +141,7 @@ def _without(ledger: SealedLedger, reward: PartReward) -> SealedLedger:
     row[reward.turn] -= reward.value
     totals = ledger.totals.copy()
     totals[reward.turn] -= reward.value
-    parts = tuple(each for each in ledger.parts if each != reward)
+    parts = tuple(part for part in ledger.parts if part != reward)
     return replace(ledger, matrix={**ledger.matrix, reward.name: row}, totals=totals, parts=parts)
 
 
@@ -196,7 +196,10 @@ class MissingSignal:
 
     def _has_signal(self, batch: Batch) -> bool:
         if self._critic:
-            return len({tuple(sum(turn.rewards.values()) for turn in each.turns) for each in _episodes(batch)}) > 1
+            return (
+                len({tuple(sum(turn.rewards.values()) for turn in trajectory.turns) for trajectory in _episodes(batch)})
+                > 1
+            )
         if all(group.without_signal for group in batch.used):
             return False
         if not self._whitened:
@@ -206,7 +209,7 @@ class MissingSignal:
 
 
 def _episodes(batch: Batch) -> list[Trajectory]:
-    return [each for group in [*batch.used, *batch.left_out] for each in group.trajectories]
+    return [trajectory for group in [*batch.used, *batch.left_out] for trajectory in group.trajectories]
 
 
 def _reason(batch: Batch) -> str:

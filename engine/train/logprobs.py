@@ -197,15 +197,15 @@ class _LogProbs(torch.autograd.Function):
         learns = settings.learns and (by_hidden or by_weight or by_bias)
         sum_weights = learns and by_hidden and not (by_weight or by_bias or settings.softcap)
         keep = learns and not sum_weights and hidden.shape[0] * settings.vocab <= settings.chunk_elements
-        found = _forward(_Blocks(hidden, weight, bias, settings, fresh=keep), labels, sum_weights, keep)
+        result = _forward(_Blocks(hidden, weight, bias, settings, fresh=keep), labels, sum_weights, keep)
         ctx.set_materialize_grads(False)
-        ctx.settings, ctx.blocks = settings, found.blocks
-        entropies = found.entropies if settings.entropy else hidden.new_empty(0, dtype=settings.total)
+        ctx.settings, ctx.blocks = settings, result.blocks
+        entropies = result.entropies if settings.entropy else hidden.new_empty(0, dtype=settings.total)
         if learns:
-            ctx.save_for_backward(hidden, weight, bias, labels, found.logprobs, found.sums, entropies, found.means)
+            ctx.save_for_backward(hidden, weight, bias, labels, result.logprobs, result.sums, entropies, result.means)
         if not settings.entropy:
             ctx.mark_non_differentiable(entropies)
-        return found.logprobs, entropies
+        return result.logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
@@ -221,10 +221,10 @@ class _LogProbs(torch.autograd.Function):
         if settings.softcap is not None:
             capped = (logprobs + sums) * (settings.temperature / settings.softcap)
             picked *= torch.where(torch.isneginf(logprobs), 0.0, 1.0 - capped * capped)
-        kept, ctx.blocks = ctx.blocks, None  # overwritten below: a second backward pass recomputes them
+        stored, ctx.blocks = ctx.blocks, None  # overwritten below: a second backward pass recomputes them
         blocks = _Blocks(hidden, weight, bias, settings, fresh=False)
         given = _BackwardInputs(sums, entropies, grad, grad_entropy if settings.entropy else None)
-        by_hidden, by_weight, by_bias = _backward(kept or blocks, blocks, given, ctx.needs_input_grad[:3])
+        by_hidden, by_weight, by_bias = _backward(stored or blocks, blocks, given, ctx.needs_input_grad[:3])
         if by_hidden is not None:
             by_hidden.addcmul_(weight[labels].to(settings.total), picked[:, None])
             by_hidden = by_hidden.to(hidden.dtype)
@@ -253,7 +253,7 @@ def _forward(blocks: _Blocks, labels: torch.Tensor, sum_weights: bool, keep: boo
     most = torch.full((count,), MASKED_LOGIT, dtype=settings.total, device=labels.device)
     total, spread, chosen = torch.zeros_like(most), torch.zeros_like(most), torch.full_like(most, MASKED_LOGIT)
     means = torch.zeros(blocks.hidden.shape, dtype=settings.total, device=labels.device) if sum_weights else None
-    kept: list[_Block] = []
+    stored: list[_Block] = []
     for block in blocks:
         here, logits = block.tokens, block.logits
         at = labels[here] - block.ids.start
@@ -264,7 +264,7 @@ def _forward(blocks: _Blocks, labels: torch.Tensor, sum_weights: bool, keep: boo
         fall = most[here] - peak
         shrink = fall.exp()
         if keep:
-            kept.append(block)
+            stored.append(block)
             logits = logits - peak[:, None]
         else:
             logits.sub_(peak[:, None])
@@ -288,7 +288,7 @@ def _forward(blocks: _Blocks, labels: torch.Tensor, sum_weights: bool, keep: boo
         most + logs,
         logs - spread / total,
         means,
-        kept if keep else None,
+        stored if keep else None,
     )
 
 

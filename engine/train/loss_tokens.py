@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from engine.schemas.base import Struct
@@ -38,7 +37,7 @@ class LossTokens(Struct, frozen=True, eq=False, kw_only=True):
     """Log-probs of the sampler (the behaviour policy)."""
     advantages: Tensor
     loss_weights: Tensor
-    """Factor of each token in the loss of the step (`engine.train.loss_weights`)."""
+    """Factor of each token in the loss of the step (`engine.train.loss_columns`)."""
     rows: Tensor
     """int64: number of the token's row."""
     turns: Tensor
@@ -87,10 +86,6 @@ class LossTokens(Struct, frozen=True, eq=False, kw_only=True):
             reference=reference,
             entropy=entropy,
         )
-
-    def without_weight(self) -> LossTokens:
-        """The tokens of a pass that does not count: it runs only because the other processes run one."""
-        return replace(self, loss_weights=torch.zeros_like(self.loss_weights))
 
 
 def _flat(of_rows: Iterable[np.ndarray], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

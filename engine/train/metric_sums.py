@@ -42,9 +42,9 @@ class MetricSums:
 
     def effective_sample_size(self, name: str, weights: Tensor) -> None:
         """Add [n] weights to the effective sample size `name`."""
-        found = weights.detach().double()
-        total = found.sum()
-        _add(self.weights, name, torch.stack([torch.full_like(total, found.numel()), total, found.square().sum()]))
+        values = weights.detach().double()
+        total = values.sum()
+        _add(self.weights, name, torch.stack([torch.full_like(total, values.numel()), total, values.square().sum()]))
 
     def merge(self, other: MetricSums) -> None:
         """Add the sums of another."""
@@ -66,10 +66,10 @@ class MetricSums:
 
     def result(self) -> dict[str, float]:
         """Values of all metrics with data. The effective sample size is given as a fraction of the number of tokens."""
-        kept = self.cpu()
-        means = {name: total / count for name, (total, count) in _numbers(kept.sums) if count}
-        peaks = {name: peak for name, (peak,) in _numbers(kept.maxima)}
-        effective = {name: effective_sample_fraction(*found) for name, found in _numbers(kept.weights) if found[0]}
+        on_cpu = self.cpu()
+        means = {name: total / count for name, (total, count) in _numbers(on_cpu.sums) if count}
+        peaks = {name: peak for name, (peak,) in _numbers(on_cpu.maxima)}
+        effective = {name: effective_sample_fraction(*sums) for name, sums in _numbers(on_cpu.weights) if sums[0]}
         return means | peaks | effective
 
 

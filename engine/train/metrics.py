@@ -78,17 +78,17 @@ class MetricsLog:
         Returns:
             Number of removed lines.
         """
-        kept: list[str] = []
+        staying: list[str] = []
         gone: list[str] = []
         for text, line in _lines(self.path):
-            (gone if line["step"] > step else kept).append(text)
+            (gone if line["step"] > step else staying).append(text)
         if gone:
             side = os.open(self._folder / CUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             try:
                 _append(side, gone)
             finally:
                 os.close(side)
-            self._replace(kept)
+            self._replace(staying)
         return len(gone)
 
     def close(self) -> None:
@@ -100,10 +100,10 @@ class MetricsLog:
     def _drop_incomplete_line(self) -> None:
         """Remove an incomplete last line, which a crash may leave."""
         data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
+        complete = data.rfind(b"\n") + 1
+        if complete < len(data):
             log.warning("an incomplete last line of metrics was removed", file=str(self.path))
-            os.ftruncate(self._file, whole)
+            os.ftruncate(self._file, complete)
             os.fsync(self._file)
 
     def _replace(self, lines: Sequence[str]) -> None:
@@ -143,9 +143,9 @@ def values_of(line: Mapping[str, float]) -> dict[str, float]:
 
 def series(lines: Iterable[Mapping[str, float]], name: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric; of several values at one step, the last."""
-    found = {int(line["step"]): line[name] for line in lines if name in line}
-    steps = sorted(found)
-    return steps, [found[step] for step in steps]
+    by_step = {int(line["step"]): line[name] for line in lines if name in line}
+    steps = sorted(by_step)
+    return steps, [by_step[step] for step in steps]
 
 
 def _lines(file: Path) -> Iterable[tuple[str, dict[str, Any]]]:

@@ -56,7 +56,7 @@ class MasterWeights:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything by name, detached but not copied: this process's part of each, in its parameter's shape."""
-        return {name: each.detach() for name, each in self.named.items()}
+        return {name: weight.detach() for name, weight in self.named.items()}
 
 
 def _add_gradient(master: nn.Parameter, parameter: Tensor) -> None:
@@ -111,10 +111,12 @@ def update(optimizer: torch.optim.Optimizer, *, offload: bool) -> None:
     if not offload:
         optimizer.step()
         return
-    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
-    gradients = [each.grad for each in parameters]
-    for each in parameters:
-        each.grad = None
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None
+    ]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
     for some in _groups(list(zip(parameters, gradients, strict=True))):
         for parameter, gradient in some:
             parameter.grad = gradient

@@ -1,9 +1,15 @@
-"""A pack -> the log-probs of its labels, by a transformers causal model that is checked against its own forward pass."""
+"""A pack -> the log-probs of its labels, by a transformers causal model that is checked against its own forward pass.
+
+Invariants of packs with images:
+- The vision tower encodes an image once per pass, for any number of rows and positions, with every version of transformers.
+- Position ids are those of the model's own `get_rope_index`, applied to each row by itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,18 +143,18 @@ class PackedModel:
 
     def logprobs(self, pack: Pack, *, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs [n] of the pack's trained tokens, and entropies [n] or None. With a graph if gradients are enabled."""
-        found: tuple[torch.Tensor, torch.Tensor | None] = self._run(self._logprobs_of, pack, entropy)
-        return found
+        result: tuple[torch.Tensor, torch.Tensor | None] = self._run(self._logprobs_of, pack, entropy)
+        return result
 
     def states(self, pack: Pack) -> torch.Tensor:
         """The hidden states before the pack's trained tokens, [n, H]. With a graph if gradients are enabled."""
-        found: torch.Tensor = self._run(self._sources_of, pack)
-        return found
+        result: torch.Tensor = self._run(self._sources_of, pack)
+        return result
 
     def values(self, pack: Pack, head: ValueHead) -> torch.Tensor:
         """A critic's values before the pack's trained tokens, float32 [n]. With a graph if gradients are enabled."""
-        found: torch.Tensor = self._run(lambda: head(self._sources_of(pack)))
-        return found
+        result: torch.Tensor = self._run(lambda: head(self._sources_of(pack)))
+        return result
 
     def logprobs_and_states(
         self, pack: Pack, *, entropy: bool
@@ -175,7 +181,7 @@ class PackedModel:
             states = states[sources]
             if self._scale != 1.0:
                 states = states * self._scale
-            found, entropies = chunked_logprobs(
+            logprobs, entropies = chunked_logprobs(
                 states,
                 self._head.weight,
                 labels,
@@ -188,8 +194,8 @@ class PackedModel:
                 softcap=self._softcap,
             )
         if back is None:
-            return found, entropies
-        return found[back], None if entropies is None else entropies[back]
+            return logprobs, entropies
+        return logprobs[back], None if entropies is None else entropies[back]
 
     def _unique_labels(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The distinct pairs of source and label, and the index of each label's pair; None if all pairs are distinct."""
@@ -202,15 +208,13 @@ class PackedModel:
                 pack.cache["once"] = (sources.to(self.device), labels.to(self.device), back.to(self.device))
             else:
                 pack.cache["once"] = (sources.to(self.device), labels.to(self.device), None)
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = pack.cache["once"]
-        return found
+        pairs_once: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = pack.cache["once"]
+        return pairs_once
 
     def _states(self, pack: Pack) -> torch.Tensor:
         """The hidden states that the output layer gets, [T, H]."""
         inputs: AbstractContextManager[dict[str, Any]]
         if self.vision is not None:
-            from engine.train.policy_vision import vision_inputs
-
             inputs = vision_inputs(self.model, self.vision, pack, self.device, self.dtype)
         elif pack.images:
             raise TrainError("rows have images: pass the model's `vision`", kind="train_setup")
@@ -244,16 +248,16 @@ class PackedModel:
             attention.register()
             try:
                 self._set_attention()
-                found, entropies = self.logprobs(pack, entropy=True)
+                logprobs, entropies = self.logprobs(pack, entropy=True)
             except TrainError as error:
                 raise self._refusal(str(error)) from error
             except (TypeError, ValueError, AttributeError, AssertionError, IndexError, KeyError, RuntimeError) as error:
                 raise self._refusal(f"its packed pass fails: {type(error).__name__}: {error}") from error
             if self.replays_experts:
-                self._check_replay(pack, found)
+                self._check_replay(pack, logprobs)
         self._checks = self._routers.observes = False
         assert entropies is not None
-        apart = float((torch.stack([found, entropies]) - wanted).abs().mean())
+        apart = float((torch.stack([logprobs, entropies]) - wanted).abs().mean())
         most = _TOLERANCE[self._autocast or self.dtype]
         if not layer <= most:
             raise self._refusal(
@@ -323,10 +327,10 @@ class PackedModel:
         choices = {1.0, *given.values(), 1.0 / given["logits_scaling"]}
         off = {}
         for scale in choices:
-            found = self._head(states * scale)
+            scaled = self._head(states * scale)
             if self._softcap is not None:
-                found = self._softcap * torch.tanh(found / self._softcap)
-            off[scale] = float((found - logits).abs().mean())
+                scaled = self._softcap * torch.tanh(scaled / self._softcap)
+            off[scale] = float((scaled - logits).abs().mean())
         self._scale = min(choices, key=lambda scale: off[scale])
         return off[self._scale]
 
@@ -365,3 +369,77 @@ def _load(
             f"{folder} holds no causal model with standard attention: {why}; use another one as `model.path`",
             kind="train_setup",
         ) from error
+
+
+@contextmanager
+def vision_inputs(
+    model: Any, vision: Vision, pack: Pack, device: torch.device, dtype: torch.dtype
+) -> Iterator[dict[str, Any]]:
+    """Position ids ([1, T], or [3, 1, T] for models with three), and the tensors of the pack's images, each once.
+
+    A model asks its own `get_image_features` for the features of its input. In the block, that method returns those of the pack's positions:
+    not all versions of transformers accept features as an input. The pack's `cache` stores the position ids.
+    """
+    inner = model.base_model
+    if "positions" not in pack.cache:
+        find = getattr(inner, "get_rope_index", None)
+        positions = pack.position_ids if find is None else _positions(find, vision, pack, device)
+        pack.cache["positions"] = positions.to(device).unsqueeze(-2)
+    inputs: dict[str, Any] = {"position_ids": pack.cache["positions"]}
+    if not pack.images:
+        yield inputs
+        return
+    grids = {image.image: image.grid for image in pack.images}
+    features = inner.get_image_features(
+        **_tensors(vision, [[digest] for digest in grids], device, dtype), return_dict=True
+    )
+    places = {digest: place for place, digest in enumerate(grids)}
+    _repeat(features, list(grids.values()), [places[image.image] for image in pack.images])
+    inner.get_image_features = lambda *args, **kwargs: features
+    try:
+        yield inputs | {"pixel_values": torch.empty(0)}  # nobody reads it: with it, a model asks for features
+    finally:
+        del inner.get_image_features
+
+
+def _tensors(
+    vision: Vision, rows: Sequence[Sequence[str]], device: torch.device, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The tensors of the images of several sequences, by the names that the model's family uses."""
+    tensors = {name: torch.from_numpy(array) for name, array in vision.tensors(rows).items()}
+    return {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items()}
+
+
+def _repeat(features: Any, grids: Sequence[tuple[int, ...]], order: Sequence[int]) -> None:
+    """Replace the features of distinct images, in the form of `get_image_features`, by those of `order`, which has indices of images."""
+    pooled = features.pooler_output
+    # One tensor for all images (transformers before 5.19) has Idefics3's tiles, and the whole image after them.
+    sizes = [
+        math.prod(grid) + 1 if isinstance(pooled, torch.Tensor) else len(pooled[at]) for at, grid in enumerate(grids)
+    ]
+
+    def repeated(values: Any) -> Any:
+        if isinstance(values, torch.Tensor):
+            parts = torch.split(values, sizes)
+            return torch.cat([parts[index] for index in order])
+        return [values[index] for index in order]
+
+    features.pooler_output = repeated(pooled)
+    if getattr(features, "deepstack_features", None) is not None:  # Qwen3-VL: features for several layers
+        features.deepstack_features = [repeated(layer) for layer in features.deepstack_features]
+
+
+def _positions(find: Any, vision: Vision, pack: Pack, device: torch.device) -> torch.Tensor:
+    """Position ids, int64 [3, T]. They depend on earlier tokens only, so rows that share a token agree on its position."""
+    positions = torch.zeros((3, pack.tokens), dtype=torch.long)
+    starts = torch.tensor([image.start for image in pack.images], dtype=torch.long)
+    grids = [torch.tensor([image.grid]) for image in pack.images]
+    for number in range(len(pack.rows)):
+        places = pack.row_tokens(number)
+        ids = pack.input_ids[places]
+        types = torch.tensor(vision.token_types([ids.tolist()]))
+        mine = [grid for grid, inside in zip(grids, torch.isin(starts, places).tolist(), strict=True) if inside]
+        grid = torch.cat(mine).to(device) if mine else None
+        row = find(input_ids=ids[None].to(device), mm_token_type_ids=types.to(device), image_grid_thw=grid)[0]
+        positions[:, places] = row[:, 0].cpu()
+    return positions

@@ -121,15 +121,15 @@ class Policy:
     def _freeze(self, patterns: list[str]) -> None:
         trained = {name for name, _ in self.named_parameters()}
         for pattern in patterns:
-            found = re.compile(pattern)
-            named = [parameter for name, parameter in self.net.model.named_parameters() if found.search(name)]
+            matcher = re.compile(pattern)
+            named = [parameter for name, parameter in self.net.model.named_parameters() if matcher.search(name)]
             if not named:
                 raise TrainError(
                     f"`train.freeze`: {pattern!r} matches no parameter's name; an example of a name is "
                     f"{next(self.net.model.named_parameters())[0]!r}",
                     kind="train_setup",
                 )
-            if not any(found.search(name) for name in trained):
+            if not any(matcher.search(name) for name in trained):
                 raise TrainError(
                     f"`train.freeze`: {pattern!r} has no effect: with `train.lora` the weights that it matches are frozen already; an "
                     f"example of a trained weight is {min(trained)!r}",
@@ -297,16 +297,16 @@ class Policy:
             TrainError: kind `checkpoint`: names or shapes differ from those of this model.
             ValueError, OSError: the files cannot be read.
         """
-        own, stored = tensors or self.state(), stored_names(folder)
-        odd = sorted(own.keys() ^ stored.keys())
-        odd += [name for name in own if name in stored and own[name].shape != stored[name]]
+        targets, stored = tensors or self.state(), stored_names(folder)
+        odd = sorted(targets.keys() ^ stored.keys())
+        odd += [name for name in targets if name in stored and targets[name].shape != stored[name]]
         if odd:
             raise TrainError(
                 f"the checkpoint belongs to another model, or to other settings of `lora` or `freeze`: {len(odd)} parameters "
                 f"differ, for example {odd[0]!r}",
                 kind="checkpoint",
             )
-        read_tensors(own, folder, self.net.process_group)
+        read_tensors(targets, folder, self.net.process_group)
 
 
 def enable_gradient_checkpointing(model: Any) -> None:

@@ -30,8 +30,8 @@ def _softmax(logits: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
 
 
 def _normalized_softmax(logits: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
-    found = _softmax(logits, choices)
-    return found / found.sum(-1, keepdim=True)
+    chances = _softmax(logits, choices)
+    return chances / chances.sum(-1, keepdim=True)
 
 
 _FORMULAS: tuple[Formula, ...] = (_normalized_softmax, _softmax)
@@ -90,10 +90,10 @@ class RouterReplay:
     def seen(self) -> torch.Tensor:
         """The routers' own choices in the newest pass that was observed, int32 [T, layers, top_k]; -1 in layers without a router."""
         first = self._seen[self.layers[0]]
-        found = torch.full((len(first), self.layers[-1] + 1, first.shape[-1]), -1, dtype=torch.int32)
+        choices_by_layer = torch.full((len(first), self.layers[-1] + 1, first.shape[-1]), -1, dtype=torch.int32)
         for layer, choices in self._seen.items():
-            found[:, layer] = choices.cpu()
-        return found
+            choices_by_layer[:, layer] = choices.cpu()
+        return choices_by_layer
 
     def _hook(self, layer: int) -> Callable[..., Any]:
         def replace(_module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
@@ -106,15 +106,15 @@ class RouterReplay:
                         self._seen[layer] = output[2]
                 return None
             assert formula is not None, "`use` was called in spite of a `problem`"
-            logits, weights, own = output
-            if layer >= used.shape[1] or used.shape[2] != own.shape[-1] or len(used) != len(own):
+            logits, weights, chosen = output
+            if layer >= used.shape[1] or used.shape[2] != chosen.shape[-1] or len(used) != len(chosen):
                 raise TrainError(
                     f"the rows have experts of {tuple(used.shape)} [tokens, layers, top_k]; layer {layer} of {self._name} chooses "
-                    f"{own.shape[-1]} for each of {len(own)} tokens: were they sampled with another model?",
+                    f"{chosen.shape[-1]} for each of {len(chosen)} tokens: were they sampled with another model?",
                     kind="train_setup",
                 )
-            given = used[:, layer].to(own.dtype)
-            choices = torch.where(given < 0, own, given)
+            given = used[:, layer].to(chosen.dtype)
+            choices = torch.where(given < 0, chosen, given)
             return logits, formula(logits, choices).to(weights.dtype), choices
 
         return replace

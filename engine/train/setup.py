@@ -1,4 +1,7 @@
-"""Makes the parts of a training from its spec: the `train:` section and the learner."""
+"""Makes the parts of a training from its spec: the `train:` section and the learner, and says what of the spec a resume may change.
+
+A changed value holds from the first step that is not in the batch log; steps that are repeated use the learning rate that they had.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from engine.plugin import load
 from engine.schemas.backend import kinds_that_train
 from engine.spec.added import missing_sync, trains_backend
 from engine.spec.load import override_spec
+from engine.store.header import changes_of, resumable_keys
 from engine.tokens.catalogue import resolve_model
 from engine.tokens.loading import load_format
 from engine.train.auxiliary import open_objectives
-from engine.train.credited_rows import reward_penalties
+from engine.train.credited_rows import RewardKl
 from engine.train.distributed import join_alone
 from engine.train.learner import Learner
 from engine.train.policy import Policy
@@ -26,6 +30,33 @@ if TYPE_CHECKING:
     from engine.tokens.template import ChatTemplate
     from engine.train.distributed import ProcessGroup
     from engine.train.step_source import StepSource
+
+
+ALLOWED = (
+    "train.steps",
+    "train.epochs",
+    "train.optimizer.lr",
+    "train.optimizer.schedule",
+    "train.optimizer.warmup_steps",
+    "train.checkpoints.*",
+    "train.memory.*",
+    "train.weight_sync.*",
+    "limits.*_seconds",
+    "*.timeout",
+    "backend.try_timeout",
+    "backend.health_timeout",
+    "backend.retries",
+    "backend.wait",
+    "backend.url",
+    "backend.urls",
+    "backend.launch",
+    "backend.launch.*",
+    "rollout.concurrency",
+    "rollout.live_episodes",
+    "rollout.out",
+    "description",
+)
+"""Paths of values that a resume may change, with `resumable_keys`: they do not change what an episode or a row is. `*` stands for any characters."""
 
 
 def train_spec_of(loaded: LoadedSpec) -> TrainSpec:
@@ -81,6 +112,28 @@ def with_precision(loaded: LoadedSpec, began: EpisodeSpec | None = None) -> Load
     return override_spec(loaded, [f"train.precision={precision}"])
 
 
+def check_changes(before: EpisodeSpec, after: EpisodeSpec) -> list[str]:
+    """Check that a spec differs from the one that a training began with only in values that a resume may change.
+
+    Returns:
+        The paths of the values that differ.
+
+    Raises:
+        TrainError: kind `train_setup`: other values differ; the message names them.
+    """
+    may_change = (*ALLOWED, *resumable_keys())
+    changed, refused = changes_of(before, after, may_change)
+    if refused:
+        named = ", ".join(f"`{path}`" for path in refused[:8])
+        raise TrainError(
+            f"a resumed training cannot change {named}: its episodes and updates depend on "
+            f"{'it' if len(refused) == 1 else 'them'}. Leave it out, or begin another training. What may change: "
+            f"{', '.join(may_change)}",
+            kind="train_setup",
+        )
+    return changed
+
+
 def learner_of(loaded: LoadedSpec, format: ChatTemplate, process_group: ProcessGroup) -> Learner:
     """Make the learner: the policy with the sampler's temperature and vocabulary, and its optimizer.
 
@@ -112,7 +165,8 @@ def learner_of(loaded: LoadedSpec, format: ChatTemplate, process_group: ProcessG
         process_group=process_group,
         replay_experts=spec.backend.asks_experts and train.samples_episodes,
     )
-    objectives = reward_penalties(train.kl, credit) + open_objectives(loaded, train, format, policy)
+    penalties = [RewardKl(train.kl.coefficient, credit)] if train.kl.in_reward else []
+    objectives = [*penalties, *open_objectives(loaded, train, format, policy)]
     length = spec.limits.tokens_per_episode
     return Learner(policy, train, episode_tokens=length, process_group=process_group, objectives=objectives)
 

@@ -72,7 +72,7 @@ class StepBatch(Struct, frozen=True, kw_only=True, eq=False):
 class StepSource(ABC):
     """Where the rows of a training's steps come from. `train.kind` names its class (`schemas/train.py`)."""
 
-    kept: ClassVar[str] = ""
+    remains: ClassVar[str] = ""
     """What a training without a checkpoint has kept, as the end of a sentence."""
 
     def __init__(self, trainer: Trainer) -> None:

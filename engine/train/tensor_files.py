@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from engine.errors import TrainError
+from engine.train.optimizers import local_of
 
 if TYPE_CHECKING:
     from engine.train.distributed import ProcessGroup
@@ -36,17 +36,17 @@ def write_tensors(tensors: Mapping[str, Tensor], folder: Path, process_group: Pr
         TrainError: kind `diverged`: a tensor has a value that is not finite; nothing is written.
         OSError: a process cannot write.
     """
-    odd = next((name for name, tensor in tensors.items() if not _finite(_local(tensor))), None)
-    found = [name for name in process_group.all_gather(odd) if name is not None]
-    if found:
-        raise TrainError(f"`{found[0]}` has values that are not finite; it is not saved", kind="diverged")
+    odd = next((name for name, tensor in tensors.items() if not _finite(local_of(tensor))), None)
+    names = [name for name in process_group.all_gather(odd) if name is not None]
+    if names:
+        raise TrainError(f"`{names[0]}` has values that are not finite; it is not saved", kind="diverged")
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach() for name, tensor in tensors.items()}
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer, alone = HuggingFaceStorageWriter(str(folder), save_distributed=True), process_group.torch_group is None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            save(state, storage_writer=writer, process_group=process_group.torch_group, no_dist=_alone(process_group))
+            save(state, storage_writer=writer, process_group=process_group.torch_group, no_dist=alone)
         except CheckpointException as error:
             raise OSError(_reason(error)) from error
 
@@ -63,16 +63,11 @@ def read_tensors(tensors: Mapping[str, Tensor], folder: Path, process_group: Pro
         ValueError: the files have no tensor of a name, or one of another shape.
         OSError: a process cannot read.
     """
-    reader = HuggingFaceStorageReader(str(folder))
+    reader, alone = HuggingFaceStorageReader(str(folder)), process_group.torch_group is None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            load(
-                dict(tensors),
-                storage_reader=reader,
-                process_group=process_group.torch_group,
-                no_dist=_alone(process_group),
-            )
+            load(dict(tensors), storage_reader=reader, process_group=process_group.torch_group, no_dist=alone)
         except CheckpointException as error:
             raise ValueError(_reason(error)) from error
 
@@ -80,16 +75,7 @@ def read_tensors(tensors: Mapping[str, Tensor], folder: Path, process_group: Pro
 def stored_names(folder: Path) -> dict[str, tuple[int, ...]]:
     """The tensors of a folder by name, with their whole shapes. Only the headers are read."""
     about = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: tuple(each.size) for name, each in about.items()}  # type: ignore[union-attr]
-
-
-def _alone(process_group: ProcessGroup) -> bool:
-    return process_group.torch_group is None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    found: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return found.detach()
+    return {name: tuple(tensor.size) for name, tensor in about.items()}  # type: ignore[union-attr]
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -12,10 +12,10 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import structlog
 import torch
@@ -34,7 +34,6 @@ from engine.train.evaluator import open_evaluator
 from engine.train.metrics import MetricsLog, read_metrics
 from engine.train.setup import learner_of, source_class, train_spec_of
 from engine.train.step_source import TrainResult
-from engine.train.stopping import in_whole, unless_stopped
 from engine.train.sync import LentMemory, open_memory, open_sync
 
 if TYPE_CHECKING:
@@ -47,6 +46,8 @@ if TYPE_CHECKING:
     from engine.train.sync import WeightSync
 
 log = structlog.get_logger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 StepCallback = Callable[[int, Mapping[str, float]], None]
 """Called after each finished step with its number, from 1 (0: evaluation before the first step), and its metrics."""
@@ -260,7 +261,7 @@ class Trainer:
         if self._newest_checkpoint is not None:
             words = f"The last saved state is {self._newest_checkpoint}"
         else:
-            words = f"No step was finished, so there is no checkpoint{self.source.kept}"
+            words = f"No step was finished, so there is no checkpoint{self.source.remains}"
         if error.args and isinstance(error.args[0], str):
             error.args = (f"{error.args[0]}\n{words}", *error.args[1:])
 
@@ -399,3 +400,28 @@ class Trainer:
             observer.stepped(step, values)
         if self._on_step is not None:
             self._on_step(step, values)
+
+
+async def unless_stopped(stop: asyncio.Event | None, work: Awaitable[T]) -> T | None:
+    """The result of `work`; None if `stop` is set first. Then `work` is cancelled."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stop.wait()) if stop is not None else None
+    waits = [waiting for waiting in (task, stopped) if waiting is not None]
+    try:
+        await asyncio.wait(waits, return_when="FIRST_COMPLETED")
+        return task.result() if task.done() else None
+    finally:
+        for waiting in waits:
+            waiting.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def in_whole(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of a function that runs in a thread, in which it cannot be stopped: a cancellation waits for its end."""
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        with contextlib.suppress(Exception):
+            await work
+        raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from trainer_evidence import CELLS, EVIDENCE, INSTALLED, PARTS, RESOLVED
 
 from engine.plugins.trainers.capabilities import THINGS, TRAINERS
@@ -86,6 +88,7 @@ def trainers_page() -> str:
         for thing, about in THINGS.items():
             carried = trainer.things[thing]
             text += f"| {about} | {_MARKS[carried.status]} | {carried.how} |\n"
-        if trainer.notes:
-            text += f"\n{trainer.notes}"
+        notes = Path(__file__).parent / "trainer_notes" / f"{name}.md"
+        if notes.exists():
+            text += "\n" + notes.read_text(encoding="utf-8")
     return text

@@ -85,7 +85,7 @@ class Run:
         from tensordict import NonTensorData, NonTensorStack, TensorDict
         from transfer_queue import KVBatchMeta
 
-        from engine.plugins.trainers.verl.tasks import write_tasks
+        from engine.plugins.trainers.verl.manager import write_tasks
 
         write_tasks(self.spec, self.folder / "tasks.parquet")
         rows = pq.read_table(self.folder / "tasks.parquet").to_pylist()

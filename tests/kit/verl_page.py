@@ -54,7 +54,7 @@ def main(words: str) -> None:
     from verl.utils import hf_tokenizer
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
-    from engine.plugins.trainers.verl.tasks import write_tasks
+    from engine.plugins.trainers.verl.manager import write_tasks
 
     config = composed(json.loads(words))
     validate_config(config, need_reference_policy(config), need_critic(config))

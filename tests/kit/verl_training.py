@@ -110,7 +110,7 @@ def step(spec: str, folder: str, data: str) -> None:
     """Run one batch: the groups, the rows in the queue, the advantages; then once more with a row that was lost."""
     import pyarrow.parquet as pq
 
-    from engine.plugins.trainers.verl.tasks import write_tasks
+    from engine.plugins.trainers.verl.manager import write_tasks
 
     write_tasks(spec, data)
     run_batch(configured(spec, folder), Client(), pq.read_table(data).to_pylist())

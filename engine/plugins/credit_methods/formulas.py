@@ -185,11 +185,11 @@ def redistribute(spec: RedistributeCredit, group: Sequence[Member]) -> list[Valu
         LedgerError: the spec has a `state_key`, and the states were not stored when the episodes ran.
     """
     states = _states(spec, group)
-    found: dict[State, list[float]] = defaultdict(list)
+    values_of_state: dict[State, list[float]] = defaultdict(list)
     for member, passed in zip(group, states, strict=True):
         for state in {each for each in passed if each is not None}:
-            found[state].append(member.ledger.total)
-    expected = {state: math.fsum(returns) / len(returns) for state, returns in found.items()}
+            values_of_state[state].append(member.ledger.total)
+    expected = {state: math.fsum(returns) / len(returns) for state, returns in values_of_state.items()}
     rows = []
     for member, passed in zip(group, states, strict=True):
         if member.ledger.turns == 0:

@@ -1,11 +1,9 @@
 """The critic: values of states, which credit methods with `needs_values` read.
 
-spec.py             the kinds of `train.critic`
-credits.py, gae.py  the credit methods that read its values: their keys, and their formulas
-critic.py           the critic and its optimizer, an auxiliary objective of the learner
-value_loss.py       its loss
-opening.py          makes the critic of a training
-rules.py            its rules of `engine validate`
+spec.py    the kinds of `train.critic`, and the credit methods that read its values
+gae.py     the formulas of these methods
+critic.py  the critic, its loss and its optimizer: an auxiliary objective of the learner
+rules.py   its rules of `engine validate`
 """
 
 from engine.plugin import Plugin
@@ -19,10 +17,10 @@ PLUGIN = Plugin(
         "network": "engine.plugins.critic.spec:NetworkCritic",
     },
     credits={
-        "bilevel_gae": "engine.plugins.critic.credits:BilevelGaeCredit",
-        "turn_ppo": "engine.plugins.critic.credits:TurnPpoCredit",
-        "gae": "engine.plugins.critic.credits:GaeCredit",
+        "bilevel_gae": "engine.plugins.critic.spec:BilevelGaeCredit",
+        "turn_ppo": "engine.plugins.critic.spec:TurnPpoCredit",
+        "gae": "engine.plugins.critic.spec:GaeCredit",
     },
     rules=("engine.plugins.critic.rules",),
-    hooks={"auxiliary_objective": "engine.plugins.critic.opening:objective_of"},
+    hooks={"auxiliary_objective": "engine.plugins.critic.critic:objective_of"},
 )

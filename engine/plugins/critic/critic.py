@@ -11,6 +11,7 @@ Invariants:
   step that a resumed training repeats has the same ones.
 - Weights of `probe` and `head` are whole in every process, and their gradients are summed over processes; a `network` is sharded
   as the policy is.
+- The loss of an update is the mean over all of its trained values, however its rows are cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -21,27 +22,34 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from msgspec.structs import replace
-from torch import nn
+from torch import Tensor, nn
 
 from engine.errors import TrainError
-from engine.plugins.critic.value_loss import ValueTokens, value_metrics, value_objective
+from engine.plugins.critic.spec import ValueCritic
+from engine.schemas.base import Struct
+from engine.tokens.catalogue import resolve_model
 from engine.train.auxiliary import AuxiliaryObjective, Forward
 from engine.train.credited_rows import PENALTIES, credited_columns, with_last_state
+from engine.train.metric_sums import MetricSums
 from engine.train.optimizers import MasterWeights
-from engine.train.policy import enable_gradient_checkpointing
+from engine.train.policy import enable_gradient_checkpointing, open_model
 from engine.train.state_parts import StatePart, load_moments, moments
 from engine.train.tensor_files import read_tensors, stored_names
 
 if TYPE_CHECKING:
-    from engine.plugins.critic.spec import ProbeCritic, ValueCritic
+    from engine.plugins.critic.spec import ProbeCritic
+    from engine.rewards.credit import Values
     from engine.schemas.credit import CreditMethod
+    from engine.schemas.train import TrainSpec
+    from engine.spec.load import LoadedSpec
     from engine.store.rows.row import Floats
+    from engine.tokens.template import ChatTemplate
     from engine.train.distributed import ProcessGroup
     from engine.train.learner import Learner
     from engine.train.loss_columns import LossColumns
-    from engine.train.metric_sums import MetricSums
     from engine.train.packed_model import PackedModel
     from engine.train.packing import Pack
     from engine.train.policy import Policy
@@ -115,7 +123,8 @@ class Critic(AuxiliaryObjective):
         self.spec = spec
         self.epochs = spec.update_epochs
         self.credit = credit
-        self.target_credit = credit if spec.lam is None else _with_lambda(credit, spec.lam)
+        lambdas = [name for name in ("lam", "token_lam") if name in type(credit).model_fields]
+        self.target_credit = credit if spec.lam is None else credit.model_copy(update=dict.fromkeys(lambdas, spec.lam))
         """The method that computes the targets of the values."""
         self.by_turn = spec.level == "turn" or (spec.level == "auto" and credit.value_level == "turn")
         """Whether a turn has one value."""
@@ -238,15 +247,146 @@ class Critic(AuxiliaryObjective):
         load_moments(folder, self.optimizer, self.parameters, self._process_group)
 
 
-def _with_lambda(credit: CreditMethod, lam: float) -> CreditMethod:
-    """The method with another lambda, over turns and over tokens."""
-    lambdas = [name for name in ("lam", "token_lam") if name in type(credit).model_fields]
-    return credit.model_copy(update=dict.fromkeys(lambdas, lam))
-
-
 def _freeze_output_layer(model: PackedModel) -> None:
     """Leave a model's output layer untrained, unless it is tied to the embeddings: values do not use it."""
     embeddings = model.model.get_input_embeddings().weight
     for parameter in model.model.get_output_embeddings().parameters():
         if parameter is not embeddings:
             parameter.requires_grad_(False)
+
+
+class ValueTokens(Struct, frozen=True, eq=False, kw_only=True):
+    """Tensors [n] of the value loss, in the order of a pack's trained tokens."""
+
+    values: Tensor
+    """A critic's values before the tokens, with their graph."""
+    old: Tensor
+    """The values before the batch's first update."""
+    returns: Tensor
+    """The targets of the values."""
+    weights: Tensor
+    """Factor of each token in the value loss: 0 where no value is trained."""
+
+    @classmethod
+    def of(cls, values: Tensor, pack: Pack, columns: Sequence[LossColumns]) -> ValueTokens:
+        """The tokens of a pack.
+
+        Args:
+            values: The critic's values before the pack's trained tokens, [n], with their graph.
+            pack: The pack.
+            columns: Those of the whole update, with `values`, `returns` and `has_value`.
+        """
+        count = max(1.0, sum(float(of_row.extra["has_value"].sum()) for of_row in columns))
+
+        def column(of_rows: Sequence[Values]) -> Tensor:
+            flat = np.concatenate(of_rows) if of_rows else np.zeros(0)
+            return torch.as_tensor(flat, dtype=torch.float32).to(values.device)
+
+        packed = [columns[number].extra for number in pack.rows]
+        return cls(
+            values=values,
+            old=column([of_row["values"] for of_row in packed]),
+            returns=column([of_row["returns"] for of_row in packed]),
+            weights=column([of_row["has_value"] / count for of_row in packed]),
+        )
+
+
+def value_losses(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """Each token's value loss.
+
+        1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
+
+    The maximum is that of PPO's code (openai/baselines, ppo2; arXiv 2005.12729, section 3): a value that is already further than
+    `clip` from the old one, in the direction of its target, has no gradient.
+
+    Args:
+        values: V, [n], with its graph.
+        old: V before the batch's first update, [n].
+        returns: R, the targets, [n].
+        clip: Largest change that is rewarded; None: 1/2 (V - R)^2.
+
+    Returns:
+        The losses, [n], with their graph, and whether the clipped value decides, bool [n].
+    """
+    plain = (values - returns).square()
+    if clip is None:
+        return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
+    clipped = (torch.clamp(values, old - clip, old + clip) - returns).square()
+    decides = clipped > plain
+    return 0.5 * torch.where(decides, clipped, plain), decides
+
+
+def value_objective(spec: ValueCritic, tokens: ValueTokens) -> tuple[Tensor, MetricSums]:
+    """The contribution of a micro-batch to the value loss of an update, a scalar with its graph, and its metrics.
+
+    Args:
+        spec: The critic's section.
+        tokens: The micro-batch; n may be 0.
+    """
+    losses, clipped = value_losses(tokens.values, tokens.old, tokens.returns, spec.clip)
+    trained = tokens.weights > 0
+    metrics = MetricSums()
+    metrics.mean("critic/loss", losses[trained])
+    metrics.mean("critic/clip_fraction", clipped[trained])
+    return (tokens.weights * losses).sum(), metrics
+
+
+def value_metrics(columns: Sequence[LossColumns]) -> dict[str, float]:
+    """Mean value, mean target and explained variance before the first update: 1 - Var(target - value) / Var(target).
+
+    The explained variance is 1 for exact values and 0 for a constant; it is left out if all targets are equal.
+    """
+    trained = [of_row.extra["has_value"] > 0 for of_row in columns]
+    values, returns = (
+        np.concatenate([of_row.extra[name][mask] for of_row, mask in zip(columns, trained, strict=True)])
+        for name in ("values", "returns")
+    )
+    if not len(values):
+        return {}
+    metrics = {"critic/value_mean": float(values.mean()), "critic/return_mean": float(returns.mean())}
+    if (spread := float(returns.var())) > 1e-12:
+        metrics["critic/explained_variance"] = 1.0 - float((returns - values).var()) / spread
+    return metrics
+
+
+def objective_of(loaded: LoadedSpec, train: TrainSpec, template: ChatTemplate, policy: Policy) -> Critic | None:
+    """The critic of `train.critic`; None if it is not set, or of another plugin's kind.
+
+    Raises:
+        TrainError: kind `train_setup`: the credit method reads no values, or the critic's model does not fit the policy.
+        ModelError: the files of the critic's model cannot be found or loaded.
+    """
+    if not isinstance(train.critic, ValueCritic):
+        return None
+    return Critic(
+        train.critic,
+        loaded.spec.rewards.credit,
+        policy,
+        policy.net.process_group,
+        seed=train.seed,
+        model=_own_model(loaded, train, train.critic, template, policy) if train.critic.own_model else None,
+        gradient_checkpointing=train.memory.gradient_checkpointing,
+    )
+
+
+def _own_model(
+    loaded: LoadedSpec, train: TrainSpec, critic: ValueCritic, template: ChatTemplate, policy: Policy
+) -> PackedModel:
+    """Load the model of a `network`."""
+    path, revision = critic.model
+    model = open_model(
+        policy.net.folder if path is None else resolve_model(path, revision, loaded.base),
+        train,
+        temperature=1.0,
+        vocab=template.vocab_size,
+        vision=template.vision,
+        process_group=policy.net.process_group,
+    )
+    size, wanted = (net.model.get_input_embeddings().weight.shape[0] for net in (model, policy.net))
+    if size != wanted:
+        raise TrainError(
+            f"`train.critic.path` {path}: its vocabulary has {size} tokens and that of the policy {wanted}; use a model with "
+            "the same tokenizer",
+            kind="train_setup",
+        )
+    return model

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.plugins.critic.credits import BilevelGaeCredit, GaeCredit, TurnPpoCredit
+from engine.plugins.critic.spec import BilevelGaeCredit, GaeCredit, TurnPpoCredit
 from engine.rewards.credit.base import Member, Values
 
 
@@ -43,7 +43,7 @@ def token_gae(spec: GaeCredit, group: Sequence[Member]) -> list[list[Values]]:
     Raises:
         LedgerError: there are no values, or not one for each sampled token.
     """
-    found = []
+    by_turn = []
     for member in group:
         values, slices = member.valued(spec.method)
         rewards = np.zeros(len(values))
@@ -53,8 +53,8 @@ def token_gae(spec: GaeCredit, group: Sequence[Member]) -> list[list[Values]]:
         if member.penalties is not None:
             rewards -= member.penalties
         advantages = gae(rewards, values, spec.gamma, spec.lam, member.after)
-        found.append([advantages[place] for place in slices])
-    return found
+        by_turn.append([advantages[place] for place in slices])
+    return by_turn
 
 
 def first_token_gae(spec: GaeCredit, group: Sequence[Member]) -> list[Values]:

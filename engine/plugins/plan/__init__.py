@@ -2,8 +2,8 @@
 
 spec.py             the section `train.plan`
 command.py          `engine plan`
-plan.py             the plan; planned_step.py: a step with tensors without content (sizes_only.py, allocated_bytes.py), planned_images.py
-plan_advice.py      whether the longest row of a spec fits, for `engine validate`
+plan.py             the plan, and whether the longest row of a spec fits, for `engine validate`
+planned_step.py     a step with tensors without content; planned_images.py: its images
 """
 
 from engine.plugin import Plugin, Section
@@ -21,5 +21,5 @@ PLUGIN = Plugin(
         "train --image-size": "engine plan SPEC --image-size WxH",
     },
     rules=("engine.plugins.plan.rules",),
-    hooks={"slow_findings": "engine.plugins.plan.plan_advice:row_findings"},
+    hooks={"slow_findings": "engine.plugins.plan.plan:row_findings"},
 )

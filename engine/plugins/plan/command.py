@@ -118,7 +118,7 @@ def _print_plan(
 
 def plan_lines(plan: MemoryPlan, *, gpu: bool) -> list[str]:
     """The plan as lines of text."""
-    from engine.plugins.plan.plan_advice import size_words
+    from engine.plugins.plan.plan import size_words
 
     several = f"each of {plan.processes} processes" if plan.processes > 1 else "the process"
     seen = "" if plan.images is None else f" with {plan.images}"
@@ -139,7 +139,7 @@ def plan_lines(plan: MemoryPlan, *, gpu: bool) -> list[str]:
 
 def fit_lines(plan: MemoryPlan, train: TrainSpec, memory: int) -> tuple[bool, list[str]]:
     """Whether a step fits into `memory` bytes, and what to say about it."""
-    from engine.plugins.plan.plan_advice import SPLITTING, size_words, what_saves
+    from engine.plugins.plan.plan import SPLITTING, size_words, what_saves
 
     longest = plan.longest_row(memory)
     lines = [f"In {size_words(memory)}: the longest row, and the largest micro-batch, has {longest:,} tokens"]

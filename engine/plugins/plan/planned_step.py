@@ -1,12 +1,13 @@
 """One step of the real trainer with tensors that have sizes and no content, to count its memory.
 
 The model is sharded by the real FSDP over a process group that sends nothing, and the bytes of living tensors are counted
-(`allocated_bytes.py`). So the count knows each model's own layers, vision towers included.
+(`AllocatedBytes`). So the count knows each model's own layers, vision towers included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine.errors import TrainError
-from engine.plugins.plan.allocated_bytes import AllocatedBytes
 from engine.plugins.plan.planned_images import PlannedImages, planned_row
-from engine.plugins.plan.sizes_only import SizesOnly, experts_in_any_dtype
 from engine.tokens.catalogue import resolve_model
 from engine.train.auxiliary import AuxiliaryObjective, open_objectives
 from engine.train.distributed import RunForward, ShardedProcessGroup
@@ -31,6 +34,128 @@ if TYPE_CHECKING:
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
+
+
+class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within it, `now` is the number of bytes of living storages that were made in it, and `peak` the largest `now`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._seen: dict[int, int] = {}
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def reset_peak(self) -> None:
+        self.peak = self.now
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count the storage of a tensor of any shape, once, until it is freed."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        if tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:  # FSDP resizes storages
+            self.now += size - self._seen[key]
+        else:
+            self.now += size
+            weakref.finalize(storage, self._free, key)
+            self._storages[key] = weakref.ref(storage)
+        self._seen[key] = size
+        if self.now > self.peak * 1.001:  # sizes are read again rarely: a peak is exact to 0.1 %
+            self._measure()
+            self.peak = max(self.peak, self.now)
+
+    def _measure(self) -> None:
+        """Read the sizes of all storages again: FSDP sets those of gathered weights to 0 without an operation."""
+        for key, found in self._storages.items():
+            storage = found()
+            if storage is not None and storage.nbytes() != self._seen[key]:
+                self.now += storage.nbytes() - self._seen[key]
+                self._seen[key] = storage.nbytes()
+
+    def _free(self, key: int) -> None:
+        self.now -= self._seen.pop(key, 0)
+        self._storages.pop(key, None)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for leaf in (*tree_leaves(found), *tree_leaves(args)):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
+        return found
+
+
+_KEEPS_CONTENT = frozenset([torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+"""Number types of indices and masks, whose values decide about shapes."""
+_AT = torch.ops.aten
+
+
+class SizesOnly(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Within it, tensors of weights and activations have no content, and those of indices, masks and positions have.
+
+    An operation whose tensors all have content is computed; its result has content. Any other is not computed. New tensors have content
+    if they hold integers. So a model may look at token ids, positions and the grids of images, as vision models do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+        computed = all(_has_content(each) for each in tensors) if tensors else _makes_integers(func, args, given)
+        if computed and torch.device(given.get("device") or "cpu").type == "cpu":
+            return func(*args, **given)
+        if func is _AT.index.Tensor or func is _AT.index_put.default or func is _AT.index_put_.default:
+            args = (args[0], _as_numbers(args[1]), *args[2:])
+        return super().__torch_dispatch__(func, types, args, given)
+
+
+def _has_content(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta
+
+
+def _makes_integers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    dtype = kwargs.get("dtype")
+    if dtype is not None:
+        return dtype in _KEEPS_CONTENT
+    return func.overloadpacket is _AT.arange and all(isinstance(each, int) for each in args)
+
+
+def _as_numbers(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices without masks: the shape of the result follows from the indices, and from a mask only with its content."""
+    found: list[Tensor | None] = []
+    for each in indices:
+        if each is not None and each.dtype == torch.bool and _has_content(each):
+            found += each.nonzero(as_tuple=True)
+        else:
+            found.append(each)
+    return found
+
+
+@contextmanager
+def experts_in_any_dtype() -> Iterator[None]:
+    """Within it, grouped products of experts are computed by an operation of transformers that knows its sizes for every number type.
+
+    The sizes of torch's own are known for bfloat16 alone. Both take the same memory.
+    """
+    from transformers.integrations import moe
+
+    own = getattr(moe, "_can_use_grouped_mm", None)
+    if own is None:
+        yield
+        return
+    moe._can_use_grouped_mm = lambda *_arguments: False
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = own
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +224,8 @@ def simulate(
                     _without_content(head)
                     _with_memory(head)
                 objective.shard(offload=train.memory.offload == "all")
-            pack = _one_row(policy, tokens, images)
+            row = planned_row(policy.net.vision, policy.net.vocab, tokens, images)
+            (pack,) = pack_rows([row], tokens, share_prefixes=False)
             return _step(policy, objectives, train, held, pack, gpu=gpu)
 
 
@@ -234,13 +360,6 @@ def _replace_parameters(model: nn.Module, replacement: Callable[[nn.Parameter], 
                 if parameter not in made:
                     made[parameter] = nn.Parameter(replacement(parameter), requires_grad=parameter.requires_grad)
                 module._parameters[name] = made[parameter]
-
-
-def _one_row(policy: Policy, tokens: int, images: PlannedImages | None) -> Pack:
-    """A pack of one row."""
-    row = planned_row(policy.net.vision, policy.net.vocab, tokens, images)
-    (pack,) = pack_rows([row], tokens, share_prefixes=False)
-    return pack
 
 
 def _set_gradients(parameters: list[nn.Parameter]) -> None:

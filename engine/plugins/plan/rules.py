@@ -1,1 +1,1 @@
-"""No rule of the registry: `plan_advice.row_findings` imports torch, and finds `train.plan`. Its page is in `pages`."""
+"""No rule of the registry: `plan.row_findings` imports torch, and finds `train.plan`. Its page is in `pages`."""

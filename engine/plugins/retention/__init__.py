@@ -1,11 +1,10 @@
 """Which stored episodes a training keeps: `rollout.keep`, `engine compact`.
 
-spec.py        the section `rollout.keep`
+spec.py        the section `rollout.keep`, and what it means for several drivers
 keep.py        the groups that may be dropped, from the batch log and the checkpoints
 compact.py     the compaction of a run that nobody writes
 training.py    drops after each checkpoint, and compacts at the end
 command.py     `engine compact`
-spec_facts.py  what the section means for several drivers
 rules.py       its rule of `engine validate`
 """
 
@@ -21,6 +20,6 @@ PLUGIN = Plugin(
     rules=("engine.plugins.retention.rules",),
     hooks={
         "observe_training": "engine.plugins.retention.training:observe",
-        "spec_facts": "engine.plugins.retention.spec_facts:facts",
+        "spec_facts": "engine.plugins.retention.spec:facts",
     },
 )

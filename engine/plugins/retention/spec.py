@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from engine.schemas.sections import SpecSection
+from engine.spec.added import SpecFacts
+
+if TYPE_CHECKING:
+    from engine.schemas.episode import EpisodeSpec
 
 
 class KeepSpec(SpecSection):
@@ -26,3 +30,11 @@ class KeepSpec(SpecSection):
     """This fraction of all groups, chosen by their task and epoch."""
     trained: bool = False
     """Groups that a step was trained on. The others are those without signal, cancelled or too old ones."""
+
+
+def facts(spec: EpisodeSpec) -> SpecFacts:
+    """The hook `spec_facts`."""
+    if spec.train is None or KeepSpec.section_of(spec.rollout) is None:
+        return SpecFacts()
+    message = "`keep` is not supported in a training with several drivers: their stores are not compacted"
+    return SpecFacts(one_process=((message, ("rollout", "keep"), "remove it, or set `rollout.drivers: 1`"),))

@@ -1,7 +1,6 @@
 """Supervised fine-tuning on written episodes: `train.kind: sft`.
 
-spec.py            the section `train.data`
-kind.py            which keys of `train` this kind reads, and its loss
+spec.py            the section `train.data`, the keys of `train` that this kind reads, and its loss
 steps.py           the batches of a training
 demonstrations.py  the rows: which are trained on, and in which order; row_facts.py: what is read of each before a training begins
 rendered_rows.py   ids of rows of chat APIs, which have messages only
@@ -15,6 +14,6 @@ PLUGIN = Plugin(
     needs=("preparing",),
     about="Trains on written episodes",
     sections=(Section(owner="train", keys=("data",), use="engine.plugins.sft.spec:SftDataSpec"),),
-    train_kinds={"sft": "engine.plugins.sft.kind:SFT"},
+    train_kinds={"sft": "engine.plugins.sft.spec:SFT"},
     rules=("engine.plugins.sft.rules",),
 )

@@ -1,12 +1,14 @@
-"""`train.data`: the rows of a training on written episodes (`train.kind: sft`)."""
+"""`train.kind: sft`: the section `train.data`, the keys of `train` that it reads, and its loss."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from engine.schemas.loss import Denominator, Loss
 from engine.schemas.sections import SpecSection
+from engine.schemas.train import RolloutCorrectionSpec, TrainKind
 
 _Path = Annotated[str, Field(min_length=1)]
 
@@ -24,3 +26,37 @@ class SftDataSpec(SpecSection):
     """With `min_reward`: the name of the reward. Default: the sum of all rewards of the episode (`outcome.reward`)."""
     episodes_per_step: int = Field(default=32, ge=1)
     """Episodes per step. Each step makes one update with all rows of its episodes."""
+
+
+class CrossEntropyLoss(Loss):
+    """The mean cross-entropy of the trained tokens: REINFORCE with advantage 1. No value of `train.loss`."""
+
+    formula: ClassVar[str] = "engine.train.losses.formulas:Reinforce"
+    ratio_level: ClassVar[Literal["token", "sequence"] | None] = None
+    clips_ratio: ClassVar[bool] = False
+    denominator: ClassVar[Denominator] = "minibatch_tokens"
+
+    kind: Literal["cross_entropy"] = "cross_entropy"
+
+
+SFT = TrainKind(
+    use="engine.plugins.sft.steps:DemonstrationSteps",
+    samples=False,
+    keys=frozenset(
+        [
+            "kind",
+            "steps",
+            "epochs",
+            "shuffle",
+            "seed",
+            "optimizer",
+            "precision",
+            "device",
+            "freeze",
+            "memory",
+            "weight_sync",
+            "checkpoints",
+        ]
+    ),
+    settings={"loss": CrossEntropyLoss(), "rollout_correction": RolloutCorrectionSpec(kind="none")},
+)

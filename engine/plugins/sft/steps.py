@@ -20,8 +20,6 @@ from engine.train.batch_log import BatchRecord
 from engine.train.step_source import StepBatch, StepSource
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from engine.plugins.sft.demonstrations import Demonstrations
     from engine.schemas.train import TrainSpec
     from engine.spec.load import LoadedSpec
@@ -86,13 +84,8 @@ class DemonstrationSteps(StepSource):
         """With LoRA, save the model with the adapter merged in at the end."""
         yield
         if self._trainer.train.adapter is not None and not result.interrupted:
-            result.model = await asyncio.to_thread(self._save_merged)
-
-    def _save_merged(self) -> Path:
-        """Write the model from which an RL training can begin."""
-        folder = self._trainer.folder / MODEL
-        self._trainer.learner.policy.save(folder)
-        return folder
+            result.model = self._trainer.folder / MODEL
+            await asyncio.to_thread(self._trainer.learner.policy.save, result.model)
 
     def rows_of(self, record: BatchRecord) -> list[TrainingRow]:
         """The rows of a recorded step."""

@@ -19,6 +19,8 @@ from engine.schemas.base import Struct
 from engine.train.loss_columns import whitened_advantages
 
 if TYPE_CHECKING:
+    import torch
+
     from engine.plugins.trainers.pixels import Pixels
     from engine.schemas.train import TrainSpec
     from engine.store.rows.row import TrainingRow
@@ -102,6 +104,11 @@ class Sums(Struct, frozen=True):
             sum(float(np.abs(row.advantages.astype(np.float64)).sum()) for row in rows),
             sum(pixels.sum(row.branch.input_ids, images_of(row)) for row in rows if pixels is not None),
         )
+
+    @classmethod
+    def of_tensors(cls, tokens: int, mask: torch.Tensor, advantages: torch.Tensor, images: int = 0) -> Sums:
+        """The sums of a trainer's batch, from its tokens without padding, and mask and advantages of one shape."""
+        return cls(tokens, int(mask.sum()), float((advantages.double().abs() * mask).sum()), images)
 
     @classmethod
     def total(cls, parts: Iterable[Sums]) -> Sums:

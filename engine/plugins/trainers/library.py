@@ -1,12 +1,14 @@
-"""Imports of a trainer's own library, which is needed only where that trainer runs, and the check that its classes are those that the adapter extends."""
+"""Classes of a trainer's own library, which is needed only where that trainer runs, and the check that they are those that the adapter extends."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -14,11 +16,12 @@ from engine.errors import TrainError
 from engine.plugins.trainers.capabilities import TRAINERS
 
 log = structlog.get_logger(__name__)
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 @contextmanager
-def imports_of(library: str, install: str) -> Iterator[None]:
-    """Import modules of a trainer inside of this block. `install`: what pip installs.
+def imports_of(trainer: str) -> Iterator[None]:
+    """Import modules of a trainer of `TRAINERS` inside of this block.
 
     Raises:
         TrainError: kind `train_setup`: an import failed.
@@ -27,15 +30,41 @@ def imports_of(library: str, install: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise TrainError(
-            f"{library} cannot be imported ({error}); pip install {install}", kind="train_setup"
+            f"{TRAINERS[trainer].title} cannot be imported ({error}); pip install 'episode-engine[{trainer}]'",
+            kind="train_setup",
         ) from error
 
 
-def check_overrides(own: type, base: type, trainer: str, overrides: Mapping[str, str]) -> None:
-    """Check that the methods of a trainer's class that the adapter overrides are those of the version with which it was tested.
+def overrides(parameters: str) -> Callable[[_Method], _Method]:
+    """Mark a method that overrides one of a trainer's class, with the names of that one's parameters in the tested version."""
+
+    def mark(method: _Method) -> _Method:
+        vars(method)["parameters"] = parameters
+        return method
+
+    return mark
+
+
+@cache
+def late_subclass(name: str, mixin: type, base: str) -> type[Any]:
+    """A class of a trainer, `module:Class`, with the methods of `mixin`. The module is imported when this is first called.
+
+    Raises:
+        TrainError: kind `train_setup`: it cannot be imported, or as `check_overrides`.
+    """
+    module, _, class_name = base.partition(":")
+    trainer = module.partition(".")[0]
+    with imports_of(trainer):
+        base_class = getattr(import_module(module), class_name)
+    check_overrides(mixin, base_class, trainer)
+    return type(name, (mixin, base_class), {"__doc__": mixin.__doc__})
+
+
+def check_overrides(adapter: type, base: type, trainer: str) -> None:
+    """Check that the methods of a trainer's class that the adapter `overrides` are those of the version with which it was tested.
 
     Other versions may rename a method, so that the override is never called, or call it with other arguments. A version that was not tested
-    is logged. `overrides`: the overridden methods, each with the names of its parameters in the tested version.
+    is logged.
 
     Raises:
         TrainError: kind `train_setup`: a method is missing or has other parameters, or the trainer has a method of the name of one of the
@@ -47,15 +76,16 @@ def check_overrides(own: type, base: type, trainer: str, overrides: Mapping[str,
     except PackageNotFoundError:
         installed = "of unknown version"
     problems = []
-    for name, parameters in overrides.items():
-        found = _parameters(base, name)
-        if found is None:
+    for name, method in vars(adapter).items():
+        expected: str | None = getattr(method, "parameters", None)
+        actual = _parameters(base, name)
+        if expected is None:
+            if inspect.isfunction(method) and name != "__init__" and hasattr(base, name):
+                problems.append(f"`{base.__name__}.{name}` has the name of a method of the adapter")
+        elif actual is None:
             problems.append(f"`{base.__name__}.{name}` is missing")
-        elif found != parameters:
-            problems.append(f"`{base.__name__}.{name}` has the parameters ({found}) and not ({parameters})")
-    for name, member in vars(own).items():
-        if inspect.isfunction(member) and name not in overrides and name != "__init__" and hasattr(base, name):
-            problems.append(f"`{base.__name__}.{name}` has the name of a method of the adapter")
+        elif actual != expected:
+            problems.append(f"`{base.__name__}.{name}` has the parameters ({actual}) and not ({expected})")
     if problems:
         raise TrainError(
             f"the adapter was tested with {trainer} {tested} and does not fit {trainer} {installed}: {'; '.join(problems)}; pip install "
@@ -71,6 +101,6 @@ def _parameters(base: type, name: str) -> str | None:
     method = getattr(base, name, None)
     if not callable(method):
         return None
-    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    stars: Mapping[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     _, *rest = inspect.signature(method).parameters.values()
-    return ", ".join(stars.get(each.kind, "") + each.name for each in rest)
+    return ", ".join(stars.get(parameter.kind, "") + parameter.name for parameter in rest)

@@ -20,6 +20,7 @@ from engine.errors import TrainError, first_of
 from engine.plugins.trainers.capabilities import TRAINERS
 from engine.plugins.trainers.handover import final_rows
 from engine.plugins.trainers.pixels import Pixels
+from engine.plugins.trainers.process import ProcessFolder
 from engine.runner.batch import Batch, Group
 from engine.runner.groups import GroupRequest, GroupRunner
 from engine.runner.processes import refuse_many
@@ -58,6 +59,7 @@ class TrainerRollouts:
         folder: The folder of the training; the run store is `rollouts` in it.
         trainer: The trainer's name in `TRAINERS`.
         keep_going: Do not stop if the first episodes all fail with one cause.
+        shared: Other processes run episodes in the folder, too: the run store is `process-<number>/rollouts` in it.
 
     Raises:
         SpecError: the spec is invalid.
@@ -65,7 +67,13 @@ class TrainerRollouts:
     """
 
     def __init__(
-        self, spec: LoadedSpec | Path | str, folder: Path | str, trainer: str, *, keep_going: bool = False
+        self,
+        spec: LoadedSpec | Path | str,
+        folder: Path | str,
+        trainer: str,
+        *,
+        keep_going: bool = False,
+        shared: bool = False,
     ) -> None:
         self.loaded = spec if isinstance(spec, LoadedSpec) else load_spec(spec)
         self.spec = self.loaded.spec
@@ -82,7 +90,7 @@ class TrainerRollouts:
         refuse_first_tasks(self.loaded, every)
         self._tasks = {task.id: task for task in fitting_tasks(every, self.loaded, self.format)}
         self._rows = GroupBuilder(self.spec, self.train, self.loaded.base)
-        self._keep_going = keep_going
+        self._keep_going, self._shared = keep_going, shared
         self._uses: dict[str, int] = {}
         self._first_use, self._use_step = 0, 1
         self._services = AsyncExitStack()
@@ -119,7 +127,20 @@ class TrainerRollouts:
         Raises:
             BackendError: the backend cannot serve this spec.
             StoreError: the run store cannot be opened.
+            TrainError: kind `train_setup`: more than 1000 processes share the folder.
         """
+        try:
+            await self._start(backend)
+        except BaseException:
+            await self._services.aclose()
+            raise
+
+    async def _start(self, backend: Backend) -> None:
+        if self._shared:
+            process = ProcessFolder.take(self.folder)
+            self._services.callback(process.release)
+            self.folder = process.path
+            self.number_uses_of(process.number)
         await backend.start()
         self._services.push_async_callback(backend.close)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -127,8 +148,8 @@ class TrainerRollouts:
         self._services.callback(store.close)
         for task_id in {episode_id.rpartition("/")[0] for episode_id in store.statuses()}:
             name, _, use = task_id.rpartition("~")
-            known, number = (name, int(use)) if name in self._tasks and use.isdecimal() else (task_id, 0)
-            self._uses[known] = max(self._uses.get(known, 0), number + self._use_step)
+            task_name, number = (name, int(use)) if name in self._tasks and use.isdecimal() else (task_id, 0)
+            self._uses[task_name] = max(self._uses.get(task_name, 0), number + self._use_step)
         self._runner = Runner(self.loaded, [], self.format, backend, store, keep_going=self._keep_going, training=True)
         self._runner.faults = self.faults
         rollout = self.spec.rollout
@@ -159,7 +180,7 @@ class TrainerRollouts:
             TrainError: as `group`; kind `no_data`: no episode can be trained on.
             EngineError: as `group`.
         """
-        tasks = [self._used(each) for each in task_ids]
+        tasks = [self._used(task_id) for task_id in task_ids]
         self.faults.clear()
         try:
             async with asyncio.TaskGroup() as running:
@@ -210,10 +231,10 @@ def refuse_lost(loaded: LoadedSpec, trainer: str) -> None:
     Raises:
         TrainError: kind `train_setup`; the message names all of it.
     """
-    found = TRAINERS[trainer].findings(loaded)
-    lost = [each for each in found if each.severity == "error"]
+    findings = TRAINERS[trainer].findings(loaded)
+    lost = [finding for finding in findings if finding.severity == "error"]
     if lost:
-        listed = "\n".join(f"{each.message}; {each.fix}" for each in lost)
+        listed = "\n".join(f"{finding.message}; {finding.fix}" for finding in lost)
         raise TrainError(f"{loaded.path}: {listed}", kind="train_setup")
     credit = loaded.spec.rewards.credit
     if credit.needs_values:
@@ -222,5 +243,5 @@ def refuse_lost(loaded: LoadedSpec, trainer: str) -> None:
             "use `rewards.credit: {method: turn_return}`, or `engine train`",
             kind="train_setup",
         )
-    for each in found:
-        log.warning("carried in part", reason=each.message, fix=each.fix)
+    for finding in findings:
+        log.warning("carried in part", reason=finding.message, fix=finding.fix)

@@ -151,19 +151,19 @@ def _prefixes(name: str, kind: GroupKind) -> tuple[str, ...]:
 
 def own_address(urls: Iterable[str]) -> str:
     """The address of this host on its route to servers: that of the first one on another host, else the loopback address."""
-    found = "127.0.0.1"
+    host_address = "127.0.0.1"
     for url in urls:
         parts = urlsplit(url)
         try:
             family, _, _, _, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, socket.SOCK_DGRAM) as trial:
                 trial.connect(address)  # a datagram socket: nothing is sent
-                found = trial.getsockname()[0]
+                host_address = trial.getsockname()[0]
         except OSError:
             continue
-        if not found.startswith("127.") and found != "::1":
+        if not host_address.startswith("127.") and host_address != "::1":
             break
-    return found
+    return host_address
 
 
 def check_own(address: str) -> None:

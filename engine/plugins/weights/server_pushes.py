@@ -1,6 +1,10 @@
 """What the ways to send weights to SGLang servers have in common.
 
-Invariant: a push ends when every server that is there samples with the new version, or it raises.
+Invariants:
+- A push ends when every server that is there samples with the new version, or it raises.
+- Before the first push to a server, the trainer's weights are compared with the headers of the server's safetensors files, if its
+  `model_path` is a folder that can be read here: SGLang skips weights whose names it does not know, and may stop in the middle of a load at
+  a shape that does not fit.
 """
 
 from __future__ import annotations
@@ -8,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -16,16 +21,37 @@ import structlog
 from engine.backends.http.outage import growing_pause
 from engine.backends.sglang.control import UPDATE_SECONDS
 from engine.errors import BackendError, OutageError, TrainError
+from engine.train.files import tensor_facts
 
 if TYPE_CHECKING:
     from engine.backends.servers.pool import Server
     from engine.backends.sglang.client import SGLangBackend
-    from engine.backends.sglang.control import Load
+    from engine.backends.sglang.control import Load, LoadAll, PauseMode
+    from engine.train.policy import Policy
 
 log = structlog.get_logger(__name__)
 
 PROBE_SECONDS = 30.0
 """Time limit of a server's first reply with new weights, in seconds. After it the server is only asked for its version."""
+
+
+async def push_loads(
+    backend: SGLangBackend, load: LoadAll, version: int, *, source: str, mode: PauseMode, again: bool = True
+) -> float:
+    """Let every server load a version, and check that it samples with it. Returns the seconds in which no server sampled.
+
+    `load`, `source`, `mode` and `again` as in `update_weights` of the backend's control.
+
+    Raises: as `through_outages`.
+    """
+    paused = backend.control.paused_seconds
+
+    async def update() -> None:
+        await backend.control.update_weights(load, version, source=source, mode=mode, again=again)
+        await check_versions(backend, version)
+
+    await through_outages(backend, version, update)
+    return backend.control.paused_seconds - paused
 
 
 async def through_outages(backend: SGLangBackend, version: int, update: Callable[[], Awaitable[None]]) -> None:
@@ -54,11 +80,13 @@ async def through_outages(backend: SGLangBackend, version: int, update: Callable
 
 
 def _update_failed(backend: SGLangBackend, version: int, error: BackendError) -> TrainError:
-    told = ", ".join(
+    servers = ", ".join(
         f"{server.url} ({'samples with ' + str(server.version) if server.healthy else 'is out'})"
         for server in backend.workers
     )
-    return TrainError(f"version {version} did not reach every server: {error}. Now: {told}", kind="weights_not_taken")
+    return TrainError(
+        f"version {version} did not reach every server: {error}. Now: {servers}", kind="weights_not_taken"
+    )
 
 
 async def check_versions(backend: SGLangBackend, version: int, adapter: str | None = None) -> None:
@@ -145,3 +173,73 @@ async def ignore_failure(call: Awaitable[None]) -> None:
         await call
     except BackendError as error:
         log.debug("nothing to end", reason=str(error))
+
+
+_TIED = "lm_head.weight"
+"""A weight that is in some files of a model with tied embeddings, and not in others."""
+
+
+class ServerModels:
+    """The servers whose model was compared.
+
+    Args:
+        backend: The backend, started.
+    """
+
+    def __init__(self, backend: SGLangBackend) -> None:
+        self._backend = backend
+        self._fits: set[str] = set()
+        """URLs of the servers that were compared."""
+
+    async def check(self, policy: Policy, *, adapter: bool = False) -> None:
+        """Compare names, shapes and kinds of numbers with each server that was not compared yet.
+
+        Args:
+            policy: The policy that is trained.
+            adapter: Only an adapter is sent: compare the files of its base model.
+
+        Raises:
+            TrainError: kind `weights_not_taken`: a server has another model.
+        """
+        new = [server for server in self._backend.workers if server.healthy and server.url not in self._fits]
+        if not new:
+            return
+        trained: Mapping[str, tuple[tuple[int, ...], bool]]
+        if adapter:
+            trained = await asyncio.to_thread(tensor_facts, policy.net.folder)
+        elif not (trained := await asyncio.to_thread(tensor_facts, policy.net.folder)):
+            weights = await asyncio.to_thread(policy.weights)
+            trained = {name: (tuple(tensor.shape), tensor.is_floating_point()) for name, tensor in weights.items()}
+        for server in new:
+            try:
+                folder = Path(str((await server.json("GET", "/model_info"))["model_path"]))
+            except BackendError:  # it is gone: the push finds out
+                continue
+            theirs = await asyncio.to_thread(tensor_facts, folder)
+            if trained and theirs and (problem := difference(trained, theirs)):
+                raise TrainError(
+                    f"{server.url} serves {folder}, which is another model than the one that is trained: {problem}. Nothing was "
+                    "sent. Start it with the folder of `model.path`",
+                    kind="weights_not_taken",
+                )
+            self._fits.add(server.url)
+
+
+def difference(
+    own: Mapping[str, tuple[tuple[int, ...], bool]], theirs: Mapping[str, tuple[tuple[int, ...], bool]]
+) -> str | None:
+    """The first thing in which two models differ, in words; None if the weights of one fit the other.
+
+    Args:
+        own: Shape of each weight, and whether it is of a floating-point type.
+        theirs: The same of the other model.
+    """
+    for name in sorted((own.keys() ^ theirs.keys()) - {_TIED}):
+        return f"it has no weight `{name}`" if name in own else f"its weight `{name}` is not trained or sent"
+    for name in sorted(own.keys() & theirs.keys()):
+        if own[name] != theirs[name]:
+            (shape, _), (other, floating) = own[name], theirs[name]
+            if shape != other:
+                return f"`{name}` has shape {list(other)} there and {list(shape)} here"
+            return f"`{name}` is {'floating-point' if floating else 'quantized'} there and not here"
+    return None

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.multiprocessing import reductions as torch_reductions
@@ -45,16 +45,6 @@ def buckets(weights: Mapping[str, torch.Tensor], most: int = BUCKET_BYTES) -> It
         size += tensor.nbytes
     if piece:
         yield piece
-
-
-class Buffer(Protocol):
-    """Memory that another process reads, which holds one bucket at a time."""
-
-    def write(self, piece: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy a bucket of tensors of any shapes. All readers must have answered for the one before."""
-
-    def serialize(self) -> str:
-        """The message for one reader: base64 of a pickle. torch counts readers, so make one message for each reader."""
 
 
 class SharedBuffer:

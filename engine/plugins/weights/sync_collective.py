@@ -21,8 +21,7 @@ import structlog
 from engine.backends.sglang.control import PauseMode
 from engine.errors import BackendError
 from engine.plugins.weights.broadcasts import JOIN_SECONDS, BroadcastGroup, GroupKind, check_own, own_address
-from engine.plugins.weights.server_models import ServerModels
-from engine.plugins.weights.server_pushes import check_versions, post_update, through_outages
+from engine.plugins.weights.server_pushes import ServerModels, post_update, push_loads
 from engine.plugins.weights.shared_tensors import buckets
 from engine.train.sync import Pushed, tensor_bytes
 
@@ -82,19 +81,14 @@ class CollectiveSync:
         await self._fit.check(policy)
         weights = await asyncio.to_thread(policy.serving_weights)
         pieces = list(buckets(weights, BUCKET_BYTES))
-        paused = self._backend.control.paused_seconds
 
         async def load(servers: list[Server], flush: bool) -> list[BaseException | None]:
             failures = await self._load(servers, pieces, version, flush, policy.device)
             return [failures.get(server) for server in servers]
 
-        async def update() -> None:
-            source = f"broadcasts of version {version}"
-            await self._backend.control.update_weights(load, version, source=source, mode=self._mode, again=False)
-            await check_versions(self._backend, version)
-
-        await through_outages(self._backend, version, update)
-        return Pushed(bytes=tensor_bytes(weights.values()), pause_seconds=self._backend.control.paused_seconds - paused)
+        source = f"broadcasts of version {version}"
+        paused = await push_loads(self._backend, load, version, source=source, mode=self._mode, again=False)
+        return Pushed(bytes=tensor_bytes(weights.values()), pause_seconds=paused)
 
     async def close(self) -> None:
         """End the group on the servers too: NCCL may end a process whose peer is gone."""

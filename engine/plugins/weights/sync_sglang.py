@@ -3,7 +3,7 @@
 Invariants:
 - A server that did not load the weights gets no requests until it has (`engine.backends.sglang.control`). If a server dies
   during a push, the push goes on with the others; if all are gone, it begins again when one is back.
-- Weights that do not fit a server's model are refused before anything is sent (`server_models.py`).
+- Weights that do not fit a server's model are refused before anything is sent (`ServerModels`).
 - Files that a server may still read stay in the folder: the newest weights, and adapters that running requests name.
 """
 
@@ -26,15 +26,16 @@ from engine.backends.sglang.client import SGLangBackend
 from engine.backends.sglang.control import PauseMode, from_disk, separately
 from engine.backends.weights import PolicyAdapter
 from engine.errors import BackendError, TrainError
-from engine.plugins.weights.server_models import ServerModels
 from engine.plugins.weights.server_pushes import (
+    ServerModels,
     check_versions,
     ignore_failure,
     post_update,
+    push_loads,
     through_outages,
     with_retry,
 )
-from engine.plugins.weights.shared_tensors import Buffer, DeviceBuffer, SharedBuffer, buckets, buffer_bytes
+from engine.plugins.weights.shared_tensors import DeviceBuffer, SharedBuffer, buckets, buffer_bytes
 from engine.plugins.weights.sync_collective import CollectiveSync
 from engine.train.sync import Pushed, tensor_bytes
 
@@ -109,17 +110,12 @@ class DiskSync:
         await self._fit.check(policy)
         target = self._folder / f"version-{version}"
         await asyncio.to_thread(policy.save, target, serving=True)
-        paused = self._backend.control.paused_seconds
         load = separately(with_retry(from_disk(str(target), version)))
-
-        async def update() -> None:
-            source = f"weights from {target}"
-            await self._backend.control.update_weights(load, version, source=source, mode=self._mode)
-            await check_versions(self._backend, version)
-
-        await through_outages(self._backend, version, update)
-        await asyncio.to_thread(_remove_others, self._folder, "version-*", {target.name})
-        return Pushed(bytes=_file_bytes(target), pause_seconds=self._backend.control.paused_seconds - paused)
+        paused = await push_loads(self._backend, load, version, source=f"weights from {target}", mode=self._mode)
+        for older in self._folder.glob("version-*"):
+            if older.name != target.name:
+                await asyncio.to_thread(shutil.rmtree, older, ignore_errors=True)
+        return Pushed(bytes=_file_bytes(target), pause_seconds=paused)
 
 
 class TensorSync:
@@ -146,7 +142,6 @@ class TensorSync:
         await self._fit.check(policy)
         weights = await asyncio.to_thread(policy.serving_weights)
         pieces = list(buckets(weights))
-        paused = self._backend.control.paused_seconds
 
         async def load(server: Server, flush: bool) -> None:
             facts = await server.json("GET", "/server_info")
@@ -171,17 +166,11 @@ class TensorSync:
                 raise
             await post_update(server, "/end_weight_update", {})
 
-        async def update() -> None:
-            source = f"tensors of version {version}"
-            await self._backend.control.update_weights(
-                separately(with_retry(load)), version, source=source, mode=self._mode, again=False
-            )
-            await check_versions(self._backend, version)
+        loads, source = separately(with_retry(load)), f"tensors of version {version}"
+        paused = await push_loads(self._backend, loads, version, source=source, mode=self._mode, again=False)
+        return Pushed(bytes=tensor_bytes(weights.values()), pause_seconds=paused)
 
-        await through_outages(self._backend, version, update)
-        return Pushed(bytes=tensor_bytes(weights.values()), pause_seconds=self._backend.control.paused_seconds - paused)
-
-    def _buffer(self, server: Server, facts: dict[str, Any], policy: Policy, size: int) -> Buffer:
+    def _buffer(self, server: Server, facts: dict[str, Any], policy: Policy, size: int) -> DeviceBuffer | SharedBuffer:
         gpu = _only_gpu(policy)
         same = gpu is not None and facts.get("device") == "cuda" and gpu in self._gpus.get(server.url, ())
         log.debug("weights are sent", server=server.url, through="CUDA IPC" if same else "shared memory")
@@ -256,12 +245,6 @@ def _write_adapter(policy: Policy, target: Path) -> None:
 
 def _file_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def _remove_others(folder: Path, pattern: str, keep: set[str]) -> None:
-    for path in folder.glob(pattern):
-        if path.name not in keep:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _same_host(urls: list[str]) -> None:

@@ -5,11 +5,11 @@
 
 With r = current / proximal, the ratio of the sampled token's probabilities, and A its advantage, a formula gives the loss of
 each token. `engine.schemas.loss` has the config class of each loss: its keys, its formula, the level of its ratio and its
-denominator (`engine.train.loss_weights`). Log-probs of -inf and very large ratios give finite losses and gradients
+denominator (`engine.train.loss_columns`). Log-probs of -inf and very large ratios give finite losses and gradients
 (`engine.train.ratios`).
 """
 
-from engine.train.losses.base import PolicyLoss, loss_ratio, policy_loss
+from engine.train.losses.formulas import PolicyLoss, loss_ratio, policy_loss
 from engine.train.losses.objective import objective
 
 __all__ = ["PolicyLoss", "loss_ratio", "objective", "policy_loss"]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.schemas.train import TrainSpec
 from engine.train.loss_tokens import LossTokens
-from engine.train.losses.base import implementation, loss_ratio
+from engine.train.losses.formulas import implementation, loss_ratio
 from engine.train.metric_sums import MetricSums
 from engine.train.ratios import bounded_exp, bounded_k3, correction_weights, log_ratio, token_kl
 

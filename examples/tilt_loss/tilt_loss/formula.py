@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.train.loss_tokens import LossTokens
-from engine.train.losses.base import PolicyLoss
+from engine.train.losses.formulas import PolicyLoss
 from tilt_loss.spec import TiltLoss
 
 

@@ -17,9 +17,9 @@ from written_specs import save_spec
 from engine.cli.main import app
 from engine.spec.load import load_spec
 from engine.store import training as folders
-from engine.train.changes import check_changes
 from engine.train.checkpoint import checkpoints_of
 from engine.train.metrics import read_metrics
+from engine.train.setup import check_changes
 
 HERE = Path(__file__).parent
 

@@ -22,7 +22,7 @@ from engine.schemas.sections import dump, owner_classes, read_stored, used_plugi
 from engine.spec.load import load_spec
 from engine.spec.text.places import homes
 from engine.store.header import RunHeader
-from engine.train.changes import check_changes
+from engine.train.setup import check_changes
 
 MODULE = '''
 from engine.plugin import Plugin, Section

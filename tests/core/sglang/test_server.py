@@ -16,7 +16,7 @@ from server_load import aborted, until_samples, until_works_on
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import BackendError, ContextOverflow
-from engine.plugins.weights.memory import ServerMemory
+from engine.plugins.weights.colocation import ServerMemory
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import FinishReason, Generation, SamplingParams
 from engine.tokens.template import ChatTemplate

@@ -21,7 +21,7 @@ from engine.schemas.sections import read_stored
 from engine.schemas.train import TrainSpec
 from engine.store.rows.row import RowCredit, TrainingRow
 from engine.train.checkpoint import Checkpoints, State
-from engine.train.credited_rows import reward_penalties
+from engine.train.credited_rows import RewardKl
 from engine.train.distributed import ProcessGroup, SingleProcessGroup, join_process_group
 from engine.train.learner import Learner
 from engine.train.policy import Policy, open_model
@@ -168,9 +168,8 @@ def learner_of(process_group: ProcessGroup, folder: Path, kind: str) -> Learner:
     settings: dict[str, Any] = {"temperature": 1.0, "vocab": None, "vision": None, "process_group": process_group}
     policy = Policy.load(folder, spec, **settings, replay_experts=kind == "experts")
     if spec.critic is not None:
-        from engine.plugins.critic.credits import GaeCredit
         from engine.plugins.critic.critic import Critic
-        from engine.plugins.critic.spec import ValueCritic
+        from engine.plugins.critic.spec import GaeCredit, ValueCritic
 
         assert isinstance(spec.critic, ValueCritic)
         own = open_model(folder, spec, **settings) if spec.critic.own_model else None
@@ -180,7 +179,10 @@ def learner_of(process_group: ProcessGroup, folder: Path, kind: str) -> Learner:
         policy,
         spec,
         process_group=process_group,
-        objectives=[*reward_penalties(spec.kl, TurnReturnCredit()), *([critic] if critic is not None else [])],
+        objectives=[
+            *([RewardKl(spec.kl.coefficient, TurnReturnCredit())] if spec.kl.in_reward else []),
+            *([critic] if critic is not None else []),
+        ],
     )
     for group in critic.optimizer.param_groups if critic is not None else ():
         group["eps"] = 1e-3

@@ -22,7 +22,7 @@ from engine.schemas.credit import CreditMethod, EntryCredit, TurnReturnCredit
 from engine.schemas.reward import RewardEvent
 from engine.schemas.train import TrainSpec
 from engine.store.rows.row import RowCredit, TrainingRow
-from engine.train.credited_rows import reward_penalties
+from engine.train.credited_rows import RewardKl
 from engine.train.learner import Learner
 from engine.train.optimizers import learning_rate
 from engine.train.policy import Policy
@@ -62,7 +62,9 @@ def make_rows(groups: int = 3, samples: int = 4, seed: int = 0) -> list[Training
 def learner_of(folder: Path, credit: CreditMethod | None = None, **train: Any) -> Learner:
     spec = TrainSpec.model_validate({"optimizer": {"lr": 1e-3, "max_grad_norm": None}} | train)
     policy = Policy.load(folder, spec, temperature=1.0, vocab=None, vision=None)
-    return Learner(policy, spec, episode_tokens=64, objectives=reward_penalties(spec.kl, credit))
+    return Learner(
+        policy, spec, episode_tokens=64, objectives=[RewardKl(spec.kl.coefficient, credit)] if spec.kl.in_reward else []
+    )
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:

@@ -13,10 +13,10 @@ from torch import Tensor
 from engine.schemas.loss import LOSSES as OPEN
 from engine.schemas.loss import Denominator, Loss
 from engine.schemas.train import TrainSpec
+from engine.train.loss_columns import token_loss_weights
 from engine.train.loss_tokens import LossTokens
-from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import PolicyLoss, loss_ratio, objective
-from engine.train.losses.base import implementation
+from engine.train.losses.formulas import implementation
 
 LOSSES = OPEN.members()
 

@@ -23,7 +23,7 @@ from engine.schemas.loss import (
     ReinforceLoss,
     SapoLoss,
 )
-from engine.train.loss_weights import token_loss_weights
+from engine.train.loss_columns import token_loss_weights
 
 LENGTHS = [3, 1, 4, 0]
 EPISODES = ["a", "a", "b", "c"]

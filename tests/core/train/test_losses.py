@@ -16,8 +16,8 @@ from pydantic import TypeAdapter
 
 from engine.schemas.loss import LossSpec
 from engine.schemas.train import TrainSpec
+from engine.train.loss_columns import token_loss_weights
 from engine.train.loss_tokens import LossTokens
-from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective, policy_loss
 from engine.train.metric_sums import MetricSums
 from engine.train.ratios import FLOOR, LIMIT

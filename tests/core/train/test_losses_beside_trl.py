@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 
 from engine.schemas.loss import LossSpec
 from engine.schemas.train import KlSpec, RolloutCorrectionSpec, TrainSpec
+from engine.train.loss_columns import token_loss_weights
 from engine.train.loss_tokens import LossTokens
-from engine.train.loss_weights import token_loss_weights
 from engine.train.losses import objective
 
 pytestmark = pytest.mark.slow  # importing trl takes seconds

@@ -121,7 +121,7 @@ def test_sharded_weights_and_those_on_the_cpu_make_it_too(model: Path, sharding:
 
 @needs_plugin("critic")
 def test_a_critic_of_its_own_makes_it_too(model: Path) -> None:
-    from engine.plugins.critic.credits import GaeCredit
+    from engine.plugins.critic.spec import GaeCredit
 
     """Its output layer is frozen, so it has no copy."""
     from engine.plugins.critic.critic import Critic

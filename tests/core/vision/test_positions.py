@@ -14,8 +14,8 @@ from transformers import AutoModelForImageTextToText
 from engine.plugins.local.vision import VisionModel, place_images
 from engine.store.loader import collate, forward_inputs
 from engine.store.rows.row import TrainingRow
+from engine.train.packed_model import vision_inputs
 from engine.train.packing import pack_rows
-from engine.train.policy_vision import vision_inputs
 
 MROPE = ("qwen2_5_vl", "qwen3_vl")
 

@@ -31,8 +31,8 @@ from engine.store import RunHeader, RunStore
 from engine.store.rows.export import training_rows
 from engine.tokens.images import digest_of
 from engine.tokens.loading import load_format
+from engine.train.packed_model import vision_inputs
 from engine.train.packing import pack_rows
-from engine.train.policy_vision import vision_inputs
 from engine.train.verify import recompute
 
 

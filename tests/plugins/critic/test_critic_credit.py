@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import LedgerError
-from engine.plugins.critic.credits import BilevelGaeCredit, TurnPpoCredit
 from engine.plugins.critic.gae import bilevel_token_gae
+from engine.plugins.critic.spec import BilevelGaeCredit, TurnPpoCredit
 from engine.rewards.credit import Member, credit_tokens, returns_to_go
 from engine.schemas.credit import OutcomeCredit
 

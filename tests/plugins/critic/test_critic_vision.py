@@ -11,9 +11,8 @@ import torch
 from test_policy_vision import gallery_rows
 from training_rows import with_branch
 
-from engine.plugins.critic.credits import GaeCredit
 from engine.plugins.critic.critic import Critic
-from engine.plugins.critic.spec import ValueCritic
+from engine.plugins.critic.spec import GaeCredit, ValueCritic
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.reward import RewardEvent

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_credited_rows import LEDGER, ONE, row
 
+from engine.plugins.critic.critic import ValueTokens, value_losses, value_metrics, value_objective
 from engine.plugins.critic.spec import ProbeCritic
-from engine.plugins.critic.value_loss import ValueTokens, value_losses, value_metrics, value_objective
 from engine.schemas.credit import read_credit
 from engine.train.credited_rows import credited_columns
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from process_group_worker import learner_of
 
-from engine.plugins.plan.allocated_bytes import AllocatedBytes
+from engine.plugins.plan.planned_step import AllocatedBytes
 from engine.train.distributed import SingleProcessGroup, join_process_group
 
 if __name__ == "__main__":

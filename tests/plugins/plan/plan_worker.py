@@ -17,8 +17,8 @@ import torch
 from PIL import Image
 from training_rows import row_of
 
-from engine.plugins.plan.allocated_bytes import AllocatedBytes
 from engine.plugins.plan.planned_images import PlannedImages
+from engine.plugins.plan.planned_step import AllocatedBytes
 from engine.rewards.credit import Member
 from engine.rewards.ledger import Ledger
 from engine.schemas.reward import RewardEvent

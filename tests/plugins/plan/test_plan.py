@@ -18,12 +18,11 @@ import tiny_moe
 from process_group_worker import save_model
 from written_specs import save_spec
 
-from engine.plugins.plan import plan_advice
-from engine.plugins.plan.plan import plan_memory
-from engine.plugins.plan.plan_advice import row_findings
+from engine.plugins.plan import plan as plan_module
+from engine.plugins.plan.plan import plan_memory, row_findings
 from engine.schemas.sections import dump
 from engine.spec.load import LoadedSpec, load_spec
-from engine.train.changes import check_changes
+from engine.train.setup import check_changes
 
 sys.path.append(str(Path(__file__).parent))
 from plan_worker import IMAGES
@@ -260,7 +259,7 @@ def test_the_longest_row_is_compared_with_the_memory_of_the_spec(
         return list(row_findings(load_spec(train_spec(train=train, **({"limits": limits} | changes))), seconds))
 
     with monkeypatch.context() as patched:
-        patched.setattr(plan_advice, "plan_memory", planned_once)
+        patched.setattr(plan_module, "plan_memory", planned_once)
         assert found("1GB") == []
         (row,) = found("2MB")
     assert len(plans) == 1

@@ -19,8 +19,8 @@ from engine.runner.observers import OBSERVE_TRAINING
 from engine.schemas.episode import EpisodeSpec
 from engine.schemas.sections import dump, read_stored, written
 from engine.spec.load import load_spec
-from engine.train.changes import resumable_keys
 from engine.train.metrics import MetricsLog, read_metrics
+from engine.train.setup import resumable_keys
 from engine.validate import check_spec
 
 RUN = TrackingSpec(name="run")

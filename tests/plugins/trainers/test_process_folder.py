@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import TrainError
-from engine.plugins.trainers.process_folder import ProcessFolder
+from engine.plugins.trainers.process import ProcessFolder
 from engine.plugins.trainers.rollouts import PROCESSES, TrainerRollouts
 
 

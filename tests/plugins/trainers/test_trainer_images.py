@@ -23,11 +23,11 @@ from training_rows import row_of
 from engine.errors import BackendError, TrainError
 from engine.plugins.local.spec import LocalBackendSpec
 from engine.plugins.trainers import areal, skyrl
-from engine.plugins.trainers.areal.sampler import ArealBackend
+from engine.plugins.trainers.areal.backend import ArealBackend
 from engine.plugins.trainers.areal.workflow import refuse_blind
 from engine.plugins.trainers.handover import HandedRow, Sums
 from engine.plugins.trainers.pixels import Pixels
-from engine.plugins.trainers.skyrl.sampler import SkyRLBackend
+from engine.plugins.trainers.skyrl.backend import SkyRLBackend
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart
 from engine.schemas.model import ModelSpec

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
 
 from engine.errors import TrainError
 from engine.plugins.trainers import library
-from engine.plugins.trainers.library import check_overrides
+from engine.plugins.trainers.library import check_overrides, late_subclass, overrides
 
 
 class Base:
@@ -22,22 +23,26 @@ class Base:
     def log(self) -> None: ...
 
 
-class Own:
-    """Stands for an adapter's class."""
+def adapter(**parameters: str) -> type:
+    """Stands for an adapter's class: overridden methods with their parameters, and two of its own."""
 
-    def __init__(self, config: Any) -> None: ...
+    def method(self: Any, *args: Any) -> None: ...
 
-    def step(self, batch: Any) -> None: ...
+    class Adapter:
+        def close(self) -> None: ...
 
-    def close(self) -> None: ...
+    for name in {"step": None} | parameters:
+        made = FunctionType(method.__code__, {})
+        setattr(Adapter, name, overrides(parameters[name])(made) if name in parameters else made)
+    return Adapter
 
 
 def test_methods_as_they_were_tested_pass() -> None:
-    check_overrides(Own, Base, "verl", {"step": "batch, *rest, **more"})
+    check_overrides(adapter(step="batch, *rest, **more"), Base, "verl")
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("parameters", "said"),
     [
         ({"step": "batch, *rest"}, "`Base.step` has the parameters (batch, *rest, **more) and not (batch, *rest)"),
         ({"step": "batch, *rest, **more", "_step": "batch"}, "`Base._step` is missing"),
@@ -46,11 +51,11 @@ def test_methods_as_they_were_tested_pass() -> None:
     ],
 )
 def test_what_differs_is_named_with_both_versions(
-    overrides: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+    parameters: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "version", lambda name: "0.9.7")
     with pytest.raises(TrainError) as caught:
-        check_overrides(Own, Base, "verl", overrides)
+        check_overrides(adapter(**parameters), Base, "verl")
     assert said in str(caught.value)
     assert str(caught.value).startswith("the adapter was tested with verl 0.9.1 and does not fit verl 0.9.7: ")
     assert str(caught.value).endswith("; pip install 'verl==0.9.1'")
@@ -62,7 +67,7 @@ def test_a_version_that_was_not_tested_is_logged(
     installed: str, warned: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(library, "version", lambda name: installed)
-    check_overrides(Own, Base, "verl", {"step": "batch, *rest, **more"})
+    check_overrides(adapter(step="batch, *rest, **more"), Base, "verl")
     assert ("the adapter was tested with another version" in "".join(capsys.readouterr())) is warned
 
 
@@ -94,15 +99,15 @@ def test_another_trl_is_refused_at_import(
     change: Callable[[Any, pytest.MonkeyPatch], None], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trl = pytest.importorskip("trl")
-    from engine.plugins.trainers.trl.grpo import trainer_class
+    from engine.plugins.trainers import trl as adapter
 
-    trainer_class()
-    trainer_class.cache_clear()
+    assert adapter.EngineGRPOTrainer is adapter.EngineGRPOTrainer
+    late_subclass.cache_clear()
     try:
         with monkeypatch.context() as changed:
             change(trl.GRPOTrainer, changed)
             with pytest.raises(TrainError, match=said):
-                trainer_class()
+                _ = adapter.EngineGRPOTrainer
     finally:
-        trainer_class.cache_clear()
-    assert trainer_class().__name__ == "EngineGRPOTrainer"
+        late_subclass.cache_clear()
+    assert adapter.EngineGRPOTrainer.__name__ == "EngineGRPOTrainer"

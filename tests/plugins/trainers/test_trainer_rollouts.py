@@ -14,7 +14,7 @@ from written_specs import TALKS_ON_WHEN_CUT, save_spec
 from engine.backends.registry import open_backend
 from engine.errors import TrainError, first_of
 from engine.plugins.trainers.handover import HandedRow, Sums
-from engine.plugins.trainers.loop import LoopThread
+from engine.plugins.trainers.process import LoopThread
 from engine.plugins.trainers.rollouts import TrainerRollouts
 
 

@@ -18,9 +18,8 @@ from engine.plugins.local.spec import LocalBackendSpec
 from engine.plugins.trainers import skyrl
 from engine.plugins.trainers.handover import HandedRow
 from engine.plugins.trainers.rollouts import TrainerRollouts
-from engine.plugins.trainers.skyrl.experiment import EngineExperiment, TaskPrompts
-from engine.plugins.trainers.skyrl.generator import EngineEpisodes
-from engine.plugins.trainers.skyrl.sampler import SkyRLBackend
+from engine.plugins.trainers.skyrl.backend import SkyRLBackend
+from engine.plugins.trainers.skyrl.experiment import EngineEpisodes, EngineExperiment, TaskPrompts
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.tokens.experts import ExpertLayout
 

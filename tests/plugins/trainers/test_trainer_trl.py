@@ -22,7 +22,7 @@ from written_specs import TALKS_ON_WHEN_CUT, save_spec
 from engine.errors import TrainError
 from engine.plugins.trainers.handover import HandedRow, Sums
 from engine.plugins.trainers.trl import EngineRollouts, grpo_arguments
-from engine.plugins.trainers.trl.handover import check_batches
+from engine.plugins.trainers.trl.grpo import check_batches
 from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.loader import collate, forward_inputs
@@ -394,7 +394,7 @@ def test_an_episode_with_several_rows_stops_the_training_or_is_counted(make: Any
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"temperature": 0.7}, "temperature 0.7: the spec samples with 1"),
+        ({"temperature": 0.7}, "temperature=0.7: the spec samples with 1"),
         ({"mask_truncated_completions": True}, "train.overlong: mask"),
         ({"off_policy_mask_threshold": 0.5}, "off_policy_mask_threshold"),
         ({"loss_type": "vespo"}, "vespo"),

@@ -16,12 +16,11 @@ from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.errors import BackendError, TrainError
 from engine.plugins.local.spec import LocalBackendSpec
-from engine.plugins.trainers.sampler import unsupported
-from engine.plugins.trainers.verl.manager import EngineManager
+from engine.plugins.trainers.backend import unsupported
+from engine.plugins.trainers.verl.backend import VerlBackend, context_of, sampling_params, versions_of
+from engine.plugins.trainers.verl.manager import EngineManager, write_tasks
 from engine.plugins.trainers.verl.rows import IMAGES, TAGS, check_rows, refuse_foreign
-from engine.plugins.trainers.verl.sampler import VerlBackend, context_of, sampling_params, versions_of
 from engine.plugins.trainers.verl.settings import SHARED, WITHOUT_EFFECT, refuse_loop_settings, refuse_settings
-from engine.plugins.trainers.verl.tasks import write_tasks
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.spec.load import load_spec
 from engine.store import RunStore
@@ -232,16 +231,16 @@ SPEC_TRAIN: dict[str, Any] = {"tasks_per_step": 2, "rollout_correction": {"kind"
 @pytest.mark.parametrize(
     ("keys", "changes", "vision", "said"),
     [
-        ({}, {"actor_rollout_ref__rollout__multi_turn__interaction_config_path": "x"}, None, "interaction_config_path: the spec's `user`"),
-        ({"sampling": {"stop": ["x"]}}, {}, None, "skip_tokenizer_init=true: `sampling.stop` needs the server's tokenizer"),
+        ({}, {"actor_rollout_ref__rollout__multi_turn__interaction_config_path": "x"}, None, "interaction_config_path=x: the spec's `user`"),
+        ({"sampling": {"stop": ["x"]}}, {}, None, "skip_tokenizer_init=null: `sampling.stop` needs the server's tokenizer"),
         ({"sampling": {"regex": "a"}}, {}, None, "parameters that verl's servers do not both take: regex"),
         ({"train": SPEC_TRAIN | {"advantage_norm": "batch"}}, {}, None, "`train.advantage_norm: batch`: groups are handed over"),
         ({}, {"trainer__use_v1": False}, None, "trainer.use_v1=false: the manager writes the rows of verl's V1 trainer"),
         ({}, {ROLLOUT + "name": "trtllm"}, QWEN, "rollout.name=trtllm: images are sent to vllm or sglang"),
         ({}, {}, TILES, "images: verl's trainer takes those of Qwen-VL models"),
-        (EXPERTS, {ACTOR + "strategy": "megatron", ACTOR + "megatron": R3}, None, "enable_rollout_routing_replay=False: `backend.routed_experts` is True"),
+        (EXPERTS, {ACTOR + "strategy": "megatron", ACTOR + "megatron": R3}, None, "enable_rollout_routing_replay=null: `backend.routed_experts` is true"),
         (EXPERTS, {ROLLOUT + "enable_rollout_routing_replay": True, ACTOR + "strategy": "fsdp"}, None, "actor.strategy=fsdp: only megatron and veomni with router_replay.mode=R3 read `routed_experts`"),
-        ({}, {ROLLOUT + "enable_rollout_routing_replay": True}, None, "enable_rollout_routing_replay=True: `backend.routed_experts` is False"),
+        ({}, {ROLLOUT + "enable_rollout_routing_replay": True}, None, "enable_rollout_routing_replay: `backend.routed_experts` is false"),
     ],
 )  # fmt: skip
 def test_what_the_adapter_cannot_hand_over_is_refused(
@@ -334,17 +333,17 @@ def test_settings_of_verls_own_configuration_are_refused(make: Any, tmp_path: Pa
         "actor_rollout_ref.rollout.n=4": "rollout.n=4: `rollout.samples_per_task` is 3",
         "actor_rollout_ref.rollout.temperature=0.5": "temperature=0.5: `sampling.temperature` is 1",
         "actor_rollout_ref.rollout.calculate_log_probs=false": "calculate_log_probs=false",
-        "actor_rollout_ref.rollout.multi_turn.tool_config_path=x": "multi_turn.tool_config_path: the spec's `tools`",
-        "actor_rollout_ref.rollout.multi_turn.function_tool_path=x": "multi_turn.function_tool_path: the spec's",
-        "trainer.v1.trainer_mode=sync": "trainer_mode: must be `engine`",
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path=x": "multi_turn.tool_config_path=x: the spec's `tools`",
+        "actor_rollout_ref.rollout.multi_turn.function_tool_path=x": "multi_turn.function_tool_path=x: the spec's",
+        "trainer.v1.trainer_mode=sync": "trainer_mode=sync: must be `engine`",
         "trainer.v1.sampler.sync_refill_failed_groups=false": "sync_refill_failed_groups=false",
-        "trainer.val_before_train=true": "trainer.val_before_train=true",
-        "trainer.test_freq=5": "trainer.test_freq>0",
+        "trainer.val_before_train=true": "trainer.val_before_train: ",
+        "trainer.test_freq=5": "trainer.test_freq=5",
         "algorithm.adv_estimator=rloo": "adv_estimator=rloo: has no effect",
-        "algorithm.use_kl_in_reward=true": "use_kl_in_reward=true",
-        "algorithm.filter_groups.enable=true": "filter_groups.enable=true",
-        "reward.reward_model.enable=true": "reward.reward_model.enable=true",
-        "distillation.enabled=true": "distillation.enabled=true",
+        "algorithm.use_kl_in_reward=true": "use_kl_in_reward: ",
+        "algorithm.filter_groups.enable=true": "filter_groups.enable: ",
+        "reward.reward_model.enable=true": "reward.reward_model.enable: ",
+        "distillation.enabled=true": "distillation.enabled: ",
     }
     message = verl_step("refusal", make(), str(tmp_path / "out"), *expected)["message"]
     assert [said for said in expected.values() if said not in message] == []

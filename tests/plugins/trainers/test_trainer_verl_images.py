@@ -23,7 +23,7 @@ from verl_python import call_verl, run_verl
 from engine.backends.sglang.images import sample_prompt
 from engine.plugins.local.spec import LocalBackendSpec
 from engine.plugins.trainers.pixels import Pixels
-from engine.plugins.trainers.verl.sampler import VerlBackend
+from engine.plugins.trainers.verl.backend import VerlBackend
 from engine.schemas.generation import GenerateRequest, SamplingParams
 from engine.schemas.message import ImagePart
 from engine.schemas.model import ModelSpec

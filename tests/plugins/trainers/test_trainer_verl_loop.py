@@ -21,7 +21,7 @@ from written_specs import TALKS_ON_WHEN_CUT, save_spec
 
 from engine.errors import TrainError
 from engine.plugins.trainers.verl.agent_loop import _OPEN, EngineAgentLoop, LoopEpisodes
-from engine.plugins.trainers.verl.tasks import write_tasks
+from engine.plugins.trainers.verl.manager import write_tasks
 from engine.store import RunStore
 from engine.store.rows.export import export_rows
 
@@ -126,7 +126,7 @@ RLOO = {"rewards": {"credit": {"method": "outcome"}}}
         (
             {},
             {"algorithm__use_kl_in_reward": True},
-            "use_kl_in_reward=true: the advantages would not be those of the spec",
+            "use_kl_in_reward: the advantages would not be those of the spec",
         ),
         ({"train": {}}, {}, "not carried: groups that are left out and replaced; the loop runs single episodes"),
         (

@@ -20,7 +20,7 @@ from verl_python import call_verl, run_verl
 from engine.plugins.trainers.capabilities import TRAINERS
 from engine.plugins.trainers.verl import settings
 from engine.plugins.trainers.verl.agent_loop import EngineAgentLoop
-from engine.plugins.trainers.verl.tasks import write_tasks
+from engine.plugins.trainers.verl.manager import write_tasks
 from engine.spec.load import load_spec
 from engine.store import RunStore
 from engine.store.rows.export import export_rows
@@ -84,9 +84,10 @@ def test_the_spec_fits_and_the_loop_has_the_keys_of_the_page(place: Path) -> Non
 
 def test_the_page_names_what_the_code_refuses() -> None:
     source = inspect.getsource(settings)
-    named = set(re.findall(r"\b(?:trainer|algorithm|reward|distillation)\.[a-z0-9_.]+", source))
-    named |= {f"rollout.{name}" for name in re.findall(r"\{rollout\}([a-z_]+)", source)}
-    named |= {f"multi_turn.{name}" for name in re.findall(r"\{tools\}([a-z_]+)", source)}
+    named = {path.removeprefix("actor_rollout_ref.") for path, *_ in (*settings.SETTINGS, *settings.MANAGER_SETTINGS)}
+    named |= {f"rollout.{name}" for name in re.findall(r'_ROLLOUT \+ "([a-z_]+)"', source)}
+    named |= set(re.findall(r'"(trainer\.[a-z0-9_.]+)"', source))
+    named = {name.removeprefix("rollout.") if ".multi_turn." in name else name for name in named}
     assert len(named) > 15
     assert not [name for name in named if name not in PAGE]
 

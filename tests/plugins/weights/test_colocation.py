@@ -239,7 +239,7 @@ async def test_memory_that_a_killed_training_had_is_taken_back_before_the_first_
         trainer = begin(urls)
         with monkeypatch.context() as patch:
             patch.setattr(Learner, "step", lambda *_: (_ for _ in ()).throw(Killed()))
-            patch.setattr("engine.plugins.weights.memory.ServerMemory.resume", _nothing)
+            patch.setattr("engine.plugins.weights.colocation.ServerMemory.resume", _nothing)
             with pytest.raises((Killed, asyncio.CancelledError)):
                 await trainer.run()
         assert server.released == ["weights", "kv_cache"]
@@ -275,7 +275,7 @@ async def test_the_memory_of_a_server_that_was_started_again_after_a_kill_is_lef
 async def test_a_busy_server_is_waited_for_and_then_an_error(
     form: ChatTemplate, begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.plugins.weights.memory.IDLE_SECONDS", 0.3)
+    monkeypatch.setattr("engine.plugins.weights.colocation.IDLE_SECONDS", 0.3)
     async with served(form) as ([server], urls):
         server.running["other"] = None  # type: ignore[assignment]
         with pytest.raises(BackendError, match=r"still works on 1 requests .* does another program use it\?"):

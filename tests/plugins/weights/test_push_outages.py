@@ -18,7 +18,7 @@ from slow_cases import slow_after
 
 from engine.backends.sglang.client import SGLangBackend
 from engine.errors import OutageError, TrainError
-from engine.plugins.weights.server_models import difference
+from engine.plugins.weights.server_pushes import difference
 from engine.plugins.weights.sync_sglang import AdapterSync, DiskSync
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.generation import SamplingParams

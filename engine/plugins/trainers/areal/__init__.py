@@ -5,7 +5,7 @@
         watch(trainer.actor)
         trainer.train(workflow="engine.plugins.trainers.areal.EngineWorkflow", workflow_kwargs=arguments)
 
-Parts: `workflow.py` runs the episodes, `sampler.py` samples with AReaL's inference engine, `handover.py` makes AReaL's tensors and compares the sums,
+Parts: `workflow.py` runs the episodes, `backend.py` samples with AReaL's inference engine, `handover.py` makes AReaL's tensors and compares the sums,
 `settings.py` refuses settings. Written for AReaL 1.0.4, which is imported when `EngineWorkflow` is read, or by functions when they are called.
 """
 
@@ -15,7 +15,8 @@ from typing import Any
 
 from engine.plugins.trainers.areal.handover import check_batches, sums_of_batch, trajectory
 from engine.plugins.trainers.areal.settings import refuse_settings
-from engine.plugins.trainers.areal.workflow import task_dataset, watch, workflow_arguments
+from engine.plugins.trainers.areal.workflow import EngineGroups, task_dataset, watch, workflow_arguments
+from engine.plugins.trainers.library import late_subclass
 
 __all__ = [
     "EngineWorkflow",
@@ -31,7 +32,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "EngineWorkflow":
-        from engine.plugins.trainers.areal.workflow import workflow_class
-
-        return workflow_class()
+        return late_subclass(name, EngineGroups, "areal.api:RolloutWorkflow")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

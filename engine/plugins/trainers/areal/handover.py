@@ -109,10 +109,7 @@ def sums_of_batch(batch: Mapping[str, torch.Tensor]) -> Sums:
 
     `loss_mask` and `advantages` are one token to the left of `input_ids`.
     """
-    mask = batch["loss_mask"]
-    return Sums(
-        int(batch["attention_mask"].sum()), int(mask.sum()), float((batch["advantages"].double().abs() * mask).sum())
-    )
+    return Sums.of_tensors(int(batch["attention_mask"].sum()), batch["loss_mask"], batch["advantages"])
 
 
 class Local(dict[str, Any]):

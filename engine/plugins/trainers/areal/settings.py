@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.plugins.trainers.areal.sampler import names_of
-from engine.plugins.trainers.check import refuse
-from engine.plugins.trainers.sampler import unsupported
+from engine.plugins.trainers.areal.backend import names_of
+from engine.plugins.trainers.backend import unsupported
+from engine.plugins.trainers.settings import OFF, Row, refuse
 from engine.validate.model_files import model_files
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
+
+_SETTINGS: list[Row] = [
+    ("actor.discount", (0,), "set it to 0"),
+    ("actor.kl_ctl", (0,), "set it to 0"),
+    ("actor.reward_norm", OFF, "set it to null; the engine's credit has the baseline"),
+    ("actor.adv_norm", OFF, "set it to null"),
+    ("actor.overlong_reward_penalty", OFF, "use `train.overlong`"),
+    ("actor.mask_no_eos_with_zero", OFF, "it would take the reward from the last token of the longest rows"),
+    ("critic", OFF, "it would overwrite the column `values`"),
+    ("dynamic_bs", OFF, "groups without signal are handed over too"),
+    ("rollout.return_routed_experts", OFF, "no trainer of AReaL reads them"),
+]
+_SETTINGS_WITH_IMAGES: list[Row] = [
+    ("rollout.check_trajectory_format", OFF, "rows without an image have no pixel_values"),
+    ("actor.enable_tree_training", OFF, "its positions do not know images"),
+]
 
 
 def refuse_settings(config: Any, loaded: LoadedSpec) -> None:
@@ -19,41 +35,26 @@ def refuse_settings(config: Any, loaded: LoadedSpec) -> None:
     Raises:
         TrainError: kind `train_setup`; the message names all of them.
     """
-    actor, sampling = config.actor, config.gconfig
-    temperature = loaded.spec.sampling.temperature
-    problems = {
-        f"actor.discount: {actor.discount:g}; set it to 0": actor.discount != 0,
-        f"actor.kl_ctl: {actor.kl_ctl:g}; set it to 0": actor.kl_ctl != 0,
-        "actor.reward_norm: set it to null; the engine's credit has the baseline": actor.reward_norm is not None,
-        "actor.adv_norm: set it to null": actor.adv_norm is not None,
-        "actor.overlong_reward_penalty: use `train.overlong`": actor.overlong_reward_penalty,
-        "actor.mask_no_eos_with_zero: it would take the reward from the last token of the longest rows": actor.mask_no_eos_with_zero,
-        "critic: it would overwrite the column `values`": getattr(config, "critic", None) is not None,
-        f"gconfig.n_samples: {sampling.n_samples}; set it to 1, the engine runs the {loaded.spec.rollout.samples_per_task} episodes of a group": sampling.n_samples
-        != 1,
-        f"actor.temperature: {actor.temperature:g}; the spec samples with {temperature:g}": actor.temperature
-        != temperature,
-    }
-    rollout, server = config.rollout, str(config.rollout.backend).partition(":")[0]
-    sampling, kind = loaded.spec.sampling, loaded.spec.backend.kind
-    foreign = ", ".join(f"`sampling.{name}`" for name in unsupported(sampling, names_of(server)))
-    problems |= {
-        f"AReaL does not send {foreign} to {server or 'its servers'}": bool(foreign),
-        f"rollout.backend: {server} gives the log-probs of temperature 1, and the spec samples with {temperature:g}; use sglang": server
-        == "vllm"
-        and temperature != 1,
-        f"backend.kind: {kind}: its replies have no ids; use `backend: {{kind: sglang}}`": not loaded.spec.backend.exact_ids,
-        "`train.advantage_norm: batch`: groups are handed over one by one": loaded.spec.train is not None
-        and loaded.spec.train.advantage_norm == "batch",
-        "dynamic_bs: groups without signal are handed over too": getattr(config, "dynamic_bs", False),
-        "rollout.return_routed_experts: no trainer of AReaL reads them": rollout.return_routed_experts,
-    }
+    spec, server = loaded.spec, str(config.rollout.backend).partition(":")[0]
+    temperature, samples = spec.sampling.temperature, spec.rollout.samples_per_task
+    foreign = ", ".join(f"`sampling.{name}`" for name in unsupported(spec.sampling, names_of(server)))
     files = model_files(loaded)
-    if files is not None and files.sees:
-        problems |= {
-            "rollout.backend: vllm takes images with messages only, which it tokenises again; use sglang": server
-            == "vllm",
-            "rollout.check_trajectory_format: rows without an image have no pixel_values": rollout.check_trajectory_format,
-            "actor.enable_tree_training: its positions do not know images": actor.enable_tree_training,
-        }
-    refuse(loaded, "AReaL", problems)
+    sees = files is not None and bool(files.sees)
+    table = [
+        *_SETTINGS,
+        ("gconfig.n_samples", (1,), f"set it to 1, the engine runs the {samples} episodes of a group"),
+        ("actor.temperature", (temperature,), f"the spec samples with {temperature:g}"),
+        *(_SETTINGS_WITH_IMAGES if sees else ()),
+    ]
+    batch_norm = spec.train is not None and spec.train.advantage_norm == "batch"
+    conditions = {
+        f"AReaL does not send {foreign} to {server or 'its servers'}": bool(foreign),
+        f"rollout.backend: {server} gives the log-probs of temperature 1, and the spec samples with {temperature:g}; "
+        "use sglang": server == "vllm" and temperature != 1,
+        f"backend.kind: {spec.backend.kind}: its replies have no ids; "
+        "use `backend: {kind: sglang}`": not spec.backend.exact_ids,
+        "`train.advantage_norm: batch`: groups are handed over one by one": batch_norm,
+        "rollout.backend: vllm takes images with messages only, which it tokenises again; use sglang": sees
+        and server == "vllm",
+    }
+    refuse(loaded, "AReaL", config, table, conditions)

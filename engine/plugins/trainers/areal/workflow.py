@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from engine.errors import EngineError, TrainError
+from engine.plugins.trainers.areal.backend import ArealBackend
 from engine.plugins.trainers.areal.handover import check_batches, trajectory
-from engine.plugins.trainers.areal.sampler import ArealBackend
 from engine.plugins.trainers.areal.settings import refuse_settings
-from engine.plugins.trainers.library import check_overrides, imports_of
-from engine.plugins.trainers.process_folder import ProcessFolder
+from engine.plugins.trainers.library import overrides
+from engine.plugins.trainers.process import OncePerProcess
 from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.spec.load import load_spec
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 _REWARD = ("reward_bias", "reward_scaling", "reward_clip")
 """AReaL's settings of `actor` that change the reward that it places."""
-_OPEN: dict[tuple[Path, Path], Episodes] = {}
+_OPEN: OncePerProcess[tuple[Path, Path], Episodes] = OncePerProcess()
 
 
 class Episodes:
@@ -44,10 +44,7 @@ class Episodes:
     """
 
     def __init__(self, spec: Path, folder: Path) -> None:
-        self._own = ProcessFolder.take(folder)
-        self.folder = self._own.path
-        self.rollouts = TrainerRollouts(spec, self.folder, "areal")
-        self.rollouts.number_uses_of(self._own.number)
+        self.rollouts = TrainerRollouts(spec, folder, "areal", shared=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: asyncio.Task[None] | None = None
 
@@ -71,12 +68,8 @@ class Episodes:
 
     async def close(self) -> None:
         """Close the run store and the services of the episodes, on the loop of the calls."""
-        for key in [key for key, value in _OPEN.items() if value is self]:
-            del _OPEN[key]
-        try:
-            await self.rollouts.close()
-        finally:
-            self._own.release()
+        _OPEN.forget(self)
+        await self.rollouts.close()
 
 
 def episodes_of(spec: Path | str, folder: Path | str) -> Episodes:
@@ -87,13 +80,11 @@ def episodes_of(spec: Path | str, folder: Path | str) -> Episodes:
         TrainError: kind `train_setup`: the spec uses something that does not reach AReaL's loss.
     """
     key = (Path(spec).resolve(), Path(folder).resolve())
-    if key not in _OPEN:
-        _OPEN[key] = Episodes(*key)
-    return _OPEN[key]
+    return _OPEN.opened(key, lambda: Episodes(*key))
 
 
 class EngineGroups:
-    """The methods of the workflow. `workflow_class` adds AReaL's RolloutWorkflow; `workflow_arguments` makes the arguments.
+    """The methods of `EngineWorkflow`, which is AReaL's RolloutWorkflow too; `workflow_arguments` makes the arguments.
 
     Args:
         spec: The path of the spec.
@@ -107,6 +98,7 @@ class EngineGroups:
         self._actor = SimpleNamespace(**reward)
         self._ranks = ranks
 
+    @overrides("engine, data")
     async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> dict[str, Any] | None:
         """Run one group and return its rows. Returns None, which AReaL counts as rejected, if it has none (see `train.min_group`).
 
@@ -135,16 +127,16 @@ class EngineGroups:
             log.error("the group failed; AReaL goes on without it", task=data.get("task"), error=str(error))
             raise
         scope = stats_tracker.get(workflow_context.stat_scope())
-        for each in group.trajectories:
+        for ended in group.trajectories:
             scope.scalar(
-                reward=each.outcome.reward or 0.0, num_turns=len(each.turns), trainable=float(each.outcome.trainable)
+                reward=ended.outcome.reward or 0.0, num_turns=len(ended.turns), trainable=float(ended.outcome.trainable)
             )
         if not group.rows:
             log.warning(group.why_no_rows, task=group.task_id, faults=rollouts.faults[-3:])
             return None
         if rollouts.pixels is not None and self._ranks > 1:
             refuse_blind(group.rows, self._ranks)
-        rewards = {each.episode_id: each.outcome.reward or 0.0 for each in group.trajectories}
+        rewards = {ended.episode_id: ended.outcome.reward or 0.0 for ended in group.trajectories}
         return trajectory(
             group.rows,
             [rewards[row.episode.episode_id] for row in group.rows],
@@ -231,16 +223,3 @@ def task_dataset(spec: LoadedSpec | Path | str) -> Any:
 
     loaded = load_spec(spec) if isinstance(spec, str | Path) else spec
     return Dataset.from_list([{"task": task.id} for task in load_tasks(loaded)])
-
-
-@cache
-def workflow_class() -> type[Any]:
-    """AReaL's RolloutWorkflow with the methods of `EngineGroups`.
-
-    Raises:
-        TrainError: kind `train_setup`: AReaL cannot be imported, or has other methods than the version that was tested.
-    """
-    with imports_of("AReaL", "'episode-engine[areal]'"):
-        from areal.api import RolloutWorkflow
-    check_overrides(EngineGroups, RolloutWorkflow, "areal", {"arun_episode": "engine, data"})
-    return type("EngineWorkflow", (EngineGroups, RolloutWorkflow), {"__doc__": EngineGroups.__doc__})

@@ -3,7 +3,7 @@
     cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.algorithm.advantage_estimator=engine", …])
     EnginePPOExp(cfg, "spec.yaml", "runs/with-skyrl").run()
 
-Parts: `experiment.py` has the experiment and the trainer, `generator.py` runs the episodes, `sampler.py` samples with SkyRL's inference engines,
+Parts: `experiment.py` has the experiment, the trainer and the generator, which runs the episodes, `backend.py` samples with SkyRL's inference engines,
 `handover.py` makes SkyRL's batch and compares its sums, `settings.py` refuses settings. Written for SkyRL 0.3.0, which is imported when
 `EnginePPOExp` or `EngineGenerator` is read, or by functions when they are called.
 """
@@ -34,12 +34,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "EnginePPOExp":
-        from engine.plugins.trainers.skyrl.experiment import experiment_class
+    if name in ("EngineGenerator", "EnginePPOExp"):
+        from engine.plugins.trainers.skyrl import experiment
 
-        return experiment_class()
-    if name == "EngineGenerator":
-        from engine.plugins.trainers.skyrl.generator import generator_class
-
-        return generator_class()
+        return experiment.generator_class() if name == "EngineGenerator" else experiment.experiment_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,22 +5,26 @@ Invariant: no update is made with a batch whose sums are not those of the engine
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.backends.sglang.routing import layout_of
 from engine.errors import TrainError
-from engine.plugins.trainers.handover import SeveralRows
-from engine.plugins.trainers.library import check_overrides, imports_of
+from engine.plugins.trainers.handover import HandedRow, SeveralRows, Sums, groups_of, one_row_each
+from engine.plugins.trainers.library import late_subclass, overrides
 from engine.plugins.trainers.rollouts import TrainerRollouts
-from engine.plugins.trainers.skyrl.generator import generator_class
-from engine.plugins.trainers.skyrl.handover import register_estimator
+from engine.plugins.trainers.skyrl.backend import SkyRLBackend
+from engine.plugins.trainers.skyrl.handover import filled, generator_output, register_estimator, sums_of_batch
 from engine.plugins.trainers.skyrl.settings import refuse_settings
 from engine.spec.load import load_spec
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
+
+
+CHANGES = "an overridden method of the trainer, or a setting that masks, cuts or drops responses"
 
 
 class TaskPrompts:
@@ -45,12 +49,105 @@ class TaskPrompts:
         return [dict(zip(("prompt", "env_class", "env_extras", "uid"), item, strict=True)) for item in items]
 
 
+class EngineEpisodes:
+    """The methods of the generator. `generator_class` adds SkyRL's GeneratorInterface.
+
+    Args:
+        episodes: The episodes of the spec.
+        client: SkyRL's inference engine client.
+        model: The name by which SkyRL's servers know the policy; None: the client's own.
+        several_rows: What happens to an episode with several rows, since SkyRL takes one for each prompt.
+    """
+
+    def __init__(
+        self,
+        episodes: TrainerRollouts,
+        client: Any,
+        *,
+        model: str | None = None,
+        several_rows: SeveralRows = "refuse",
+    ) -> None:
+        self._episodes = episodes
+        self._several = several_rows
+        self._started = False
+        declared = episodes.spec.backend
+        self.backend = SkyRLBackend(client, type(declared), context=episodes.context, model=model)
+        """What samples."""
+        self.backend.pixels = episodes.pixels
+        self.backend.layout = layout_of(episodes.model_folder) if declared.asks_experts else None
+        self.handed: list[HandedRow] = []
+        """The rows of the newest batch, one for each prompt."""
+        self.metrics: dict[str, float] = {}
+        """Metrics of the newest batch, under the names of `engine train`, and `skyrl/left_out_tokens` and `skyrl/empty_rows`."""
+
+    @overrides("input_batch")
+    async def generate(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Run the episodes of a batch. SkyRL calls this; all calls are made on one loop.
+
+        Args:
+            input_batch: SkyRL's `GeneratorInput`. `env_extras` has the task's id under `task`; each prompt is repeated
+                `rollout.samples_per_task` times.
+
+        Raises:
+            TrainError: kind `train_setup`: the batch is an evaluation's, or its prompts are not groups of the spec's tasks; kind
+                `handover`: an episode has several rows, or as `filled`; kind `no_data`: no episode can be trained on.
+            EngineError: as `TrainerRollouts.batch`.
+        """
+        metadata = input_batch.get("batch_metadata")
+        if metadata is None or metadata.training_phase != "train":
+            raise TrainError("this generator runs no evaluation; evaluate with `engine eval`", kind="train_setup")
+        extras = input_batch.get("env_extras") or [{}] * len(input_batch["prompts"])
+        tasks = [(extra or {}).get("task") for extra in extras]
+        if None in tasks:
+            raise TrainError(
+                "a prompt has no task: rows of the data set need the column `task` with the id of a task (EnginePPOExp makes such a data set)",
+                kind="train_setup",
+            )
+        samples = self._episodes.spec.rollout.samples_per_task
+        groups = groups_of(
+            [str(extra) for extra in tasks], samples, f"set `generator.n_samples_per_prompt` to {samples}"
+        )
+        self.backend.version = max(0, metadata.global_step - 1)  # SkyRL's first step is 1
+        if not self._started:
+            await self._episodes.start(self.backend)
+            self._started = True
+        batch = await self._episodes.batch(groups, samples, self.backend.version)
+        placed = one_row_each(
+            self._episodes.final_rows(batch),
+            len(groups),
+            samples,
+            trainer="SkyRL",
+            several=self._several,
+            leave_out='EnginePPOExp(…, several_rows="leave_out")',
+        )
+        self.handed = filled(placed.rows)
+        self.metrics = batch.metrics(tuple(self._episodes.spec.tasks.mix or ())) | {
+            "skyrl/left_out_tokens": float(placed.left_out),
+            "skyrl/empty_rows": float(placed.empty),
+        }
+        told_metrics = {f"engine/{name}": value for name, value in self.metrics.items()}
+        return generator_output(self.handed, told_metrics, self._episodes.pixels)
+
+    def check(self, batch: Any) -> None:
+        """Compare the sums of SkyRL's training batch, with advantages, with those of the newest rows.
+
+        Raises:
+            TrainError: kind `handover`: they differ.
+        """
+        Sums.of_rows(self.handed, self._episodes.pixels).check(sums_of_batch(batch), "SkyRL", CHANGES)
+
+    async def close(self) -> None:
+        """Close the run store and the services of the episodes. Later calls do nothing."""
+        await self._episodes.close()
+
+
 class EngineTrainer:
     """The methods of the trainer. `trainer_class` adds SkyRL's RayPPOTrainer."""
 
     generator: Any
     all_metrics: dict[str, Any]
 
+    @overrides("")
     async def train(self) -> None:
         """Train, and close the run store at the end."""
         try:
@@ -58,14 +155,16 @@ class EngineTrainer:
         finally:
             await self.generator.close()
 
+    @overrides("generator_output, uids, metrics_generator_output, metrics_uids")
     def postprocess_generator_output(self, generator_output: Any, uids: list[str], *rest: Any, **more: Any) -> Any:
         """SkyRL's own, and then its metrics of rewards, which it computes from advantages, are replaced or removed."""
-        found = super().postprocess_generator_output(generator_output, uids, *rest, **more)  # type: ignore[misc]
+        processed = super().postprocess_generator_output(generator_output, uids, *rest, **more)  # type: ignore[misc]
         for name in [name for name in self.all_metrics if name.startswith("reward/")]:
             del self.all_metrics[name]
         self.all_metrics["reward/avg_raw_reward"] = self.generator.metrics["reward/mean"]
-        return found
+        return processed
 
+    @overrides("data")
     def compute_advantages_and_returns(self, data: Any) -> Any:
         """SkyRL's own, and then the sums of both sides of the hand-over are compared.
 
@@ -93,6 +192,7 @@ class EngineExperiment:
         TrainError: kind `train_setup`: a setting of SkyRL or something of the spec would be lost; the message names all of them.
     """
 
+    @overrides("cfg")
     def __init__(
         self, cfg: Any, spec: LoadedSpec | Path | str, folder: Path | str, *, several_rows: SeveralRows = "refuse"
     ) -> None:
@@ -109,13 +209,16 @@ class EngineExperiment:
             )
         super().__init__(cfg)  # type: ignore[call-arg]
 
+    @overrides("")
     def get_train_dataset(self) -> TaskPrompts:
         """The tasks of the spec; `data.train_data` is not read."""
         return TaskPrompts(self.episodes.tasks)
 
+    @overrides("")
     def get_eval_dataset(self) -> None:
         """None: evaluate with `engine eval`."""
 
+    @overrides("cfg, tokenizer, inference_engine_client")
     def get_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
         """The generator that runs the episodes."""
         from skyrl.backends.skyrl_train.inference_servers.utils import resolve_policy_model_name
@@ -123,44 +226,16 @@ class EngineExperiment:
         name = resolve_policy_model_name(cfg)
         return generator_class()(self.episodes, inference_engine_client, model=name, several_rows=self._several)
 
+    @overrides("cfg, tracker, tokenizer, train_dataset, eval_dataset, inference_engine_client, generator, colocate_pg")
     def get_trainer(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer that compares the sums."""
         return trainer_class()(*args, **kwargs)
 
 
-@cache
-def trainer_class() -> type[Any]:
-    """SkyRL's RayPPOTrainer with the methods of `EngineTrainer`.
-
-    Raises:
-        TrainError: kind `train_setup`: SkyRL cannot be imported, or has other methods than the version that was tested.
-    """
-    with imports_of("SkyRL", "'episode-engine[skyrl]'"):
-        from skyrl.train.trainer import RayPPOTrainer
-    overrides = {
-        "train": "",
-        "postprocess_generator_output": "generator_output, uids, metrics_generator_output, metrics_uids",
-        "compute_advantages_and_returns": "data",
-    }
-    check_overrides(EngineTrainer, RayPPOTrainer, "skyrl", overrides)
-    return type("EngineSkyRLTrainer", (EngineTrainer, RayPPOTrainer), {"__doc__": EngineTrainer.__doc__})
-
-
-@cache
-def experiment_class() -> type[Any]:
-    """SkyRL's BasePPOExp with the methods of `EngineExperiment`.
-
-    Raises:
-        TrainError: kind `train_setup`: SkyRL cannot be imported, or has other methods than the version that was tested.
-    """
-    with imports_of("SkyRL", "'episode-engine[skyrl]'"):
-        from skyrl.train.entrypoints.main_base import BasePPOExp
-    overrides = {
-        "__init__": "cfg",
-        "get_train_dataset": "",
-        "get_eval_dataset": "",
-        "get_generator": "cfg, tokenizer, inference_engine_client",
-        "get_trainer": "cfg, tracker, tokenizer, train_dataset, eval_dataset, inference_engine_client, generator, colocate_pg",
-    }
-    check_overrides(EngineExperiment, BasePPOExp, "skyrl", overrides)
-    return type("EnginePPOExp", (EngineExperiment, BasePPOExp), {"__doc__": EngineExperiment.__doc__})
+generator_class = partial(
+    late_subclass, "EngineGenerator", EngineEpisodes, "skyrl.train.generators.base:GeneratorInterface"
+)
+trainer_class = partial(late_subclass, "EngineSkyRLTrainer", EngineTrainer, "skyrl.train.trainer:RayPPOTrainer")
+experiment_class = partial(
+    late_subclass, "EnginePPOExp", EngineExperiment, "skyrl.train.entrypoints.main_base:BasePPOExp"
+)

@@ -44,7 +44,7 @@ def register_estimator() -> None:
     Raises:
         TrainError: kind `train_setup`: SkyRL cannot be imported.
     """
-    with imports_of("SkyRL", "'episode-engine[skyrl]'"):
+    with imports_of("skyrl"):
         from skyrl.backends.skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry
     if ESTIMATOR not in AdvantageEstimatorRegistry.list_available():
         AdvantageEstimatorRegistry.register(ESTIMATOR, identity_advantages)
@@ -84,7 +84,7 @@ def generator_output(
             from advantages and say nothing about rewards.
         pixels: What makes the images of rows, if the model takes images. Rows with the same ones share their tensors.
     """
-    found: dict[str, Any] = {
+    output: dict[str, Any] = {
         "prompt_token_ids": [row.prompt_ids for row in rows],
         "response_ids": [row.completion_ids for row in rows],
         "rewards": [row.advantages.tolist() for row in rows],
@@ -94,24 +94,21 @@ def generator_output(
         "rollout_logprobs": [row.logprobs for row in rows],
     }
     if any(row.experts is not None for row in rows):
-        found["rollout_expert_indices"] = [[] if row.experts is None else row.experts.tolist() for row in rows]
+        output["rollout_expert_indices"] = [[] if row.experts is None else row.experts.tolist() for row in rows]
     if pixels is not None and any(row.images for row in rows):
         images = [pixels.row([*row.prompt_ids, *row.completion_ids], row.images) for row in rows]
         tensors = {each.digests: dict(each.items()) for each in {each.digests: each for each in images}.values()}
-        found |= {name: [tensors[row.images][name] for row in rows] for name in images[0]}
-    return found
+        output |= {name: [tensors[row.images][name] for row in rows] for name in images[0]}
+    return output
 
 
 def sums_of_batch(batch: Any) -> Sums:
     """The sums of SkyRL's `TrainingInputBatch` with `advantages`. Rows that SkyRL added as padding are not counted."""
     rows = len(batch["sequences"]) - batch.metadata.get("pad_size", 0)
-    mask = batch["loss_mask"][:rows]
     tokens = batch["attention_mask"][:rows].bool()
     images = 0
     if batch.get("pixel_values") is not None:
         for place, there in enumerate(tokens):
             checksums = checksums_of({name: batch[name][place] for name in ("pixel_values", "image_grid_thw")})
             images += row_sum(batch["sequences"][place][there], checksums)
-    return Sums(
-        int(tokens.sum()), int(mask.sum()), float((batch["advantages"][:rows].double().abs() * mask).sum()), images
-    )
+    return Sums.of_tensors(int(tokens.sum()), batch["loss_mask"][:rows], batch["advantages"][:rows], images)

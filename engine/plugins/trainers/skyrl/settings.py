@@ -6,25 +6,53 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from engine.plugins.trainers.check import refuse
-from engine.plugins.trainers.sampler import unsupported
+from engine.plugins.trainers.backend import unsupported
+from engine.plugins.trainers.settings import OFF, Row, refuse
+from engine.plugins.trainers.skyrl.backend import NAMES
 from engine.plugins.trainers.skyrl.handover import ESTIMATOR
-from engine.plugins.trainers.skyrl.sampler import NAMES
 from engine.validate.model_files import model_files
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
 
 log = structlog.get_logger(__name__)
-_OWN_SAMPLING = {
-    "repetition_penalty": 1.0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "top_k": -1,
-    "stop": None,
-    "additional_kwargs": None,
-}
-"""SkyRL's parameters of sampling that the spec replaces, with their defaults."""
+_SETTINGS: list[Row] = [
+    ("trainer.algorithm.advantage_estimator", (ESTIMATOR,), f"set it to {ESTIMATOR}"),
+    ("trainer.algorithm.use_kl_in_reward", OFF, "it would be subtracted from the advantages"),
+    ("trainer.algorithm.advantage_batch_normalize", OFF, "use `train.advantage_norm: batch`"),
+    ("trainer.algorithm.zero_variance_filter", OFF, "SkyRL ignores it with rewards by token"),
+    ("trainer.algorithm.dynamic_sampling.type", OFF, "it would compare sums of advantages"),
+    ("trainer.critic.model.path", OFF, "the engine's advantages have no critic"),
+    ("trainer.fully_async.enabled", OFF, "rows have no weight versions there"),
+    ("generator.step_wise_trajectories", OFF, "all rows of an episode would get the advantage of the last one"),
+    ("generator.apply_overlong_filtering", OFF, "use `train.overlong: mask`"),
+    ("generator.zero_reward_on_non_stop", OFF, "use `train.overlong`"),
+    ("generator.chat_template_kwargs", OFF, "use `model.template_kwargs`"),
+    ("generator.sampling_params.repetition_penalty", (1.0,), "the spec's `sampling` is used"),
+    ("generator.sampling_params.top_p", (1.0,), "the spec's `sampling` is used"),
+    ("generator.sampling_params.min_p", OFF, "the spec's `sampling` is used"),
+    ("generator.sampling_params.top_k", (-1,), "the spec's `sampling` is used"),
+    ("generator.sampling_params.stop", OFF, "the spec's `sampling` is used"),
+    ("generator.sampling_params.additional_kwargs", OFF, "the spec's `sampling` is used"),
+]
+_ENGINES = "generator.inference_engine."
+_SETTINGS_WITH_IMAGES: list[Row] = [
+    (
+        _ENGINES + "enable_return_routed_experts",
+        OFF,
+        "its endpoint drops images, and the model would reply without seeing them",
+    ),
+    (
+        "trainer.remove_microbatch_padding",
+        OFF,
+        "set it to false; SkyRL does not pack rows of a model that takes images",
+    ),
+    ("trainer.policy.sequence_parallel_size", (None, 1), "set it to 1 for a model that takes images"),
+    ("trainer.ref.sequence_parallel_size", (None, 1), "set it to 1 for a model that takes images"),
+    ("trainer.policy.language_model_only", OFF, "the model would have no vision tower"),
+    ("trainer.ref.language_model_only", OFF, "the model would have no vision tower"),
+    (_ENGINES + "language_model_only", OFF, "the model would have no vision tower"),
+]
 WITHOUT_EFFECT = (
     "generator.max_turns, max_input_length, sampling_params.max_generate_length: the spec's `limits` are used",
     "environment.env_class: the spec's environment is used",
@@ -39,70 +67,37 @@ def refuse_settings(cfg: Any, loaded: LoadedSpec) -> None:
     Raises:
         TrainError: kind `train_setup`; the message names all of them.
     """
-    trainer, generator = cfg.trainer, cfg.generator
-    algorithm = trainer.algorithm
-    temperature = loaded.spec.sampling.temperature
-    problems = {
-        f"trainer.algorithm.advantage_estimator: {algorithm.advantage_estimator}; set it to {ESTIMATOR}": algorithm.advantage_estimator
-        != ESTIMATOR,
-        "trainer.algorithm.use_kl_in_reward: it would be subtracted from the advantages": algorithm.use_kl_in_reward,
-        "trainer.algorithm.advantage_batch_normalize: use `train.advantage_norm: batch`": algorithm.advantage_batch_normalize,
-        "trainer.algorithm.zero_variance_filter: SkyRL ignores it with rewards by token": algorithm.zero_variance_filter,
-        "trainer.algorithm.dynamic_sampling.type: it would compare sums of advantages": algorithm.dynamic_sampling.type
-        is not None,
-        "trainer.critic.model.path: the engine's advantages have no critic": trainer.critic.model.path is not None,
-        "trainer.fully_async.enabled: rows have no weight versions there": trainer.fully_async.enabled,
-        "generator.step_wise_trajectories: all rows of an episode would get the advantage of the last one": generator.step_wise_trajectories,
-        "generator.apply_overlong_filtering: use `train.overlong: mask`": generator.apply_overlong_filtering,
-        f"generator.sampling_params.temperature: {generator.sampling_params.temperature:g}; the spec samples with {temperature:g}": generator.sampling_params.temperature
-        != temperature,
-        f"trainer.algorithm.temperature: {algorithm.temperature}; the spec samples with {temperature:g}": algorithm.temperature
-        not in (None, temperature),
-    }
-    samples, wanted = generator.n_samples_per_prompt, loaded.spec.rollout.samples_per_task
-    problems |= {
-        f"generator.n_samples_per_prompt: {samples}; `rollout.samples_per_task` is {wanted}": samples != wanted,
-        f"trainer.eval_interval: {trainer.eval_interval}; set it to -1 and evaluate with `engine eval`": trainer.eval_interval
-        > 0,
-        "generator.zero_reward_on_non_stop: use `train.overlong`": generator.zero_reward_on_non_stop,
-        "generator.chat_template_kwargs: use `model.template_kwargs`": bool(generator.chat_template_kwargs),
-    }
-    own = generator.sampling_params
-    for name, default in _OWN_SAMPLING.items():
-        value = getattr(own, name)
-        problems[f"generator.sampling_params.{name}: {value}; the spec's `sampling` is used"] = value != default
-    kind = loaded.spec.backend.kind
-    problems[
-        f"backend.kind: {kind}: its replies have no ids; use `backend: {{kind: vllm}}`"
-    ] = not loaded.spec.backend.exact_ids
-    sampling = loaded.spec.sampling
-    foreign = ", ".join(f"`sampling.{name}`" for name in unsupported(sampling, NAMES))
-    problems[f"SkyRL's inference engines do not take {foreign}"] = bool(foreign)
-    raw = generator.inference_engine.engine_init_kwargs.get("logprobs_mode", "raw_logprobs") != "processed_logprobs"
-    problems[
-        f"generator.inference_engine.engine_init_kwargs.logprobs_mode: set it to processed_logprobs; else the log-probs are those of temperature 1, and the spec samples with {temperature:g}"
-    ] = raw and temperature != 1
-    engines, policy, reference = generator.inference_engine, trainer.policy, trainer.ref
-    asks, returns = loaded.spec.backend.asks_experts, engines.enable_return_routed_experts
-    replays = trainer.strategy == "megatron" and policy.megatron_config.moe_enable_routing_replay
-    problems |= {
-        "`backend.routed_experts`: set generator.inference_engine.enable_return_routed_experts, trainer.strategy: megatron and trainer.policy.megatron_config.moe_enable_routing_replay": asks
-        and not (returns and replays),
-        "generator.inference_engine.enable_return_routed_experts: set `backend.routed_experts: true`": returns
-        and not asks,
-    }
+    spec, trainer = loaded.spec, cfg.trainer
+    temperature, samples, asks = spec.sampling.temperature, spec.rollout.samples_per_task, spec.backend.asks_experts
     files = model_files(loaded)
-    if files is not None and files.sees:
-        parallel = max(policy.sequence_parallel_size, reference.sequence_parallel_size)
-        blind = any(part.language_model_only for part in (policy, reference, engines))
-        problems |= {
-            "generator.inference_engine.enable_return_routed_experts: its endpoint drops images, and the model would reply without seeing them": returns,
-            "trainer.remove_microbatch_padding: set it to false; SkyRL does not pack rows of a model that takes images": trainer.remove_microbatch_padding,
-            "trainer.policy.sequence_parallel_size, trainer.ref.sequence_parallel_size: set them to 1 for a model that takes images": parallel
-            > 1,
-            "language_model_only: the model would have no vision tower": blind,
-        }
-    refuse(loaded, "SkyRL", problems)
+    table = [
+        *_SETTINGS,
+        ("generator.sampling_params.temperature", (temperature,), f"the spec samples with {temperature:g}"),
+        ("trainer.algorithm.temperature", (None, temperature), f"the spec samples with {temperature:g}"),
+        ("generator.n_samples_per_prompt", (samples,), f"`rollout.samples_per_task` is {samples}"),
+        *(_SETTINGS_WITH_IMAGES if files is not None and files.sees else ()),
+    ]
+    if temperature != 1:
+        why = (
+            "set it to processed_logprobs; else the log-probs are those of temperature 1, and the spec samples with "
+            f"{temperature:g}"
+        )
+        table.append((_ENGINES + "engine_init_kwargs.logprobs_mode", ("processed_logprobs",), why))
+    if not asks:
+        table.append((_ENGINES + "enable_return_routed_experts", OFF, "set `backend.routed_experts: true`"))
+    foreign = ", ".join(f"`sampling.{name}`" for name in unsupported(spec.sampling, NAMES))
+    replays = trainer.strategy == "megatron" and trainer.policy.megatron_config.moe_enable_routing_replay
+    returns = cfg.generator.inference_engine.enable_return_routed_experts
+    conditions = {
+        f"trainer.eval_interval={trainer.eval_interval}: "
+        "set it to -1 and evaluate with `engine eval`": trainer.eval_interval > 0,
+        f"backend.kind: {spec.backend.kind}: its replies have no ids; "
+        "use `backend: {kind: vllm}`": not spec.backend.exact_ids,
+        f"SkyRL's inference engines do not take {foreign}": bool(foreign),
+        f"`backend.routed_experts`: set {_ENGINES}enable_return_routed_experts, trainer.strategy: megatron and "
+        "trainer.policy.megatron_config.moe_enable_routing_replay": asks and not (returns and replays),
+    }
+    refuse(loaded, "SkyRL", cfg, table, conditions)
     for text in WITHOUT_EFFECT:
         log.info("no effect", setting=text)
-    log.info("no effect", setting=f"`backend: {{kind: {kind}}}`: SkyRL's inference engines sample")
+    log.info("no effect", setting=f"`backend: {{kind: {spec.backend.kind}}}`: SkyRL's inference engines sample")

@@ -1,4 +1,4 @@
-"""slime's converter and advantage function, and the sums that are compared on both sides of each.
+"""slime's samples of an episode, its converter and advantage function, and the sums that are compared on both sides of each.
 
 `convert` runs in slime's rollout manager, `advantages` in each process of the training, possibly on another machine. slime forwards a fixed list of
 columns; `rewards` holds the advantages of each row, and `prompt`, which slime forwards and never fills, the sums.
@@ -8,17 +8,101 @@ Invariant: a batch is trained on only if its tokens, trained tokens and sum of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from engine.errors import TrainError
 from engine.plugins.trainers.handover import HandedRow, Sums, final_rows
-from engine.plugins.trainers.slime.samples import origin_of
+
+if TYPE_CHECKING:
+    from engine.schemas.trajectory import Branch, Trajectory
+    from engine.tokens.vision import Vision
 
 _CHANGES = "a hook of slime that changes or drops samples or columns"
+
+
+KEY = "engine"
+"""The key of `Sample.metadata` that holds an `Origin`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a sample comes from. It is saved with `--save-debug-rollout-data`, so saved samples can be converted too."""
+
+    trajectory: Trajectory | None
+    """The episode; None if the engine itself failed in it."""
+    branch: int = 0
+    """The row of the episode; -1 for an episode without a row to train on."""
+    start: int = 0
+    """The first token of the response: the first trained one."""
+
+
+def origin_of(sample: Any) -> Origin | None:
+    """The origin of a sample; None if another function made it."""
+    origin = (sample.metadata or {}).get(KEY)
+    return origin if isinstance(origin, Origin) else None
+
+
+def samples_of(
+    sample: Any, trajectory: Trajectory | None, decode: Callable[[Sequence[int]], str], vision: Vision | None
+) -> list[Any]:
+    """The samples of one episode.
+
+    Siblings share `rollout_id`, so slime's loss counts the episode once. An episode that cannot be trained on has one sample without
+    trained tokens (`remove_sample`), because slime needs one for each rollout.
+
+    Args:
+        sample: slime's sample, which gives index, group and label.
+        trajectory: The episode; None if the engine itself failed in it.
+        decode: Decodes ids, for `Sample.response`.
+        vision: The image processing of a model with a vision tower.
+    """
+    made = copy.copy(sample)
+    made.rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id
+    branches = [] if trajectory is None else [branch for branch in trajectory.branches if branch.loss_mask.any()]
+    if trajectory is None or not trajectory.outcome.trainable or not branches:
+        return [_untrained(made, trajectory)]
+    return [_sample(made, trajectory, branch, decode, vision) for branch in branches]
+
+
+def _untrained(sample: Any, trajectory: Trajectory | None) -> Any:
+    sample.tokens, sample.response, sample.response_length = [0, 0], "", 1
+    sample.loss_mask, sample.rollout_log_probs, sample.weight_versions = [0], [0.0], []
+    sample.reward = 0.0 if trajectory is None else trajectory.outcome.reward
+    sample.remove_sample = True
+    sample.status = type(sample).Status.FAILED
+    sample.metadata = (sample.metadata or {}) | {KEY: Origin(trajectory, -1, 1)}
+    return sample
+
+
+def _sample(
+    sample: Any, trajectory: Trajectory, branch: Branch, decode: Callable[[Sequence[int]], str], vision: Vision | None
+) -> Any:
+    made = copy.copy(sample)
+    trained = branch.loss_mask == 1
+    start = int(trained.argmax())
+    made.tokens = branch.input_ids.tolist()
+    made.response_length = len(made.tokens) - start
+    made.response = decode(made.tokens[start:])
+    made.loss_mask = branch.loss_mask[start:].astype(int).tolist()
+    made.rollout_log_probs = np.where(trained, branch.logprobs, 0.0)[start:].tolist()
+    made.weight_versions = [str(version) for version in dict.fromkeys(branch.weight_versions[trained].tolist())]
+    made.reward = trajectory.outcome.reward
+    statuses = type(sample).Status
+    cut = trajectory.outcome.limit is not None or trajectory.turns[-1].finish.type == "length"
+    made.status = statuses.TRUNCATED if cut else statuses.COMPLETED
+    made.metadata = (sample.metadata or {}) | {KEY: Origin(trajectory, branch.index, start)}
+    if vision is not None and branch.images:
+        tensors = vision.tensors([[image.image for image in branch.images]])
+        made.multimodal_train_inputs = {name: torch.from_numpy(value.copy()) for name, value in tensors.items()}
+    if branch.routed_experts is not None:
+        made.rollout_routed_experts = torch.from_numpy(np.array(branch.routed_experts))
+    return made
 
 
 def convert(args: Any, samples: Sequence[Any]) -> dict[str, list[Any]]:
@@ -65,16 +149,20 @@ def convert(args: Any, samples: Sequence[Any]) -> dict[str, list[Any]]:
         data["multimodal_train_inputs"] = [sample.multimodal_train_inputs for sample in samples]
     if getattr(args, "use_rollout_routing_replay", False):
         data["rollout_routed_experts"] = [_experts(sample) for sample in samples]
-    _refuse_remainder(args, len(masked))
-    own = Sums.of_rows(built)
+    size = getattr(args, "global_batch_size", None)
+    if size and len(masked) % size:
+        raise TrainError(
+            f"slime would drop {len(masked) % size} of {len(masked)} episodes: their number is not a multiple of --global-batch-size {size}",
+            kind="handover",
+        )
     per_row = [
         _sums(tokens, mask, advantages)
         for tokens, mask, advantages in zip(data["tokens"], data["loss_masks"], data["rewards"], strict=True)
     ]
-    whole = Sums(*(sum(getattr(each, name) for each in per_row) for name in ("tokens", "trained", "advantages")))
-    own.check(whole, "slime", _CHANGES)
-    totals = [float(whole.tokens), float(whole.trained), whole.advantages]
-    data["prompt"] = [[float(each.tokens), float(each.trained), each.advantages, *totals] for each in per_row]
+    total = Sums.total(per_row)
+    Sums.of_rows(built).check(total, "slime", _CHANGES)
+    totals = [float(total.tokens), float(total.trained), total.advantages]
+    data["prompt"] = [[float(row.tokens), float(row.trained), row.advantages, *totals] for row in per_row]
     return data
 
 
@@ -103,10 +191,10 @@ def _rows(args: Any, samples: Sequence[Any]) -> tuple[list[HandedRow | None], li
             groups.setdefault(ended.task_id, {})[ended.episode_id] = ended
     builder = GroupBuilder(loaded.spec, train, loaded.base)
     samples_per_task = loaded.spec.rollout.samples_per_task
-    whole = [list(group.values()) for group in groups.values()]
-    rows = [row for group in whole if not builder.is_small(group, samples_per_task) for row in builder.rows(group)]
+    members = [list(group.values()) for group in groups.values()]
+    rows = [row for group in members if not builder.is_small(group, samples_per_task) for row in builder.rows(group)]
     made = {(row.episode.episode_id, row.branch.index): HandedRow.of(row) for row in final_rows(rows, train)}
-    found: list[HandedRow | None] = []
+    rows_of_samples: list[HandedRow | None] = []
     for sample, origin in zip(samples, origins, strict=True):
         assert origin is not None
         ended = origin.trajectory
@@ -117,16 +205,16 @@ def _rows(args: Any, samples: Sequence[Any]) -> tuple[list[HandedRow | None], li
                     f"sample {sample.index} has other tokens than row {origin.branch} of its episode; remove the hook that changes samples",
                     kind="handover",
                 )
-            found.append(_from(row, origin.start))
+            rows_of_samples.append(_from(row, origin.start))
         else:
-            found.append(None)
+            rows_of_samples.append(None)
     if made:
         episode, branch = next(iter(made))
         raise TrainError(
             f"{len(made)} rows have no sample in slime's batch, the first is row {branch} of {episode}; remove the hook that drops samples",
             kind="handover",
         )
-    return found, [row for row in found if row is not None]
+    return rows_of_samples, [row for row in rows_of_samples if row is not None]
 
 
 def _from(row: HandedRow, start: int) -> HandedRow:
@@ -148,30 +236,18 @@ def _from(row: HandedRow, start: int) -> HandedRow:
 def _sums(tokens: Any, mask: Any, advantages: torch.Tensor) -> Sums:
     """The sums of one row as slime has it; rows without trained tokens count nothing."""
     trained = torch.as_tensor(mask, device="cpu")
-    count = int(trained.sum())
-    if not count:
-        return Sums(0, 0, 0.0)
-    return Sums(len(tokens), count, float((advantages.cpu().double().abs() * trained).sum()))
+    return Sums.of_tensors(len(tokens), trained, advantages.cpu()) if trained.any() else Sums(0, 0, 0.0)
 
 
 def _experts(sample: Any) -> Any:
-    found = sample.rollout_routed_experts
-    if found is None or len(found) != len(sample.tokens) - 1:
+    experts = sample.rollout_routed_experts
+    if experts is None or len(experts) != len(sample.tokens) - 1:
         raise TrainError(
             f"--use-rollout-routing-replay needs the experts of {len(sample.tokens) - 1} tokens of sample {sample.index}, and it has "
-            f"{0 if found is None else len(found)}; set `backend.routed_experts`, or remove the flag",
+            f"{0 if experts is None else len(experts)}; set `backend.routed_experts`, or remove the flag",
             kind="handover",
         )
-    return found
-
-
-def _refuse_remainder(args: Any, episodes: int) -> None:
-    size = getattr(args, "global_batch_size", None)
-    if size and episodes % size:
-        raise TrainError(
-            f"slime would drop {episodes % size} of {episodes} episodes: their number is not a multiple of --global-batch-size {size}",
-            kind="handover",
-        )
+    return experts
 
 
 def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
@@ -189,9 +265,11 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     from megatron.core import mpu
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 
-    told = rollout_data.pop("prompt", None)
+    sums_of_rows = rollout_data.pop("prompt", None)
     rewards, masks = rollout_data["rewards"], rollout_data["loss_masks"]
-    if told is None or not all(isinstance(each, torch.Tensor) and each.dim() == 1 for each in rewards):
+    if sums_of_rows is None or not all(
+        isinstance(row_rewards, torch.Tensor) and row_rewards.dim() == 1 for row_rewards in rewards
+    ):
         raise TrainError(
             "the rewards of slime's batch are not the engine's advantages by token; use "
             "--custom-convert-samples-to-train-data-path engine.plugins.trainers.slime.convert",
@@ -207,21 +285,21 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
                 f"a response of {response} in {total} tokens",
                 kind="handover",
             )
-        tokens, trained, size = told[at][:3]
-        found = _sums(rollout_data["tokens"][at], mask, values)
-        Sums(int(tokens), int(trained), size).check(found, "slime", _CHANGES)
-        here += torch.tensor([found.tokens, found.trained, found.advantages], dtype=torch.float64)
+        tokens, trained, size = sums_of_rows[at][:3]
+        actual = _sums(rollout_data["tokens"][at], mask, values)
+        Sums(int(tokens), int(trained), size).check(actual, "slime", _CHANGES)
+        here += torch.tensor([actual.tokens, actual.trained, actual.advantages], dtype=torch.float64)
         part = slice_log_prob_with_cp(values.to(mask.device, torch.float32), total, response)
         parts.append(part)
         sliced += (part.cpu().double().abs() * slice_log_prob_with_cp(mask, total, response).cpu()).sum()
     if parts:
         device = masks[0].device
-        tokens, trained, size = told[0][3:]
+        tokens, trained, size = sums_of_rows[0][3:]
         ranks = _added(here.to(device), mpu, with_context_parallel=False)
         slices = _added(sliced.to(device), mpu, with_context_parallel=True)
-        whole = Sums(int(tokens), int(trained), size)
-        whole.check(Sums(int(ranks[0]), int(ranks[1]), float(ranks[2])), "slime", _CHANGES)
-        whole.check(Sums(int(tokens), int(trained), float(slices[0])), "slime", "slicing with context parallelism")
+        handed = Sums(int(tokens), int(trained), size)
+        handed.check(Sums(int(ranks[0]), int(ranks[1]), float(ranks[2])), "slime", _CHANGES)
+        handed.check(Sums(int(tokens), int(trained), float(slices[0])), "slime", "slicing with context parallelism")
     rollout_data["advantages"] = parts
     rollout_data["returns"] = list(parts)
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 import structlog
 
 from engine.errors import TrainError
-from engine.plugins.trainers.check import refuse
+from engine.plugins.trainers.settings import OFF, Row, refuse, value_of
 from engine.schemas.backend import SGLangBackendSpec
 from engine.schemas.sections import written
+from engine.schemas.train import TrainSpec
 
 if TYPE_CHECKING:
     from engine.spec.load import LoadedSpec
@@ -19,8 +20,36 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 PACKAGE = "engine.plugins.trainers.slime"
 CONVERTER, ADVANTAGES, ROLLOUT = f"{PACKAGE}.convert", f"{PACKAGE}.advantages", f"{PACKAGE}.generate_rollout"
-_HANDOVER = {"custom_convert_samples_to_train_data_path": CONVERTER, "custom_advantage_function_path": ADVANTAGES}
-_ESTIMATORS = ("grpo", "gspo", "cispo")
+_ARGUMENTS: list[Row] = [
+    ("--custom-convert-samples-to-train-data-path", (CONVERTER,), f"use {CONVERTER}"),
+    ("--custom-advantage-function-path", (ADVANTAGES,), f"use {ADVANTAGES}"),
+    ("--custom-reward-post-process-path", OFF, "the converter takes the engine's advantages"),
+    ("--normalize-advantages", OFF, "use `train.advantage_norm: batch`"),
+    ("--use-opd", OFF, "it changes the advantages"),
+    ("--group-rm", OFF, "the spec gives the rewards"),
+    ("--custom-rm-path", OFF, "the spec gives the rewards"),
+    ("--rm-type", OFF, "the spec gives the rewards"),
+    ("--reward-key", OFF, "a sample's reward is one number"),
+    ("--partial-rollout", OFF, "an episode is never continued by slime"),
+    ("--log-passrate", OFF, "it takes n_samples_per_prompt rows for each prompt"),
+    ("--load-debug-rollout-data-subsample", OFF, "the advantages of a group need all of its episodes"),
+    ("--kl-coef", OFF, "a custom advantage function gets no penalty; use --use-kl-loss"),
+    ("--rollout-top-p", (None, 1.0), "slime would need the ids that the sampler kept"),
+    (
+        "--advantage-estimator",
+        (None, "grpo", "gspo", "cispo"),
+        "use grpo, gspo, cispo; it only chooses the loss",
+    ),
+]
+_ARGUMENTS_OF_ITS_ROLLOUT: list[Row] = [
+    (name, OFF, "only slime's own rollout function calls it")
+    for name in (
+        "--custom-generate-function-path",
+        "--dynamic-sampling-filter-path",
+        "--rollout-sample-filter-path",
+        "--rollout-all-samples-process-path",
+    )
+]
 Rows = Literal["one", "several"]
 
 
@@ -58,83 +87,41 @@ class Settings:
 def refuse_arguments(args: Any, loaded: LoadedSpec) -> None:
     """Refuse arguments of slime, and keys of the spec, that would change the engine's rows or have no effect.
 
-    Args:
-        args: slime's arguments. One that is missing has no effect.
-        loaded: The spec.
-
     Raises:
         TrainError: kind `train_setup`; the message names all of them.
     """
-    spec, train = loaded.spec, loaded.spec.train
-    own = getattr(args, "rollout_function_path", None) == ROLLOUT
-
-    def on(name: str) -> bool:
-        return bool(getattr(args, name, None))
-
-    problems = {
+    spec, train = loaded.spec, loaded.spec.train or TrainSpec()
+    temperature, samples = spec.sampling.temperature, spec.rollout.samples_per_task
+    engine_rollout = value_of(args, "rollout_function_path") == ROLLOUT
+    corrected = loaded.spec.train is not None and train.rollout_correction.kind != "none"
+    table = [
+        *_ARGUMENTS,
+        *(
+            (name, (None, temperature), f"the spec samples with {temperature:g}")
+            for name in ("--rollout-temperature", "--eval-temperature")
+        ),
+        ("--n-samples-per-prompt", (None, samples), f"`rollout.samples_per_task` is {samples}"),
+    ]
+    if engine_rollout:
+        sizes = (None, 0, value_of(args, "rollout_batch_size"))
+        table += [*_ARGUMENTS_OF_ITS_ROLLOUT, ("--over-sampling-batch-size", sizes, "use `train.dynamic_sampling`")]
+    conditions = {
         f"backend.kind: {spec.backend.kind}: slime samples with SGLang; use `backend: {{kind: sglang}}`": not isinstance(
             spec.backend, SGLangBackendSpec
         ),
-        "train.colocate: slime moves the weights; remove it": train is not None and train.colocate,
-        "train.difficulty, train.asynchrony.oversample: slime draws the tasks; remove them": train is not None
-        and ("difficulty" in written(spec) or train.asynchrony.oversample > 1.0),
-        "train.dynamic_sampling with --custom-generate-function-path: set it to false and use --dynamic-sampling-filter-path, or use "
-        f"--rollout-function-path {ROLLOUT}": train is not None and train.dynamic_sampling and not own,
-        "--custom-reward-post-process-path: the converter takes the engine's advantages": on(
-            "custom_reward_post_process_path"
-        ),
-        "--normalize-advantages: use `train.advantage_norm: batch`": on("normalize_advantages"),
-        "--use-opd: it changes the advantages": on("use_opd"),
-        "--group-rm, --custom-rm-path, --rm-type: the spec gives the rewards": on("group_rm")
-        or on("custom_rm_path")
-        or on("rm_type"),
-        "--reward-key: a sample's reward is one number": on("reward_key"),
-        "--partial-rollout: an episode is never continued by slime": on("partial_rollout"),
-        "--log-passrate: it takes n_samples_per_prompt rows for each prompt": on("log_passrate"),
-        "--load-debug-rollout-data-subsample: the advantages of a group need all of its episodes": on(
-            "load_debug_rollout_data_subsample"
-        ),
-        "--kl-coef: a custom advantage function gets no penalty; use --use-kl-loss": getattr(args, "kl_coef", 0) != 0,
-        "--rollout-top-p below 1: slime would need the ids that the sampler kept": getattr(args, "rollout_top_p", 1.0)
-        != 1.0,
+        "train.colocate: slime moves the weights; remove it": train.colocate,
+        "train.difficulty, train.asynchrony.oversample: slime draws the tasks; remove them": "difficulty"
+        in written(spec)
+        or train.asynchrony.oversample > 1.0,
+        "train.dynamic_sampling with --custom-generate-function-path: set it to false and use "
+        f"--dynamic-sampling-filter-path, or use --rollout-function-path {ROLLOUT}": loaded.spec.train is not None
+        and train.dynamic_sampling
+        and not engine_rollout,
+        "train.rollout_correction without --use-tis: add the flag, or set `kind: none`": corrected
+        and not value_of(args, "use_tis"),
     }
-    estimator = getattr(args, "advantage_estimator", "grpo")
-    problems[f"--advantage-estimator {estimator}: use {', '.join(_ESTIMATORS)}; it only chooses the loss"] = (
-        estimator not in _ESTIMATORS
-    )
-    for name, value in _HANDOVER.items():
-        given = getattr(args, name, value)
-        problems[f"--{name.replace('_', '-')} {given}: use {value}"] = given != value
-    temperature = spec.sampling.temperature
-    for name in ("rollout_temperature", "eval_temperature"):
-        given = getattr(args, name, None)
-        problems[f"--{name.replace('_', '-')} {given}: the spec samples with {temperature:g}"] = (
-            given is not None and given != temperature
-        )
-    samples = getattr(args, "n_samples_per_prompt", spec.rollout.samples_per_task)
-    problems[f"--n-samples-per-prompt {samples}: `rollout.samples_per_task` is {spec.rollout.samples_per_task}"] = (
-        samples != spec.rollout.samples_per_task
-    )
-    if own:
-        unread = (
-            "custom_generate_function_path",
-            "dynamic_sampling_filter_path",
-            "rollout_sample_filter_path",
-            "rollout_all_samples_process_path",
-        )
-        problems |= {
-            f"--{name.replace('_', '-')}: only slime's own rollout function calls it": on(name) for name in unread
-        }
-        batch = getattr(args, "rollout_batch_size", None)
-        problems["--over-sampling-batch-size: use `train.dynamic_sampling`"] = (
-            getattr(args, "over_sampling_batch_size", None) or batch
-        ) != batch
-    corrected = train is not None and train.rollout_correction.kind != "none"
-    problems["train.rollout_correction without --use-tis: add the flag, or set `kind: none`"] = corrected and not on(
-        "use_tis"
-    )
-    refuse(loaded, "slime", problems)
-    if not on("use_tis") and not on("use_rollout_logprobs"):
+    refuse(loaded, "slime", args, table, conditions)
+    if not value_of(args, "use_tis") and not value_of(args, "use_rollout_logprobs"):
         log.warning(
             "slime only logs the sampler's log-probs; --use-rollout-logprobs or --use-tis puts them into the loss"
         )

@@ -5,14 +5,15 @@
     with rollouts:
         EngineGRPOTrainer(rollouts, args).train()
 
-Parts: `rollouts.py` runs the episodes, `sampler.py` samples with the trainer's model, `handover.py` compares the sums of both sides
-of the hand-over, `grpo.py` the trainer, `arguments.py` TRL's arguments. TRL is imported when `EngineGRPOTrainer` is read.
+Parts: `rollouts.py` runs the episodes, `backend.py` samples with the trainer's model, `grpo.py` has the trainer
+and compares the sums of both sides of the hand-over, `arguments.py` TRL's arguments. TRL is imported when `EngineGRPOTrainer` is read.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from engine.plugins.trainers.library import late_subclass
 from engine.plugins.trainers.trl.arguments import grpo_arguments
 from engine.plugins.trainers.trl.rollouts import EngineRollouts
 
@@ -21,7 +22,7 @@ __all__ = ["EngineGRPOTrainer", "EngineRollouts", "grpo_arguments"]
 
 def __getattr__(name: str) -> Any:
     if name == "EngineGRPOTrainer":
-        from engine.plugins.trainers.trl.grpo import trainer_class
+        from engine.plugins.trainers.trl.grpo import EngineGRPO
 
-        return trainer_class()
+        return late_subclass(name, EngineGRPO, "trl:GRPOTrainer")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

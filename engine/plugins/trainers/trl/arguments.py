@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.backends.device import pick_device
 from engine.errors import TrainError
-from engine.plugins.trainers.check import refuse
+from engine.plugins.trainers.settings import OFF, Row, refuse
 from engine.schemas.loss import CispoLoss, ClippedLoss, DrGrpoLoss, LossSpec, SapoLoss
 from engine.schemas.sections import dump
 from engine.schemas.train import TrainSpec
@@ -74,19 +74,19 @@ def grpo_arguments(loaded: LoadedSpec) -> dict[str, Any]:
 
 
 def _loss_arguments(loss: LossSpec) -> dict[str, Any]:
-    found: dict[str, Any] = {"loss_type": _LOSS_TYPES[loss.kind]}
+    arguments: dict[str, Any] = {"loss_type": _LOSS_TYPES[loss.kind]}
     if loss.ratio_level == "sequence":
-        found["importance_sampling_level"] = "sequence"
+        arguments["importance_sampling_level"] = "sequence"
     if isinstance(loss, ClippedLoss):
-        found |= {"epsilon": loss.clip_low, "epsilon_high": loss.clip_high, "delta": loss.delta}
+        arguments |= {"epsilon": loss.clip_low, "epsilon_high": loss.clip_high, "delta": loss.delta}
     if isinstance(loss, CispoLoss):
-        found["epsilon_high"] = 1.0 + loss.clip_high
+        arguments["epsilon_high"] = 1.0 + loss.clip_high
     if isinstance(loss, SapoLoss):
-        found |= {
+        arguments |= {
             "sapo_temperature_pos": loss.temperature_positive,
             "sapo_temperature_neg": loss.temperature_negative,
         }
-    return found
+    return arguments
 
 
 def _refuse_untranslated(loaded: LoadedSpec, train: TrainSpec) -> None:
@@ -114,27 +114,40 @@ def _refuse_untranslated(loaded: LoadedSpec, train: TrainSpec) -> None:
         )
 
 
-def refuse_arguments(args: Any, given: dict[str, Any], loaded: LoadedSpec, *, vision: bool) -> None:
+_ARGUMENTS: list[Row] = [
+    ("use_vllm", OFF, "the engine samples with the trainer's model"),
+    ("mask_truncated_completions", OFF, "use `train.overlong: mask`"),
+    ("eval_strategy", ("no",), "evaluate with `engine eval`"),
+    ("off_policy_mask_threshold", (None,), "it takes one advantage for each row"),
+    (
+        "world_size",
+        (1,),
+        "the engine's hand-over was run in one process only; use `engine train` for several",
+    ),
+]
+_OPTIONS: list[Row] = [
+    ("peft_config", OFF, "sampling with an adapter was not run"),
+    *(
+        (name, OFF, "the spec gives it")
+        for name in (
+            "reward_funcs", "rollout_func", "tools", "environment_factory", "train_dataset", "eval_dataset",
+        )
+    ),
+]  # fmt: skip
+
+
+def refuse_arguments(args: Any, options: dict[str, Any], loaded: LoadedSpec, *, vision: bool) -> None:
     """Refuse `args`, a `GRPOConfig`, and keyword arguments of a trainer that would change the rows or have no effect.
 
     Raises:
         TrainError: kind `train_setup`; the message names all of them.
     """
     temperature = loaded.spec.sampling.temperature
-    problems = {
-        "use_vllm: the engine samples with the trainer's model": args.use_vllm,
-        "mask_truncated_completions: use `train.overlong: mask`": args.mask_truncated_completions,
-        f"temperature {args.temperature:g}: the spec samples with {temperature:g}": args.temperature != temperature,
-        "eval_strategy: evaluate with `engine eval`": str(getattr(args.eval_strategy, "value", args.eval_strategy))
-        != "no",
-        "loss_type vespo: it takes one advantage for each row": args.loss_type == "vespo",
-        "off_policy_mask_threshold: it takes one advantage for each row": args.off_policy_mask_threshold is not None,
+    table = [*_ARGUMENTS, ("temperature", (temperature,), f"the spec samples with {temperature:g}")]
+    conditions = {
+        "loss_type=vespo: it takes one advantage for each row": args.loss_type == "vespo",
         "beta with a model that takes images: TRL computes the reference's log-probs without them": vision
         and args.beta != 0,
-        "world_size over 1: the engine's hand-over was run in one process only; use `engine train` for several": args.world_size
-        > 1,
-        "peft_config: sampling with an adapter was not run": given.get("peft_config") is not None,
     }
-    owned = ("reward_funcs", "rollout_func", "tools", "environment_factory", "train_dataset", "eval_dataset")
-    problems |= {f"{name}: the spec gives it": given.get(name) is not None for name in owned}
-    refuse(loaded, "TRL", problems)
+    refuse(loaded, "TRL", args, table, conditions)
+    refuse(loaded, "TRL", options, _OPTIONS)

@@ -7,20 +7,19 @@ Written for TRL 1.16. Four methods of GRPOTrainer are extended: `_generate_and_s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from engine.errors import TrainError
-from engine.plugins.trainers.library import check_overrides, imports_of
-from engine.plugins.trainers.pixels import row_sum
+from engine.plugins.trainers.handover import Sums
+from engine.plugins.trainers.library import overrides
+from engine.plugins.trainers.pixels import checksum, checksums_of, row_sum
 from engine.plugins.trainers.trl.arguments import refuse_arguments
-from engine.plugins.trainers.trl.handover import check_batches, checksums_of_rows
 from engine.train.logprobs import MASKED_LOGIT
 
 if TYPE_CHECKING:
@@ -28,23 +27,13 @@ if TYPE_CHECKING:
 
 _PATCHES, _TILES = {"pixel_values", "image_grid_thw"}, {"pixel_values", "pixel_attention_mask"}
 """The tensors of images that TRL splits by row: of Qwen's families, and of Idefics3's."""
+_IMAGE_TENSORS = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
 _IMAGE_KEYS = _PATCHES | _TILES | {"num_images"}
 
 
 def engine_reward(prompts: list[Any], completions: list[Any], engine_reward: list[float | None], **_: Any) -> list[Any]:
     """The sum of an episode's rewards, for TRL's metrics; the loss reads the engine's advantages. None: the engine failed."""
     return engine_reward
-
-
-_OVERRIDES = {
-    "_generate_and_score_completions": "inputs",
-    "_prepare_inputs": "generation_batch",
-    "_get_per_token_logps_and_entropies": "model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, "
-    "compute_aux_loss, pixel_values, image_grid_thw, num_images, pixel_attention_mask, spatial_shapes, num_tiles, image_sizes, "
-    "token_type_ids, mm_token_type_ids, image_position_ids",
-    "_compute_loss": "model, inputs",
-}
-"""The methods of TRL's GRPOTrainer that are overridden, with their parameters."""
 
 
 class EngineGRPO:
@@ -83,6 +72,7 @@ class EngineGRPO:
     max_completion_length: float | None
     """The constant of `dr_grpo`."""
 
+    @overrides("inputs")
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Make the batch of a generation: TRL's, with the engine's advantages, log-probs and images."""
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
@@ -121,14 +111,17 @@ class EngineGRPO:
                 kind="train_setup",
             )
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-        found: dict[str, Any] = {name: torch.from_numpy(array).to(ids.device) for name, array in tensors.items()}
+        tensors_of_rows: dict[str, Any] = {
+            name: torch.from_numpy(array).to(ids.device) for name, array in tensors.items()
+        }
         if set(tensors) == _TILES:
             # One entry for each row: TRL takes entries for images where there are as many, so a row counts as one.
-            return found | {"num_images": [1] * len(digests)}
-        found["num_images"] = [len(each) for each in digests]
-        found["mm_token_type_ids"] = torch.tensor(vision.token_types(ids.tolist()), device=ids.device)
-        return found
+            return tensors_of_rows | {"num_images": [1] * len(digests)}
+        tensors_of_rows["num_images"] = [len(images) for images in digests]
+        tensors_of_rows["mm_token_type_ids"] = torch.tensor(vision.token_types(ids.tolist()), device=ids.device)
+        return tensors_of_rows
 
+    @overrides("generation_batch")
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """Return the next slice; after a generation, compare the sums of all slices with those of the engine's rows.
 
@@ -141,15 +134,21 @@ class EngineGRPO:
             check_batches(self._rollouts.sums, self._buffered_inputs)  # type: ignore[attr-defined]
         return inputs
 
+    @overrides(
+        "model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, pixel_values, "
+        "image_grid_thw, num_images, pixel_attention_mask, spatial_shapes, num_tiles, image_sizes, token_type_ids, "
+        "mm_token_type_ids, image_position_ids"
+    )
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
         """Compute log-probs over the ids that the sampler may choose, as it does."""
         head = self.accelerator.unwrap_model(model).get_output_embeddings()  # type: ignore[attr-defined]
         chat = self._rollouts.format
         with _excluded(head, chat.vocab_size, chat.vision.banned if chat.vision is not None else []):
-            found = super()._get_per_token_logps_and_entropies(model, *args, **options)  # type: ignore[misc]
-        self._newest = found[0].detach()
-        return found
+            computed = super()._get_per_token_logps_and_entropies(model, *args, **options)  # type: ignore[misc]
+        self._newest = computed[0].detach()
+        return computed
 
+    @overrides("model, inputs")
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Compute TRL's loss; before the first update with a batch, measure how far its log-probs are from the sampler's."""
         if "num_images" in inputs and not inputs.get("pixel_attention_mask", inputs["pixel_values"]).any():
@@ -188,20 +187,46 @@ def _excluded(head: Any, vocab: int, banned: list[int]) -> Iterator[None]:
 
 def _padded(rows: list[Any], like: torch.Tensor) -> torch.Tensor:
     """Rows of different lengths as float32 [rows, completion]; 0.0 on padding."""
-    found = np.zeros(tuple(like.shape), np.float32)
+    padded = np.zeros(tuple(like.shape), np.float32)
     for place, row in enumerate(rows):
-        found[place, : len(row)] = row
-    return torch.from_numpy(found).to(like.device)
+        padded[place, : len(row)] = row
+    return torch.from_numpy(padded).to(like.device)
 
 
-@cache
-def trainer_class() -> type[Any]:
-    """TRL's GRPOTrainer with the methods of `EngineGRPO`.
+def sums_of_batches(batches: Sequence[Mapping[str, Any]]) -> Sums:
+    """The sums of what TRL's loss reads, over all slices of one generation."""
+    slices = []
+    for batch in batches:
+        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        advantages = batch["advantages"]
+        if advantages.dim() == 1:
+            advantages = advantages[:, None]
+        images = 0
+        if "num_images" in batch:
+            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1).cpu()
+            there = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1).bool().cpu()
+            rows = zip(ids, there, checksums_of_rows(batch), strict=True)
+            images = sum(row_sum(row[places], checksums) for row, places, checksums in rows)
+        tokens = int(batch["prompt_mask"].sum() + batch["completion_mask"].sum())
+        slices.append(Sums.of_tensors(tokens, mask, advantages, images))
+    return Sums.total(slices)
+
+
+def checksums_of_rows(batch: Mapping[str, Any]) -> list[list[int]]:
+    """`checksum` of each image of each row, or of all tiles of a row together."""
+    tensors = {name: batch[name].cpu() for name in _IMAGE_TENSORS if name in batch}
+    if "image_grid_thw" not in tensors:
+        return [[checksum(dict(zip(tensors, row, strict=True)))] for row in zip(*tensors.values(), strict=True)]
+    checksums = iter(checksums_of(tensors))
+    return [[next(checksums) for _ in range(count)] for count in batch["num_images"]]
+
+
+def check_batches(rows: Sums, batches: Sequence[Mapping[str, Any]]) -> None:
+    """Compare the engine's sums with those of TRL's batch.
 
     Raises:
-        TrainError: kind `train_setup`: TRL is not installed, or has other methods than the version that was tested.
+        TrainError: kind `handover`: they differ.
     """
-    with imports_of("TRL", "'episode-engine[trl]'"):
-        from trl import GRPOTrainer
-    check_overrides(EngineGRPO, GRPOTrainer, "trl", _OVERRIDES)
-    return type("EngineGRPOTrainer", (EngineGRPO, GRPOTrainer), {"__doc__": EngineGRPO.__doc__})
+    rows.check(
+        sums_of_batches(batches), "TRL", "an overridden method, an option of GRPOConfig that masks or cuts completions"
+    )

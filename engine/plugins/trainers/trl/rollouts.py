@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Self
 from engine.errors import TrainError
 from engine.plugins.local.spec import LocalBackendSpec
 from engine.plugins.trainers.handover import HandedRow, SeveralRows, Sums, groups_of, one_row_each
-from engine.plugins.trainers.loop import LoopThread
+from engine.plugins.trainers.process import LoopThread
 from engine.plugins.trainers.rollouts import TrainerRollouts
 from engine.spec.load import LoadedSpec, load_spec
 
 if TYPE_CHECKING:
-    from engine.plugins.trainers.trl.sampler import SharedBackend
+    from engine.plugins.trainers.trl.backend import SharedBackend
     from engine.runner.batch import Batch
 
 
@@ -105,9 +105,9 @@ class EngineRollouts:
             batch = self._loop.call(self._episodes.batch(groups, samples, self.version))
         self.metrics = batch.metrics(tuple(self.loaded.spec.tasks.mix or ()))
         ended = {
-            (group.number, each.sample_index): each
+            (group.number, trajectory.sample_index): trajectory
             for group in (*batch.used, *batch.left_out)
-            for each in group.trajectories
+            for trajectory in group.trajectories
         }
         self.handed = self._handed(batch, len(groups), samples)
         self.sums = Sums.of_rows(self.handed)
@@ -117,7 +117,7 @@ class EngineRollouts:
             "completion_ids": [row.completion_ids for row in self.handed],
             "logprobs": [row.logprobs for row in self.handed],
             "env_mask": [row.mask for row in self.handed],
-            "engine_reward": [None if each is None else each.outcome.reward for each in slots],
+            "engine_reward": [None if trajectory is None else trajectory.outcome.reward for trajectory in slots],
         }
 
     def _handed(self, batch: Batch, groups: int, samples: int) -> list[HandedRow]:
@@ -148,7 +148,7 @@ class EngineRollouts:
         return float(json.loads(file.read_text(encoding="utf-8")))
 
     def _make_backend(self, model: Any) -> SharedBackend:
-        from engine.plugins.trainers.trl.sampler import SharedBackend
+        from engine.plugins.trainers.trl.backend import SharedBackend
 
         self._model = model
         return SharedBackend(

@@ -14,7 +14,6 @@ Each worker of verl is a process with a run store of its own, `process-<number>/
 from __future__ import annotations
 
 import asyncio
-import threading
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,13 +23,13 @@ import numpy as np
 
 from engine.errors import TrainError
 from engine.plugins.trainers.handover import HandedRow
-from engine.plugins.trainers.loop import LoopThread
-from engine.plugins.trainers.process_folder import ProcessFolder
+from engine.plugins.trainers.process import LoopThread, OncePerProcess
 from engine.plugins.trainers.rollouts import TrainerRollouts
+from engine.plugins.trainers.settings import value_of
 from engine.plugins.trainers.verl import fixes
+from engine.plugins.trainers.verl.backend import VerlBackend
 from engine.plugins.trainers.verl.rows import image_columns, versions_of_row
-from engine.plugins.trainers.verl.sampler import VerlBackend
-from engine.plugins.trainers.verl.settings import of, refuse_loop_settings
+from engine.plugins.trainers.verl.settings import refuse_loop_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -43,8 +42,7 @@ if TYPE_CHECKING:
 
     _Ended = tuple[Trajectory, list[TrainingRow], dict[str, str]]
 
-_OPEN: dict[tuple[Path, Path], LoopEpisodes] = {}
-_OPENING = threading.Lock()
+_OPEN: OncePerProcess[tuple[Path, Path], LoopEpisodes] = OncePerProcess()
 
 
 class EngineAgentLoop:
@@ -91,10 +89,10 @@ class EngineAgentLoop:
             EngineError: as `TrainerRollouts.start` and `Runner.episode`.
         """
         episodes = await asyncio.to_thread(LoopEpisodes.of, *self._key, self._config, self._client)
-        own, asked = episodes.spec.sampling.temperature, sampling_params.get("temperature")
-        if asked is not None and asked != own:
+        wanted, asked = episodes.spec.sampling.temperature, sampling_params.get("temperature")
+        if asked is not None and asked != wanted:
             raise TrainError(
-                f"verl asks for temperature {asked:g}, and {episodes.loaded.path} samples with {own:g}; evaluate with `engine eval`",
+                f"verl asks for temperature {asked:g}, and {episodes.loaded.path} samples with {wanted:g}; evaluate with `engine eval`",
                 kind="train_setup",
             )
         session = "session_id" in columns
@@ -107,7 +105,7 @@ class EngineAgentLoop:
         return outputs if session else outputs[0]
 
     def _refuse_rows(self, rows: list[TrainingRow], episode: str, session: bool) -> None:
-        if len(rows) > 1 and (not session or of(self._config, "algorithm.adv_estimator") != "grpo"):
+        if len(rows) > 1 and (not session or value_of(self._config, "algorithm.adv_estimator") != "grpo"):
             raise TrainError(
                 f"{episode} has {len(rows)} rows, and verl takes several rows of an episode only in its V1 trainer, with adv_estimator=grpo. Use "
                 "EngineManager, or a chat template that does not rewrite history",
@@ -118,7 +116,7 @@ class EngineAgentLoop:
         handed = HandedRow.of(rows[0])
         for part, ids in (("prompt", handed.prompt_ids), ("response", handed.completion_ids)):
             setting = f"actor_rollout_ref.rollout.{part}_length"
-            most = of(self._config, setting)
+            most = value_of(self._config, setting)
             if len(ids) > most:
                 raise TrainError(
                     f"{episode} has a {part} of {len(ids)} tokens, and {setting}={most}; set it to the largest number that `limits.episode_tokens` "
@@ -158,7 +156,7 @@ class LoopEpisodes(TrainerRollouts):
     """
 
     def __init__(self, spec: Path, folder: Path, config: Any, client: Any) -> None:
-        super().__init__(spec, folder, "verl_agent_loop", keep_going=True)  # verl counts failures itself
+        super().__init__(spec, folder, "verl_agent_loop", keep_going=True, shared=True)  # verl counts failures itself
         refuse_loop_settings(config, self.loaded, self.format.vision)
         if self.pixels is not None:
             fixes.check_applied()
@@ -166,15 +164,8 @@ class LoopEpisodes(TrainerRollouts):
         self.backend = VerlBackend.of(config, client, self)
         """What samples; its `stats` count replies whose versions collapsed."""
         self._groups: dict[str, _Prompt] = {}
-        self._own = ProcessFolder.take(folder)
-        self.folder = self._own.path
-        self.number_uses_of(self._own.number)
         self._loop = LoopThread()
-        try:
-            self._loop.call(self.start(self.backend))
-        except BaseException:
-            self._own.release()
-            raise
+        self._loop.call(self.start(self.backend))
 
     @classmethod
     def of(cls, spec: Path, folder: Path, config: Any, client: Any) -> LoopEpisodes:
@@ -184,16 +175,13 @@ class LoopEpisodes(TrainerRollouts):
             TrainError: kind `train_setup`: they sample with another client of verl.
             EngineError: as `LoopEpisodes` and `TrainerRollouts.start`.
         """
-        with _OPENING:
-            if (spec, folder) not in _OPEN:
-                _OPEN[(spec, folder)] = cls(spec, folder, config, client)
-            found = _OPEN[(spec, folder)]
-        if found.client is not client:
+        episodes = _OPEN.opened((spec, folder), lambda: cls(spec, folder, config, client))
+        if episodes.client is not client:
             raise TrainError(
                 f"the episodes of {folder} sample with another client of verl in this process; give each worker a process",
                 kind="train_setup",
             )
-        return found
+        return episodes
 
     def submit(self, columns: Mapping[str, Any], refuse: Callable[[list[TrainingRow], str], None]) -> Future[_Ended]:
         """Start an episode of the task that a row of verl's data set names; its result is the episode and its rows.
@@ -246,13 +234,11 @@ class LoopEpisodes(TrainerRollouts):
 
     def stop(self) -> None:
         """Close the run store and the services, and leave the folder to another process."""
-        for key in [key for key, value in _OPEN.items() if value is self]:
-            del _OPEN[key]
+        _OPEN.forget(self)
         try:
             self._loop.call(self.close())
         finally:
             self._loop.close()
-            self._own.release()
 
 
 def _output(row: TrainingRow, trajectory: Trajectory, *, named: bool) -> Any:

@@ -1,6 +1,6 @@
 """Runs the episodes of verl's prompts, and writes their rows to TransferQueue: verl's `agent_loop_manager_class`.
 
-One row of verl's data set is one task: `extra_info.task` is its id (`tasks.py` writes such a file). A prompt's group is run as a whole; its rows
+One row of verl's data set is one task: `extra_info.task` is its id (`write_tasks` writes such a file). A prompt's group is run as a whole; its rows
 are written, and then the prompt is `finished`. A group without a row is a `failure`, and verl asks for another one.
 """
 
@@ -11,15 +11,19 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import structlog
 
 from engine.errors import EngineError, TrainError
-from engine.plugins.trainers.loop import LoopThread
+from engine.plugins.trainers.process import LoopThread
 from engine.plugins.trainers.rollouts import TrainerRollouts
+from engine.plugins.trainers.settings import value_of
+from engine.plugins.trainers.verl.backend import VerlBackend
 from engine.plugins.trainers.verl.rows import group_rows
-from engine.plugins.trainers.verl.sampler import VerlBackend
-from engine.plugins.trainers.verl.settings import of, refuse_settings
-from engine.spec.load import load_spec
+from engine.plugins.trainers.verl.settings import refuse_settings
+from engine.spec.load import LoadedSpec, load_spec
+from engine.spec.tasks import load_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +46,7 @@ class EngineManager:
     """
 
     def __init__(self, config: Any, llm_client: Any) -> None:
-        path, folder = of(config, "engine.spec"), of(config, "engine.folder")
+        path, folder = value_of(config, "engine.spec"), value_of(config, "engine.folder")
         if path is None or folder is None:
             raise TrainError(
                 "verl's configuration has no `engine.spec` or no `engine.folder`; add `+engine.spec=SPEC +engine.folder=FOLDER`",
@@ -89,7 +93,8 @@ class EngineManager:
             one = prompts[place]
             values = {name: one[name] for name in one.keys()}  # noqa: SIM118  (a TensorDict iterates over entries)
             plain = {
-                name: each.data if isinstance(each, tensordict.NonTensorData) else each for name, each in values.items()
+                name: value.data if isinstance(value, tensordict.NonTensorData) else value
+                for name, value in values.items()
             }
             uid, task = str(plain["uid"]), (plain.get("extra_info") or {}).get("task")
             if "_" in uid:
@@ -114,7 +119,7 @@ class EngineManager:
             await self._status(uid, "running")
             group = await self._episodes.group(task, self._samples, step)
             if group.rows:
-                trajectories = {each.episode_id: each for each in group.trajectories}
+                trajectories = {trajectory.episode_id: trajectory for trajectory in group.trajectories}
                 rows = uid, step, group.rows, trajectories, columns, self._episodes.pixels
                 await asyncio.to_thread(lambda: _put(*group_rows(*rows)))
                 status = "finished"
@@ -146,3 +151,26 @@ def _put(keys: list[str], fields: list[dict[str, Any]], tags: list[dict[str, Any
     from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
     transfer_queue.kv_batch_put(keys=keys, partition_id="train", fields=list_of_dict_to_tensordict(fields), tags=tags)
+
+
+def write_tasks(spec: LoadedSpec | Path | str, path: Path | str) -> int:
+    """Write the Parquet file that `data.train_files` names, and return its number of rows.
+
+    The column `prompt` holds the task's id, and the model does not see it: the engine makes prompts from the spec.
+
+    Raises:
+        SpecError: the spec is invalid, or its tasks cannot be read.
+    """
+    loaded = spec if isinstance(spec, LoadedSpec) else load_spec(spec)
+    ids = [task.id for task in load_tasks(loaded)]
+    rows = [
+        {
+            "data_source": loaded.spec.name,
+            "prompt": [{"role": "user", "content": name}],
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": index, "task": name},
+        }
+        for index, name in enumerate(ids)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return len(ids)

@@ -188,14 +188,11 @@ def check_rows(
         TrainError: kind `handover`: the sums differ, so a row, a token or an advantage was lost.
     """
     groups: dict[str, Sums] = {}
-    count = trained = other = 0
-    total = 0.0
+    rows: list[Sums] = []
     for place, (key, tag) in enumerate(zip(keys, tags, strict=True)):
         if tag.get("is_padding"):
             continue
         groups[key.rsplit("_", 2)[0]] = Sums(*(tag[name] for name in TAGS))
-        count += tokens[place]
-        trained += int(masks[place].sum())
-        total += float((advantages[place].double().abs() * masks[place]).sum())
-        other += tag[IMAGES] != images[place]
-    Sums.total(groups.values()).check(Sums(count, trained, total, other), "verl", CHANGES)
+        other = int(tag[IMAGES] != images[place])
+        rows.append(Sums.of_tensors(tokens[place], masks[place], advantages[place], other))
+    Sums.total(groups.values()).check(Sums.total(rows), "verl", CHANGES)

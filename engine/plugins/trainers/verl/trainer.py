@@ -14,7 +14,7 @@ import transfer_queue
 from tensordict import TensorDict
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 
-from engine.plugins.trainers.library import check_overrides
+from engine.plugins.trainers.library import check_overrides, overrides
 from engine.plugins.trainers.pixels import checksums_of, row_sum
 from engine.plugins.trainers.verl import fixes
 from engine.plugins.trainers.verl.rows import COLUMN, check_rows, refuse_foreign
@@ -26,9 +26,11 @@ fixes.apply()
 class EnginePPOTrainer(PPOTrainerSync):  # type: ignore[misc]
     """verl's trainer; its rows come from `EngineManager`."""
 
+    @overrides("config")
     def __init__(self, config: Any) -> None:
         super().__init__(_as_sync(config))
 
+    @overrides("batch, metrics")
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Write the columns `advantages` and `returns` of a batch: both are the engine's advantages.
 
@@ -46,9 +48,7 @@ class EnginePPOTrainer(PPOTrainerSync):  # type: ignore[misc]
         return result
 
 
-check_overrides(
-    EnginePPOTrainer, PPOTrainerSync, "verl", {"__init__": "config", "_compute_advantage": "batch, metrics"}
-)
+check_overrides(EnginePPOTrainer, PPOTrainerSync, "verl")
 
 
 def given_advantages(batch: Any) -> list[torch.Tensor]:
@@ -64,9 +64,9 @@ def given_advantages(batch: Any) -> list[torch.Tensor]:
     for place, tag in enumerate(batch.tags):
         if tag.get("is_padding"):  # verl copies a row and shortens only its own columns
             advantages[place] = torch.zeros(len(masks[place]), dtype=torch.float32)
-    tensors = (getattr(each, "data", each) for each in images)
-    shown = [row_sum(row, checksums_of(each)) for row, each in zip(ids, tensors, strict=True)]
-    check_rows(batch.keys, batch.tags, [len(each) for each in ids], masks, advantages, shown)
+    tensors = (getattr(row_images, "data", row_images) for row_images in images)
+    shown = [row_sum(row, checksums_of(row_images)) for row, row_images in zip(ids, tensors, strict=True)]
+    check_rows(batch.keys, batch.tags, [len(row_images) for row_images in ids], masks, advantages, shown)
     return advantages
 
 

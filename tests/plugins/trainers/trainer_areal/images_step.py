@@ -25,7 +25,7 @@ def main(spec_file: str, folder: str, tasks: str) -> None:
     from scripted_sampler import ScriptedSampler
 
     from engine.errors import TrainError
-    from engine.plugins.trainers.areal import sampler, watch, workflow_arguments
+    from engine.plugins.trainers.areal import backend, watch, workflow_arguments
     from engine.plugins.trainers.pixels import checksums_of
     from engine.spec.load import load_spec
 
@@ -78,7 +78,7 @@ def main(spec_file: str, folder: str, tasks: str) -> None:
     rollouts = workflow.episodes.rollouts
     engine = Engine(rollouts.format)
     try:
-        asyncio.run(sampler.ArealBackend(engine, rollouts).start())
+        asyncio.run(backend.ArealBackend(engine, rollouts).start())
     except TrainError as error:
         print(json.dumps({"refused": str(error), "named": named}))
         return

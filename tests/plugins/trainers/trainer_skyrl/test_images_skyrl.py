@@ -37,7 +37,7 @@ def test_images_reach_the_update_of_skyrl(tmp_path: Path) -> None:
         "trainer.remove_microbatch_padding: set it to false",
         "enable_return_routed_experts: its endpoint drops images",
         "enable_return_routed_experts: set `backend.routed_experts: true`",
-        "trainer.policy.sequence_parallel_size, trainer.ref.sequence_parallel_size: set them to 1",
+        "sequence_parallel_size=2: set it to 1",
         "language_model_only: the model would have no vision tower",
     ):
         assert named in refused

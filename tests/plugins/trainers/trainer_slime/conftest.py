@@ -19,7 +19,7 @@ from slime_kit import (
     start_router,
 )
 
-from engine.plugins.trainers.slime.episodes import Episodes
+from engine.plugins.trainers.slime.rollouts import Episodes
 
 
 @pytest.fixture

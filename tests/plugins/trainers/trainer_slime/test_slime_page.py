@@ -21,7 +21,7 @@ from engine.environments.geo3k import problems
 from engine.errors import TrainError
 from engine.plugins.trainers.capabilities import TRAINERS
 from engine.plugins.trainers.slime import advantages, convert, generate_rollout
-from engine.plugins.trainers.slime.episodes import Episodes
+from engine.plugins.trainers.slime.rollouts import Episodes
 from engine.plugins.trainers.slime.settings import refuse_arguments
 from engine.spec.load import load_spec
 

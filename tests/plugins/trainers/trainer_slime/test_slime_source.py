@@ -23,7 +23,7 @@ from engine.plugins.trainers.slime import advantages, convert
 @pytest.mark.trainers
 def test_slimes_contract_tests_pass_over_the_hooks(source: Path, write: Any) -> None:
     here = Path(__file__).parents[4]
-    folders = [here, *(here / "tests" / name for name in ("plugins/trainers", "backends", "kit")), here / "bench"]
+    folders = [here, *(here / "tests" / name for name in ("plugins/trainers", "core/backends", "kit")), here / "bench"]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "SLIME_KIT_SPEC": str(write()),

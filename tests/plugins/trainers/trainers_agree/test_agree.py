@@ -84,7 +84,7 @@ def test_skyrl(single: Any, tmp_path: Path) -> None:
         assert np.abs(np.array(each["advantages"]) - masked(row, "advantages")).max() <= 1e-6
         assert np.array_equal(np.array(each["logprobs"], np.float32), masked(row, "logprobs"))
     assert rows == {}
-    assert "advantage_estimator: grpo; set it to engine" in told["refused"]
+    assert "advantage_estimator=grpo: set it to engine" in told["refused"]
     assert {path: path in said for path, said in told["named"].items()} == dict.fromkeys(told["named"], True)
     assert "SkyRL's batch is not what the engine handed over" in told["lost"]
 

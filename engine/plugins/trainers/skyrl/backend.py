@@ -10,8 +10,8 @@ import torch
 
 from engine.backends.sglang.images import refuse_family
 from engine.errors import BackendError
+from engine.plugins.trainers.backend import Sampled, TrainerBackend, given
 from engine.plugins.trainers.pixels import check_times
-from engine.plugins.trainers.sampler import Sampled, TrainerBackend, given
 from engine.tokens.image_bank import RecentlyUsed
 
 if TYPE_CHECKING:
@@ -78,14 +78,14 @@ class SkyRLBackend(TrainerBackend):
         }
         if request.images:
             batch["mm_features"] = [await self._features(request)]
-        found = await self._client.generate(batch, model=self._model)
-        ids, logprobs = found["response_ids"][0], found["response_logprobs"]
-        (experts,) = found.get("rollout_expert_indices") or [None]
+        reply = await self._client.generate(batch, model=self._model)
+        ids, logprobs = reply["response_ids"][0], reply["response_logprobs"]
+        (experts,) = reply.get("rollout_expert_indices") or [None]
         return Sampled(
             ids,
             None if logprobs is None else logprobs[0],
             [self.version] * len(ids),
-            found["stop_reasons"][0] == "length",
+            reply["stop_reasons"][0] == "length",
             experts=None if experts is None else np.asarray(experts),
         )
 

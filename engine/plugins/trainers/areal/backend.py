@@ -8,8 +8,8 @@ from engine.backends.servers.pool import Server
 from engine.backends.sglang.checks import ask_worker
 from engine.backends.sglang.images import check_images, refuse_family, sample_prompt
 from engine.errors import BackendError
+from engine.plugins.trainers.backend import Sampled, TrainerBackend, given
 from engine.plugins.trainers.pixels import check_times
-from engine.plugins.trainers.sampler import Sampled, TrainerBackend, given
 
 if TYPE_CHECKING:
     from engine.plugins.trainers.rollouts import TrainerRollouts
@@ -83,7 +83,7 @@ class ArealBackend(TrainerBackend):
         if settings.get("top_k") == -1:
             del settings["top_k"]  # AReaL's default is the whole vocabulary
         gconfig = GenerationHyperparameters(**settings)
-        found = await self._engine.agenerate(
+        reply = await self._engine.agenerate(
             ModelRequest(rid=request.episode_id, input_ids=ids, gconfig=gconfig, image_data=images)
         )
-        return Sampled(found.output_tokens, found.output_logprobs, found.output_versions, found.stop_reason == "length")
+        return Sampled(reply.output_tokens, reply.output_logprobs, reply.output_versions, reply.stop_reason == "length")

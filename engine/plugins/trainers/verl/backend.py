@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine.backends.sglang.routing import layout_of
 from engine.errors import BackendError
-from engine.plugins.trainers.sampler import Sampled, TrainerBackend, given
-from engine.plugins.trainers.verl.settings import SHARED, of
+from engine.plugins.trainers.backend import Sampled, TrainerBackend, given
+from engine.plugins.trainers.settings import value_of
+from engine.plugins.trainers.verl.settings import SHARED
 from engine.tokens.pixels import decode
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class VerlBackend(TrainerBackend):
         """The backend of the episodes of a spec, with verl's whole configuration and its `LLMServerClient`."""
         declared = episodes.spec.backend
         backend = cls(client, type(declared), context=context_of(config, episodes.context))
-        backend.compact = of(config, "actor_rollout_ref.rollout.name") == "sglang"
+        backend.compact = value_of(config, "actor_rollout_ref.rollout.name") == "sglang"
         backend.pixels = episodes.pixels
         backend.layout = layout_of(episodes.model_folder) if declared.asks_experts else None
         return backend
@@ -57,22 +58,22 @@ class VerlBackend(TrainerBackend):
         ids, images = request.input_ids, {}
         if request.images and self.pixels is not None:
             images["image_data"] = await asyncio.to_thread(
-                _pictures, self.pixels, [each.image for each in request.images]
+                _pictures, self.pixels, [image.image for image in request.images]
             )
             if self.compact:
                 ids = self.pixels.vision.compact(ids, request.image_spans)
-        found = await self._client.generate(
+        reply = await self._client.generate(
             request.episode_id, prompt_ids=ids.tolist(), sampling_params=sampling_params(request), **images
         )
-        if found.stop_reason in ("aborted", "abort"):
+        if reply.stop_reason in ("aborted", "abort"):
             raise BackendError("verl's server aborted the request", kind="aborted", retryable=True)
-        oldest, newest = versions_of(found.extra_fields)
+        oldest, newest = versions_of(reply.extra_fields)
         self._counts["collapsed_versions"] += oldest != newest
-        count = len(found.token_ids)
+        count = len(reply.token_ids)
         # vLLM's server says `completed` of replies that were cut, too.
-        cut = found.stop_reason == "length" or count >= request.max_new_tokens
-        cached = int(found.extra_fields.get("num_cached_tokens") or 0)
-        return Sampled(found.token_ids, found.log_probs, [oldest] * count, cut, cached, found.routed_experts)
+        cut = reply.stop_reason == "length" or count >= request.max_new_tokens
+        cached = int(reply.extra_fields.get("num_cached_tokens") or 0)
+        return Sampled(reply.token_ids, reply.log_probs, [oldest] * count, cut, cached, reply.routed_experts)
 
     def stats(self) -> dict[str, Any]:
         """`requests`, `tokens`, and `collapsed_versions`: replies of several versions."""
@@ -86,8 +87,8 @@ def _pictures(pixels: Pixels, digests: list[str]) -> list[Any]:
 
 def context_of(config: Any, own: int | None) -> int | None:
     """The longest sequence in tokens that spec and model (`own`) and servers allow; SGLang's keep one token free."""
-    servers = of(config, "actor_rollout_ref.rollout.max_model_len")
-    return min((each for each in (own, servers and servers - 1) if each), default=None)
+    servers = value_of(config, "actor_rollout_ref.rollout.max_model_len")
+    return min((limit for limit in (own, servers and servers - 1) if limit), default=None)
 
 
 def versions_of(extra_fields: dict[str, Any]) -> tuple[int, int]:

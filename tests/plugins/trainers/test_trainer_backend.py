@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import BackendError, ContextOverflow
 from engine.plugins.local.spec import LocalBackendSpec
-from engine.plugins.trainers.sampler import Sampled, TrainerBackend, given, spans_of, unsupported
+from engine.plugins.trainers.backend import Sampled, TrainerBackend, given, spans_of, unsupported
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams, VersionSpan
 from engine.schemas.message import ImagePart
 from engine.tokens.experts import ExpertLayout

@@ -99,40 +99,40 @@ class TrainerBackend(Backend):
             raise ContextOverflow(f"the prompt has {length} tokens; {self.title}'s sampler takes {self.context}")
         self._refuse(request)
         try:
-            found = await self.sample(request)
+            reply = await self.sample(request)
         except EngineError:
             raise
         except Exception as error:
             raise BackendError(
                 f"{self.title}'s sampler failed: {type(error).__name__}: {error}", kind="sampler"
             ) from error
-        ids = np.asarray(found.ids, np.int32)
-        told = None if found.logprobs is None else len(found.logprobs)
-        if not len(ids) or told != len(ids) or len(found.versions) != len(ids):
+        ids = np.asarray(reply.ids, np.int32)
+        count = None if reply.logprobs is None else len(reply.logprobs)
+        if not len(ids) or count != len(ids) or len(reply.versions) != len(ids):
             raise BackendError(
-                f"{self.title}'s sampler gave {len(ids)} tokens, {'no' if told is None else told} log-probs and "
-                f"{len(found.versions)} weight versions; the engine needs a log-prob and a version for each token",
+                f"{self.title}'s sampler gave {len(ids)} tokens, {'no' if count is None else count} log-probs and "
+                f"{len(reply.versions)} weight versions; the engine needs a log-prob and a version for each token",
                 kind="invalid_reply",
             )
         self._counts["requests"] += 1
         self._counts["tokens"] += len(ids)
         return Generation(
             output_ids=ids,
-            logprobs=np.asarray(found.logprobs, np.float32),
-            finish=_finish(ids, found, request),
-            versions=spans_of(found.versions),
+            logprobs=np.asarray(reply.logprobs, np.float32),
+            finish=_finish(ids, reply, request),
+            versions=spans_of(reply.versions),
             prompt_tokens=length,
-            cached_tokens=found.cached,
+            cached_tokens=reply.cached,
             seconds=time.perf_counter() - began,
-            routed_experts=self._experts(found, request, length + len(ids) - 1),
+            routed_experts=self._experts(reply, request, length + len(ids) - 1),
         )
 
     def _experts(self, found: Sampled, request: GenerateRequest, end: int) -> np.ndarray | None:
         if request.experts_from is None or self.layout is None:
             return None
         if found.experts is None or len(found.experts) < end:
-            told = "no experts" if found.experts is None else f"the experts of {len(found.experts)} tokens"
-            raise BackendError(f"{self.title}'s sampler gave {told} where {end} are needed", kind="invalid_reply")
+            given = "no experts" if found.experts is None else f"the experts of {len(found.experts)} tokens"
+            raise BackendError(f"{self.title}'s sampler gave {given} where {end} are needed", kind="invalid_reply")
         try:
             return checked_experts(np.asarray(found.experts)[request.experts_from : end], self.layout)
         except ReplyError as error:
@@ -158,11 +158,11 @@ class TrainerBackend(Backend):
 
 def spans_of(versions: Sequence[int]) -> list[VersionSpan]:
     """The versions of a reply's tokens as spans."""
-    found: list[VersionSpan] = []
+    spans: list[VersionSpan] = []
     for version, run in groupby(versions):
-        start = found[-1].end if found else 0
-        found.append(VersionSpan(version=int(version), start=start, end=start + len(list(run))))
-    return found
+        start = spans[-1].end if spans else 0
+        spans.append(VersionSpan(version=int(version), start=start, end=start + len(list(run))))
+    return spans
 
 
 def given(sampling: SamplingParams, names: Mapping[str, str]) -> dict[str, Any]:

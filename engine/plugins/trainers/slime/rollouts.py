@@ -1,20 +1,116 @@
-"""slime's `generate` and `generate_rollout`, over episodes of a spec. The prompt of a sample is the id of its task."""
+"""slime's `generate` and `generate_rollout`: episodes of a spec over slime's SGLang router. The prompt of a sample is the id of its task."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from engine.backends.sglang.client import SGLangBackend
 from engine.errors import TrainError
-from engine.plugins.trainers.slime.episodes import Episodes
-from engine.plugins.trainers.slime.samples import origin_of
-from engine.plugins.trainers.slime.settings import Settings
+from engine.plugins.trainers.process import LoopThread, OncePerProcess
+from engine.plugins.trainers.rollouts import TrainerRollouts
+from engine.plugins.trainers.slime.handover import origin_of, samples_of
+from engine.plugins.trainers.slime.settings import Settings, refuse_arguments, router_url
 from engine.runner.batch import without_signal
+from engine.schemas.backend import SGLangBackendSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
+    from engine.schemas.environment import Task
     from engine.schemas.trajectory import Trajectory
+    from engine.spec.load import LoadedSpec
+    from engine.train.batches import GroupBuilder
+
+_OPEN: OncePerProcess[Settings, Episodes] = OncePerProcess()
+
+
+class Episodes(TrainerRollouts):
+    """The episodes of a spec for slime. `Episodes.of(args)` gives the ones of this process.
+
+    Args:
+        spec: The spec, or the path of its file.
+        folder: The folder of the training.
+        args: slime's arguments.
+
+    Raises:
+        SpecError: the spec is invalid.
+        TrainError: kind `train_setup`: the spec or an argument does not fit.
+    """
+
+    def __init__(self, spec: LoadedSpec | Path | str, folder: Path | str, args: Any) -> None:
+        super().__init__(spec, folder, "slime")
+        refuse_arguments(args, self.loaded)
+        self._groups: dict[int, Task] = {}
+        self._numbers: Counter[str] = Counter()
+        self.loop = LoopThread()
+        """The loop of the episodes."""
+        self.loop.call(self.start(self._backend(router_url(args))))
+
+    @classmethod
+    def of(cls, args: Any) -> Episodes:
+        """The episodes of slime's arguments; the first call starts them.
+
+        Raises:
+            EngineError: as `Episodes`; or the router's servers cannot serve this spec.
+        """
+        settings = Settings.read(args)
+        return _OPEN.opened(settings, lambda: cls(settings.spec, settings.folder, args))
+
+    @property
+    def rows(self) -> GroupBuilder:
+        """Builds the rows of a group, with the credit of the spec."""
+        return self._rows
+
+    async def samples(self, sample: Any, *, evaluation: bool = False) -> list[Any]:
+        """Run one episode of the task that `sample.prompt` names, and make its samples.
+
+        Raises:
+            TrainError: kind `train_setup`: there is no such task.
+            EngineError: as `Runner.episode`.
+        """
+        if not isinstance(sample.prompt, str):
+            raise TrainError(
+                "the prompt of a sample is a list of messages; it must be the id of a task: remove --apply-chat-template",
+                kind="train_setup",
+            )
+        task = self._task(sample, evaluation)
+        number = self._numbers[task.id]
+        self._numbers[task.id] += 1
+        trajectory = await self._episode(task, number)
+        return samples_of(sample, trajectory, self.format.decode, self.format.vision)
+
+    def _task(self, sample: Any, evaluation: bool) -> Task:
+        """The task of a sample's group. slime numbers the groups of a training; samples of evaluations have groups of their own."""
+        if evaluation or sample.group_index is None:
+            return self._used(sample.prompt)
+        task = self._groups.get(sample.group_index)
+        if task is None:
+            task = self._groups[sample.group_index] = self._used(sample.prompt)
+        elif task.id.rpartition("~")[0] != sample.prompt and task.id != sample.prompt:
+            raise TrainError(
+                f"group {sample.group_index} has the prompts {task.id!r} and {sample.prompt!r}; a group is of one task",
+                kind="train_setup",
+            )
+        return task
+
+    def _backend(self, url: str) -> SGLangBackend:
+        declared = self.spec.backend
+        assert isinstance(declared, SGLangBackendSpec)  # `refuse_arguments` has checked it
+        changed = declared.model_copy(update={"urls": [url], "launch": None, "router": True})
+        return SGLangBackend.open(changed, self.format, self.loaded)
+
+    def stop(self) -> None:
+        """Close the run store and the services, and end the loop. Later calls do nothing."""
+        if not self.loop.running:
+            return
+        _OPEN.forget(self)
+        try:
+            self.loop.call(self.close())
+        finally:
+            self.loop.close()
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
@@ -34,13 +130,13 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], eval
         EngineError: as `Episodes.samples`.
     """
     episodes = await asyncio.to_thread(Episodes.of, args)
-    given, own = sampling_params.get("temperature"), episodes.spec.sampling.temperature
-    if given is not None and given != own:
+    given, wanted = sampling_params.get("temperature"), episodes.spec.sampling.temperature
+    if given is not None and given != wanted:
         raise TrainError(
-            f"slime asks for temperature {given:g}, and {episodes.loaded.path} samples with {own:g}; make them equal",
+            f"slime asks for temperature {given:g}, and {episodes.loaded.path} samples with {wanted:g}; make them equal",
             kind="train_setup",
         )
-    made = await asyncio.wrap_future(episodes.submit(episodes.samples(sample, evaluation=evaluation)))
+    made = await asyncio.wrap_future(episodes.loop.submit(episodes.samples(sample, evaluation=evaluation)))
     if Settings.read(args).rows == "several":
         return made
     if len(made) > 1:
@@ -83,11 +179,11 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     wanted, size = args.rollout_batch_size, args.n_samples_per_prompt
     train = episodes.train
     rounds = train.max_sampling_rounds if train.dynamic_sampling else 1
-    kept: list[list[list[Any]]] = []
+    staying: list[list[list[Any]]] = []
     equal: list[list[list[Any]]] = []
     sampled = too_small = 0
     for _ in range(rounds):
-        groups = data_source.get_samples(wanted - len(kept))
+        groups = data_source.get_samples(wanted - len(staying))
         for group in groups:
             if len(group) != size or len({str(sample.prompt) for sample in group}) != 1:
                 raise TrainError(
@@ -95,16 +191,16 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
                     kind="train_setup",
                 )
         sampled += len(groups)
-        for made in episodes.submit(_run(episodes, groups)).result():
+        for made in episodes.loop.call(_run(episodes, groups)):
             ended = _trajectories(made)
             small = episodes.rows.is_small(ended, size)
             too_small += small
-            replaced = train.dynamic_sampling and (small or _without_signal(episodes, ended))
-            (equal if replaced else kept).append(made)
-        if len(kept) >= wanted or not groups:
+            replaced = train.dynamic_sampling and (small or without_signal(episodes.rows.rows(ended)))
+            (equal if replaced else staying).append(made)
+        if len(staying) >= wanted or not groups:
             break
-    filled = equal[: wanted - len(kept)]
-    handed = [*kept, *filled]
+    filled = equal[: wanted - len(staying)]
+    handed = [*staying, *filled]
     several = any(len(rows) > 1 for group in handed for rows in group)
     samples = [[rows if several else rows[0] for rows in group] for group in handed]
     metrics = {
@@ -132,11 +228,6 @@ def _trajectories(group: Sequence[Sequence[Any]]) -> list[Trajectory]:
     return [origin.trajectory for origin in origins if origin is not None and origin.trajectory is not None]
 
 
-def _without_signal(episodes: Episodes, ended: Sequence[Trajectory]) -> bool:
-    """Whether every advantage of a group is 0."""
-    return without_signal(episodes.rows.rows(ended))
-
-
 def _evaluated(args: Any, episodes: Episodes) -> dict[str, dict[str, list[Any]]]:
     from slime.utils.data import read_file
     from slime.utils.types import Sample
@@ -144,7 +235,7 @@ def _evaluated(args: Any, episodes: Episodes) -> dict[str, dict[str, list[Any]]]
     datasets = getattr(args, "eval_datasets", None)
     if not datasets:
         raise TrainError("slime's arguments name no evaluation data (--eval-prompt-data)", kind="train_setup")
-    found = {}
+    results = {}
     for dataset in datasets:
         samples = [
             Sample(index=at, prompt=row[dataset.input_key])
@@ -156,10 +247,10 @@ def _evaluated(args: Any, episodes: Episodes) -> dict[str, dict[str, list[Any]]]
         async def run(samples: list[Any] = samples) -> list[list[Any]]:
             return await asyncio.gather(*(episodes.samples(sample, evaluation=True) for sample in samples))
 
-        firsts = [rows[0] for rows in episodes.submit(run()).result()]
-        found[dataset.name] = {
+        firsts = [rows[0] for rows in episodes.loop.call(run())]
+        results[dataset.name] = {
             "rewards": [sample.reward for sample in firsts],
             "truncated": [sample.status == Sample.Status.TRUNCATED for sample in firsts],
             "samples": firsts,
         }
-    return found
+    return results
