@@ -9,27 +9,33 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import structlog
 
 from engine.backends.backend import Backend
+from engine.backends.http.client import key_headers
 from engine.backends.http.outage import Tries
+from engine.backends.servers.pool import Pool, Server
 from engine.backends.servers.reply_call import ReplyCall
+from engine.backends.servers.wire import RequestEncoder
 from engine.backends.slots import Slots
+from engine.backends.weights import OwnWeights
 from engine.deadline import Deadlines
 from engine.errors import BackendError, ContextOverflow
 from engine.schemas.generation import GenerateRequest, Generation, SamplingParams
 
 if TYPE_CHECKING:
     from engine.backends.http.outage import Outage
+    from engine.backends.servers.dialect import Dialect
     from engine.backends.servers.launched import LaunchedServers
-    from engine.backends.servers.pool import Pool, Server
-    from engine.backends.servers.wire import Decode, PromptEncoder, ReplyPart
+    from engine.backends.servers.wire import ReplyPart
     from engine.backends.weights import GivenWeights, PolicyAdapter
     from engine.schemas.backend import ServersSpec
+    from engine.tokens.experts import ExpertLayout
     from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)
@@ -46,54 +52,55 @@ _COUNTED = (
 class ServersBackend(Backend):
     """Samples from one or more servers that take ids and report ids."""
 
+    dialect: ClassVar[Dialect]
+    """How its servers write requests and replies."""
+
     def __init__(
         self,
-        spec: ServersSpec,
+        spec: Any,
         format: ChatTemplate,
         *,
         sampling: SamplingParams,
         model: str,
-        launched: LaunchedServers | None,
-        pool: Pool,
-        encoder: PromptEncoder,
-        decode: Decode,
-        path: str,
-        abort_path: str | None,
-        weights: GivenWeights,
+        api_key: str | None = None,
+        launched: LaunchedServers | None = None,
+        layout: ExpertLayout | None = None,
     ) -> None:
-        """Nothing is opened yet.
+        """Nothing is opened yet. `sampling` is tested at the start; `layout`: the model's experts, where they are requested.
 
-        Args:
-            spec: Deadlines, retries, and what to do with interrupted replies.
-            format: The model's chat format: vocabulary, decoding.
-            sampling: The spec's sampling parameters, tested at the start.
-            model: The model's name in the spec.
-            launched: The servers of `spec.launch`, started with the backend and stopped with it.
-            pool: The servers.
-            encoder: Encodes the requests; replaced when the servers' facts are known.
-            decode: Reads the body of a reply.
-            path: Path of the requests.
-            abort_path: Path of the calls that abort a request; None: a server aborts a request whose connection is closed.
-            weights: Says which weights the servers must have.
+        Raises:
+            ValueError: a URL is invalid.
         """
-        self._spec = spec
+        self._spec: ServersSpec = spec
         self._format = format
         self._sampling = sampling
         self._model = model
+        self._headers = key_headers(api_key)
         self._launched = launched
-        self._abort_path = abort_path
-        self.pool, self.encoder, self.decode, self.path, self.weights = pool, encoder, decode, path, weights
+        self._layout = layout
+        self.pool = Pool(
+            [Server(url, self._headers) for url in (launched.urls if launched is not None else spec.urls)],
+            health_timeout=spec.health_timeout,
+            wait=spec.wait,
+            admit=self._admit,
+            wake=self._wake,
+            probe=self.dialect.probe,
+        )
+        self.weights: GivenWeights = OwnWeights()
+        """Says which weights the servers must have."""
+        self.encoder = RequestEncoder(self.dialect, vocab_size=format.vocab_size)
+        """Encodes the requests; replaced when the servers' facts are known."""
         self.counts = dict.fromkeys((*_CERTIFICATE, *_COUNTED), 0)
         self.at_close: list[Callable[[], Awaitable[None]]] = []
         """Called by `close` while the servers can still be asked. They must not raise."""
-        self.outage: Outage = pool.outage
+        self.outage: Outage = self.pool.outage
         self.vocab_size, self.text_of = format.vocab_size, format.decode
         self.seconds = spec.timeout
         """Time limit of one reply."""
         self.resumes = spec.interrupted == "resume"
         """Whether a reply that was interrupted is continued."""
         self.tries = Deadlines(min(spec.try_timeout or spec.timeout / 2, spec.timeout))
-        pool.outage.clocks.add(self.tries)
+        self.outage.clocks.add(self.tries)
         self.policy: PolicyAdapter | None = None
         """Set while the policy is a LoRA adapter: a reply then has the version of the adapter."""
         self.adapter_uses: Counter[str] = Counter()
@@ -108,18 +115,17 @@ class ServersBackend(Backend):
         self._stopped = False
         """Closed: no more aborts are sent."""
 
-    async def launch(self) -> None:
-        """Start the servers of `backend.launch`, if there are any.
+    async def _wake(self, server: Server) -> None:
+        """Have a server that is out sample again, for its health check."""
 
-        Raises:
-            BackendError: One of them does not start (kind `launch`).
-        """
-        if self._launched is not None:
-            await self._launched.start(self.logs)
+    @abstractmethod
+    async def _admit(self, server: Server) -> None:
+        """Check a server that is back. Raises: BackendError: It must stay out."""
 
     def spread(self, number: int) -> None:
         """Begin with another server than the other processes of the run: among equally loaded servers the first is chosen."""
-        self.pool.rotate(number)
+        servers = self.pool.servers
+        servers[:] = [*servers[number % len(servers) :], *servers[: number % len(servers)]]
 
     def prepare(self, request: GenerateRequest) -> Awaitable[None] | None:
         """Prepare a request with images, banned ids or an adapter before it gets a slot. None: nothing must be done.
@@ -236,11 +242,11 @@ class ServersBackend(Backend):
         if self._stopped:
             return
         self.counts["aborts"] += 1
-        if self._abort_path is None:  # its connection is closed, since the reply was not read to the end
+        if self.dialect.abort_path is None:  # its connection is closed, since the reply was not read to the end
             return
         targets = [server] if server in self.pool.workers else self.pool.workers
         for target in targets:
-            task = asyncio.get_running_loop().create_task(self._send_abort(target, self._abort_path, rid))
+            task = asyncio.get_running_loop().create_task(self._send_abort(target, self.dialect.abort_path, rid))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
 

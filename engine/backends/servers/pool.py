@@ -14,20 +14,16 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import structlog
 
-from engine.backends.http.client import HttpClient, key_headers
+from engine.backends.http.client import HttpClient
 from engine.backends.http.outage import Outage, growing_pause
 from engine.backends.http.reply import UNAVAILABLE, HttpFailure, error_text
 from engine.errors import BackendError
 from engine.schemas.base import Struct
-
-if TYPE_CHECKING:
-    from engine.backends.servers.launched import LaunchedServers
-    from engine.schemas.backend import ServersSpec
 
 log = structlog.get_logger(__name__)
 
@@ -188,11 +184,6 @@ class Pool:
         self.outage = Outage(wait)
         self.failovers = 0
         """Number of episodes that had to change their server."""
-
-    def rotate(self, number: int) -> None:
-        """Move the first `number` servers to the end of the list. Among equally loaded servers the first one is chosen."""
-        at = number % len(self.servers)
-        self.servers[:] = [*self.servers[at:], *self.servers[:at]]
 
     async def available(self, episode_id: str, avoid: Iterable[Server] = ()) -> Server:
         """Wait until a server is available, and choose it as `choose` does.
@@ -370,13 +361,3 @@ class Pool:
                 return
             self.failed(server, f"hangs: {error}")
             server.http.abandon("the server hangs")
-
-
-def servers_of(spec: ServersSpec, api_key: str | None, launched: LaunchedServers | None) -> list[Server]:
-    """Return the servers of `backend.urls`, or those that the engine starts.
-
-    Raises:
-        ValueError: a URL is invalid.
-    """
-    headers = key_headers(api_key)
-    return [Server(url, headers) for url in (launched.urls if launched is not None else spec.urls)]

@@ -19,7 +19,16 @@ from msgspec.structs import replace
 
 from engine.backends.http.client import HttpCall
 from engine.backends.http.reply import HttpFailure, HttpReply, refusal
-from engine.backends.servers.wire import PromptMismatch, ReplyError, ReplyPart, can_resume, clean_cut, cut, join
+from engine.backends.servers.wire import (
+    PromptMismatch,
+    ReplyError,
+    ReplyPart,
+    can_resume,
+    clean_cut,
+    cut,
+    join,
+    read_reply,
+)
 from engine.errors import BackendError
 from engine.schemas.generation import FinishReason, VersionSpan
 
@@ -110,7 +119,11 @@ class ReplyCall(HttpCall):
             self._fail(error)
             return
         self.server, self._expected = server, backend.weights.expected
-        self.pieces, self.most, self.fresh = server.http.pieces("POST", backend.path, *sent.pieces), sent.most, False
+        self.pieces, self.most, self.fresh = (
+            server.http.pieces("POST", backend.dialect.path, *sent.pieces),
+            sent.most,
+            False,
+        )
         backend.counts["attempts"] += 1
         backend.calls[self] = server
         server.begin()
@@ -132,7 +145,7 @@ class ReplyCall(HttpCall):
         backend, server = self._backend, self._end_request()
         try:
             part: ReplyPart | Exception = (
-                backend.decode(body, self._sent, backend.encoder.vocab_size)
+                read_reply(backend.dialect, body, self._sent, backend.encoder.vocab_size)
                 if status == 200
                 else refusal(server.url, HttpReply(status, body, retry_after))
             )

@@ -5,6 +5,8 @@ not depend on its length.
 
 Invariants:
 - The text that is sent holds exactly `input_ids`, and all of them lie in the vocabulary.
+- A reply is accepted only if the prompt that the server reports is the one that was sent, each sampled id has exactly one log-prob of the
+  same id, and all ids lie in the vocabulary.
 - The kept tokens of an interrupted reply were sampled, each with its own log-prob and weight version. A reply with something that
   depends on the whole of it (a stop string across the cut, a grammar, repetition penalties) starts again, or continues a few
   tokens earlier.
@@ -13,12 +15,12 @@ Invariants:
 from __future__ import annotations
 
 import math
+import secrets
 import struct
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -28,6 +30,10 @@ from engine.errors import BackendError
 from engine.schemas.generation import FinishReason, GenerateRequest, Generation, SamplingParams, VersionSpan
 from engine.tokens.experts import ExpertLayout
 
+if TYPE_CHECKING:
+    from engine.backends.servers.dialect import Dialect
+
+_FINISHES = ("stop", "length", "abort")
 _META_BYTES = 1 << 20
 _TOKEN_BYTES = 1024
 _CHOICE_BYTES = 6
@@ -66,22 +72,46 @@ class _Known(msgspec.Struct, frozen=True):
     """Their JSON, without the brackets."""
 
 
-class PromptEncoder(ABC):
-    """Encodes requests. It keeps the prompts of the newest episodes, up to `memory` bytes."""
+class RequestEncoder:
+    """Writes requests in a dialect. It keeps the prompts of the newest episodes, up to `memory` bytes."""
 
-    def __init__(self, *, vocab_size: int, memory: int = 256 << 20) -> None:
+    def __init__(
+        self,
+        dialect: Dialect,
+        *,
+        vocab_size: int,
+        seeded: bool = True,
+        echo: bool = True,
+        own_prefixes: bool = False,
+        layout: ExpertLayout | None = None,
+        memory: int = 256 << 20,
+    ) -> None:
         """
         Args:
+            dialect: That of the servers.
             vocab_size: Ids must be below it: a larger id would end some servers.
+            seeded: Send the request's seed.
+            echo: Ask for the ids of the prompt.
+            own_prefixes: A request uses only cached prefixes of its own episode in this run.
+            layout: The model's experts, where requests ask for them.
             memory: Maximum size of the kept prompts in bytes; dropped prompts are encoded again.
         """
-        self.vocab_size = vocab_size
+        self.dialect, self.vocab_size, self.seeded = dialect, vocab_size, seeded
+        self._layout = layout
+        self._own_prefixes = f"{secrets.token_hex(8)}/" if own_prefixes else None
         self._memory = memory
         self._used = 0
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._sampling: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[SamplingParams, bytes]] = {}
+        fixed = msgspec.json.encode({**dialect.always, dialect.echo: echo}).decode()[1:-1]
+        opening, closing = (f'"{dialect.parameters}":{{', "}}") if dialect.parameters else ("", "}")
+        self._head = f'{{"{dialect.rid}":%b,"{dialect.prompt}":['.encode()
+        self._tail = f'],{fixed}%b%b%b%b,{opening}%b,"{dialect.length}":%d%b{closing}'.encode()
+        self._seed_field, self._prefixes_field, self._adapter_field = (
+            f',"{name}":'.encode() for name in (dialect.seed, dialect.prefixes, dialect.adapter)
+        )
+        self._experts_fields = f",{dialect.experts}".encode()
 
-    @abstractmethod
     def encode(
         self,
         request: GenerateRequest,
@@ -105,10 +135,36 @@ class PromptEncoder(ABC):
         Raises:
             BackendError: an id is outside the vocabulary (kind `bad_prompt`).
         """
+        prompt = self._prompt(request.episode_id, ids)
+        sent, images = self._with_images(request, ids) if request.images else (prompt, b"")
+        if self._own_prefixes is not None:
+            prefixes = f"{self._own_prefixes}{prefixes or ''}/{request.episode_id}"
+        tail = self._tail % (
+            images,
+            b"" if request.experts_from is None else self._experts_fields % request.experts_from,
+            b"" if prefixes is None else self._prefixes_field + msgspec.json.encode(prefixes),
+            b"" if request.adapter is None else self._adapter_field + msgspec.json.encode(request.adapter),
+            self._sampling_text(request, sampled),
+            max_new_tokens,
+            b"%b%d" % (self._seed_field, request.seed) if self.seeded else b"",
+        )
+        return EncodedRequest(
+            (self._head % msgspec.json.encode(rid), sent, tail),
+            rid,
+            prompt,
+            ids,
+            max_new_tokens,
+            request.experts_from,
+            self._layout,
+        )
 
-    @abstractmethod
-    def dump(self, sampling: SamplingParams, request: GenerateRequest) -> bytes:
-        """The sampling parameters and the request's stop and banned ids, as JSON without the braces."""
+    def _with_images(self, request: GenerateRequest, ids: np.ndarray) -> tuple[bytes, bytes]:
+        """The ids of a prompt with images as they are sent, and the fields with its images."""
+        raise BackendError(
+            f"{self.dialect.servers} takes no images with a prompt of token ids: use `backend: {{kind: sglang}}` or "
+            "`{kind: local}`",
+            kind="unsupported",
+        )
 
     def forget(self, episode_id: str) -> None:
         """Drop the prompt of an episode that has ended."""
@@ -150,15 +206,19 @@ class PromptEncoder(ABC):
         """All sampling parameters except length and seed, as JSON without the braces; encoded once per spec."""
         if sampled and request.sampling.min_new_tokens:
             left = max(0, request.sampling.min_new_tokens - sampled)
-            return self.dump(request.sampling.model_copy(update={"min_new_tokens": left}), request)
+            return self._dump(request.sampling.model_copy(update={"min_new_tokens": left}), request)
         key = (id(request.sampling), tuple(request.stop_token_ids), tuple(request.banned_token_ids))
         found = self._sampling.get(key)
         if found is None:
             if len(self._sampling) >= 64:
                 self._sampling.clear()
             # the object is kept with its text, so that its id cannot be reused
-            found = self._sampling[key] = (request.sampling, self.dump(request.sampling, request))
+            found = self._sampling[key] = (request.sampling, self._dump(request.sampling, request))
         return found[1]
+
+    def _dump(self, sampling: SamplingParams, request: GenerateRequest) -> bytes:
+        fields = self.dialect.sampling_fields(sampling, request.stop_token_ids, request.banned_token_ids)
+        return msgspec.json.encode(fields)[1:-1]
 
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -191,10 +251,6 @@ class ReplyPart(msgspec.Struct, frozen=True):
     """[tokens, layers, top_k]: the experts of the tokens from `EncodedRequest.experts_from` up to the last but one."""
 
 
-Decode = Callable[[bytes, EncodedRequest, int], ReplyPart]
-"""Reads the body of a reply to a request, for a vocabulary of a given size; it raises ReplyError or PromptMismatch."""
-
-
 class PromptMismatch(BackendError):
     """The server worked on another prompt than the one it was sent.
 
@@ -214,7 +270,50 @@ class PromptMismatch(BackendError):
         )
 
 
-def arrays(ids: list[int], values: list[Any], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+def read_reply(dialect: Dialect, body: bytes, sent: EncodedRequest, vocab_size: int) -> ReplyPart:
+    """Read the reply to a request and check it against the request.
+
+    Raises:
+        ReplyError: It is not what such servers answer, lacks something, or contradicts itself or the request.
+        PromptMismatch: The server worked on another prompt.
+    """
+    try:
+        reply = dialect.fields(body, sent)
+    except (msgspec.DecodeError, ValueError, IndexError) as error:
+        raise ReplyError(f"it is not what {dialect.servers} answers: {error}") from None
+    if reply.rid and reply.rid != sent.rid:  # before anything else: the rest is another request's
+        raise ReplyError(f"it answers request {reply.rid!r}, not {sent.rid!r}")
+    if reply.echo is not None and reply.echo != sent.ids.tolist():
+        raise PromptMismatch(sent.ids, reply.echo)
+    ids, count, prompt_tokens = reply.ids, len(reply.ids), len(sent.ids)
+    if reply.prompt_tokens is not None and reply.prompt_tokens != prompt_tokens:
+        raise ReplyError(f"it counts {reply.prompt_tokens} prompt tokens where {prompt_tokens} were sent")
+    if count > sent.max_new_tokens:
+        raise ReplyError(f"it holds {count} tokens where at most {sent.max_new_tokens} were asked for")
+    if reply.finish != "abort" and reply.completion_tokens not in (None, count):
+        raise ReplyError(f"it counts {reply.completion_tokens} tokens and holds {count}")
+    if len(reply.logprobs) != count or (reply.logprob_ids is not ids and reply.logprob_ids != ids):
+        raise ReplyError(f"its {len(reply.logprobs)} log-probs are not those of its {count} tokens")
+    if reply.finish not in _FINISHES:
+        raise ReplyError(f"it ended for an unknown reason, {reply.finish!r}")
+    array, logprobs = _arrays(ids, reply.logprobs, vocab_size)
+    if dialect.lowest is not None and count and logprobs.min() <= dialect.lowest:
+        raise ReplyError(f"token {int(logprobs.argmin())} has probability 0")
+    return ReplyPart(
+        array,
+        logprobs,
+        _ending(reply.finish, reply.matched, reply.message),
+        reply.spans,
+        reply.version,
+        prompt_tokens,
+        reply.cached_tokens,
+        reply.queue_seconds,
+        reply.echoed,
+        reply.experts,
+    )
+
+
+def _arrays(ids: list[int], values: list[Any], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Sampled ids and their log-probs, as int32 [tokens] and float32 [tokens], both read-only.
 
     Raises:
@@ -259,7 +358,7 @@ def _float32(values: list[float | None]) -> np.ndarray | None:
 
 
 @lru_cache(256)
-def ending(kind: str, matched: int | str | None, message: str | None) -> FinishReason:
+def _ending(kind: str, matched: int | str | None, message: str | None) -> FinishReason:
     """A `FinishReason`, kept: replies end in few ways."""
     return FinishReason.read({"type": kind, "matched": matched, "message": message})
 
@@ -302,14 +401,12 @@ def clean_cut(ids: Sequence[int], stops: Sequence[str], decode: Callable[[list[i
     count = len(ids)
     while count:
         text = decode(list(ids[max(0, count - TAIL) : count]))
-        if not text.endswith("�") and not any(_begins_at_end(text, stop) for stop in stops):
+        if not text.endswith("�") and not any(
+            text.endswith(stop[:size]) for stop in stops for size in range(1, len(stop))
+        ):
             return count
         count -= 1
     return 0
-
-
-def _begins_at_end(text: str, stop: str) -> bool:
-    return any(text.endswith(stop[:size]) for size in range(1, len(stop)))
 
 
 def cut(part: ReplyPart, count: int) -> ReplyPart:
@@ -346,6 +443,8 @@ def join(parts: Sequence[ReplyPart], finish: FinishReason, seconds: float) -> Ge
             queue_seconds=first.queue_seconds,
             routed_experts=first.experts,
         )
+    # each part has the experts of the tokens for which no earlier part had any
+    experts = [part.experts for part in parts if part.experts is not None]
     return Generation(
         output_ids=np.concatenate([part.ids for part in parts]),
         logprobs=np.concatenate([part.logprobs for part in parts]),
@@ -356,14 +455,8 @@ def join(parts: Sequence[ReplyPart], finish: FinishReason, seconds: float) -> Ge
         cached_tokens=first.cached_tokens,
         seconds=seconds,
         queue_seconds=sum(part.queue_seconds for part in parts),
-        routed_experts=_join_experts(parts),
+        routed_experts=np.concatenate(experts) if experts else None,
     )
-
-
-def _join_experts(parts: Sequence[ReplyPart]) -> np.ndarray | None:
-    """The experts of all parts; each part has those of the tokens for which no earlier part had any."""
-    found = [part.experts for part in parts if part.experts is not None]
-    return np.concatenate(found) if found else None
 
 
 def _join_versions(parts: Sequence[ReplyPart]) -> list[VersionSpan]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import asyncio
+from typing import TYPE_CHECKING, Any, Self
 
 import structlog
 from msgspec.structs import asdict
 
-from engine.backends.http.client import key_headers, read_key
-from engine.backends.servers.backend import ServersBackend
-from engine.backends.servers.launched import LaunchedServers, launched_servers
-from engine.backends.servers.pool import Pool, Server, servers_of
-from engine.backends.sglang.checks import ask_worker, check_model_path, check_server, check_servers
+from engine.backends.servers.checks import CheckedServers
+from engine.backends.servers.pool import Server
+from engine.backends.sglang.checks import EXPERTS_FLAG, ask_worker, dropped_by, workers_of
 from engine.backends.sglang.control import Control
-from engine.backends.sglang.images import refuse_family
+from engine.backends.sglang.images import check_images, refuse_family
 from engine.backends.sglang.routing import layout_of
-from engine.backends.sglang.wire import DEFAULT_VERSION, Encoder, decode
+from engine.backends.sglang.wire import DEFAULT_VERSION, SGLANG, Encoder
 from engine.backends.weights import ServerWeights
 from engine.errors import BackendError
 from engine.schemas.backend import SGLangBackendSpec
@@ -25,16 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
 
+    from engine.backends.servers.checks import ServerFacts
     from engine.backends.sglang.verify import ServerDifference
-    from engine.schemas.backend import SGLangBackendSpec
     from engine.spec.load import LoadedSpec
-    from engine.tokens.experts import ExpertLayout
     from engine.tokens.template import ChatTemplate
 
 log = structlog.get_logger(__name__)
 
 
-class SGLangBackend(ServersBackend):
+class SGLangBackend(CheckedServers):
     """Samples from one or more SGLang servers.
 
     backend = SGLangBackend.open(spec, chat_format, loaded)
@@ -45,64 +43,22 @@ class SGLangBackend(ServersBackend):
     """
 
     declared = SGLangBackendSpec
+    dialect = SGLANG
     _spec: SGLangBackendSpec
-    encoder: Encoder
 
-    def __init__(
-        self,
-        spec: SGLangBackendSpec,
-        format: ChatTemplate,
-        *,
-        sampling: SamplingParams,
-        model: str,
-        api_key: str | None = None,
-        folder: Callable[[], Path] | None = None,
-        launched: LaunchedServers | None = None,
-        layout: ExpertLayout | None = None,
-    ) -> None:
-        """Nothing is opened yet.
-
-        Args:
-            spec: Servers, deadlines, retries.
-            format: The model's chat format: vocabulary, context, decoding.
-            sampling: The spec's sampling parameters, tested at the start.
-            model: The model's name in the spec.
-            api_key: Sent as a bearer token.
-            folder: Finds the model's files, for `spec.verify`.
-            launched: The servers of `spec.launch`, started with the backend and stopped with it.
-            layout: The model's experts, with `spec.routed_experts`.
-        """
-        self._folder = folder
-        self._headers = key_headers(api_key)
-        self._layout = layout
-        pool = Pool(
-            servers_of(spec, api_key, launched),
-            health_timeout=spec.health_timeout,
-            wait=spec.wait,
-            admit=self._admit,
-            wake=self._wake,
-        )
-        self.control = Control(pool)
-        super().__init__(
-            spec,
-            format,
-            sampling=sampling,
-            model=model,
-            launched=launched,
-            pool=pool,
-            encoder=Encoder(vocab_size=format.vocab_size, vision=format.vision, layout=layout),
-            decode=decode,
-            path="/generate",
-            abort_path="/abort_request",
-            weights=self.control,
-        )
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As `ServersBackend`."""
+        super().__init__(*args, **options)
+        self.weights = self.control = Control(self.pool)
         self.dropped: list[str] = []
         """Parameters that the router drops."""
         self.verified: ServerDifference | None = None
         """Difference between the servers' log-probs and those of the model's files; None without `spec.verify`."""
+        self._folder: Callable[[], Path] | None = None
+        """Finds the model's files, for `spec.verify`."""
 
     @classmethod
-    def open(cls, spec: SGLangBackendSpec, format: ChatTemplate, loaded: LoadedSpec) -> SGLangBackend:
+    def open(cls, spec: SGLangBackendSpec, format: ChatTemplate, loaded: LoadedSpec) -> Self:
         """See `Backend.open`.
 
         Raises:
@@ -113,34 +69,31 @@ class SGLangBackend(ServersBackend):
 
         if format.vision is not None:
             refuse_family(format.vision)
-
-        def folder() -> Path:
-            return resolve_model(loaded.spec.model.path, loaded.spec.model.revision, loaded.base)
-
-        launched = launched_servers(spec, loaded)
-        try:
-            return cls(
-                spec,
-                format,
-                sampling=loaded.spec.sampling,
-                model=loaded.spec.model.path,
-                api_key=read_key(spec.api_key_env),
-                folder=folder,
-                launched=launched,
-                layout=layout_of(folder()) if spec.asks_experts else None,
-            )
-        except ValueError as error:
-            raise BackendError(f"backend.urls: {error}", kind="bad_url") from None
+        backend = super().open(spec, format, loaded)
+        model = loaded.spec.model
+        backend._folder = lambda: resolve_model(model.path, model.revision, loaded.base)
+        if spec.asks_experts:
+            backend._layout = layout_of(backend._folder())
+        return backend
 
     @classmethod
-    async def check_weights(cls, spec: SGLangBackendSpec, folder: Path) -> None:
-        """Check that every server samples with the weights in `folder`.
+    async def served_model(cls, server: Server) -> str:
+        """See `CheckedServers.served_model`.
 
         Raises:
-            OutageError: A server cannot be reached.
-            BackendError: A server has other weights (kind `wrong_server`), or refuses to answer.
+            BackendError: It cannot be reached, is another kind of server, or does not generate (kind `wrong_server`).
         """
-        await check_model_path(spec.urls, key_headers(read_key(spec.api_key_env)), folder)
+        info = await server.json("GET", "/model_info")
+        if not isinstance(info, dict) or "model_path" not in info:
+            raise BackendError(
+                f"{server.url} is no SGLang server: /model_info says {info!r}"[:300], kind="wrong_server"
+            )
+        if info.get("is_generation") is False:
+            raise BackendError(
+                f"{server.url} serves {info['model_path']}, which does not generate", kind="wrong_server"
+            )
+        server.version = info.get("weight_version")
+        return str(info["model_path"])
 
     @property
     def workers(self) -> list[Server]:
@@ -148,41 +101,84 @@ class SGLangBackend(ServersBackend):
         return self.pool.workers
 
     async def start(self) -> None:
-        """Reach the servers, and check that they serve this model and accept this spec's sampling.
+        """See `CheckedServers.start`.
 
         Raises:
             OutageError: No server can be reached.
             BackendError: A server cannot be started (kind `launch`), or cannot serve this spec.
         """
-        await self.launch()
+        await super().start()
+        if self._spec.verify and self._folder is not None:
+            from engine.backends.sglang.verify import verify_servers
+
+            healthy = [server for server in self.workers if server.healthy]
+            given = {server.url: server.version for server in healthy if server.version not in (None, DEFAULT_VERSION)}
+            if given:  # by a training that goes on: not those of the spec's files
+                log.warning("not verified: servers were given other weights since they started", versions=given)
+            else:
+                self.verified = await verify_servers(healthy, self._format, self._folder, ask_worker)
+
+    async def _launch(self) -> None:
+        await super()._launch()
         await self.control.memory.prepare(self.logs)
         if self.training:
             await self.control.wake_all()
-        facts = await check_servers(
-            self.pool, self._spec, self._format, self._sampling, self._model, self._headers, self._layout
-        )
-        self.vocab_size = facts.vocab_size
-        self.context = facts.context
-        self.dropped = facts.dropped
-        self.encoder = Encoder(
-            vocab_size=facts.vocab_size,
+
+    def _new_encoder(self, vocab_size: int) -> Encoder:
+        return Encoder(
+            vocab_size=vocab_size,
             seeded=any(server.seeded for server in self.workers),
-            echo="return_prompt_token_ids" not in facts.dropped,
+            echo=self.dialect.echo not in self.dropped,
             vision=self._format.vision,
             layout=self._layout,
             own_prefixes=self._spec.routed_experts == "exact",
             features=lambda: self.control.features,
         )
-        if self._spec.verify and self._folder is not None:
-            from engine.backends.sglang.verify import verify_servers
 
-            there = [server for server in self.workers if server.healthy]
-            given = {server.url: server.version for server in there if server.version not in (None, DEFAULT_VERSION)}
-            if given:  # by a training that goes on: not those of the spec's files
-                log.warning("not verified: servers were given other weights since they started", versions=given)
-            else:
-                self.verified = await verify_servers(there, self._format, self._folder, ask_worker)
-        self.pool.watch()
+    async def check_servers(self, sampling: SamplingParams) -> ServerFacts:
+        """See `CheckedServers.check_servers`. Behind a router its workers are checked, and what it drops is found out.
+
+        Raises:
+            OutageError: No server can be reached.
+            BackendError: A server has another model, or refuses this spec's sampling.
+        """
+        if self._spec.router:
+            self.pool.workers = await workers_of(self.pool.servers, self._headers)
+        facts = await super().check_servers(sampling)
+        versions = {server.version for server in self.workers if server.version is not None}
+        if len(versions) > 1:
+            log.warning("sglang servers hold different weights", versions=sorted(versions))
+        if self._spec.router:
+            self.dropped = await dropped_by(self.pool.servers, sampling, self._spec)
+        return facts
+
+    async def check_settings(self, server: Server, sampling: SamplingParams) -> int | None:
+        """See `CheckedServers.check_settings`.
+
+        Raises:
+            BackendError: It cannot be reached, or its flags do not suit this spec.
+        """
+        details = await server.json("GET", "/server_info")
+        server.seeded = bool(details.get("enable_deterministic_inference"))
+        if server.seeded and sampling.min_p:
+            raise BackendError(
+                f"{server.url} runs with --enable-deterministic-inference, where a request with `sampling.min_p` ends the "
+                "whole server: leave it out, or start the server without the flag",
+                kind="bad_sampling",
+            )
+        if self._layout is not None and details.get("enable_return_routed_experts") is False:
+            raise BackendError(
+                f"{server.url} does not report routed experts: start it with {EXPERTS_FLAG}, or remove `backend.routed_experts`",
+                kind="wrong_server",
+            )
+        context = details.get("max_req_input_len")
+        return int(context) if context else None
+
+    async def check_replies(self, server: Server, sampling: SamplingParams, vocab_size: int) -> None:
+        """See `CheckedServers.check_replies`."""
+        if self._format.vision is not None:
+            details = await server.json("GET", "/server_info")
+            server.images = await check_images(server, details, self._format, ask_worker)
 
     def prepare(self, request: GenerateRequest) -> Awaitable[None] | None:
         """See `ServersBackend.prepare`.
@@ -197,7 +193,13 @@ class SGLangBackend(ServersBackend):
             )
         if request.adapter is not None and request.adapter in self.control.unloaded:
             raise BackendError(f"the adapter {request.adapter!r} was unloaded", kind="bad_request")
-        return self.encoder.scale_images(request) if request.images else None
+        return self._scale_images(request) if request.images else None
+
+    async def _scale_images(self, request: GenerateRequest) -> None:
+        """Scale the images in a thread, so that the encoder finds them. Raises: ImageError: One cannot be sent exactly."""
+        for image in request.images:
+            if (vision := self._format.vision) is not None and not vision.bank.is_scaled(image.image):
+                await asyncio.to_thread(vision.bank.scaled_uri, image.image)
 
     def server_weights(self, version: int) -> ServerWeights:
         """See `Backend.server_weights`."""
@@ -209,26 +211,19 @@ class SGLangBackend(ServersBackend):
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and the certificate of the prompts."""
-        return {
-            **super().stats(),
-            "seeded": self.encoder.seeded,
-            "dropped_by_router": list(self.dropped),
-            **({} if self._format.vision is None else {"images": self._images()}),
-            **({} if self.verified is None else {"verified": asdict(self.verified)}),
-        }
-
-    def _images(self) -> dict[str, Any]:
-        """How servers processed images; see images.py."""
         known = [server.images for server in self.workers if server.images is not None]
-        return {
+        images = {
             "sent": "scaled",
             "server_processors": sorted({facts.processor for facts in known}),
             "unscaled_gap": max((facts.unscaled_gap for facts in known), default=None),
         }
-
-    async def check_sampling(self, sampling: SamplingParams) -> None:
-        """See `Backend.check_sampling`."""
-        await check_servers(self.pool, self._spec, self._format, sampling, self._model, self._headers, self._layout)
+        return {
+            **super().stats(),
+            "seeded": any(server.seeded for server in self.workers),
+            "dropped_by_router": list(self.dropped),
+            **({} if self._format.vision is None else {"images": images}),
+            **({} if self.verified is None else {"verified": asdict(self.verified)}),
+        }
 
     async def _wake(self, server: Server) -> None:
         """Have a server that is out sample again, for its health check. A router keeps the health of its servers itself."""
@@ -236,12 +231,7 @@ class SGLangBackend(ServersBackend):
             await self.control.wake(server)
 
     async def _admit(self, server: Server) -> None:
-        """Check a server that is back, because it may serve another model now, and give it the weights and adapters of the others."""
-        if self._spec.router:
-            return
-        found = await check_server(server, self._spec, self._format, self._sampling, self._model, self._layout)
-        if self.context is not None and (  # None: the first check of all is still going on
-            (found.vocab_size or self.vocab_size) < self.vocab_size or (found.context or self.context) < self.context
-        ):
-            raise BackendError(f"{server.url} came back with a smaller vocabulary or context", kind="wrong_server")
-        await self.control.catch_up(server)
+        """Check a server that is back, and give it the weights and adapters of the others."""
+        if not self._spec.router:
+            await super()._admit(server)
+            await self.control.catch_up(server)

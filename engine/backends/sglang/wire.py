@@ -1,15 +1,11 @@
-"""A generation request -> the body of a request to /generate; the body of its reply -> ids and log-probs, or an error.
+"""SGLang's dialect: its names, where things stand in the reply of /generate, and how a request names its images.
 
 The server echoes the ids that it received; they are compared as text, with a memcmp.
-
-Invariant: a reply is accepted only if the prompt that the server echoed is the one that was sent, each sampled id has exactly
-one log-prob of the same id, and all ids lie in the vocabulary.
 """
 
 from __future__ import annotations
 
-import asyncio
-import secrets
+import re
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
@@ -19,119 +15,34 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from engine.backends.servers.wire import (
-    EncodedRequest,
-    PromptEncoder,
-    PromptMismatch,
-    ReplyError,
-    ReplyPart,
-    arrays,
-    ending,
-)
+from engine.backends.servers.dialect import Dialect, ReplyFields
+from engine.backends.servers.wire import EncodedRequest, ReplyError, RequestEncoder
 from engine.backends.sglang.routing import routed_experts
 from engine.errors import BackendError
-from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
+from engine.schemas.generation import GenerateRequest, VersionSpan
 
 if TYPE_CHECKING:
-    from engine.tokens.experts import ExpertLayout
     from engine.tokens.vision import Vision
 
-BANNED = -1e9
-"""Logit bias of a banned id; JSON has no infinity."""
 _COMPACT = "\0compact"
 """Suffix of an episode's id for its prompt with one placeholder per image, as it was sent."""
-
-
 HASHED_BY_SERVER = frozenset({"qwen3_vl", "qwen3_vl_moe"})
 """Families for which SGLang 0.5.23 writes its own hashes into the prompt before it reads `mm_hashes`: its scheduler ends where they
 differ. It keeps no features of their images."""
 
 
-class Encoder(PromptEncoder):
-    """Encodes requests to /generate."""
+class Encoder(RequestEncoder):
+    """Encodes requests with images, too."""
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        seeded: bool = False,
-        echo: bool = True,
-        memory: int = 256 << 20,
-        vision: Vision | None = None,
-        layout: ExpertLayout | None = None,
-        own_prefixes: bool = False,
-        features: Callable[[], str] = str,
-    ) -> None:
+    def __init__(self, *, vision: Vision | None = None, features: Callable[[], str] = str, **options: Any) -> None:
         """
         Args:
-            vocab_size: Ids must be below it: a larger id would end the whole server.
-            seeded: Send the request's seed; a server without deterministic inference ignores it.
-            echo: Ask for an echo of the prompt's ids.
-            memory: Maximum size of the kept prompts in bytes; dropped prompts are encoded again.
             vision: The model's images, for a model with a vision tower.
-            layout: The model's experts, where requests ask for them.
-            own_prefixes: A request uses only cached prefixes of its own episode in this run.
             features: See `Control.features`.
+            options: Those of `RequestEncoder`.
         """
-        super().__init__(vocab_size=vocab_size, memory=memory)
-        self._layout = layout
-        self._own_prefixes = f"{secrets.token_hex(8)}/" if own_prefixes else None
-        self._vision = vision
-        self._features = features
-        self.seeded = seeded
-        self.echo = echo
-
-    def encode(
-        self,
-        request: GenerateRequest,
-        rid: str,
-        ids: np.ndarray,
-        max_new_tokens: int,
-        sampled: int = 0,
-        *,
-        prefixes: str | None = None,
-    ) -> EncodedRequest:
-        prompt = self._prompt(request.episode_id, ids)
-        sent, images = prompt, b""
-        if request.images:
-            sent, images = self._with_images(request, ids)
-        if self._own_prefixes is not None:
-            prefixes = f"{self._own_prefixes}{prefixes or ''}/{request.episode_id}"
-        fields = b'"max_new_tokens":%d' % max_new_tokens
-        if sampling := self._sampling_text(request, sampled):
-            fields = b"%b,%b" % (sampling, fields)
-        if self.seeded:
-            fields = b'%b,"sampling_seed":%d' % (fields, request.seed)
-        head = b'{"rid":%b,"input_ids":[' % msgspec.json.encode(rid)
-        tail = b'],"return_logprob":true,"return_prompt_token_ids":%b%b%b%b%b,"sampling_params":{%b}}' % (
-            b"true" if self.echo else b"false",
-            images,
-            b""
-            if request.experts_from is None
-            else b',"return_routed_experts":true,"routed_experts_start_len":%d' % request.experts_from,
-            b"" if prefixes is None else b',"extra_key":' + msgspec.json.encode(prefixes),
-            b"" if request.adapter is None else b',"lora_path":' + msgspec.json.encode(request.adapter),
-            fields,
-        )
-        return EncodedRequest(
-            (head, sent, tail),
-            rid,
-            prompt,
-            ids,
-            max_new_tokens,
-            request.experts_from,
-            self._layout,
-        )
-
-    async def scale_images(self, request: GenerateRequest) -> None:
-        """Scale the request's images for the server, in a thread, so that `encode` finds them.
-
-        Raises:
-            ImageError: One of them cannot be sent exactly.
-        """
-        for image in request.images:
-            if self._vision is not None and not self._vision.bank.is_scaled(image.image):
-                await asyncio.to_thread(self._vision.bank.scaled_uri, image.image)
+        super().__init__(SGLANG, **options)
+        self._vision, self._features = vision, features
 
     def _with_images(self, request: GenerateRequest, ids: np.ndarray) -> tuple[bytes, bytes]:
         """The ids with one placeholder an image, which the server expands itself; `image_data` and `mm_hashes`."""
@@ -154,27 +65,11 @@ class Encoder(PromptEncoder):
         super().forget(episode_id)
         super().forget(f"{episode_id}{_COMPACT}")
 
-    def dump(self, sampling: SamplingParams, request: GenerateRequest) -> bytes:
-        fields = sampling_fields(sampling)
-        if request.stop_token_ids:
-            fields["stop_token_ids"] = list(request.stop_token_ids)
-        if request.banned_token_ids:
-            fields["logit_bias"] = {
-                **fields.get("logit_bias", {}),
-                **{str(token): BANNED for token in request.banned_token_ids},
-            }
-        return msgspec.json.encode(fields)[1:-1]
-
-
-def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """The parameters that are set, by SGLang's names; what is left out is SGLang's default. Without the length."""
-    fields = sampling.model_dump(exclude_none=True, exclude={"max_new_tokens"})
-    return {name: value for name, value in fields.items() if value not in ([], {})}
-
 
 DEFAULT_VERSION = "default"
 """SGLang's name of the weights that it was started with; version 0 in the engine."""
 _ECHO = b',"prompt_token_ids":['
+_ECHO_SIZE = len(_ECHO)
 
 
 class _Finish(msgspec.Struct):
@@ -199,7 +94,6 @@ class _Meta(msgspec.Struct):
     weight_versions: list[_Span] = []
     output_token_logprobs: msgspec.Raw = msgspec.Raw(b"[]")
     routed_experts: str | None = None
-    e2e_latency: float | None = None
     queue_time: float | None = None
 
 
@@ -215,75 +109,42 @@ _flat_decoder = msgspec.json.Decoder(list[float | int | None])
 _rows_decoder = msgspec.json.Decoder(list[tuple[float | None, int, Any]])
 
 
-def decode(body: bytes, sent: EncodedRequest, vocab_size: int) -> ReplyPart:
-    """Read the reply to a request and check it against the request.
-
-    Raises:
-        ReplyError: It is not JSON, lacks something, or contradicts itself or the request.
-        PromptMismatch: The server worked on another prompt.
-    """
-    reply, seen = _read(body, sent)
-    meta = reply.meta_info
-    if meta.id and meta.id != sent.rid:  # before anything else: the rest is another request's
-        raise ReplyError(f"it answers request {meta.id!r}, not {sent.rid!r}")
-    echoed = seen is not _NOT_ECHOED
-    if echoed and seen is not None and seen != sent.ids.tolist():
-        raise PromptMismatch(sent.ids, seen)
-    try:
-        values, tokens = _columns(meta.output_token_logprobs)
-        # Read but once: where the ids of the rows, written down, are the ids of the reply, they are the same.
-        raw = bytes(reply.output_ids)
-        same = (
-            msgspec.json.encode(tokens) == raw and b"." not in raw and b"e" not in raw and b"n" not in raw
-        )  # 1.0, 1e3, null
-        ids = tokens if same else _ids_decoder.decode(reply.output_ids or b"[]")
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ReplyError(f"its tokens and log-probs are not what SGLang answers: {error}") from None
-    if meta.prompt_tokens is not None and meta.prompt_tokens != len(sent.ids):
-        raise ReplyError(f"it counts {meta.prompt_tokens} prompt tokens where {len(sent.ids)} were sent")
-    if len(ids) > sent.max_new_tokens:
-        raise ReplyError(f"it holds {len(ids)} tokens where at most {sent.max_new_tokens} were asked for")
-    finish = _finish(meta.finish_reason)
-    if finish.type != "abort" and meta.completion_tokens not in (None, len(ids)):
-        raise ReplyError(f"it counts {meta.completion_tokens} tokens and holds {len(ids)}")
-    if not same and tokens != ids:
-        raise ReplyError(f"its {len(tokens)} log-probs are not those of its {len(ids)} tokens")
-    array, logprobs = arrays(ids, values, vocab_size)
-    versions, version = _versions(meta, len(ids))
-    return ReplyPart(
-        ids=array,
+def reply_fields(body: bytes, sent: EncodedRequest) -> ReplyFields:
+    """See `Dialect.fields`. The echo comes last: where it is ours, to the byte, it is not parsed."""
+    end = len(body) - len(sent.prompt) - 2
+    start = end - _ECHO_SIZE
+    same = start > 0 and body.startswith(_ECHO, start) and body.startswith(sent.prompt, end) and body.endswith(b"]}")
+    reply = _decoder.decode(body[:start] + b"}" if same else body)
+    meta, echo = reply.meta_info, reply.prompt_token_ids
+    logprobs, logprob_ids = _columns(meta.output_token_logprobs)
+    # Read but once: where the ids of the rows, written down, are the ids of the reply, they are the same.
+    raw = bytes(reply.output_ids)
+    if msgspec.json.encode(logprob_ids) == raw and b"." not in raw and b"e" not in raw and b"n" not in raw:
+        ids = logprob_ids  # 1.0, 1e3 and null are written otherwise
+    else:
+        ids = _ids_decoder.decode(reply.output_ids or b"[]")
+    finish, matched = meta.finish_reason, meta.finish_reason.matched
+    if isinstance(matched, list):  # a stop sequence of ids: its last one ended the reply
+        matched = matched[-1] if matched else None
+    spans, version = _versions(meta, len(ids))
+    return ReplyFields(
+        ids=ids,
         logprobs=logprobs,
-        finish=finish,
-        versions=versions,
-        version=version,
-        prompt_tokens=len(sent.ids),
+        logprob_ids=logprob_ids,
+        finish=finish.type,
+        matched=matched if finish.type == "stop" else None,
+        message=(finish.message or "aborted") if finish.type == "abort" else None,
+        echoed=same or bool(echo),
+        echo=_ids_decoder.decode(echo) if echo else None,
+        prompt_tokens=meta.prompt_tokens,
+        completion_tokens=meta.completion_tokens,
         cached_tokens=meta.cached_tokens,
+        rid=meta.id,
         queue_seconds=meta.queue_time or 0.0,
-        echoed=echoed,
+        spans=spans,
+        version=version,
         experts=None if sent.experts_from is None else routed_experts(meta.routed_experts, sent, len(ids)),
     )
-
-
-_NOT_ECHOED: list[int] = []
-
-
-def _read(body: bytes, sent: EncodedRequest) -> tuple[_Reply, list[int] | None]:
-    """The reply, and the prompt that it echoes: None for ours, `_NOT_ECHOED` for none.
-
-    The echo comes last: where it is ours, to the byte, it is not parsed.
-    """
-    end = len(body) - len(sent.prompt) - 2
-    start = end - len(_ECHO)
-    same = start > 0 and body.startswith(_ECHO, start) and body.startswith(sent.prompt, end) and body.endswith(b"]}")
-    try:
-        reply = _decoder.decode(body[:start] + b"}" if same else body)
-        if same and not reply.prompt_token_ids:
-            return reply, None
-        if not reply.prompt_token_ids:
-            return reply, _NOT_ECHOED
-        return reply, _ids_decoder.decode(reply.prompt_token_ids)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ReplyError(f"it is not what SGLang answers: {error}") from None
 
 
 def _columns(rows: msgspec.Raw) -> tuple[list[Any], list[Any]]:
@@ -305,19 +166,6 @@ def _columns(rows: msgspec.Raw) -> tuple[list[Any], list[Any]]:
             return flat[0::3], flat[1::3]
     decoded = _rows_decoder.decode(rows)
     return [row[0] for row in decoded], [row[1] for row in decoded]
-
-
-def _finish(finish: _Finish) -> FinishReason:
-    if finish.type == "abort":
-        return ending("abort", None, finish.message or "aborted")
-    if finish.type == "length":
-        return ending("length", None, None)
-    if finish.type == "stop":
-        matched = finish.matched
-        if isinstance(matched, list):  # a stop sequence of ids: its last one ended the reply
-            matched = matched[-1] if matched else None
-        return ending("stop", matched, None)
-    raise ReplyError(f"it ended for an unknown reason, {finish.type!r}")
 
 
 @lru_cache(256)
@@ -361,3 +209,28 @@ def _versions(meta: _Meta, tokens: int) -> tuple[list[VersionSpan], str | None]:
         raise ReplyError(f"its weight versions cover {at} of {tokens} tokens")
     versions = [VersionSpan(version=version_number(span.version), start=span.start, end=span.end) for span in spans]
     return versions, last
+
+
+SGLANG = Dialect(
+    servers="SGLang",
+    path="/generate",
+    abort_path="/abort_request",
+    probe="/model_info",
+    start="--model-path {folder}",
+    prompt="input_ids",
+    rid="rid",
+    length="max_new_tokens",
+    seed="sampling_seed",
+    prefixes="extra_key",
+    adapter="lora_path",
+    echo="return_prompt_token_ids",
+    echo_since="sglang 0.5.23",
+    experts='"return_routed_experts":true,"routed_experts_start_len":%d',
+    always={"return_logprob": True},
+    parameters="sampling_params",
+    ban=-1e9,
+    fields=reply_fields,
+    vocabulary=re.compile(r"\[0, (\d+)\]"),
+    first_id=1,
+)
+"""SGLang's `/generate`. What a request leaves out is SGLang's default."""

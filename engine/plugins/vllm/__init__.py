@@ -1,9 +1,8 @@
 """vLLM servers over `/v1/completions`, with token ids in both directions.
 
 spec.py    the section `backend`
-client.py  the backend
-wire.py    the bodies of a request and of its reply, checked to the token
-checks.py  checks of the servers before the first episode, among them which log-probs they report
+client.py  the backend; which log-probs a server reports
+wire.py    its dialect
 """
 
 from engine.plugin import Plugin

@@ -2,32 +2,38 @@
 
 vLLM's completions take ids and report ids, log-probs and the prompt's ids. They take no image with a prompt of ids, and the
 weights stay those that the server was started with.
+
+vLLM was started with one `--logprobs-mode`: `raw_logprobs` (its default) are those of softmax(logits); `processed_logprobs` are those
+after temperature, biases, penalties, top-k, top-p and min-p. Rows hold log-probs after temperature, biases and penalties, and before
+top-k, top-p and min-p. So the mode is found out before the first episode.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any, Self
 
-from engine.backends.http.client import key_headers, read_key
-from engine.backends.servers.backend import ServersBackend
-from engine.backends.servers.launched import launched_servers
-from engine.backends.servers.pool import Pool, Server, servers_of
-from engine.backends.weights import OwnWeights
+import numpy as np
+
+from engine.backends.http.reply import error_text
+from engine.backends.servers.checks import CheckedServers, ask
+from engine.backends.servers.wire import ReplyError, RequestEncoder, read_reply
 from engine.errors import BackendError
-from engine.plugins.vllm.checks import PATH, check_model_path, check_server, check_servers
 from engine.plugins.vllm.spec import VLLMBackendSpec
-from engine.plugins.vllm.wire import Encoder, decode
+from engine.plugins.vllm.wire import VLLM
+from engine.schemas.backend import changes_distribution, cuts_distribution
 from engine.schemas.generation import GenerateRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from engine.backends.servers.launched import LaunchedServers
+    from engine.backends.servers.pool import Server
     from engine.spec.load import LoadedSpec
     from engine.tokens.template import ChatTemplate
 
+_FORCED = 100.0
+"""Logit bias that leaves one token with a probability of about 1."""
 
-class VLLMBackend(ServersBackend):
+
+class VLLMBackend(CheckedServers):
     """Samples from one or more vLLM servers.
 
     backend = VLLMBackend.open(spec, chat_format, loaded)
@@ -37,106 +43,105 @@ class VLLMBackend(ServersBackend):
     """
 
     declared = VLLMBackendSpec
-    _spec: VLLMBackendSpec
-
-    def __init__(
-        self,
-        spec: VLLMBackendSpec,
-        format: ChatTemplate,
-        *,
-        sampling: SamplingParams,
-        model: str,
-        api_key: str | None = None,
-        launched: LaunchedServers | None = None,
-    ) -> None:
-        """Nothing is opened yet.
-
-        Args:
-            spec: Servers, deadlines, retries.
-            format: The model's chat format: vocabulary, context, decoding.
-            sampling: The spec's sampling parameters, tested at the start.
-            model: The model's name in the spec.
-            api_key: Sent as a bearer token.
-            launched: The servers of `spec.launch`, started with the backend and stopped with it.
-        """
-        pool = Pool(
-            servers_of(spec, api_key, launched),
-            health_timeout=spec.health_timeout,
-            wait=spec.wait,
-            admit=self._admit,
-            probe="/v1/models",
-        )
-        super().__init__(
-            spec,
-            format,
-            sampling=sampling,
-            model=model,
-            launched=launched,
-            pool=pool,
-            encoder=Encoder(vocab_size=format.vocab_size),
-            decode=decode,
-            path=PATH,
-            abort_path=None,
-            weights=OwnWeights(),
-        )
+    dialect = VLLM
 
     @classmethod
-    def open(cls, spec: VLLMBackendSpec, format: ChatTemplate, loaded: LoadedSpec) -> VLLMBackend:
+    def open(cls, spec: VLLMBackendSpec, format: ChatTemplate, loaded: LoadedSpec) -> Self:
         """See `Backend.open`.
 
         Raises:
             BackendError: The variable of the API key is not set, a URL is invalid, or no server can report the log-probs of the
                 spec's sampling.
         """
-        sampling = loaded.spec.sampling
-        if (conflict := spec.conflict(sampling)) is not None:
+        if (conflict := spec.conflict(loaded.spec.sampling)) is not None:
             raise BackendError(f"sampling: {conflict}", kind="unsupported_parameter")
-        launched = launched_servers(spec, loaded)
-        key = read_key(spec.api_key_env)
-        try:
-            return cls(spec, format, sampling=sampling, model=loaded.spec.model.path, api_key=key, launched=launched)
-        except ValueError as error:
-            raise BackendError(f"backend.urls: {error}", kind="bad_url") from None
+        return super().open(spec, format, loaded)
 
     @classmethod
-    async def check_weights(cls, spec: VLLMBackendSpec, folder: Path) -> None:
-        """See `Backend.check_weights`."""
-        await check_model_path(spec.urls, key_headers(read_key(spec.api_key_env)), folder)
+    async def served_model(cls, server: Server) -> str:
+        """See `CheckedServers.served_model`."""
+        base = (await _models(server))[0]
+        return str(base.get("root") or base.get("id"))
 
-    async def start(self) -> None:
-        """Reach the servers, and check that they serve this model and accept this spec's sampling.
-
-        Raises:
-            OutageError: No server can be reached.
-            BackendError: A server cannot be started (kind `launch`), or cannot serve this spec.
-        """
-        await self.launch()
-        facts = await check_servers(self.pool, self._spec, self._format, self._sampling, self._model)
-        self.vocab_size = facts.vocab_size
-        self.context = facts.context
-        self.encoder = Encoder(vocab_size=facts.vocab_size)
-        self.pool.watch()
-
-    async def check_sampling(self, sampling: SamplingParams) -> None:
-        """See `Backend.check_sampling`."""
-        await check_servers(self.pool, self._spec, self._format, sampling, self._model)
-
-    def prepare(self, request: GenerateRequest) -> None:
-        """See `ServersBackend.prepare`.
+    async def check_settings(self, server: Server, sampling: SamplingParams) -> int | None:
+        """See `CheckedServers.check_settings`.
 
         Raises:
-            BackendError: The request has images (kind `unsupported`).
+            BackendError: It cannot be reached, or does not have the spec's adapter (kind `wrong_server`).
         """
-        if request.images:
+        served = await _models(server)
+        names, adapter = [str(entry.get("id")) for entry in served], self._spec.adapter
+        if adapter is not None and adapter not in names:
             raise BackendError(
-                "vLLM takes no images with a prompt of token ids: use `backend: {kind: sglang}` or `{kind: local}`",
-                kind="unsupported",
+                f"{server.url} has no adapter {adapter!r}; it has {', '.join(names)}: start it with --enable-lora "
+                f"--lora-modules {adapter}=FOLDER",
+                kind="wrong_server",
+            )
+        context = served[0].get("max_model_len")
+        return int(context) if context else None
+
+    async def check_replies(self, server: Server, sampling: SamplingParams, vocab_size: int) -> None:
+        """Check that the server's log-probs are those that rows hold, where the two modes differ.
+
+        Raises:
+            BackendError: They are not (kind `bad_sampling`); the message says with which argument to start the server.
+        """
+        changed, cut = changes_distribution(sampling), cuts_distribution(sampling)
+        if not changed and not cut:
+            return
+        processed = await _processed(server, vocab_size)
+        if changed and not processed:
+            raise BackendError(
+                f"{server.url} reports log-probs without `sampling.{changed[0]}`: start it with "
+                f"--logprobs-mode processed_logprobs, or leave `{changed[0]}` out",
+                kind="bad_sampling",
+            )
+        if cut and processed:
+            raise BackendError(
+                f"{server.url} reports log-probs of the tokens that `sampling.{cut[0]}` leaves: start it without "
+                f"--logprobs-mode processed_logprobs, or leave `{cut[0]}` out",
+                kind="bad_sampling",
             )
 
-    async def _admit(self, server: Server) -> None:
-        """Check a server that is back: it may serve another model now."""
-        found = await check_server(server, self._spec, self._format, self._sampling, self._model)
-        if self.context is None:  # the first check of all is still going on
-            return
-        if found.vocab_size < self.vocab_size or (found.context or self.context) < self.context:
-            raise BackendError(f"{server.url} came back with a smaller vocabulary or context", kind="wrong_server")
+
+async def _models(server: Server) -> list[dict[str, Any]]:
+    """The models that a server lists: the base model, then its adapters."""
+    reply = await server.json("GET", "/v1/models")
+    data = reply.get("data") if isinstance(reply, dict) else None
+    if not isinstance(data, list) or not data or not all(isinstance(entry, dict) for entry in data):
+        raise BackendError(f"{server.url} is no vLLM server: /v1/models says {reply!r}"[:300], kind="wrong_server")
+    return sorted(data, key=lambda entry: entry.get("parent") is not None)
+
+
+async def _processed(server: Server, vocab_size: int) -> bool:
+    """Whether log-probs are those after logit biases, and so after temperature and penalties.
+
+    Two tokens are forced, one after the other, each by a logit bias: after the bias each one's probability is about 1, and
+    before it at most one of them is above one half.
+    """
+    likely = []
+    encoder = RequestEncoder(VLLM, vocab_size=vocab_size)
+    for token in (vocab_size // 2, vocab_size // 2 + 1):
+        request = GenerateRequest(
+            episode_id="probe",
+            turn=0,
+            input_ids=np.zeros(1, dtype=np.int32),
+            sampling=SamplingParams(temperature=0.0, logit_bias={str(token): _FORCED}, ignore_eos=True),
+            max_new_tokens=1,
+            stop_token_ids=[],
+            seed=0,
+        )
+        sent = encoder.encode(request, f"probe-{token}", request.input_ids, 1)
+        reply = await ask(server, VLLM.path, b"".join(sent.pieces))
+        try:
+            if reply.status != 200:
+                raise ReplyError(f"status {reply.status}: {error_text(reply)}")
+            part = read_reply(VLLM, reply.body, sent, vocab_size)
+            if part.ids.tolist() != [token]:
+                raise ReplyError(f"a logit bias of {_FORCED:g} did not force token {token}")
+        except ReplyError as error:
+            raise BackendError(
+                f"{server.url}: it cannot be found out which log-probs it reports: {error}", kind="bad_sampling"
+            ) from None
+        likely.append(float(part.logprobs[0]) > math.log(0.5))
+    return all(likely)

@@ -1,108 +1,19 @@
-"""The bodies of requests to /v1/completions, and of their replies.
+"""vLLM's dialect: its names, and where things stand in the reply of /v1/completions.
 
 vLLM fills in each parameter that a request leaves out with the value of the model's `generation_config.json`, so every
 parameter is sent.
-
-Invariant: a reply is accepted only if the prompt that the server echoed is the one that was sent, each sampled id has exactly
-one log-prob of the same id, and all ids lie in the vocabulary.
 """
 
 from __future__ import annotations
 
-from itertools import repeat
-from typing import Any
+import re
 
 import msgspec
-import numpy as np
 
-from engine.backends.servers.wire import (
-    EncodedRequest,
-    PromptEncoder,
-    PromptMismatch,
-    ReplyError,
-    ReplyPart,
-    arrays,
-    ending,
-)
-from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams
+from engine.backends.servers.dialect import Dialect, ReplyFields
+from engine.backends.servers.wire import EncodedRequest
 
-BANNED = -100.0
-"""Logit bias of a banned id: the lowest one that vLLM takes."""
-_CONSTRAINTS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
-"""The engine's name of a constraint -> vLLM's, in `structured_outputs`."""
-
-
-class Encoder(PromptEncoder):
-    """Encodes requests to /v1/completions."""
-
-    def encode(
-        self,
-        request: GenerateRequest,
-        rid: str,
-        ids: np.ndarray,
-        max_new_tokens: int,
-        sampled: int = 0,
-        *,
-        prefixes: str | None = None,
-    ) -> EncodedRequest:
-        prompt = self._prompt(request.episode_id, ids)
-        tail = b'],"request_id":%b,"max_tokens":%d,"seed":%d%b%b,%b}' % (
-            msgspec.json.encode(rid),
-            max_new_tokens,
-            request.seed,
-            b"" if prefixes is None else b',"cache_salt":' + msgspec.json.encode(prefixes),
-            b"" if request.adapter is None else b',"model":' + msgspec.json.encode(request.adapter),
-            self._sampling_text(request, sampled),
-        )
-        return EncodedRequest((b'{"prompt":[', prompt, tail), rid, prompt, ids, max_new_tokens)
-
-    def dump(self, sampling: SamplingParams, request: GenerateRequest) -> bytes:
-        return msgspec.json.encode(sampling_fields(sampling, request.stop_token_ids, request.banned_token_ids))[1:-1]
-
-
-def sampling_fields(sampling: SamplingParams, stop_ids: list[int], banned_ids: list[int]) -> dict[str, Any]:
-    """The fields of a request except prompt, length, seed and model.
-
-    Args:
-        sampling: The spec's parameters.
-        stop_ids: Ids that end the reply. With `ignore_eos` none is sent: vLLM would still stop at them.
-        banned_ids: Ids that must not be sampled.
-    """
-    given: dict[str, Any] = {
-        "logprobs": 0,  # of the sampled token alone
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-        "temperature": sampling.temperature,
-        "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
-        "top_k": sampling.top_k if sampling.top_k is not None and sampling.top_k > 0 else 0,
-        "min_p": sampling.min_p or 0.0,
-        "frequency_penalty": sampling.frequency_penalty or 0.0,
-        "presence_penalty": sampling.presence_penalty or 0.0,
-        "repetition_penalty": 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
-        "min_tokens": sampling.min_new_tokens or 0,
-        "ignore_eos": bool(sampling.ignore_eos),
-        "stop_token_ids": [] if sampling.ignore_eos else list(stop_ids),
-        "stop": sampling.stop,
-        # Stop strings are looked for in the text, in which the marks of the chat format are special tokens.
-        "skip_special_tokens": bool(sampling.skip_special_tokens),
-    }
-    if sampling.spaces_between_special_tokens is not None:
-        given["spaces_between_special_tokens"] = sampling.spaces_between_special_tokens
-    bias = {**(sampling.logit_bias or {}), **{str(token): BANNED for token in banned_ids}}
-    if bias:
-        given["logit_bias"] = bias
-    constraints = {
-        name: getattr(sampling, key) for key, name in _CONSTRAINTS.items() if getattr(sampling, key) is not None
-    }
-    if constraints:
-        given["structured_outputs"] = constraints
-    return given
-
-
-LOWEST = -9999.0
-"""vLLM's log-prob of a probability of 0: JSON has no infinity."""
 _TOKEN = "token_id:"
-_NONE = (b"", b"null")
 
 
 class _LogProbs(msgspec.Struct):
@@ -111,9 +22,9 @@ class _LogProbs(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
+    logprobs: _LogProbs
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    logprobs: _LogProbs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: msgspec.Raw = msgspec.Raw()
 
@@ -137,70 +48,73 @@ _decoder = msgspec.json.Decoder(_Reply)
 _ids_decoder = msgspec.json.Decoder(list[int])
 
 
-def decode(body: bytes, sent: EncodedRequest, vocab_size: int) -> ReplyPart:
-    """Read the reply to a request and check it against the request.
-
-    Raises:
-        ReplyError: It is not JSON, lacks something, or contradicts itself or the request.
-        PromptMismatch: The server worked on another prompt.
-    """
-    try:
-        reply = _decoder.decode(body)
-        choice = reply.choices[0]
-        echo = bytes(choice.prompt_token_ids)
-        same = echo == b"[%b]" % sent.prompt
-        seen = None if same or echo in _NONE else _ids_decoder.decode(echo)
-    except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
-        raise ReplyError(f"it is not what vLLM answers: {error}") from None
-    if seen is not None and seen != sent.ids.tolist():
-        raise PromptMismatch(sent.ids, seen)
-    if choice.logprobs is None:
-        raise ReplyError("it holds no log-probs")
-    named, values = choice.logprobs.tokens, choice.logprobs.token_logprobs
-    ids = choice.token_ids if choice.token_ids is not None else _named_ids(named)
-    if named != list(map(_TOKEN.__add__, map(str, ids))) or len(values) != len(ids):
-        raise ReplyError(f"its {len(values)} log-probs are not those of its {len(ids)} tokens")
-    usage = reply.usage
-    if usage.prompt_tokens not in (None, len(sent.ids)):
-        raise ReplyError(f"it counts {usage.prompt_tokens} prompt tokens where {len(sent.ids)} were sent")
-    if usage.completion_tokens not in (None, len(ids)):
-        raise ReplyError(f"it counts {usage.completion_tokens} tokens and holds {len(ids)}")
-    if len(ids) > sent.max_new_tokens:
-        raise ReplyError(f"it holds {len(ids)} tokens where at most {sent.max_new_tokens} were asked for")
-    array, logprobs = arrays(ids, values, vocab_size)
-    if len(values) and logprobs.min() <= LOWEST:
-        raise ReplyError(f"token {int(logprobs.argmin())} has probability 0")
+def reply_fields(body: bytes, sent: EncodedRequest) -> ReplyFields:
+    """See `Dialect.fields`. A server before 0.10.2 has ids only in the names of the log-probs."""
+    reply = _decoder.decode(body)
+    choice, usage = reply.choices[0], reply.usage
+    echo, names, ids = bytes(choice.prompt_token_ids), choice.logprobs.tokens, choice.token_ids
+    same = echo == b"[%b]" % sent.prompt
+    if ids is None:
+        ids = [int(name.removeprefix(_TOKEN)) for name in names]
+    matched = choice.stop_reason
+    if matched is None and ids:  # the end-of-text token of the model's own configuration
+        matched = ids[-1]
     cached = usage.prompt_tokens_details
-    return ReplyPart(
-        ids=array,
-        logprobs=logprobs,
-        finish=_finish(choice, ids),
-        versions=[],
-        version=None,
-        prompt_tokens=len(sent.ids),
+    return ReplyFields(
+        ids=ids,
+        logprobs=choice.logprobs.token_logprobs,
+        logprob_ids=ids if names == [f"{_TOKEN}{token}" for token in ids] else None,
+        finish=str(choice.finish_reason),
+        matched=matched if choice.finish_reason == "stop" else None,
+        message="aborted" if choice.finish_reason == "abort" else None,
+        echoed=same or echo not in (b"", b"null"),
+        echo=None if same or echo in (b"", b"null") else _ids_decoder.decode(echo),
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
         cached_tokens=(cached.cached_tokens or 0) if cached is not None else 0,
-        queue_seconds=0.0,
-        echoed=same or seen is not None,
     )
 
 
-def _named_ids(tokens: list[str]) -> list[int]:
-    """The ids of `token_id:17`, for a server that has no `return_token_ids`."""
-    try:
-        return [int(token.removeprefix(prefix)) for token, prefix in zip(tokens, repeat(_TOKEN))]
-    except ValueError:
-        raise ReplyError("it names no token ids") from None
-
-
-def _finish(choice: _Choice, ids: list[int]) -> FinishReason:
-    reason = choice.finish_reason
-    if reason == "length":
-        return ending("length", None, None)
-    if reason == "stop":
-        matched = choice.stop_reason
-        if matched is None and ids:  # the end-of-text token of the model's own configuration
-            matched = ids[-1]
-        return ending("stop", matched, None)
-    if reason == "abort":
-        return ending("abort", None, "aborted")
-    raise ReplyError(f"it ended for an unknown reason, {reason!r}")
+VLLM = Dialect(
+    servers="vLLM",
+    path="/v1/completions",
+    probe="/v1/models",
+    start="`vllm serve {folder}`",
+    prompt="prompt",
+    rid="request_id",
+    length="max_tokens",
+    seed="seed",
+    prefixes="cache_salt",
+    adapter="model",
+    echo="return_token_ids",
+    echo_since="vllm 0.10.2",
+    always={"logprobs": 0, "return_tokens_as_token_ids": True},  # log-probs of the sampled token alone
+    names={
+        "min_new_tokens": "min_tokens",
+        "json_schema": "structured_outputs.json",
+        "regex": "structured_outputs.regex",
+        "ebnf": "structured_outputs.grammar",
+        "structural_tag": "structured_outputs.structural_tag",
+        "no_stop_trim": None,
+    },
+    defaults={
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "stop_token_ids": [],
+        "stop": [],
+        # Stop strings are looked for in the text, in which the marks of the chat format are special tokens.
+        "skip_special_tokens": False,
+    },
+    ban=-100.0,  # the lowest one that vLLM takes
+    ignore_eos_needs_no_ids=True,
+    fields=reply_fields,
+    lowest=-9999.0,
+    vocabulary=re.compile(r"[Vv]ocabulary size: (\d+)"),
+)
+"""vLLM's completions."""

@@ -152,7 +152,7 @@ async def test_no_server_at_all_is_an_error_that_names_them(chat_format: ChatTem
     async with cluster(chat_format, 2, start=False) as it:
         for fake in it.fakes:
             await fake.stop()
-        with pytest.raises(BackendError, match="no sglang server can be reached") as caught:
+        with pytest.raises(BackendError, match="no SGLang server can be reached") as caught:
             await it.backend.start()
         assert all(url in str(caught.value) for url in it.urls)
 
@@ -216,7 +216,7 @@ async def test_something_else_that_listens_there_is_refused(chat_format: ChatTem
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     backend = SGLangBackend(SGLangBackendSpec(urls=[url]), chat_format, sampling=SamplingParams(), model="fake")
-    with pytest.raises(BackendError, match="is no sglang server"):
+    with pytest.raises(BackendError, match="is no SGLang server"):
         await backend.start()
     await backend.close()
     server.close()

@@ -12,8 +12,8 @@ from generate_requests import generate_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.backends.servers.wire import EncodedRequest, PromptMismatch, ReplyError
-from engine.backends.sglang.wire import Encoder, decode, version_number
+from engine.backends.servers.wire import EncodedRequest, PromptMismatch, ReplyError, read_reply
+from engine.backends.sglang.wire import SGLANG, Encoder, version_number
 from engine.errors import BackendError
 from engine.schemas.generation import FinishReason, GenerateRequest, SamplingParams, VersionSpan
 
@@ -21,6 +21,7 @@ VOCAB = 1000
 
 
 request = partial(generate_request, seed=41)
+decode = partial(read_reply, SGLANG)
 
 
 def encode(encoder: Encoder, asked: GenerateRequest, rid: str = "rid-0") -> EncodedRequest:
@@ -52,7 +53,7 @@ def reply(sent: EncodedRequest, output: list[int] | None = None, **changes: Any)
 
 
 def sent(ids: list[int] | None = None) -> EncodedRequest:
-    return encode(Encoder(vocab_size=VOCAB), request([1, 22, 333] if ids is None else ids))
+    return encode(Encoder(vocab_size=VOCAB, seeded=False), request([1, 22, 333] if ids is None else ids))
 
 
 # -- out
@@ -88,7 +89,7 @@ def test_every_parameter_that_is_set_is_passed_on_by_its_name() -> None:
 
 def test_banned_ids_join_the_logit_bias() -> None:
     asked = request([1], sampling=SamplingParams(logit_bias={"7": 1.0}), banned_token_ids=[8, 9])
-    assert body(encode(Encoder(vocab_size=VOCAB), asked))["sampling_params"]["logit_bias"] == {
+    assert body(encode(Encoder(vocab_size=VOCAB, seeded=False), asked))["sampling_params"]["logit_bias"] == {
         "7": 1.0,
         "8": -1e9,
         "9": -1e9,
@@ -97,7 +98,7 @@ def test_banned_ids_join_the_logit_bias() -> None:
 
 def test_what_was_sampled_already_counts_towards_the_least_length() -> None:
     asked = request([1], sampling=SamplingParams(min_new_tokens=5))
-    encoder = Encoder(vocab_size=VOCAB)
+    encoder = Encoder(vocab_size=VOCAB, seeded=False)
     made = encoder.encode(asked, "r", np.array([1, 4, 4, 4], np.int32), 5, sampled=3)
     assert body(made)["sampling_params"]["min_new_tokens"] == 2
     assert body(encoder.encode(asked, "r", asked.input_ids, 8))["sampling_params"]["min_new_tokens"] == 5
@@ -113,7 +114,7 @@ def test_an_id_outside_the_vocabulary_is_never_sent(ids: list[int], at: int, bad
 
 
 def test_an_id_outside_the_vocabulary_is_found_in_what_is_new() -> None:
-    encoder = Encoder(vocab_size=VOCAB)
+    encoder = Encoder(vocab_size=VOCAB, seeded=False)
     encode(encoder, request([1, 2, 3]))
     with pytest.raises(BackendError, match="token 4 of the prompt is id 4000"):
         encode(encoder, request([1, 2, 3, 4, 4000]))
@@ -129,7 +130,7 @@ ids = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 def test_the_text_spells_exactly_the_ids_whatever_came_before(
     turns: list[tuple[str, bool, list[int]]], memory: int
 ) -> None:
-    encoder = Encoder(vocab_size=VOCAB, memory=memory)
+    encoder = Encoder(vocab_size=VOCAB, seeded=False, memory=memory)
     prompts: dict[str, list[int]] = {}
     for episode, continues, new in turns:
         prompt = prompts.get(episode, []) + new if continues else new
@@ -140,7 +141,7 @@ def test_the_text_spells_exactly_the_ids_whatever_came_before(
 
 
 def test_no_more_is_remembered_than_allowed() -> None:
-    encoder = Encoder(vocab_size=VOCAB, memory=1000)
+    encoder = Encoder(vocab_size=VOCAB, seeded=False, memory=1000)
     for number in range(50):
         encode(encoder, request([7] * 30, episode=str(number)))  # 120 bytes of ids, 59 of text
     assert list(encoder._known) == [str(number) for number in range(45, 50)]

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_server import EOS, VOCAB, Fault, VLLMServer, log_softmax, reply
 
-from engine.backends.servers.wire import EncodedRequest
+from engine.backends.servers.wire import EncodedRequest, RequestEncoder
 from engine.errors import BackendError, ContextOverflow, OutageError
 from engine.plugins.launch.vllm import launched_servers
 from engine.plugins.vllm.client import VLLMBackend
 from engine.plugins.vllm.spec import VLLMBackendSpec
-from engine.plugins.vllm.wire import Encoder
+from engine.plugins.vllm.wire import VLLM
 from engine.schemas.backend import LaunchSpec
 from engine.schemas.generation import FinishReason, GenerateRequest, ImagePart, SamplingParams
 from engine.tokens.template import ChatTemplate
@@ -332,7 +332,7 @@ async def test_the_key_is_sent_and_never_shown(chat_format: ChatTemplate) -> Non
 
 
 def sent(request: GenerateRequest, **sizes: int) -> dict[str, Any]:
-    body: EncodedRequest = Encoder(vocab_size=VOCAB).encode(
+    body: EncodedRequest = RequestEncoder(VLLM, vocab_size=VOCAB).encode(
         request, "rid", request.input_ids, request.max_new_tokens, **sizes
     )
     return dict(json.loads(b"".join(body.pieces)))
